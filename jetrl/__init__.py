@@ -1,0 +1,1 @@
+"""`jetrl`: reinforcement learning of language models in low precision, with rollout and training bit for bit the same."""

@@ -1,0 +1,136 @@
+"""Recipe: which format every GEMM operand has, for both sides at once. Built from the config before any tensor exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from jetrl.errors import UserError
+from jetrl.precision.formats import BF16, Format, ScaleKind, act_1x128, weight_128x128, wgrad_128x1
+from jetrl.types import Side
+
+Precision = Literal["bf16", "fp8", "fp8_rollout"]
+Role = Literal["qkv", "o", "gate_up", "down"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class Operands(NamedTuple):
+    """The formats of the two inputs of one GEMM, in the order of the formula."""
+
+    left: Format
+    right: Format
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRecipe:
+    """One FP8 linear y = x W^T, x [T, K], W [N, K]. Sums run in FP32 or wider; `out` and `grad` are rounded once.
+
+    fprop:  y  [T, N] = x  [T, K] @ W [N, K]^T     x in blocks along K, W in tiles
+    dgrad:  dx [T, K] = dy [T, N] @ W [N, K]       dy in blocks along N, W the same codes as in fprop
+    wgrad:  dW [N, K] = dy [T, N]^T @ x [T, K]     both in blocks along T
+    """
+
+    fprop: Operands  # activation, weight
+    dgrad: Operands  # output gradient, weight
+    wgrad: Operands  # output gradient along tokens, activation along tokens
+    saved_activation: Format  # the one copy of x kept for backward, in the orientation that wgrad reads
+    out: Format = BF16  # y
+    grad: Format = BF16  # dx and dy between operators
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The precision of the whole model on both sides. `linear` answers for one GEMM group of one layer."""
+
+    name: Precision
+    num_layers: int
+    weight_scale: ScaleKind = "fp32"
+    activation_scale: ScaleKind = "fp32"
+    num_first_layers_in_bf16: int = 0
+    num_last_layers_in_bf16: int = 0
+    kv_cache: Format = BF16
+
+    def __post_init__(self) -> None:
+        _require_one_of("precision", self.name, get_args(Precision))
+        _require_one_of("quant.weight_scale", self.weight_scale, get_args(ScaleKind))
+        _require_one_of("quant.activation_scale", self.activation_scale, get_args(ScaleKind))
+        first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
+        for key, value in (("num_first_layers_in_bf16", first), ("num_last_layers_in_bf16", last)):
+            if value < 0:
+                raise UserError(f"quant.{key} = {value} is negative; give a number of layers from 0 to {self.num_layers}.")
+        if first + last > self.num_layers:
+            raise UserError(
+                f"quant.num_first_layers_in_bf16 = {first} and quant.num_last_layers_in_bf16 = {last} ask for "
+                f"{first + last} layers in BF16, but the model has {self.num_layers}. Lower them to a sum of at most "
+                f"{self.num_layers}."
+            )
+
+    def is_bf16_layer(self, layer: int) -> bool:
+        """True where the recipe keeps a layer in BF16 on both sides, as one of the first or last."""
+        assert 0 <= layer < self.num_layers, f"layer {layer} of {self.num_layers}"
+        return layer < self.num_first_layers_in_bf16 or layer >= self.num_layers - self.num_last_layers_in_bf16
+
+    def linear(self, layer: int, role: Role, side: Side) -> LinearRecipe | None:
+        """Formats of one linear on one side; None means plain BF16 GEMMs. On the rollout side only `fprop` runs."""
+        assert role in ROLES, f"role {role!r}, not one of {ROLES}"
+        assert side in get_args(Side), f"side {side!r}, not one of {get_args(Side)}"
+        if self.name == "bf16" or self.is_bf16_layer(layer) or (self.name == "fp8_rollout" and side == "train"):
+            return None
+        return self.fp8_linear()
+
+    def fp8_linear(self) -> LinearRecipe:
+        """The one FP8 linear of this recipe, operand by operand."""
+        return LinearRecipe(
+            fprop=Operands(act_1x128(self.activation_scale), weight_128x128(self.weight_scale)),
+            dgrad=Operands(act_1x128(self.activation_scale), weight_128x128(self.weight_scale)),
+            wgrad=Operands(wgrad_128x1(self.activation_scale), wgrad_128x1(self.activation_scale)),
+            saved_activation=wgrad_128x1(self.activation_scale),
+        )
+
+    def describe(self) -> str:
+        """The three GEMMs as formulas with the format of each operand, for both sides, as plain text."""
+        lines = [f"precision {self.name}, {self.num_layers} layers, KV cache {self.kv_cache}"]
+        num_bf16 = self.num_first_layers_in_bf16 + self.num_last_layers_in_bf16
+        if self.name == "bf16" or num_bf16 == self.num_layers:
+            return "\n".join(lines + ["training and rollout: every GEMM in bf16", *_formulas(None)])
+        if num_bf16:
+            lines.append(f"BF16 layers: first {self.num_first_layers_in_bf16}, last {self.num_last_layers_in_bf16}")
+        if self.name == "fp8":
+            return "\n".join(lines + ["training and rollout, one flow:", *_formulas(self.fp8_linear())])
+        rollout = _formulas(self.fp8_linear())[:1]
+        return "\n".join(lines + ["training:", *_formulas(None), "rollout (differs from training):", *rollout])
+
+
+def _formulas(linear: LinearRecipe | None) -> list[str]:
+    if linear is None:
+        linear = LinearRecipe(Operands(BF16, BF16), Operands(BF16, BF16), Operands(BF16, BF16), BF16)
+    (x, w), (dy, w_back), (dy_t, x_t) = linear.fprop, linear.dgrad, linear.wgrad
+    return [
+        f"  fprop  y  = x @ W^T   {x} @ {w} -> {linear.out}",
+        f"  dgrad  dx = dy @ W    {dy} @ {w_back} -> {linear.grad}",
+        f"  wgrad  dW = dy^T @ x  {dy_t} @ {x_t} -> master weight's dtype",
+    ]
+
+
+def _require_one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{key} = {value!r} is not known; use one of {', '.join(map(repr, allowed))}.")
+
+
+def build_recipe(
+    precision: str,
+    num_layers: int,
+    weight_scale: str = "fp32",
+    activation_scale: str = "fp32",
+    num_first_layers_in_bf16: int = 0,
+    num_last_layers_in_bf16: int = 0,
+) -> Recipe:
+    """The recipe of a config's `precision` key and [quant] table; raises UserError for values that cannot be met."""
+    return Recipe(
+        name=precision,  # type: ignore[arg-type]  # the Literal types are checked by Recipe itself
+        num_layers=num_layers,
+        weight_scale=weight_scale,  # type: ignore[arg-type]
+        activation_scale=activation_scale,  # type: ignore[arg-type]
+        num_first_layers_in_bf16=num_first_layers_in_bf16,
+        num_last_layers_in_bf16=num_last_layers_in_bf16,
+    )

@@ -1,4 +1,4 @@
-"""Formats: how the numbers of one tensor are stored, as plain data. `kernels/reference.py` is the code of what is named here.
+"""Formats: how the numbers of one tensor are stored, as plain data; `kernels/reference.py` is the code of what is named.
 
 The quantizer, for each block of a tensor x (the last block of a row or column may be smaller):
 
@@ -32,7 +32,7 @@ class Format:
     """dtype of the codes and, for a quantized tensor, what shares a scale.
 
     `block` is (rows, columns) of the [tokens, features] or [out, in] matrix that share one scale; `rule` names the
-    quantizer. For a plain format (BF16, FP32) block and scale are None, the floor is 0 and `rule` is "round_nearest_even".
+    quantizer. A plain format (BF16, FP32) has no block and no scale, floor 0 and the rule "round_nearest_even".
     """
 
     name: str

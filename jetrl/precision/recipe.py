@@ -1,4 +1,4 @@
-"""Recipe: which format every GEMM operand has, for both sides at once. Built from the config before any tensor exists."""
+"""Recipe: the format of every GEMM operand, for both sides at once. Built from the config before any tensor exists."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Recipe:
         first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
         for key, value in (("num_first_layers_in_bf16", first), ("num_last_layers_in_bf16", last)):
             if value < 0:
-                raise UserError(f"quant.{key} = {value} is negative; give a number of layers from 0 to {self.num_layers}.")
+                raise UserError(f"quant.{key} = {value} is negative; give a number from 0 to {self.num_layers}.")
         if first + last > self.num_layers:
             raise UserError(
                 f"quant.num_first_layers_in_bf16 = {first} and quant.num_last_layers_in_bf16 = {last} ask for "

@@ -1,0 +1,164 @@
+"""The definition of causal attention on the CPU, exact for any batch, padding, chunking and cache layout.
+
+For one query row with keys j = 0..p:
+
+    s_j = f32(q . k_j) * scale                     exact dot product of aligned rows, rounded to FP32, one FP32 product
+    e_j = exp(s_j - max_j s_j)                     FP32, `exact.exp`
+    l   = sum_j round(e_j * 2**32)                 integers: exact in any order
+    o   = rounded((sum_j w_j * v_j) / (l * 2**-32))
+
+The last sum is exact too: each value row is aligned (18 bits, unit u_j), its unit is folded into the weight,
+`w_j = e_j * u_j`, and the weights of the row are aligned to 24 bits. A masked key has e_j = 0 and changes no bit, so
+sequences may be padded to any length. Keys are taken in chunks of 2048, counted from position 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels import exact
+from jetrl.types import PagedPlan, VarlenPlan
+
+VALUE_BITS, WEIGHT_BITS, SUM_BITS = 18, 24, 32
+_CHUNK_ELEMENTS = 1 << 22  # scores held at once
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
+    """`q` [T, N, H], `k`, `v` [T, G, H] -> [T, N, H]. A paged plan first writes k and v to the cache, then reads it."""
+    if isinstance(plan, VarlenPlan):
+        return _varlen(q, k, v, plan, scale)
+    keys, values = plan.cache.layer(layer)
+    _write(keys, k, plan.slots)
+    _write(values, v, plan.slots)
+    out = torch.empty_like(q)
+    kv_lengths = plan.kv_lengths.tolist()
+    starts = plan.cu_seqlens.tolist()
+    page = keys.shape[1]
+    for members, width, depth in _similar(list(plan.query_lengths), kv_lengths, q.shape[1]):
+        table = plan.block_table[members, : -(-depth // page)].long()
+        rows, positions = _query_rows(members, width, starts, kv_lengths)
+        kk = keys[table].flatten(1, 2)[:, :depth]
+        vv = values[table].flatten(1, 2)[:, :depth]
+        o = _dense(q[rows.clamp_min(0)], kk, vv, positions, scale)
+        out[rows[rows >= 0]] = o[rows >= 0]
+    return out
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> Tensor:
+    out = torch.empty_like(q)
+    starts = plan.cu_seqlens.tolist()
+    lengths = list(plan.lengths)
+    for members, width, _ in _similar(lengths, lengths, q.shape[1]):
+        rows, positions = _query_rows(members, width, starts, lengths)
+        index = rows.clamp_min(0)
+        o = _dense(q[index], k[index], v[index], positions, scale)
+        out[rows[rows >= 0]] = o[rows >= 0]
+    return out
+
+
+def _write(cache: Tensor, x: Tensor, slots: Tensor) -> None:
+    """Scatter rows [T, G, H] into a paged tensor [pages, page, G, H]; slot -1 writes nothing."""
+    real = slots >= 0
+    if not bool(real.all()):
+        slots, x = slots[real], x[real]
+    cache.flatten(0, 1)[slots] = x
+
+
+def _similar(query_lengths: list[int], kv_lengths: list[int], heads: int) -> list[tuple[list[int], int, int]]:
+    """Sequences in lots of like size, so that padding stays small: (members, longest query, longest key)."""
+    order = sorted(range(len(query_lengths)), key=lambda i: (query_lengths[i], kv_lengths[i]))
+    lots: list[tuple[list[int], int, int]] = []
+    for i in order:
+        queries, depth = query_lengths[i], kv_lengths[i]
+        if queries == 0:
+            continue
+        if lots:
+            members, width, deep = lots[-1]
+            new_width, new_deep = max(width, queries), max(deep, depth)
+            fits = (len(members) + 1) * new_width * new_deep * heads <= _CHUNK_ELEMENTS
+            alike = new_width <= query_lengths[members[0]] * 1.25 + (8 if width > 1 else 0)
+            if fits and alike:
+                lots[-1] = ([*members, i], new_width, new_deep)
+                continue
+        lots.append(([i], queries, depth))
+    return lots
+
+
+def _query_rows(members: list[int], width: int, starts: list[int], kv_lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows of the packed tensor [B, width] (-1: padding) and the position of each within its sequence."""
+    first = torch.tensor([starts[i] for i in members])
+    count = torch.tensor([starts[i + 1] - starts[i] for i in members])
+    offset = torch.tensor([kv_lengths[i] - (starts[i + 1] - starts[i]) for i in members])
+    column = torch.arange(width)
+    inside = column < count[:, None]
+    rows = torch.where(inside, first[:, None] + column, -1)
+    return rows, torch.where(inside, offset[:, None] + column, 0)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[B, L, N, H] x [B, J, G, H] -> FP32 [B, G, L*N/G, J]; row order (query, head within the group)."""
+    b, length, n, h = q.shape
+    g = k.shape[2]
+    qm, qu = exact.align(q)
+    km, ku = exact.align(k)
+    qm = qm.view(b, length, g, n // g, h).permute(0, 2, 1, 3, 4).reshape(b, g, -1, h)
+    qu = qu.view(b, length, g, n // g, 1).permute(0, 2, 1, 3, 4).reshape(b, g, -1, 1)
+    s = exact.matmul_nt(qm, km.permute(0, 2, 1, 3)).mul_(qu).mul_(ku.permute(0, 2, 3, 1))
+    return s.to(torch.float32).mul_(scale)
+
+
+def _masked(positions: Tensor, heads_per_group: int, depth: int) -> Tensor:
+    """True where key j is beyond the query's position: [B, 1, L*N/G, J]."""
+    rows = positions.repeat_interleave(heads_per_group, dim=1)
+    return (torch.arange(depth) > rows[..., None])[:, None]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Attention of padded queries [B, L, N, H] at `positions` [B, L] over keys 0..J-1 [B, J, G, H] -> [B, L, N, H]."""
+    b, length, n, h = q.shape
+    g, depth = k.shape[2], k.shape[1]
+    mask = _masked(positions, n // g, depth)
+    s = _scores(q, k, scale).masked_fill_(mask, float("-inf"))
+    e = exact.exp(s - s.amax(-1, keepdim=True)).masked_fill_(mask, 0.0).to(torch.float64)
+    total = (e * 2.0**SUM_BITS).round_().sum(-1, keepdim=True)
+    # garbage beyond a sequence's end (padding, stale pages) must be finite to vanish against a zero weight
+    finite = (torch.arange(depth) <= positions.amax(1, keepdim=True))[:, :, None, None]
+    vm, vu = exact.align(v.masked_fill(~finite, 0.0), bits=VALUE_BITS)
+    w = e.mul_(vu.permute(0, 2, 3, 1))
+    wm, wu = exact.align(w, bits=WEIGHT_BITS)
+    o = exact.matmul_nt(wm, vm.permute(0, 2, 3, 1)).mul_(wu).div_(total * 2.0**-SUM_BITS)
+    return o.to(torch.float32).to(q.dtype).view(b, g, length, n // g, h).permute(0, 2, 1, 3, 4).reshape(b, length, n, h)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the varlen case, FP32 inside, rounded at the end. Same shapes as `attend`; deterministic.
+
+    With P the softmax: dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K * scale; dK = dS^T Q * scale.
+    """
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (q, k, v))
+    starts, lengths = plan.cu_seqlens.tolist(), list(plan.lengths)
+    group = q.shape[1] // k.shape[1]
+    for members, width, _ in _similar(lengths, lengths, q.shape[1]):
+        rows, positions = _query_rows(members, width, starts, lengths)
+        index, real = rows.clamp_min(0), rows >= 0
+
+        def split(t: Tensor, index: Tensor = index, real: Tensor = real) -> Tensor:  # [B, G, L*N/G, H] in FP32
+            x = t[index].to(torch.float32).masked_fill_(~real[..., None, None], 0.0)
+            b, length, heads, h = x.shape
+            g = k.shape[1]
+            return x.view(b, length, g, heads // g, h).permute(0, 2, 1, 3, 4).reshape(b, g, -1, h)
+
+        qs, ks, vs, gs = split(q), split(k), split(v), split(grad)
+        s = (qs @ ks.mT).mul_(scale).masked_fill_(_masked(positions, group, width), float("-inf"))
+        p = torch.softmax(s, -1)
+        dp = gs @ vs.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        back = {"q": ds @ ks * scale, "k": ds.mT @ qs * scale, "v": p.mT @ gs}
+        for target, value in ((dq, back["q"]), (dk, back["k"]), (dv, back["v"])):
+            b, g, _, h = value.shape
+            dense = value.view(b, g, width, -1, h).permute(0, 2, 1, 3, 4).reshape(b, width, -1, h)
+            target[rows[real]] = dense[real]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,296 @@
+"""The live display of a run: rich on a terminal, one plain line a step elsewhere; and the closing summary."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS = "_.:-=+*#"
+_ACCURACY = re.compile(r"eval/.+/avg@\d+")
+_MAX_WIDTH = 100
+
+
+class Display:
+    """Shows where a run stands. Use as a context manager, so that the terminal is restored whatever happens.
+
+    Call `phase` when the work changes, `advance` as parts of a phase finish, `step` with the row of a finished step.
+    Off a terminal a phase is told only once it lasts longer than `interval` seconds, then again at that interval.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        title: str,
+        *,
+        start_step: int = 0,
+        console: Console | None = None,
+        interval: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self.title = title
+        self.current = start_step
+        self.console = console or Console()
+        self._interval, self._clock = interval, clock
+        self._started = self._step_started = clock()
+        self._durations: deque[float] = deque(maxlen=20)
+        self._phase, self._done, self._total = "starting", 0, None
+        self._phase_started = self._told = clock()
+        self._metrics: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._worst_gap = 0.0
+        self._first_accuracy: float | None = None
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(
+                get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False
+            )
+
+    _total: int | None
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start(refresh=True)
+        else:
+            self._line(f"{self.title}: {self.total_steps} steps")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._phase = "done" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+            self._done, self._total = 0, None
+            self._live.stop()  # draws once more and shows the cursor again
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """Begin a phase (rollout, reward, update, eval, ...) of `total` parts, if their number is known."""
+        self._phase, self._done, self._total = name, 0, total
+        self._phase_started = self._told = self._clock()
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` more parts of the phase as done."""
+        self._done += n
+        now = self._clock()
+        if self._live is None and now - self._told >= self._interval:
+            self._told = now
+            parts = f"{self._done}/{self._total}" if self._total else str(self._done)
+            left = self._phase_left(now)
+            self._line(f"  {self._phase} {parts}" + (f"  left {duration(left)}" if left is not None else ""))
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Show the row of a finished step. `metrics` holds the key `step` beside those that go to metrics.jsonl."""
+        now = self._clock()
+        number = int(metrics["step"])
+        if number > self.current:  # the row of step 0 is an evaluation: no measure of a step's time
+            self._durations.append((now - self._step_started) / (number - self.current))
+        self.current, self._step_started = number, now
+        self._metrics.update(metrics)
+        if "reward/mean" in metrics:
+            self._rewards.append(float(metrics["reward/mean"]))
+        gap = float(metrics.get("parity/logprob_abs_diff_max", 0.0))
+        if not gap <= self._worst_gap:  # NaN counts as worst, and stays
+            self._worst_gap = gap
+        accuracy = accuracy_of(metrics)
+        if accuracy is not None and self._first_accuracy is None:
+            self._first_accuracy = accuracy
+        if self._live is None:
+            self._line(self._plain(metrics))
+
+    def message(self, text: str) -> None:
+        """Print a line above the display."""
+        if self._live is None:
+            self._line(text)
+        else:
+            self.console.print(escape(text), highlight=False)
+
+    def _line(self, text: str) -> None:
+        """One line as it is: no wrapping, no markup, and out at once, so that `tail -f` and job logs follow."""
+        self.console.out(text, highlight=False)
+        self.console.file.flush()
+
+    def time_left(self) -> float | None:
+        """Seconds to the last step at the median pace of the last 20, or None before the first."""
+        if not self._durations:
+            return None
+        pace = statistics.median(self._durations)  # the first step also warms up; evaluations come now and then
+        return pace * max(self.total_steps - self.current, 0)
+
+    def _phase_left(self, now: float) -> float | None:
+        if not self._total or not self._done:
+            return None
+        return (now - self._phase_started) / self._done * max(self._total - self._done, 0)
+
+    def _plain(self, metrics: Mapping[str, float]) -> str:
+        width = len(str(self.total_steps))
+        parts = [f"step {self.current:>{width}}/{self.total_steps}"]
+        if "reward/mean" in metrics:
+            parts.append(f"reward {metrics['reward/mean']:.3f}")
+        accuracy = accuracy_of(metrics)
+        if accuracy is not None:
+            parts.append(f"held-out {accuracy:.3f}")
+        if "response_length/mean" in metrics:
+            parts.append(f"length {metrics['response_length/mean']:.1f}")
+        if "parity/logprob_abs_diff_max" in metrics:
+            parts.append(f"parity {parity_text(metrics['parity/logprob_abs_diff_max'])}")
+        if "perf/tokens_per_s_per_gpu" in metrics:
+            parts.append(f"{count(metrics['perf/tokens_per_s_per_gpu'])} tokens/s")
+        left = self.time_left()
+        if left is not None:
+            parts.append(f"left {duration(left)}")
+        return "  ".join(parts)
+
+    def render(self) -> RenderableType:
+        """The panel of the live display; at most 100 columns, never wider than the terminal."""
+        width = min(self.console.width, _MAX_WIDTH)
+        now = self._clock()
+        left = self.time_left()
+        progress = Table.grid(expand=True, padding=(0, 1))
+        progress.add_column(width=9)
+        progress.add_column(ratio=1)
+        progress.add_column(justify="right", width=11, no_wrap=True)
+        progress.add_column(justify="right", width=13, no_wrap=True)
+        progress.add_row(
+            Text("steps"),
+            ProgressBar(total=max(self.total_steps, 1), completed=self.current),
+            f"{self.current}/{self.total_steps}",
+            Text("left " + (duration(left) if left is not None else "..."), style="dim"),
+        )
+        phase_left = self._phase_left(now)
+        counted = self._total is not None
+        progress.add_row(
+            Text(self._phase, style="cyan", overflow="ellipsis", no_wrap=True),
+            ProgressBar(total=max(self._total or 1, 1), completed=self._done, style="bar.back", complete_style="cyan"),
+            f"{self._done}/{self._total}" if counted else "",
+            Text("left " + duration(phase_left) if phase_left is not None else "", style="dim"),
+        )
+        header = Text.assemble((f"{duration(now - self._started)}", "dim"))
+        return Panel(
+            Group(progress, Text(""), self._numbers(width)),
+            title=Text(self.title, style="bold", overflow="ellipsis"),
+            title_align="left",
+            subtitle=header,
+            subtitle_align="right",
+            width=width,
+            border_style="dim",
+        )
+
+    def _numbers(self, width: int) -> Table:
+        metrics = self._metrics
+        table = Table.grid(expand=True, padding=(0, 1))
+        table.add_column(width=9, style="dim")
+        table.add_column(ratio=1, no_wrap=True)
+        table.add_column(width=9, style="dim")
+        table.add_column(ratio=1, no_wrap=True)
+        utf8 = self.console.encoding.lower().startswith("utf")
+        spark = sparkline(self._rewards, max(width // 2 - 26, 6), _BLOCKS if utf8 else _ASCII_BLOCKS)
+        reward = Text.assemble(_number(metrics.get("reward/mean"), 3), "  ", (spark, "cyan"))
+        accuracy = accuracy_of(metrics)
+        held_out = Text(_number(accuracy, 3), style="bold" if accuracy is not None else "")
+        if accuracy is not None and accuracy != self._first_accuracy:
+            held_out.append(f"  (was {self._first_accuracy:.3f})", style="dim")
+        gap = metrics.get("parity/logprob_abs_diff_max")
+        if gap is None:
+            parity = Text("-")
+        else:
+            parity = Text(parity_text(gap), style="bold green" if gap == 0.0 else "bold red")
+            if self._worst_gap != gap:
+                parity.append(f"  (worst {parity_text(self._worst_gap)})", style="red")
+        speed = metrics.get("perf/tokens_per_s_per_gpu")
+        table.add_row("reward", reward, "held-out", held_out)
+        table.add_row("length", _number(metrics.get("response_length/mean"), 1), "parity", parity)
+        entropy = _number(metrics.get("policy/entropy"), 3)
+        table.add_row("entropy", entropy, "tokens/s", count(speed) if speed is not None else "-")
+        return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def accuracy_of(metrics: Mapping[str, float]) -> float | None:
+    """The first held-out accuracy (`eval/<set>/avg@k`) of a row."""
+    return next((float(value) for key, value in metrics.items() if _ACCURACY.fullmatch(key)), None)
+
+
+def parity_text(gap: float) -> str:
+    """`0` only for a gap of exactly 0; else the gap in three digits."""
+    return "0" if gap == 0.0 else f"{gap:.2e}"
+
+
+def count(value: float) -> str:
+    """12345.6 -> 12,346; small rates keep a decimal."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """83 -> 1:23, 3723 -> 1:02:03; below ten seconds with one decimal."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str:
+    """The values as one character each; more than `width` are averaged in equal runs. NaN is a blank."""
+    if len(values) > width:
+        edges = [i * len(values) // width for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(blocks) - 1
+    levels = [round((value - low) / (span or 1.0) * top) if math.isfinite(value) else None for value in values]
+    return "".join(" " if level is None else blocks[level] for level in levels)
+
+
+def summary(
+    *,
+    run_dir: Path | str,
+    steps: int,
+    seconds: float,
+    accuracy_before: float | None = None,
+    accuracy_after: float | None = None,
+    parity_max: float | None = None,
+    next_commands: Sequence[tuple[str, str]] = (),
+    console: Console | None = None,
+) -> None:
+    """Print what the run came to and what to do next: `next_commands` holds pairs (what it does, command)."""
+    console = console or Console()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    if accuracy_after is not None:
+        before = "" if accuracy_before is None else f"{accuracy_before:.3f} -> "
+        table.add_row("held-out accuracy", Text(f"{before}{accuracy_after:.3f}", style="bold"))
+    if parity_max is not None:
+        exact = parity_max == 0.0
+        told = "0: sampler and learner agreed bit for bit" if exact else f"{parity_max:.3e} (largest log-prob gap)"
+        table.add_row("parity", Text(told, style="green" if exact else "red"))
+    table.add_row("steps", f"{steps} in {duration(seconds)}")
+    table.add_row("run folder", Text(str(run_dir)))
+    console.print()
+    console.print(table, highlight=False)
+    if next_commands:
+        console.print("\nNext", style="bold")
+        for what, command in next_commands:
+            console.print(Text(f"  {what}"), style="dim")
+            console.out(f"    {command}", highlight=False)  # not wrapped: to be copied
+    console.print()

@@ -1,0 +1,167 @@
+"""Reading run folders for the report: `load_run`, series of one metric, and the headline numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
+
+PARITY_KEY = "parity/logprob_abs_diff_max"
+THROUGHPUT_KEY = "perf/tokens_per_s_per_gpu"
+_ACCURACY = re.compile(r"eval/.+/avg@\d+")
+_TOTALS = ("time/step", "time/total")  # sums of the other phases, so no phases themselves
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read. `label` names it on pictures and is unique among the runs loaded together."""
+
+    path: Path
+    label: str
+    rows: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any]
+    config_text: str
+    env: Mapping[str, Any]
+
+    def keys(self) -> list[str]:
+        """The metrics of this run that hold numbers, in order of first appearance."""
+        seen: dict[str, None] = {}
+        for row in self.rows:
+            for key, value in row.items():
+                if key != "step" and isinstance(value, int | float):
+                    seen.setdefault(key)
+        return list(seen)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps that have the metric, and its values."""
+        pairs = [(int(row["step"]), float(row[key])) for row in self.rows if isinstance(row.get(key), int | float)]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def accuracy_keys(self) -> list[str]:
+        """Held-out accuracies, the run's first set first."""
+        return [key for key in self.keys() if _ACCURACY.fullmatch(key)]
+
+    def phases(self) -> list[str]:
+        """Names of the `time/*` phases without their sums."""
+        return [key[5:] for key in self.keys() if key.startswith("time/") and key not in _TOTALS]
+
+    @property
+    def precision(self) -> str:
+        return str(self.config.get("precision", "not recorded"))
+
+    @property
+    def model(self) -> str:
+        """A short name of the model: its folder, or the sizes of one made at random."""
+        model = self.config.get("model", {})
+        if model.get("path"):
+            return Path(str(model["path"]).rstrip("/")).name
+        arch = model.get("arch")
+        if not arch:
+            return "not recorded"
+        sizes = f"{arch.get('num_hidden_layers', '?')} layers, width {arch.get('hidden_size', '?')}"
+        return f"{arch.get('model_type', 'model')} from scratch ({sizes})"
+
+    @property
+    def hardware(self) -> str:
+        """GPU (with count) or CPU."""
+        on_cpu = self.config.get("device") == "cpu" or not self.env.get("gpu")
+        if on_cpu:
+            return str(self.env.get("cpu", "not recorded"))
+        count = int(self.env.get("gpu_count", 1))
+        return f"{count} x {self.env['gpu']}" if count > 1 else str(self.env["gpu"])
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The numbers at the top of a report. None: not measured in this run."""
+
+    steps: int
+    accuracy_key: str | None
+    accuracy_before: float | None
+    accuracy_after: float | None
+    parity_steps: int
+    parity_nonzero_steps: int
+    parity_max: float | None
+    reward_last: float | None
+    seconds: float | None
+    tokens_per_s: float | None
+
+
+def headline(run: Run) -> Headline:
+    """Accuracy at the first and last evaluation, greatest parity gap, time summed, median tokens/s per GPU."""
+    accuracy_key = next(iter(run.accuracy_keys()), None)
+    accuracy = run.series(accuracy_key)[1] if accuracy_key else []
+    parity = run.series(PARITY_KEY)[1]
+    gaps = [value for value in parity if value != 0.0]  # NaN is a gap too
+    rewards = run.series("reward/mean")[1]
+    throughput = sorted(value for value in run.series(THROUGHPUT_KEY)[1] if math.isfinite(value))
+    recent = rewards[-10:]
+    return Headline(
+        steps=max((int(row["step"]) for row in run.rows), default=0),
+        accuracy_key=accuracy_key,
+        accuracy_before=accuracy[0] if len(accuracy) > 1 else None,
+        accuracy_after=accuracy[-1] if accuracy else None,
+        parity_steps=len(parity),
+        parity_nonzero_steps=len(gaps),
+        parity_max=_largest(parity),
+        reward_last=sum(recent) / len(recent) if recent else None,
+        seconds=_seconds(run),
+        tokens_per_s=throughput[len(throughput) // 2] if throughput else None,
+    )
+
+
+def _largest(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
+
+
+def _seconds(run: Run) -> float | None:
+    keys = set(run.keys())
+    for total in _TOTALS:
+        if total in keys:
+            return sum(run.series(total)[1])
+    phases = run.phases()
+    return sum(sum(run.series(f"time/{phase}")[1]) for phase in phases) if phases else None
+
+
+def load_runs(run_dirs: Sequence[Path | str]) -> list[Run]:
+    """Read run folders. Runs of one name are told apart by folder, then by path."""
+    if not run_dirs:
+        raise UserError("no run folder given. Name at least one, as runs/<name>.")
+    paths = [Path(folder) for folder in run_dirs]
+    loaded = [_load(path) for path in paths]
+    for name in (lambda path: path.resolve().name, str):
+        labels = [run.label for run in loaded]
+        loaded = [
+            Run(run.path, name(run.path), run.rows, run.config, run.config_text, run.env)
+            if labels.count(run.label) > 1
+            else run
+            for run in loaded
+        ]
+    if len({run.label for run in loaded}) < len(loaded):
+        raise UserError(f"the same run folder is given twice: {[str(path) for path in paths]}. Name each once.")
+    return loaded
+
+
+def _load(path: Path) -> Run:
+    rows = read_metrics(path)
+    if not rows:
+        raise UserError(f"{path} holds no steps yet. Wait for the first step of the run, then try again.")
+    config_file, env_file = path / CONFIG_FILE, path / ENV_FILE
+    text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
+    try:
+        config = tomllib.loads(text)
+        env = json.loads(env_file.read_text(encoding="utf-8")) if env_file.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path}: {CONFIG_FILE} or {ENV_FILE} cannot be read ({error}). Mend or remove it.") from error
+    label = str(config.get("name") or path.resolve().name)
+    return Run(path=path, label=label, rows=rows, config=config, config_text=text, env=env)

@@ -7,9 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-BLOCK = 128
-AMAX_FLOOR = 1e-12  # smallest block maximum that a scale is made from; below it all codes shrink towards zero
-E4M3_MAX = 448.0
+from jetrl.precision.formats import BLOCK
+
 
 Granularity = Literal["1x128", "128x128"]
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import exact
-from jetrl.kernels.qtensor import AMAX_FLOOR, BLOCK, E4M3_MAX, QTensor, blocks_of
+from jetrl.kernels.qtensor import QTensor, blocks_of
+from jetrl.precision.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
 
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64).numpy()
 PROB_BITS = 35  # grid of exp(z - max) in `exp_weights`

@@ -1,0 +1,118 @@
+"""The reference backend: the definitions of `kernels.reference` under the names of `dispatch.OPS`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels import reference as ref
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
+from jetrl.kernels.reference import add as add
+from jetrl.kernels.reference_attention import attend as attend
+from jetrl.kernels.reference_attention import attend_backward as attend_backward
+
+__all__ = ["add", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
+_LOGIT_ELEMENTS = 1 << 22  # logits held at once
+
+quantize_act = ref.quantize_1x128
+quantize_act_t = ref.quantize_128x1
+quantize_weight = ref.quantize_128x128
+
+
+def prepare_fp8(q: QTensor) -> PreparedFP8:
+    return PreparedFP8(q)
+
+
+def prepare_fp8_t(q: QTensor) -> PreparedFP8:
+    return PreparedFP8(ref.transpose(q))
+
+
+def prepare_bf16(w: Tensor) -> PreparedBF16:
+    return PreparedBF16(w)
+
+
+def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
+    return ref.fp8_gemm(a, b).to(out_dtype)
+
+
+def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    return ref.fp8_gemm(dy_t, x_t)
+
+
+def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
+    return ref.bf16_gemm(x, w).to(out_dtype)
+
+
+def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
+    """`dy @ w` in FP32, rounded. Only reproducible, not batch-invariant: gradients are no part of parity."""
+    return (dy.to(torch.float32) @ w.to(torch.float32)).to(dy.dtype)
+
+
+def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.to(torch.float32).T @ x.to(torch.float32)
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` for x (rounded) and weight (FP32), the inner rounding taken straight through."""
+    inv = ref.inv_rms(x, eps)
+    g, n = grad.to(torch.float32), x.to(torch.float32) * inv
+    gw = g * weight.to(torch.float32)
+    dx = (gw - n * (gw * n).mean(-1, keepdim=True)) * inv
+    return dx.to(x.dtype), (g * n).flatten(0, -2).sum(0)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`r = rounded(x + residual)`; returns (`rms_norm(r)`, `r`)."""
+    total = ref.add(x, residual)
+    return ref.rms_norm(total, weight, eps), total
+
+
+def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse rotation."""
+    return ref.rope(grad, cos, -sin)
+
+
+def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
+    return ref.bf16_gemm(hidden, w)
+
+
+def logprob_entropy(
+    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits."""
+    logprobs, entropies = [], []
+    rows = max(1, _LOGIT_ELEMENTS // w.values.shape[0])
+    for h, t, temp in zip(hidden.split(rows), targets.split(rows), temperature.split(rows), strict=True):
+        z = head_logits(h, w).div_(temp[:, None])
+        weights, top, total = ref.exp_weights(z)
+        logprobs.append(ref.logprob(z, t, top, total))
+        entropies.append(ref.entropy(z, weights, top, total))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def logprob_backward(
+    grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
+    temperature: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients for hidden (rounded) and the head weight (FP32); logits are made again in FP32, chunk by chunk.
+
+    `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to the dtype of `hidden`.
+    """
+    w = weight.to(torch.float32)
+    d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(w)
+    rows = max(1, _LOGIT_ELEMENTS // w.shape[0])
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        h, temp = hidden[part].to(torch.float32), temperature[part, None]
+        logp = torch.log_softmax((h @ w.T).div_(temp), -1)
+        p = logp.exp()
+        dz = p * -grad_logprob[part, None]
+        dz.scatter_add_(1, targets[part, None], grad_logprob[part, None])
+        if grad_entropy is not None:
+            ent = -(p * logp).sum(-1, keepdim=True)
+            dz.sub_(p * (logp + ent) * grad_entropy[part, None])
+        dz = dz.div_(temp).to(hidden.dtype).to(torch.float32)
+        d_hidden[part] = (dz @ w).to(hidden.dtype)
+        d_weight.addmm_(dz.T, h)
+    return d_hidden, d_weight

@@ -1,0 +1,40 @@
+"""One table: which backend serves tensors of a device. Nothing is chosen by availability, and nothing falls back.
+
+A backend is a module with the functions named in `OPS`, each equal in meaning to the definition in `reference.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from types import ModuleType
+
+from torch import Tensor
+
+BACKENDS = {"reference": "jetrl.kernels.backends.cpu", "hopper": "jetrl.kernels.backends.hopper"}
+DEVICE_BACKEND = {"cpu": "reference", "cuda": "hopper"}
+OPS = (
+    "quantize_act", "quantize_act_t", "quantize_weight", "prepare_fp8", "prepare_fp8_t", "prepare_bf16",
+    "fp8_gemm", "wgrad_gemm", "bf16_gemm", "bf16_dgrad", "bf16_wgrad",
+    "rms_norm", "rms_norm_backward", "add_rms_norm", "add", "rope", "rope_backward", "swiglu", "swiglu_backward",
+    "attend", "attend_backward", "head_logits", "logprob_entropy", "logprob_backward",
+)  # fmt: skip
+
+
+@cache
+def load_backend(name: str) -> ModuleType:
+    """Import a backend by name. Missing packages raise with the install command; a missing op is our own mistake."""
+    if name not in BACKENDS:
+        raise ValueError(f"unknown kernel backend {name!r}; known: {', '.join(BACKENDS)}")
+    module = importlib.import_module(BACKENDS[name])
+    missing = [op for op in OPS if not hasattr(module, op)]
+    assert not missing, f"backend {name} lacks {missing}"
+    return module
+
+
+def backend_of(x: Tensor) -> ModuleType:
+    """The backend that serves the device of `x`."""
+    name = DEVICE_BACKEND.get(x.device.type)
+    if name is None:
+        raise ValueError(f"no kernels for device {x.device}; supported: {', '.join(DEVICE_BACKEND)}")
+    return load_backend(name)

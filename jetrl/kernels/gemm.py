@@ -1,0 +1,43 @@
+"""GEMMs in NT form, `a [M, K] @ b [N, K].T`: checks, then the backend. Definitions: `reference.fp8_gemm`, `bf16_gemm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.qtensor import QTensor
+
+
+def prepare_fp8(q: QTensor) -> Any:
+    """The weight operand of `fp8_gemm` for fprop, in whatever layout the backend reads; made once a publish."""
+    return backend_of(q.codes).prepare_fp8(q)
+
+
+def prepare_fp8_t(q: QTensor) -> Any:
+    """The same for dgrad: the transposed codes and blocks."""
+    return backend_of(q.codes).prepare_fp8_t(q)
+
+
+def prepare_bf16(w: Tensor) -> Any:
+    """The weight operand of `bf16_gemm`."""
+    return backend_of(w).prepare_bf16(w)
+
+
+def fp8_gemm(a: QTensor, b: Any, out_dtype: torch.dtype) -> Tensor:
+    """fprop and dgrad: activations (1x128) by prepared weights (128x128); FP32 accumulation, rounded once to `out_dtype`."""
+    return backend_of(a.codes).fp8_gemm(a, b, out_dtype)
+
+
+def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """wgrad: `dy_t` [N, T] by `x_t` [K, T], both with groups of 128 tokens -> FP32 [N, K]."""
+    if dy_t.codes.shape[1] != x_t.codes.shape[1]:
+        raise ValueError(f"token counts differ: {tuple(dy_t.codes.shape)} and {tuple(x_t.codes.shape)}")
+    return backend_of(dy_t.codes).wgrad_gemm(dy_t, x_t)
+
+
+def bf16_gemm(x: Tensor, w: Any, out_dtype: torch.dtype) -> Tensor:
+    """`x` [M, K] by prepared weights [N, K]; a row's bits never depend on the other rows."""
+    return backend_of(x).bf16_gemm(x, w, out_dtype)

@@ -1,0 +1,72 @@
+"""Log-probabilities and entropy from hidden states: one function for sampler and learner. Definitions: `reference.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels import reference
+from jetrl.kernels.dispatch import backend_of
+
+
+def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
+    """`hidden` [T, D] by the prepared lm_head [V, D] -> FP32 logits [T, V], one rounding."""
+    return backend_of(hidden).head_logits(hidden, prepared_head)
+
+
+def logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Log-prob of `targets` [T] under softmax(logits / temperature), FP32 [T]; temperature a number or FP32 [T]."""
+    z = scaled(logits, temperature)
+    _, top, total = reference.exp_weights(z)
+    return reference.logprob(z, targets, top, total)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probs of the whole vocabulary, FP32 [T, V], each equal to what `logprobs` gives for that token."""
+    _, top, total = reference.exp_weights(logits)
+    log_total = reference.log_total(total)[:, None]
+    return (logits.to(torch.float64) - top[:, None].to(torch.float64) - log_total).to(torch.float32)
+
+
+def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """`logits / temperature`, one FP32 division a value (a reciprocal would round twice)."""
+    if isinstance(temperature, Tensor):
+        return logits / temperature.to(torch.float32)[:, None]
+    # a tensor divisor: for a Python number, torch may multiply by its reciprocal
+    return logits if temperature == 1.0 else logits / torch.tensor(temperature, dtype=torch.float32)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, targets, temperature)
+        ctx.dtype = master.dtype
+        ctx.set_materialize_grads(False)
+        return backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, targets, temperature = ctx.saved_tensors
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(temperature)
+        dh, dw = backend_of(hidden).logprob_backward(
+            grad_logprob, grad_entropy, hidden, weight, targets, temperature
+        )
+        return dh, dw.to(ctx.dtype), None, None, None, None
+
+
+def token_logprobs(
+    hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` [T] and entropy, FP32 [T] each, from `hidden` [T, D]; chunked, never [T, V] at once.
+
+    `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `master`.
+    """
+    temp = torch.full(targets.shape, temperature, dtype=torch.float32, device=hidden.device)
+    return _TokenLogprobs.apply(hidden, master, weight, prepared, targets, temp)

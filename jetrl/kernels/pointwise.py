@@ -1,0 +1,101 @@
+"""RMSNorm, residual, RoPE and SwiGLU with their gradients. Definitions and rounding points: `reference.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels.dispatch import backend_of
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.dtype = eps, master.dtype
+        return backend_of(x).rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        dx, dw = backend_of(x).rms_norm_backward(grad.contiguous(), x, weight, ctx.eps)
+        return dx, dw.to(ctx.dtype), None, None
+
+
+def rms_norm(x: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension with the published `weight` [D]; its gradient goes to `master`."""
+    if x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"rms_norm: rows of {x.shape[-1]}, weight of {weight.shape[0]}")
+    if not torch.is_grad_enabled():
+        return backend_of(x).rms_norm(x, weight, eps)
+    return _RMSNorm.apply(x, master, weight, eps)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return backend_of(x).add(x, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """Residual sum: FP32 addition, rounded to the dtype of `x`."""
+    return _Add.apply(x, y)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, master: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`r = x + residual` (or x alone), then RMSNorm: returns (normed, r). One fused kernel where no gradient is needed."""
+    if residual is None:
+        return rms_norm(x, master, weight, eps), x
+    if not torch.is_grad_enabled():
+        return backend_of(x).add_rms_norm(x, residual, weight, eps)
+    total = add(x, residual)
+    return rms_norm(total, master, weight, eps), total
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return backend_of(x).rope(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return backend_of(grad).rope_backward(grad, cos, sin), None, None
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half RoPE of `x` [T, N, H] with FP32 `cos`, `sin` [T, H/2]."""
+    return _Rope.apply(x, cos, sin)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return backend_of(gate_up).swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return backend_of(grad).swiglu_backward(grad.contiguous(), gate_up)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`gate * sigmoid(gate) * up` of `gate_up` [T, 2F] -> [T, F], rounded once."""
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"swiglu takes gate and up side by side, got an odd width {gate_up.shape[-1]}")
+    return _SwiGLU.apply(gate_up)

@@ -1,0 +1,36 @@
+"""Quantizers: checks, then the backend of the tensor's device. Definitions: `reference.quantize_*`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.qtensor import QTensor
+
+_INPUTS = (torch.bfloat16, torch.float32)
+
+
+def _check(x: Tensor, sections: tuple[int, ...] | None, size: int) -> None:
+    if x.ndim != 2 or x.dtype not in _INPUTS:
+        raise ValueError(f"quantizers take a BF16 or FP32 matrix, got {x.dtype} {tuple(x.shape)}")
+    if sections is not None and sum(sections) != size:
+        raise ValueError(f"sections {sections} sum to {sum(sections)}, the matrix has {size}")
+
+
+def quantize_act(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None) -> QTensor:
+    """`x` [T, C] -> E4M3 with one scale a row and group of 128 columns. `sections`: where groups restart along C."""
+    _check(x, sections, x.shape[-1])
+    return backend_of(x).quantize_act(x, pow2, sections)
+
+
+def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
+    """`x` [T, C] -> QTensor of `x.T` [C, T] with one scale a column of `x` and group of 128 tokens (wgrad operand)."""
+    _check(x, None, 0)
+    return backend_of(x).quantize_act_t(x, pow2)
+
+
+def quantize_weight(w: Tensor, sections: tuple[int, ...] | None = None, pow2: bool = False) -> QTensor:
+    """`w` [N, K] -> E4M3 with one scale for each 128x128 block; row blocks restart at every section."""
+    _check(w, sections, w.shape[0])
+    return backend_of(w).quantize_weight(w, pow2, sections)

@@ -1,0 +1,142 @@
+"""`FlowLinear`: the one linear layer. Its recipe says FP8 or BF16 for each side; both sides read the same published weight.
+
+FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands along tokens, 128x1):
+
+    fprop   y  = rounded(q(x) @ q(W).T)          dgrad   dx = rounded(q(dy) @ q(W))
+    wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels import gemm
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.pointwise import add
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
+from jetrl.precision.recipe import LinearRecipe
+from jetrl.types import Side
+
+
+class _FP8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe) -> Tensor:
+        pow2 = recipe.fprop.left.pow2
+        ctx.layer, ctx.recipe, ctx.dtype = layer, recipe, master.dtype
+        ctx.needs_weight = master.requires_grad
+        if ctx.needs_weight:
+            x_t = quantize_act_t(x, recipe.saved_activation.pow2)
+            ctx.save_for_backward(x_t.codes, x_t.scale)
+        return gemm.fp8_gemm(quantize_act(x, pow2), layer.fp8_operand(), x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        layer, recipe, dy = ctx.layer, ctx.recipe, dy.contiguous()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dy_q = quantize_act(dy, recipe.dgrad.left.pow2, layer.sections)
+            dx = gemm.fp8_gemm(dy_q, layer.fp8_operand_t(), dy.dtype)
+        if ctx.needs_weight:
+            codes, scale = ctx.saved_tensors
+            x_t = QTensor(codes, scale, "1x128", (codes.shape[0],), (codes.shape[1],))
+            dw = gemm.wgrad_gemm(quantize_act_t(dy, recipe.wgrad.left.pow2), x_t).to(ctx.dtype)
+        return dx, dw, None, None
+
+
+class _BF16Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, master.dtype
+        ctx.save_for_backward(x)
+        return gemm.bf16_gemm(x, layer.bf16_operand(), x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        ops, dy = backend_of(dy), dy.contiguous()
+        dx = ops.bf16_dgrad(dy, ctx.layer.published) if ctx.needs_input_grad[0] else None
+        dw = ops.bf16_wgrad(dy, x).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+class _Bias(torch.autograd.Function):
+    """`rounded(y + bias)` with the published bias; its gradient, summed in FP32, goes to the master."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, master: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = master.dtype
+        return add(y, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dy, dy.to(torch.float32).sum(0).to(ctx.dtype), None
+
+
+class FlowLinear(nn.Module):
+    """`y = x @ W.T (+ bias)`, x [T, K] -> [T, N]. `sections` are the row counts of the projections fused into W.
+
+    `recipes` gives the precision of each side (None: BF16). The forward pass reads what `publish` made from the master
+    weight, never the master itself, so that trainer and engine see the same bits.
+    """
+
+    def __init__(
+        self, in_features: int, sections: tuple[int, ...], bias: bool, recipes: dict[Side, LinearRecipe | None],
+        master_dtype: torch.dtype, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.sections, self.recipes, self.dtype = sections, recipes, dtype
+        self.weight = nn.Parameter(torch.empty(sum(sections), in_features, dtype=master_dtype))
+        self.bias = nn.Parameter(torch.empty(sum(sections), dtype=master_dtype)) if bias else None
+        self.published: Tensor = torch.empty(0)  # the BF16-rounded weight; both sides and both precisions start from it
+        self.quantized: QTensor | None = None
+        self._operands: dict[str, Any] = {}
+
+    def extra_repr(self) -> str:
+        sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
+        return f"{self.weight.shape[1]} -> {self.sections}, " + ", ".join(f"{s}: {f}" for s, f in sides.items())
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the master weight to BF16 and quantize it, once, for both sides."""
+        self.published = self.weight.detach().to(self.dtype)
+        self.published_bias = None if self.bias is None else self.bias.detach().to(self.dtype)
+        recipe = next((r for r in self.recipes.values() if r is not None), None)
+        self.quantized = (
+            quantize_weight(self.published, self.sections, recipe.fprop.right.pow2) if recipe is not None else None
+        )
+        self._operands.clear()
+
+    def fp8_operand(self) -> Any:
+        assert self.quantized is not None, "publish() has not run"
+        if "fp8" not in self._operands:
+            self._operands["fp8"] = gemm.prepare_fp8(self.quantized)
+        return self._operands["fp8"]
+
+    def fp8_operand_t(self) -> Any:
+        assert self.quantized is not None, "publish() has not run"
+        if "fp8_t" not in self._operands:
+            self._operands["fp8_t"] = gemm.prepare_fp8_t(self.quantized)
+        return self._operands["fp8_t"]
+
+    def bf16_operand(self) -> Any:
+        assert self.published.numel(), "publish() has not run"
+        if "bf16" not in self._operands:
+            self._operands["bf16"] = gemm.prepare_bf16(self.published)
+        return self._operands["bf16"]
+
+    def forward(self, x: Tensor, side: Side) -> Tensor:
+        """`x` [T, K] -> [T, N] in the precision of `side`."""
+        recipe = self.recipes[side]
+        if recipe is not None:
+            y = _FP8Linear.apply(x, self.weight, self, recipe)
+        else:
+            y = _BF16Linear.apply(x, self.weight, self)
+        return y if self.bias is None else _Bias.apply(y, self.bias, self.published_bias)

@@ -30,6 +30,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"
 )  # fmt: skip
+GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the class's names in transformers 4 and 5
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", INDEX, *TOKENIZER_FILES)
 # float16 is widened to float32, since BF16 has fewer digits: what is read equals what is stored.
 READ_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float32, torch.float16: torch.float32}
@@ -468,12 +469,19 @@ def save_model(
 
     def extras(target: Path) -> None:
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(target))
+            _save_tokenizer(tokenizer, target)
         if generation_config is not None:
             _write_json(target / "generation_config.json", generation_config)
 
     tensors = {name: (tensor, dtype) for name, tensor in to_hf(spec, state).items()}
     write_folder(folder, config, tensors, extras, max_shard_bytes)
+
+
+def _save_tokenizer(tokenizer: Any, target: Path) -> None:
+    tokenizer.save_pretrained(str(target))
+    path = target / "tokenizer_config.json"
+    if path.is_file() and (config := _read_json(path)).get("tokenizer_class") in GENERIC_TOKENIZERS:
+        _write_json(path, config | {"tokenizer_class": GENERIC_TOKENIZERS[0]})  # the name that 4 and 5 both know
 
 
 def write_folder(
@@ -569,10 +577,15 @@ def load_tokenizer_from(folder: str | Path) -> Any:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UserError(f"{folder} has no tokenizer.json, tokenizer.model or vocab.json. Set model.tokenizer to a "
                         "folder that has the model's tokenizer.")  # fmt: skip
-    from transformers import AutoTokenizer  # slow import, and not needed by runs with a built-in tokenizer
+    # A slow import, and not needed by runs with a built-in tokenizer.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # AutoTokenizer reads every tokenizer beside a qwen2 config.json as Qwen's own; where the folder says that its
+    # tokenizer.json is the whole tokenizer, that is what is loaded.
+    config = _read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    loader = PreTrainedTokenizerFast if config.get("tokenizer_class") in GENERIC_TOKENIZERS else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken tokenizer.json surfaces as a bare Exception of the tokenizers library
         raise UserError(f"{folder}: the tokenizer cannot be read: {type(error).__name__}: {error}. {_AGAIN}") from error
 

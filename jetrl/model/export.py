@@ -1,0 +1,124 @@
+"""Export of a trained model: a plain BF16 folder, or DeepSeek's block FP8 with exactly the codes that were trained.
+
+FP8 layout of a projection [N, K]: `weight` float8_e4m3fn [N, K] and `weight_scale_inv` float32 [N/128, K/128], where
+`value = weight * weight_scale_inv` (the name is DeepSeek's; it is the factor of the codes). Embeddings, lm_head, norms
+and the layers that the recipe keeps in BF16 stay BF16 and stand in `modules_to_not_convert`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.kernels.quantize import quantize_weight
+from jetrl.model import hf
+from jetrl.precision.formats import BLOCK
+from jetrl.precision.recipe import ROLES, Recipe
+from jetrl.spec import ModelSpec
+
+HF_SUBFOLDER = "hf"  # of a checkpoint
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    fp8: bool,
+    recipe: Recipe | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write the model of `source` (a model folder, or a checkpoint holding one as `hf/`) to `out`, whole or not at all.
+
+    `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
+    Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does.
+    """
+    folder, out = _model_folder(Path(source)), Path(out)
+    if out.absolute().resolve() == folder.absolute().resolve():
+        raise UserError(f"{out} is the folder to export; give another output path, so that the original stays.")
+    spec = hf.spec_from_folder(folder)
+    if fp8:
+        recipe = recipe or Recipe(name="fp8", num_layers=spec.num_layers)
+        if recipe.num_layers != spec.num_layers:
+            raise UserError(f"the recipe is for {recipe.num_layers} layers, but {folder} has {spec.num_layers}.")
+        _require_whole_blocks(spec, recipe)
+    state = hf.load_state(folder, spec)
+    config = hf.hf_config(spec, hf.read_config(folder))
+    tensors = {name: (tensor, torch.bfloat16) for name, tensor in hf.to_hf(spec, state).items()}
+    if fp8:
+        config["quantization_config"] = quantization_config(spec, recipe)
+        for ours in fp8_weights(spec, recipe):
+            tensors.update(_quantized(spec, ours, state[ours], recipe.weight_scale == "pow2"))
+    hf.write_folder(out, config, tensors, lambda target: _copy_extras(folder, target), max_shard_bytes)
+    return out
+
+
+def fp8_weights(spec: ModelSpec, recipe: Recipe) -> list[str]:
+    """Our names of the weights that the recipe has in FP8, in model order."""
+    layers = [layer for layer in range(spec.num_layers) if not recipe.is_bf16_layer(layer)]
+    return [f"layers.{layer}.{role}.weight" for layer in layers for role in ROLES]
+
+
+def quantization_config(spec: ModelSpec, recipe: Recipe) -> dict[str, Any]:
+    """The `quantization_config` of the export; loaders differ in the name they read the list of BF16 modules from."""
+    table, converted = hf.tensor_table(spec), set(fp8_weights(spec, recipe))
+    linears = [f"layers.{layer}.{role}.weight" for layer in range(spec.num_layers) for role in ROLES]
+    kept = [piece.name for ours in linears if ours not in converted for piece in table[ours]]
+    modules = ["lm_head", *(name.removesuffix(".weight") for name in kept)]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": modules,
+        "ignored_layers": modules,
+    }
+
+
+def _quantized(
+    spec: ModelSpec, ours: str, weight: Tensor, pow2: bool
+) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """Codes and scales of one weight, taken apart into the projections that are fused in it."""
+    pieces = hf.tensor_table(spec)[ours]
+    rows = tuple(piece.shape[0] for piece in pieces)
+    q = quantize_weight(weight.to(torch.bfloat16), rows, pow2)
+    codes = q.codes.split(rows)
+    scales = q.scale.split([n // BLOCK for n in rows])
+    out: dict[str, tuple[Tensor, torch.dtype]] = {}
+    for piece, code, scale in zip(pieces, codes, scales, strict=True):
+        out[piece.name] = (code, torch.float8_e4m3fn)
+        out[piece.name + "_scale_inv"] = (scale, torch.float32)
+    return out
+
+
+def _require_whole_blocks(spec: ModelSpec, recipe: Recipe) -> None:
+    """Refuse sizes with a partial last block, which jetrl trains but other programs misread.
+
+    transformers derives the block from `rows / scale rows` when it dequantizes, so that 192 rows with 2 scales become
+    two blocks of 96 (wrong values, no error); vLLM refuses such sizes in its fused projections.
+    """
+    table = hf.tensor_table(spec)
+    pieces = [piece for ours in fp8_weights(spec, recipe) for piece in table[ours]]
+    partial = [piece for piece in pieces if any(size % BLOCK for size in piece.shape)]
+    if partial:
+        shown = ", ".join(f"{piece.name} {list(piece.shape)}" for piece in partial[:3])
+        raise UserError(
+            f"FP8 export needs sizes that are multiples of {BLOCK}, since other programs misread a smaller last block; "
+            f"{len(partial)} weights are not: {shown}{', ...' if len(partial) > 3 else ''}. Export this model in BF16."
+        )
+
+
+def _model_folder(source: Path) -> Path:
+    if not (source / "config.json").is_file() and (source / HF_SUBFOLDER).is_dir():
+        return source / HF_SUBFOLDER
+    return source
+
+
+def _copy_extras(folder: Path, target: Path) -> None:
+    for pattern in ("generation_config.json", *hf.TOKENIZER_FILES):
+        for path in folder.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)

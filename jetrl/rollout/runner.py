@@ -1,0 +1,153 @@
+"""`ModelRunner`: a scheduler's plan -> `ForwardBatch` -> the model's forward -> drawn tokens. Owns the KV tensors.
+
+The forward is the one that the trainer calls; only the attention plan differs (pages instead of whole sequences).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.rollout.sampler import SamplingTable, sample_rows
+from jetrl.rollout.scheduler import Plan
+from jetrl.spec import ModelSpec
+from jetrl.types import ForwardBatch, PagedPlan
+
+_MEMORY_SHARE = 0.5  # of the free memory, where the size of the cache is left to us
+
+
+class Model(Protocol):
+    """What the engine asks of a model; `model.transformer.Transformer` is one."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden states [T, D]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 logits [T, V]."""
+        ...
+
+
+class KVCache:
+    """Keys and values of all layers, [layers, pages, page_size, kv_heads, head_dim] each."""
+
+    def __init__(
+        self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        # zeros, not empty: attention may read a page's unwritten end under a mask, and NaN would pass through it
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_pages(self) -> int:
+        return self.keys.shape[1]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Views of one layer's keys and values, [pages, page_size, kv_heads, head_dim]."""
+        return self.keys[index], self.values[index]
+
+    def copy_pages(self, copies: Tensor) -> None:
+        """Copy page `copies[c, 0]` to page `copies[c, 1]`; all are read before any is written."""
+        source, target = copies.unbind(1)
+        for cache in (self.keys, self.values):
+            cache[:, target] = cache[:, source]
+
+
+def pages_in_memory(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Pages that fit in half of the memory that is free now."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    page_bytes = 2 * spec.num_layers * page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return int(free * _MEMORY_SHARE) // page_bytes
+
+
+class ModelRunner:
+    """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
+
+    def __init__(self, model: Model, page_size: int) -> None:
+        self.model, self.page_size = model, page_size
+        self.cache: KVCache | None = None
+        self.reset_times()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.head_weight.device
+
+    def reset_times(self) -> None:
+        self.model_seconds = self.sample_seconds = 0.0
+
+    def reserve(self, num_pages: int) -> None:
+        """Make the cache hold `num_pages` pages. Its content is not kept."""
+        if self.cache is None or self.cache.num_pages != num_pages or self.cache.keys.device != self.device:
+            self.cache = None  # give the old one back before the new one is taken
+            self.cache = KVCache(self.model.spec, num_pages, self.page_size, self.model.dtype, self.device)
+
+    def release(self) -> None:
+        """Give the cache's memory back (the trainer may want it between two rollouts)."""
+        self.cache = None
+
+    @torch.no_grad()
+    def run(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:
+        """One forward pass, and a draw for each entry of the plan's `sample_*` columns.
+
+        `table` has one row per request. Returns tokens [S] int64 and log-probs [S] float32 on the host.
+        """
+        assert self.cache is not None, "reserve() comes before run()"
+        if len(plan.copies):
+            self.cache.copy_pages(self._put(plan.copies))
+        batch = self._batch(plan)
+        start = self._clock()
+        hidden = self.model(batch)
+        if not len(plan.sample_rows):
+            self.model_seconds += self._clock() - start
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+        rows, inverse = np.unique(plan.sample_rows, return_inverse=True)
+        logits = self.model.logits(hidden[self._put(rows)])
+        between = self._clock()
+        if len(rows) < len(inverse):  # samples of one prompt draw from one row of logits
+            logits = logits[self._put(inverse)]
+        tokens, logprobs = sample_rows(logits, table.take(plan.sample_requests), plan.sample_positions)
+        result = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        self.model_seconds += between - start
+        self.sample_seconds += self._clock() - between
+        return result
+
+    def _batch(self, plan: Plan) -> ForwardBatch:
+        """The plan's columns as tensors, with the cache slot of every new token."""
+        size = self.page_size
+        owner = np.repeat(np.arange(len(plan.counts)), plan.counts)
+        pages = plan.block_table[owner, plan.positions // size].astype(np.int64)
+        kv_lengths = plan.starts + plan.counts
+        paged = PagedPlan(
+            cache=self.cache,
+            cu_seqlens=self._put(np.concatenate(([0], np.cumsum(plan.counts))).astype(np.int32)),
+            query_lengths=tuple(plan.counts.tolist()),
+            kv_lengths=self._put(kv_lengths.astype(np.int32)),
+            max_kv_length=int(kv_lengths.max()),
+            block_table=self._put(plan.block_table),
+            slots=self._put(pages * size + plan.positions % size),
+        )
+        return ForwardBatch(self._put(plan.tokens), self._put(plan.positions), paged, side="rollout")
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _clock(self) -> float:
+        """Seconds, once the device has finished what was asked of it (a step waits for its tokens anyway)."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

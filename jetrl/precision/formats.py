@@ -1,4 +1,4 @@
-"""Formats: how the numbers of one tensor are stored, as plain data; `kernels/reference.py` is the code of it."""
+"""Formats: how the numbers of one tensor are stored, as plain data; `kernels/reference.py` is the code of it.
 
 The quantizer, for each block of a tensor x (the last block of a row or column may be smaller):
 

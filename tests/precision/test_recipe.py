@@ -1,0 +1,93 @@
+"""Recipes: which linear is FP8 on which side, the formats of each GEMM, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.precision.formats import BF16, act_1x128, weight_128x128, wgrad_128x1
+from jetrl.precision.recipe import ROLES, build_recipe
+
+
+def test_roles() -> None:
+    assert ROLES == ("qkv", "o", "gate_up", "down")
+
+
+@pytest.mark.parametrize(
+    ("precision", "train", "rollout"), [("bf16", False, False), ("fp8", True, True), ("fp8_rollout", False, True)]
+)
+def test_sides(precision: str, train: bool, rollout: bool) -> None:
+    recipe = build_recipe(precision, num_layers=3)
+    for layer, role in itertools.product(range(3), ROLES):
+        assert (recipe.linear(layer, role, "train") is not None) == train
+        assert (recipe.linear(layer, role, "rollout") is not None) == rollout
+
+
+def test_formats_of_the_three_gemms() -> None:
+    linear = build_recipe("fp8", 1, weight_scale="pow2", activation_scale="fp32").linear(0, "qkv", "train")
+    assert linear is not None
+    assert linear.fprop == (act_1x128("fp32"), weight_128x128("pow2"))
+    assert linear.dgrad == (act_1x128("fp32"), weight_128x128("pow2"))
+    assert linear.wgrad == (wgrad_128x1("fp32"), wgrad_128x1("fp32"))
+    assert linear.saved_activation == linear.wgrad.right
+    assert (linear.out, linear.grad) == (BF16, BF16)
+    other = build_recipe("fp8", 1, weight_scale="fp32", activation_scale="pow2").linear(0, "down", "rollout")
+    assert other is not None
+    assert other.fprop == (act_1x128("pow2"), weight_128x128("fp32"))
+    assert other.wgrad == (wgrad_128x1("pow2"), wgrad_128x1("pow2"))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 0), (0, 2), (2, 1), (3, 2)])
+def test_first_and_last_layers_stay_bf16_on_both_sides(precision: str, first: int, last: int) -> None:
+    recipe = build_recipe(precision, 5, num_first_layers_in_bf16=first, num_last_layers_in_bf16=last)
+    quantized = [i for i in range(5) if recipe.linear(i, "o", "rollout") is not None]
+    assert quantized == list(range(first, 5 - last))
+    trained = [i for i in range(5) if recipe.linear(i, "o", "train") is not None]
+    assert trained == (quantized if precision == "fp8" else [])
+
+
+def test_too_many_bf16_layers_names_the_numbers() -> None:
+    with pytest.raises(UserError) as error:
+        build_recipe("fp8", 4, num_first_layers_in_bf16=3, num_last_layers_in_bf16=2)
+    text = str(error.value)
+    assert "num_first_layers_in_bf16 = 3" in text and "num_last_layers_in_bf16 = 2" in text
+    assert "5 layers" in text and "the model has 4" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"precision": "fp4"}, "precision = 'fp4'"),
+        ({"weight_scale": "ue8m0"}, "quant.weight_scale = 'ue8m0'"),
+        ({"activation_scale": "bf16"}, "quant.activation_scale = 'bf16'"),
+        ({"num_first_layers_in_bf16": -1}, "quant.num_first_layers_in_bf16 = -1"),
+        ({"num_last_layers_in_bf16": -2}, "quant.num_last_layers_in_bf16 = -2"),
+    ],
+)
+def test_wrong_values_are_named(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build_recipe(**({"precision": "fp8", "num_layers": 4} | arguments))  # type: ignore[arg-type]
+
+
+def test_layer_role_and_side_are_checked() -> None:
+    recipe = build_recipe("fp8", 2)
+    for arguments in ((2, "o", "train"), (0, "lm_head", "train"), (0, "o", "eval")):
+        with pytest.raises(AssertionError):
+            recipe.linear(*arguments)  # type: ignore[arg-type]
+
+
+def test_describe_shows_each_operand() -> None:
+    text = build_recipe("fp8", 28, weight_scale="pow2", num_first_layers_in_bf16=1).describe()
+    assert "first 1, last 0" in text and "one flow" in text
+    assert "y  = x @ W^T   e4m3[1x128,fp32] @ e4m3[128x128,pow2] -> bf16" in text
+    assert "dx = dy @ W    e4m3[1x128,fp32] @ e4m3[128x128,pow2] -> bf16" in text
+    assert "dW = dy^T @ x  e4m3[128x1,fp32] @ e4m3[128x1,fp32]" in text
+    mixed = build_recipe("fp8_rollout", 28).describe()
+    training, rollout = mixed.split("rollout (differs from training):")
+    assert training.count("bf16 @ bf16") == 3 and "e4m3" not in training
+    assert rollout.count("fprop") == 1 and "e4m3[1x128,fp32] @ e4m3[128x128,fp32]" in rollout
+    plain = build_recipe("fp8", 2, num_first_layers_in_bf16=1, num_last_layers_in_bf16=1).describe()
+    assert "every GEMM in bf16" in plain and "e4m3" not in plain

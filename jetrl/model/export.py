@@ -21,7 +21,7 @@ from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import ROLES, Recipe
 from jetrl.spec import ModelSpec
 
-HF_SUBFOLDER = "hf"  # of a checkpoint
+HF_SUBFOLDER = "model"  # of a checkpoint
 
 
 def export(
@@ -31,7 +31,7 @@ def export(
     recipe: Recipe | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write the model of `source` (a model folder, or a checkpoint holding one as `hf/`) to `out`, whole or not at all.
+    """Write the model of `source` (a model folder, or a checkpoint holding one as `model/`) to `out`, whole or not at all.
 
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
     Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does.
@@ -40,8 +40,8 @@ def export(
     if out.absolute().resolve() == folder.absolute().resolve():
         raise UserError(f"{out} is the folder to export; give another output path, so that the original stays.")
     spec = hf.spec_from_folder(folder)
+    recipe = recipe or Recipe(name="fp8", num_layers=spec.num_layers)
     if fp8:
-        recipe = recipe or Recipe(name="fp8", num_layers=spec.num_layers)
         if recipe.num_layers != spec.num_layers:
             raise UserError(f"the recipe is for {recipe.num_layers} layers, but {folder} has {spec.num_layers}.")
         _require_whole_blocks(spec, recipe)

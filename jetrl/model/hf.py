@@ -283,7 +283,7 @@ class Piece(NamedTuple):
 def tensor_table(spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
     """Our parameter name -> the Hugging Face tensors whose rows it holds, in order."""
     D, H, F, V = spec.hidden_size, spec.head_dim, spec.intermediate_size, spec.vocab_size
-    table = {"embed.weight": (Piece("model.embed_tokens.weight", (V, D)),)}
+    table: dict[str, tuple[Piece, ...]] = {"embed.weight": (Piece("model.embed_tokens.weight", (V, D)),)}
     for i in range(spec.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         qkv = list(zip("qkv", spec.qkv_sections, strict=True))

@@ -34,7 +34,7 @@ def model_of(spec: ModelSpec, recipe: Recipe) -> Transformer:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Path]:
     root = tmp_path_factory.mktemp("export")
     model = model_of(SPEC, RECIPE)
-    hf.save_model(root / "checkpoint" / "hf", SPEC, model.state_dict(), dtype=torch.float32)
+    hf.save_model(root / "checkpoint" / "model", SPEC, model.state_dict(), dtype=torch.float32)
     return model, export(root / "checkpoint", root / "fp8", fp8=True, recipe=RECIPE)
 
 

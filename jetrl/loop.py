@@ -1,0 +1,144 @@
+"""The spine: one RL run from start to end. It holds calls only; every feature lives in the room that it names.
+
+One batch travels in one direction: task.sample -> engine.generate -> score -> advantages -> pack -> update -> publish ->
+engine.load -> recorder.write.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jetrl.config import Config, to_toml
+from jetrl.precision.draw import flow_svg
+from jetrl.report.console import Display
+from jetrl.report.html import write_report
+from jetrl.report.recorder import Recorder, group_rows
+from jetrl.rl.advantage import advantages
+from jetrl.rollout.requests import completion_stats, eval_requests, gather, train_requests
+from jetrl.tasks.rewards import check_gold, score
+from jetrl.tasks.task import eval_prompts, sample
+from jetrl.train import state
+from jetrl.train.packing import pack
+from jetrl.train.publish import publish
+from jetrl.train.setup import Session, build
+from jetrl.train.sft import warm_start
+from jetrl.train.step import NonFiniteError, update
+
+
+class Clock:
+    """Seconds by phase of the current step, shown on the display while they pass."""
+
+    def __init__(self, display: Display) -> None:
+        self.display, self.seconds = display, {}  # type: ignore[var-annotated]
+
+    @contextmanager
+    def __call__(self, phase: str, total: int | None = None) -> Iterator[None]:
+        self.display.phase(phase, total)
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """The times as metrics; starts anew."""
+        seconds, self.seconds = self.seconds, {}
+        return {f"time/{k}": v for k, v in seconds.items()} | {"time/step": sum(seconds.values())}
+
+
+def run(config: Config, run_dir: Path, command: list[str]) -> Path:
+    """Train from a resolved config to the end, resuming where `checkpoint.resume` says so. Returns the run folder."""
+    session = build(config)
+    found = state.find(config, run_dir)
+    with Recorder(run_dir, resume=found is not None) as recorder, Display(config.train.steps, config.name) as display:
+        clock = Clock(display)
+        recorder.write_config(to_toml(config))
+        recorder.write_environment(command)
+        (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
+        check_gold(session.task, session.reward, session.tokenizer)
+        if found is not None:
+            state.restore(session, found, run_dir)
+            recorder.drop_after(session.step)
+        else:
+            start(session, recorder, clock, run_dir)
+        while session.step < config.train.steps:
+            train_step(session, recorder, clock, run_dir)
+    write_report([run_dir], run_dir / "report.html")
+    return run_dir
+
+
+def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path) -> None:
+    """What comes before step 1: warm start, reference policy, first publish and evaluation, checkpoint 0."""
+    config = session.config
+    if config.sft.steps:
+        with clock("warm start", config.sft.steps):
+            warm_start(
+                session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance()
+            )
+    state.begin(session, run_dir)
+    session.engine.load(publish(session.model, 0, session.flow_digest))
+    metrics = evaluate(session, clock) if config.eval.eval_interval else {}
+    session.initial_accuracy = next(iter(metrics.values()), None)
+    recorder.write(0, metrics | clock.take())
+    clock.display.step({"step": 0} | metrics)
+    if config.checkpoint.save_interval:
+        state.save(session, run_dir)
+
+
+def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path) -> None:
+    """One RL step, in nine calls."""
+    config, step = session.config, session.step + 1
+    prompts = sample(session.task, session.tokenizer, step, config)
+    with clock("rollout", len(prompts) * config.rollout.group_size):
+        completions = session.engine.generate(
+            train_requests(prompts, config, step), on_finish=clock.display.advance
+        )
+    groups = gather(prompts, completions, config.rollout.group_size)
+    with clock("reward"):
+        groups, reward_stats = score(groups, session.reward, config)
+    groups, advantage_stats = advantages(groups, config.rl)
+    with clock("pack"):
+        batches = pack(groups, config, session.flow_digest, session.weight_version, session.device)
+    with clock("update", len(batches)):
+        try:
+            stats = update(session.model, session.optimizer, batches, config, step, session.reference, session.unified)
+        except NonFiniteError as error:
+            raise state.stop_non_finite(session, batches, step, run_dir, error) from error
+    with clock("publish"):
+        weights = publish(session.model, session.weight_version + 1, session.flow_digest)
+    session.engine.load(weights)
+    session.step, session.weight_version = step, weights.version
+    metrics = reward_stats | advantage_stats | stats | completion_stats(groups, clock.seconds["rollout"])
+    if due(config.eval.eval_interval, step, config):
+        metrics |= evaluate(session, clock)
+    metrics |= clock.take()
+    recorder.write(step, metrics)
+    recorder.write_samples(step, group_rows(groups, session.token_text))
+    clock.display.step({"step": step} | metrics)
+    if due(config.checkpoint.save_interval, step, config):
+        with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
+            state.save(session, run_dir)
+
+
+def due(interval: int, step: int, config: Config) -> bool:
+    """Whether something done every `interval` steps (0: never) and after the last is due."""
+    return interval > 0 and (step % interval == 0 or step == config.train.steps)
+
+
+def evaluate(session: Session, clock: Clock) -> dict[str, float]:
+    """avg@k and pass@k on the held-out problems, in the rollout's precision flow."""
+    config = session.config
+    prompts = eval_prompts(session.task, session.tokenizer, config)
+    k = config.eval.num_samples
+    with clock("eval", len(prompts) * k):
+        completions = session.engine.generate(
+            eval_requests(prompts, config), on_finish=clock.display.advance
+        )
+        groups, _ = score(gather(prompts, completions, k), session.reward, None)
+    rewards = [g.rewards for g in groups]
+    name = session.task.name
+    return {
+        f"eval/{name}/avg@{k}": sum(map(sum, rewards)) / (len(rewards) * k),
+        f"eval/{name}/pass@{k}": sum(max(r) > 0.999 for r in rewards) / len(rewards),
+    }

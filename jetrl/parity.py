@@ -1,0 +1,336 @@
+"""The parity certificate: three links between training and rollout, compared bit for bit over the whole vocabulary.
+
+    a  training forward of one sequence alone        = the same sequence inside a packed batch
+    b  prefill in chunks through the paged cache     = training forward
+    c  decode through the engine: mixed batch, shared prompts, forced preemption and re-admission = training forward
+
+Every row is compared as log-probs of all V tokens. When a link fails, both paths run again under a tap, and the first
+layer and operator whose output differs at the first differing row is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.kernels.logprob import log_softmax
+from jetrl.model.transformer import Tap, Transformer
+from jetrl.rollout.engine import Engine
+from jetrl.rollout.runner import KVCache, ModelRunner
+from jetrl.rollout.sampler import SamplingTable
+from jetrl.rollout.scheduler import Plan
+from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
+
+_ROWS = 64  # rows of log-probs held at once
+
+
+@dataclass(frozen=True, slots=True)
+class LinkResult:
+    """Outcome of one link. `first_difference` names sequence, position, layer and operator; None if all rows agree."""
+
+    link: str
+    description: str
+    rows: int
+    rows_different: int
+    max_abs_diff: float
+    seconds: float
+    first_difference: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.rows > 0 and self.rows_different == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """All links for one model and precision."""
+
+    precision: str
+    device: str
+    model: str
+    num_parameters: int
+    links: tuple[LinkResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(link.ok for link in self.links)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"bit_equal": self.ok}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes of the certificate's test traffic."""
+
+    num_sequences: int = 6
+    max_prompt: int = 48
+    new_tokens: int = 24
+    chunk: int = 7
+    page_size: int = 16
+    seed: int = 0
+
+
+def certify(model: Transformer, work: Workload, name: str, progress: Callable[[str], None]) -> Certificate:
+    """Run the three links on a published model. Prompts are random tokens; decoding samples at temperature 1."""
+    links = []
+    sequences = random_sequences(model, work)
+    for link in (packed_link, chunked_link, decode_link):
+        progress(link.__doc__ or "")
+        with torch.no_grad():
+            links.append(link(model, sequences, work))
+    count = sum(p.numel() for p in model.parameters())
+    return Certificate(model.recipe.name, str(model.head_weight.device), name, count, tuple(links))
+
+
+def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:
+    """Token sequences of ragged lengths, from 1 to `max_prompt + new_tokens`."""
+    generator = torch.Generator().manual_seed(work.seed)
+    longest = min(work.max_prompt + work.new_tokens, model.spec.max_position)
+    lengths = np.unique(np.geomspace(1, longest, work.num_sequences).round().astype(int)).tolist()
+    device = model.head_weight.device
+    return [torch.randint(model.spec.vocab_size, (n,), generator=generator).to(device) for n in lengths]
+
+
+# ---- link a -----------------------------------------------------------------------------------------------------------
+
+
+def packed_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
+    """a: one sequence alone = inside a packed batch (training forward)"""
+    compare = _Comparison("a", packed_link.__doc__ or "")
+    packed = model(varlen(sequences)).split([len(s) for s in sequences])
+    for i, tokens in enumerate(sequences):
+        alone = model(varlen([tokens]))
+        row = compare.rows(model, i, range(len(tokens)), alone, packed[i])
+        if row is not None:
+            start = sum(len(s) for s in sequences[:i])
+            left = _tapped(lambda tap, t=tokens: model(varlen([t]), tap), row)
+            right = _tapped(lambda tap: model(varlen(sequences), tap), start + row)
+            compare.locate(i, row, left, right)
+    return compare.result()
+
+
+def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
+    """A training batch of whole sequences, packed in order."""
+    lengths = tuple(len(s) for s in sequences)
+    device = sequences[0].device
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    return ForwardBatch(torch.cat(list(sequences)), positions, VarlenPlan(cu, lengths), "train")
+
+
+# ---- link b -----------------------------------------------------------------------------------------------------------
+
+
+def chunked_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
+    """b: prefill in chunks through the paged cache = training forward"""
+    compare = _Comparison("b", chunked_link.__doc__ or "")
+    for i, tokens in enumerate(sequences):
+        trained = model(varlen([tokens]))
+        prefilled = torch.cat([model(batch) for batch in chunks(model, tokens, work)])
+        row = compare.rows(model, i, range(len(tokens)), trained, prefilled)
+        if row is not None:
+            left = _tapped(lambda tap, t=tokens: model(varlen([t]), tap), row)
+            right: dict[str, Tensor] = {}
+            for batch in chunks(model, tokens, work):
+                at = (batch.positions == row).nonzero()
+                seen = _tapped(lambda tap, b=batch: model(b, tap), int(at[0]) if len(at) else 0)
+                right = seen if len(at) else right
+            compare.locate(i, row, left, right)
+    return compare.result()
+
+
+def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBatch]:
+    """Forward batches that prefill one sequence in pieces of `work.chunk` tokens into scattered pages."""
+    size, device = work.page_size, tokens.device
+    pages = -(-len(tokens) // size)
+    cache = KVCache(model.spec, 2 * pages + 1, size, model.dtype, device)
+    table = torch.arange(2 * pages, 0, -2, dtype=torch.int32, device=device)[None]  # every second page, backwards
+    batches = []
+    for start in range(0, len(tokens), work.chunk):
+        stop = min(start + work.chunk, len(tokens))
+        positions = torch.arange(start, stop, device=device)
+        slots = table[0, positions // size].long() * size + positions % size
+        plan = PagedPlan(
+            cache, torch.tensor([0, stop - start], dtype=torch.int32, device=device), (stop - start,),
+            torch.tensor([stop], dtype=torch.int32, device=device), stop, table, slots,
+        )  # fmt: skip
+        batches.append(ForwardBatch(tokens[start:stop], positions, plan, "rollout"))
+    return batches
+
+
+# ---- link c -----------------------------------------------------------------------------------------------------------
+
+
+class _Watched(ModelRunner):
+    """A runner that keeps, for each drawn token, the row of log-probs that it was drawn from."""
+
+    def __init__(self, model: Transformer, page_size: int, target: tuple[int, int] | None = None) -> None:
+        super().__init__(self, page_size)  # type: ignore[arg-type]  # it stands before the model as well
+        self.inner, self.target = model, target
+        self.hashes: dict[tuple[int, int], int] = {}
+        self.hidden: dict[tuple[int, int], Tensor] = {}
+        self.seen: dict[str, Tensor] = {}
+        self.plan: Plan | None = None
+        self.spec, self.dtype, self.head_weight = model.spec, model.dtype, model.head_weight
+
+    def run(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:
+        self.plan = plan
+        return super().run(plan, table)
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        assert self.plan is not None
+        keys = list(zip(self.plan.sample_requests.tolist(), self.plan.sample_positions.tolist(), strict=True))
+        if self.target in keys:
+            row = int(self.plan.sample_rows[keys.index(self.target)])
+            hidden: list[Tensor] = []
+            self.seen = _tapped(lambda tap: hidden.append(self.inner(batch, tap)), row)
+            return hidden[0]
+        return self.inner(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert self.plan is not None
+        logits = self.inner.logits(hidden)
+        hashes = row_hash(log_softmax(logits)).tolist()
+        rows = {int(r): n for n, r in enumerate(np.unique(self.plan.sample_rows))}
+        for row, request, position in zip(
+            self.plan.sample_rows.tolist(), self.plan.sample_requests.tolist(),
+            self.plan.sample_positions.tolist(), strict=True,
+        ):  # fmt: skip
+            self.hashes[request, position] = hashes[rows[row]]
+            self.hidden[request, position] = hidden[rows[row]]
+        return logits
+
+
+class _Nothing:
+    """A tokenizer for random tokens: no text, no end."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int]) -> str:
+        return ""
+
+
+def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
+    """c: decode with paged cache, mixed batch, preemption and re-admission = training forward"""
+    compare = _Comparison("c", decode_link.__doc__ or "")
+    prompts = [s[: max(1, min(work.max_prompt, len(s) - work.new_tokens))].tolist() for s in sequences]
+    prompts.append(prompts[-1])  # a second sample of one prompt: shared prefill, copy on write
+    requests = [
+        Request(i, tuple(p), SamplingParams(1 + (work.new_tokens + 3 * i) % work.new_tokens, seed=work.seed))
+        for i, p in enumerate(prompts)
+    ]
+    watched, completions, preemptions = _decode(model, requests, work, None)
+    assert preemptions > 0, "the certificate forces preemption, and none took place"
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens = torch.tensor([*prompt, *completion.tokens], device=model.head_weight.device)
+        hidden = model(varlen([tokens]))
+        positions = range(len(prompt), len(tokens))  # the token at p is drawn from row p - 1
+        expected = hidden[len(prompt) - 1 : len(tokens) - 1]
+        got = torch.stack([watched.hidden[i, p] for p in positions])
+        hashes = [watched.hashes[i, p] for p in positions]
+        row = compare.rows(model, i, positions, expected, got, hashes)
+        if row is not None:
+            again, _, _ = _decode(model, requests, work, (i, positions[row]))
+            left = _tapped(lambda tap, t=tokens: model(varlen([t]), tap), positions[row] - 1)
+            compare.locate(i, positions[row], left, again.seen)
+    return compare.result()
+
+
+def _decode(
+    model: Transformer, requests: list[Request], work: Workload, target: tuple[int, int] | None
+) -> tuple[_Watched, list[Any], int]:
+    longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
+    pages = max(-(-longest // work.page_size) + 1, len(requests))
+    engine = Engine(
+        model, _Nothing(), "certificate", page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
+        max_tokens_per_step=max(work.chunk + len(requests), 8), kv_cache_tokens=2 * pages * work.page_size,
+    )  # fmt: skip
+    engine.runner = watched = _Watched(model, work.page_size, target)
+    engine.load(WeightSet(0, "certificate", ""))
+    every = max(3, work.new_tokens // 4)
+    completions = engine.generate(
+        requests, force_preempt=lambda step, running: running[-1:] if step % every == every - 1 else ()
+    )
+    assert engine.stats is not None
+    return watched, completions, engine.stats.preemptions
+
+
+# ---- comparing ----------------------------------------------------------------------------------------------------------
+
+
+def row_hash(logprobs: Tensor) -> Tensor:
+    """A 64-bit hash [R] of the bits of each row [R, V]: equal rows, equal hashes; -0.0 and 0.0 differ."""
+    bits = logprobs.contiguous().view(torch.int32).to(torch.int64)
+    index = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device)
+    odd = (index * -7046029254386353131 + 1442695040888963407) | 1
+    return (bits * odd).sum(-1)
+
+
+class _Comparison:
+    """Counts rows of a link and keeps the first difference."""
+
+    def __init__(self, link: str, description: str) -> None:
+        self.link, self.description = link, description.split(": ", 1)[1]
+        self.total = self.different = 0
+        self.worst, self.first, self.start = 0.0, None, time.perf_counter()
+
+    def rows(
+        self, model: Transformer, sequence: int, positions: Sequence[int], a: Tensor, b: Tensor,
+        hashes: list[int] | None = None,
+    ) -> int | None:  # fmt: skip
+        """Compare the log-probs of hidden rows a and b (or of a with `hashes`); the first differing row if it is the
+        link's first difference, else None."""
+        first_row = None
+        for start in range(0, len(a), _ROWS):
+            left = log_softmax(model.logits(a[start : start + _ROWS]))
+            right = log_softmax(model.logits(b[start : start + _ROWS]))
+            if hashes is None:
+                unequal = row_hash(left) != row_hash(right)
+            else:
+                unequal = row_hash(left) != torch.tensor(hashes[start : start + _ROWS], device=left.device)
+            self.total += len(left)
+            if bool(unequal.any()):
+                self.different += int(unequal.sum())
+                self.worst = max(self.worst, float((left - right).abs().max()))
+                if first_row is None:
+                    first_row = start + int(unequal.nonzero()[0])
+        if first_row is None or self.first is not None:
+            return None
+        self.first = f"sequence {sequence}, position {positions[first_row]}"
+        return first_row
+
+    def locate(self, sequence: int, position: int, left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+        """Name the first operator whose output differs between two tapped runs."""
+        for name, value in left.items():
+            other = right.get(name)
+            if other is None or not torch.equal(value, other):
+                gap = float("nan") if other is None else float((value.float() - other.float()).abs().max())
+                self.first = f"sequence {sequence}, position {position}: first operator that differs is {name} " + (
+                    f"(largest gap {gap:.3g})"
+                )
+                return
+        self.first = f"sequence {sequence}, position {position}: every operator agrees, so the lm_head or log-prob differs"
+
+    def result(self) -> LinkResult:
+        seconds = time.perf_counter() - self.start
+        return LinkResult(
+            self.link, self.description, self.total, self.different, self.worst, seconds, self.first
+        )
+
+
+def _tapped(run: Callable[[Tap], Any], row: int) -> dict[str, Tensor]:
+    """Run with a tap that keeps row `row` of every operator's output, in order."""
+    seen: dict[str, Tensor] = {}
+
+    def tap(name: str, value: Tensor) -> None:
+        seen[name] = value[row].detach().clone()
+
+    run(tap)
+    return seen

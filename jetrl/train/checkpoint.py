@@ -1,0 +1,124 @@
+"""Checkpoints that survive a kill at any moment, and resume to the same bits.
+
+A checkpoint is a folder `checkpoints/step_000100`:
+
+    model/            Hugging Face folder (BF16), for `eval`, `export` and other programs
+    state.safetensors master weights and optimizer state, to the bit
+    state.json        step, counters, flow digest, SHA-256 of state.safetensors; its presence makes the folder complete
+
+It is written under another name, synced and renamed; `latest` (a file with the folder's name) is replaced last.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetrl.errors import UserError
+
+_STATE, _META = "state.safetensors", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """The small part of a checkpoint. `sha256` is filled in by `save`."""
+
+    step: int
+    weight_version: int
+    flow_digest: str
+    config_digest: str
+    initial_accuracy: float | None = None
+    sha256: str = ""
+
+
+def save(
+    folder: Path, meta: Meta, tensors: Mapping[str, Tensor], write_model: Callable[[Path], Any], keep: int
+) -> Path:
+    """Write `folder/step_NNNNNN` atomically, point `folder/latest` at it, and remove all but the newest `keep`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final, temporary = folder / f"step_{meta.step:06d}", folder / f".writing_step_{meta.step:06d}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write_model(temporary / "model")
+        save_file({k: t.contiguous() for k, t in tensors.items()}, temporary / _STATE)
+        _sync(temporary / _STATE)
+        record = asdict(meta) | {"sha256": _sha256(temporary / _STATE)}
+        (temporary / _META).write_text(json.dumps(record, indent=1) + "\n")
+        _sync(temporary / _META)
+        if final.exists():  # a run resumed from an earlier step writes this one again
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        _replace_text(folder / "latest", final.name)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(folder).free / 2**20
+            raise UserError(
+                f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. The older checkpoints are intact; "
+                "free some space and go on with --resume."
+            ) from error
+        raise
+    for old in complete(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def complete(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if (p / _META).is_file())
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names, else the newest complete one, else None."""
+    pointer = folder / "latest"
+    if pointer.is_file() and (folder / pointer.read_text().strip() / _META).is_file():
+        return folder / pointer.read_text().strip()
+    return (complete(folder) or [None])[-1]
+
+
+def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
+    """Read a checkpoint and verify its hash."""
+    if not (path / _META).is_file():
+        raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step, or start anew.")
+    try:
+        meta = Meta(**json.loads((path / _META).read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path / _META} cannot be read ({error}). Choose another step of the run.") from error
+    if not (path / _STATE).is_file() or _sha256(path / _STATE) != meta.sha256:
+        raise UserError(
+            f"{path / _STATE} does not have the hash that {_META} states ({meta.sha256[:16]}...): the file was damaged "
+            "or changed. Resume from another step of the run (checkpoint.resume = PATH)."
+        )
+    try:
+        return meta, load_file(path / _STATE)
+    except SafetensorError as error:  # unreachable unless the hash was made of a broken file
+        raise UserError(f"{path / _STATE} cannot be read: {error}.") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name("." + path.name)
+    temporary.write_text(text + "\n")
+    _sync(temporary)
+    os.replace(temporary, path)

@@ -1,0 +1,145 @@
+"""The one builder: a resolved config becomes a `Session` with everything that a run needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl.config import Config
+from jetrl.errors import UserError
+from jetrl.kernels.dispatch import DEVICE_BACKEND, load_backend
+from jetrl.model import hf
+from jetrl.model.transformer import Transformer
+from jetrl.precision.flow import flow_digest, require_unified
+from jetrl.precision.recipe import Recipe, build_recipe
+from jetrl.rollout.engine import Engine
+from jetrl.spec import ModelSpec
+from jetrl.tasks.rewards import RewardFunction, load_reward
+from jetrl.tasks.task import Task, build_task
+from jetrl.tasks.tokenizer import load_tokenizer
+from jetrl.train.optim import build_optimizer
+
+
+@dataclass(slots=True)
+class Session:
+    """What a run works with. Mutable: the loop counts steps and weight versions here."""
+
+    config: Config
+    tokenizer: Any
+    task: Task
+    reward: RewardFunction
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    engine: Engine
+    flow_digest: str
+    unified: bool
+    base_config: dict[str, Any] | None  # the model's own config.json, kept in what we save
+    reference: Transformer | None = None
+    step: int = 0
+    weight_version: int = 0
+    initial_accuracy: float | None = None
+
+
+def build(config: Config) -> Session:
+    """Build model, optimizer, engine, task and reward from a resolved config."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.use_deterministic_algorithms(True)
+    tokenizer, spec, base = load_spec(config)
+    recipe = recipe_of(config, spec)
+    unified = recipe.name != "fp8_rollout"
+    if unified:
+        require_unified(spec, recipe)
+    task = build_task(config.task, config.seed, tokenizer)
+    model = build_model(config, spec, recipe)
+    return Session(
+        config=config, tokenizer=tokenizer, task=task, reward=load_reward(config.task, task), model=model,
+        optimizer=build_optimizer(model, config.train), engine=build_engine(config, model, tokenizer, base),
+        flow_digest=flow_digest(spec, recipe), unified=unified, base_config=base,
+    )  # fmt: skip
+
+
+def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
+    """Tokenizer, model shape and (for a model folder) its config.json; checked against each other and the lengths."""
+    m = config.model
+    base = hf.read_config(m.path) if m.path is not None else None
+    tokenizer = load_tokenizer(m.tokenizer) if m.tokenizer is not None else hf.load_tokenizer_from(str(m.path))
+    arch = dict(base if base is not None else m.arch or {})
+    if base is None:
+        arch.setdefault("vocab_size", len(tokenizer))
+    spec = hf.spec_from_hf(arch)
+    hf.check_vocab(tokenizer, spec)
+    longest = config.task.max_prompt_length + config.rollout.max_response_length
+    if longest > spec.max_position:
+        raise UserError(
+            f"task.max_prompt_length + rollout.max_response_length = {longest}, but the model has positions for "
+            f"{spec.max_position} tokens (max_position_embeddings). Lower one of the two."
+        )
+    return tokenizer, spec, base
+
+
+def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
+    """The precision recipe of a run."""
+    q = config.quant
+    return build_recipe(
+        config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
+        q.num_last_layers_in_bf16,
+    )  # fmt: skip
+
+
+def build_model(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
+    """The policy with its initial weights, published."""
+    device = torch.device(config.device)
+    assert DEVICE_BACKEND[device.type] == config.kernels, "resolve() pairs devices with kernels"
+    load_backend(config.kernels)
+    model = Transformer(
+        spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
+        activation_checkpointing=config.train.activation_checkpointing,
+    )  # fmt: skip
+    if config.model.path is None:
+        return model.init_random(config.model.init_seed).to(device).publish()
+    load_weights(model, config.model.path)
+    return model.to(device).publish()
+
+
+def load_weights(model: Transformer, folder: str | Path) -> None:
+    """Fill the master weights from a Hugging Face folder."""
+    state = hf.load_state(folder, model.spec)
+    dtype = model.head_weight.dtype
+    model.load_state_dict({k: v.to(dtype) for k, v in state.items()})
+
+
+def build_engine(config: Config, model: Transformer, tokenizer: Any, base: dict[str, Any] | None) -> Engine:
+    """The rollout engine over the same model object."""
+    r = config.rollout
+    capacity = r.kv_cache_tokens or kv_tokens_needed(config)
+    return Engine(
+        model, tokenizer, eos_ids=eos_ids(tokenizer, base), flow_digest=flow_digest(model.spec, model.recipe),
+        page_size=r.page_size, num_pages=-(-capacity // r.page_size), max_num_seqs=r.max_num_seqs,
+        max_tokens_per_step=r.max_tokens_per_step,
+    )  # fmt: skip
+
+
+def kv_tokens_needed(config: Config) -> int:
+    """Cache tokens with which no sequence ever waits for a page."""
+    r, page = config.rollout, config.rollout.page_size
+    longest = config.task.max_prompt_length + max(r.max_response_length, config.eval.max_response_length or 0)
+    return r.max_num_seqs * (-(-longest // page) + 1) * page
+
+
+def eos_ids(tokenizer: Any, base: dict[str, Any] | None) -> frozenset[int]:
+    """End-of-sequence ids: the tokenizer's and those that config.json lists."""
+    listed = (base or {}).get("eos_token_id")
+    ids = listed if isinstance(listed, list) else [listed]
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
+def reference_of(model: Transformer) -> Transformer:
+    """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
+    copy = Transformer(model.spec, model.recipe, master_dtype=model.head_weight.dtype)
+    copy.to(model.head_weight.device)
+    copy.load_state_dict(model.state_dict())
+    return copy.requires_grad_(False).publish()

@@ -1,0 +1,128 @@
+"""What a run saves and restores: masters, optimizer state, counters; all else is a function of the step and the seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetrl.config import Config, digest
+from jetrl.errors import UserError
+from jetrl.model import hf
+from jetrl.train import checkpoint
+from jetrl.train.publish import publish
+from jetrl.train.setup import Session, reference_of
+from jetrl.train.step import NonFiniteError
+from jetrl.types import PackedBatch
+
+_REFERENCE = "reference.safetensors"
+
+
+def find(config: Config, run_dir: Path) -> Path | None:
+    """The checkpoint that `checkpoint.resume` asks for; None to start anew."""
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return checkpoint.newest(run_dir / "checkpoints")
+    if not Path(resume).is_dir():
+        raise UserError(f"checkpoint.resume = {resume}: there is no such folder. Give a checkpoint folder, or auto.")
+    return Path(resume)
+
+
+def begin(session: Session, run_dir: Path) -> None:
+    """After the warm start: freeze the reference policy, if the KL penalty needs one, and keep its weights for resume."""
+    if session.config.rl.kl_coef > 0:
+        session.reference = reference_of(session.model)
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        save_file(_weights(session.reference), run_dir / "checkpoints" / _REFERENCE)
+
+
+def save(session: Session, run_dir: Path) -> Path:
+    """Write the checkpoint of the current step."""
+    tensors = {f"model.{k}": v for k, v in _weights(session.model).items()} | _optimizer_tensors(session)
+    meta = checkpoint.Meta(
+        session.step, session.weight_version, session.flow_digest, resume_digest(session.config),
+        session.initial_accuracy,
+    )  # fmt: skip
+    return checkpoint.save(
+        run_dir / "checkpoints", meta, tensors, lambda folder: save_hf(session, folder),
+        session.config.checkpoint.keep,
+    )  # fmt: skip
+
+
+def save_hf(session: Session, folder: Path) -> None:
+    """The policy as a Hugging Face folder in BF16, tokenizer included."""
+    state = {k: v.detach().cpu() for k, v in session.model.state_dict().items()}
+    hf.save_model(folder, session.model.spec, state, tokenizer=session.tokenizer, base_config=session.base_config)
+
+
+def restore(session: Session, path: Path, run_dir: Path) -> None:
+    """Bring `session` to the state of a checkpoint, to the bit."""
+    meta, tensors = checkpoint.load(path)
+    if meta.flow_digest != session.flow_digest or meta.config_digest != resume_digest(session.config):
+        raise UserError(
+            f"{path} was written by a run with other settings (precision, model, data, sampling, objective or "
+            "optimizer). Resume with the run's own config.toml, or give a new name to start anew. Only train.steps, "
+            "eval, checkpoint and track settings may change."
+        )
+    session.model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+    session.model.publish()
+    _load_optimizer(session, tensors)
+    session.step, session.weight_version = meta.step, meta.weight_version
+    session.initial_accuracy = meta.initial_accuracy
+    if session.config.rl.kl_coef > 0:
+        session.reference = reference_of(session.model)
+        session.reference.load_state_dict(load_file(run_dir / "checkpoints" / _REFERENCE))
+        session.reference.publish()
+    session.engine.load(publish(session.model, session.weight_version, session.flow_digest))
+
+
+def resume_digest(config: Config) -> str:
+    """Digest of the settings that must not change between a run and its resumption."""
+    free = {"steps": 1, "warmup_steps": 0} if config.train.lr_schedule == "constant" else {}
+    fixed = config.model_copy(
+        update={
+            "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": type(config.eval)(),
+            "output_dir": "runs", "train": config.train.model_copy(update=free),
+        }  # fmt: skip
+    )
+    return digest(fixed)
+
+
+def stop_non_finite(
+    session: Session, batches: list[PackedBatch], step: int, run_dir: Path, error: NonFiniteError
+) -> UserError:
+    """Save the step's data and weights for replay; returns the error that ends the run."""
+    folder = run_dir / "failed"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"step_{step:06d}.pt"
+    torch.save({"step": step, "batches": batches, "model": _weights(session.model)}, file)
+    return UserError(
+        f"Step {step} gave {error}: the run stops before the weights change. The step's batches and weights are in {file} "
+        "for replay; the last checkpoint is intact. Try a lower train.lr or train.max_grad_norm, then --resume."
+    )
+
+
+def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+
+
+def _optimizer_tensors(session: Session) -> dict[str, Tensor]:
+    state = session.optimizer.state_dict()["state"]
+    return {
+        f"optimizer.{i}.{k}": torch.as_tensor(v).detach().cpu().contiguous()
+        for i, slots in state.items() for k, v in slots.items()
+    }  # fmt: skip
+
+
+def _load_optimizer(session: Session, tensors: dict[str, Tensor]) -> None:
+    full = session.optimizer.state_dict()
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            state.setdefault(int(index), {})[key] = value
+    session.optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})

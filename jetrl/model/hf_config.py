@@ -1,0 +1,244 @@
+"""`config.json` of Hugging Face <-> `ModelSpec`. A key that would change the computation is refused by name.
+
+Defaults of absent keys are those of transformers. Both layouts of the rotary keys are read: `rope_theta` with
+`rope_scaling`, and `rope_parameters` (transformers 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.spec import ModelSpec, RopeSpec
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MAX_POSITION = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+
+# Read into the spec.
+_SPEC_KEYS = frozenset(
+    "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta rope_scaling "
+    "rope_parameters layer_types".split()
+)
+# The only value with which the model is the one that jetrl computes, and what it means otherwise.
+_REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "another activation function"),
+    "attention_bias": (False, "a bias on the attention projections"),
+    "mlp_bias": (False, "a bias on the MLP projections"),
+    "attention_dropout": (0, "dropout in attention"),
+    "hidden_dropout": (0, "dropout"),
+    "pretraining_tp": (1, "projections summed in slices"),
+    "use_sliding_window": (False, "sliding-window attention"),
+    "partial_rotary_factor": (1, "rotary embedding of a part of the head"),
+    "rope_interleaved": (False, "interleaved rotary embedding"),
+    "scale_embeddings": (False, "scaled embeddings"),
+    "is_decoder": (True, "a model that is no decoder"),
+    "add_cross_attention": (False, "cross attention"),
+    "is_encoder_decoder": (False, "an encoder"),
+}
+# Without effect on the logits: bookkeeping, token ids, initialization, what transformers returns, sliding-window sizes
+# of models that do not use them, and sampling defaults that old configs carry.
+_HARMLESS_KEYS = frozenset(
+    "_name_or_path transformers_version torch_dtype dtype use_cache initializer_range bos_token_id eos_token_id "
+    "pad_token_id unk_token_id sep_token_id decoder_start_token_id sliding_window max_window_layers is_llama_config "
+    "transformers.js_config attn_implementation _attn_implementation _attn_implementation_autoset output_attentions "
+    "output_hidden_states return_dict use_return_dict torchscript chunk_size_feed_forward gradient_checkpointing "
+    "id2label label2id problem_type finetuning_task task_specific_params do_sample temperature top_p top_k min_p "
+    "typical_p repetition_penalty length_penalty max_length min_length num_beams num_return_sequences early_stopping "
+    "max_new_tokens no_repeat_ngram_size num_beam_groups diversity_penalty encoder_no_repeat_ngram_size unsloth_fixed "
+    "unsloth_version".split()
+)
+_ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
+_LLAMA3_KEYS = frozenset("factor low_freq_factor high_freq_factor original_max_position_embeddings".split())
+
+
+def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model of a `config.json`; UserError names every key with which it would be another model."""
+    family = config.get("model_type")
+    if family not in ARCHITECTURES:
+        raise UserError(f"model_type = {family!r} is not supported; jetrl runs {', '.join(ARCHITECTURES)} models.")
+    _refuse_other_models(config, family)
+    num_heads = _size(config, "num_attention_heads")
+    hidden_size = _size(config, "hidden_size")
+    num_kv_heads = _size(config, "num_key_value_heads", default=num_heads if family == "llama" else None)
+    if num_heads % num_kv_heads:
+        raise UserError(f"num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}.")
+    max_position = _size(config, "max_position_embeddings", default=_MAX_POSITION[family])
+    return ModelSpec(
+        family=family,
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(config, family, hidden_size, num_heads),
+        rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        rope=_rope(config),
+        max_position=max_position,
+        tie_embeddings=_flag(config, "tie_word_embeddings"),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+
+
+def hf_config(
+    spec: ModelSpec, base: Mapping[str, Any] | None = None, dtype: str = "bfloat16", tokenizer: Any = None
+) -> dict[str, Any]:
+    """The `config.json` of a spec: `spec_from_hf(hf_config(spec)) == spec`. Keys of `base` that say more stay.
+
+    Rotary keys are written in both layouts, so that programs on transformers 4 and 5 read the same model.
+    """
+    config: dict[str, Any] = {key: value for key, value in (base or {}).items() if key != "quantization_config"}
+    if base is not None and spec_from_hf(config) != spec:
+        raise ValueError(f"base_config describes another model: {spec_from_hf(config)}, not {spec}")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if config.get(key) is None:
+            config[key] = getattr(tokenizer, key, None)
+    config.update(
+        architectures=[ARCHITECTURES[spec.family]],
+        model_type=spec.family,
+        torch_dtype=dtype,
+        dtype=dtype,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        hidden_act="silu",
+        rms_norm_eps=spec.rms_norm_eps,
+        max_position_embeddings=spec.max_position,
+        tie_word_embeddings=spec.tie_embeddings,
+        rope_theta=spec.rope.theta,
+        rope_scaling=_rope_scaling(spec.rope),
+        rope_parameters={"rope_theta": spec.rope.theta, **(_rope_scaling(spec.rope) or {"rope_type": "default"})},
+    )
+    if spec.family != "qwen2":
+        config["attention_bias"] = False
+    if spec.family == "llama":
+        config["mlp_bias"] = False
+    else:
+        config["use_sliding_window"] = False
+    return config
+
+
+def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
+    architectures = config.get("architectures") or [ARCHITECTURES[family]]
+    if list(architectures) != [ARCHITECTURES[family]]:
+        raise UserError(f"architectures = {architectures} is not supported; a {family} model for jetrl has "
+                        f"[{ARCHITECTURES[family]!r}].")  # fmt: skip
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        raise UserError(
+            f"quantization_config (quant_method = {method!r}): the weights are already quantized, also if jetrl "
+            "exported them. Start from the BF16 model; jetrl quantizes it as the recipe says."
+        )
+    for key, (value, meaning) in _REQUIRED_VALUES.items():
+        if config.get(key) is not None and config[key] != value:
+            given = config[key]
+            raise UserError(f"{key} = {given!r} asks for {meaning}, which is not supported; use {key} = {value!r}.")
+    layer_types = config.get("layer_types") or []
+    if other := sorted(set(layer_types) - {"full_attention"}):
+        raise UserError(f"layer_types has {', '.join(other)}, which is not supported; only full_attention is.")
+    if layer_types and len(layer_types) != config.get("num_hidden_layers"):
+        raise UserError(f"layer_types has {len(layer_types)} entries for num_hidden_layers = "
+                        f"{config.get('num_hidden_layers')}.")  # fmt: skip
+    known = _SPEC_KEYS | _REQUIRED_VALUES.keys() | _HARMLESS_KEYS | {"quantization_config"}
+    # A key that is off (null, false, zero, empty) asks for nothing.
+    if unknown := sorted(key for key, value in config.items() if key not in known and value):
+        raise UserError(
+            f"{unknown[0]} = {config[unknown[0]]!r} is not known to jetrl for a {family} model and may change what it "
+            f"computes (unknown keys: {', '.join(unknown)}). If the model does not need it, remove it from config.json."
+        )
+
+
+def _rope(config: Mapping[str, Any]) -> RopeSpec:
+    """Rotary parameters from either layout; where both are given they must say the same."""
+    read = [_rope_of(config, key) for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    if not read:
+        return RopeSpec(theta=_positive(config, "rope_theta", 10000.0))
+    if read[0] != read[-1]:
+        raise UserError(
+            f"rope_scaling = {config['rope_scaling']} (rope_theta = {config.get('rope_theta')}) and rope_parameters = "
+            f"{config['rope_parameters']} differ. Keep the one that the model was trained with."
+        )
+    return read[0]
+
+
+def _rope_of(config: Mapping[str, Any], key: str) -> RopeSpec:
+    rope = config[key]
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(f"{key} = {rope!r} is not supported; one set of rotary parameters for all layers is.")
+    theta = _positive(rope if rope.get("rope_theta") is not None else config, "rope_theta", 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{key}: rope type {kind!r} is not supported; 'default' and 'llama3' are.")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise UserError(f"{key}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; 1.0 is.")
+    allowed = _ROPE_KEYS | (_LLAMA3_KEYS if kind == "llama3" else frozenset())
+    if unknown := sorted(name for name, value in rope.items() if name not in allowed and value is not None):
+        raise UserError(f"{key}: {unknown[0]} = {rope[unknown[0]]!r} is not supported with rope type {kind!r}.")
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    if missing := sorted(name for name in _LLAMA3_KEYS if rope.get(name) is None):
+        raise UserError(f"{key}: rope type 'llama3' needs {', '.join(missing)}.")
+    low, high = _positive(rope, "low_freq_factor", None), _positive(rope, "high_freq_factor", None)
+    if low >= high:
+        raise UserError(f"{key}: low_freq_factor = {low} must be below high_freq_factor = {high}.")
+    return RopeSpec(
+        theta=theta,
+        factor=_positive(rope, "factor", None),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=_size(rope, "original_max_position_embeddings"),
+    )
+
+
+def _rope_scaling(rope: RopeSpec) -> dict[str, Any] | None:
+    if rope.factor is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position,
+    }
+
+
+def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is None:
+        if family == "qwen3":
+            return 128
+        if hidden_size % num_heads:
+            raise UserError(f"give head_dim: hidden_size = {hidden_size} is no multiple of {num_heads} heads.")
+    head_dim = _size(config, "head_dim", default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise UserError(f"head_dim = {head_dim} is odd; rotary embedding turns pairs, so it must be even.")
+    return head_dim
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key) if config.get(key) is not None else default
+    if value is None:
+        raise UserError(f"{key} is missing; a model config needs it.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{key} = {value!r} must be a whole number of at least 1.")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = config.get(key) if config.get(key) is not None else default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"{key} = {value!r} must be a number above 0.")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise UserError(f"{key} = {value!r} must be true or false.")
+    return bool(value)

@@ -1,0 +1,207 @@
+"""The terms of the policy objective, as pure functions on packed tokens.
+
+Letters: T packed tokens of one micro-batch, S sequences of the whole update. Every term is a sum over tokens weighted
+by `token_weights`, whose denominators cover *all* micro-batches (and ranks) of the update. So the sum of the
+micro-batches' losses, and of their gradients, is the loss of one large batch, however the sequences were packed.
+
+The statistics follow the same rule: each is this micro-batch's share, and **adding** them over micro-batches gives the
+mean over all loss tokens. They are detached 0-dim tensors, left on the device.
+
+Rows with `loss_mask == 0` have no influence, whatever they hold: their inputs are replaced before any `exp`, because
+an overflow there would turn into NaN in the backward (0 * inf) even though the value is masked afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LossAgg = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+KLEstimator = Literal["k1", "k2", "k3"]
+Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What the sums are divided by; counted once over the whole update, before any micro-batch is run.
+
+    `sequence_tokens[i]` is the number of loss tokens of sequence i (of all S sequences, zeros allowed), and
+    `num_sequences` counts the sequences with at least one. `max_response_length` is `rollout.max_response_length`.
+    """
+
+    num_loss_tokens: int
+    num_sequences: int
+    sequence_tokens: tuple[int, ...]
+    max_response_length: int
+
+    def __post_init__(self) -> None:
+        if self.num_loss_tokens < 1 or self.num_sequences < 1 or self.max_response_length < 1:
+            raise ValueError(
+                f"nothing to average over: {self.num_loss_tokens} loss tokens, {self.num_sequences} sequences, "
+                f"max_response_length {self.max_response_length}; skip an update without loss tokens"
+            )
+
+
+def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: LossAgg, denominators: Denominators) -> Tensor:
+    """Weight [T] of each token in a loss, float64: `loss = sum_t weight_t * value_t`. Zero where masked.
+
+    token_mean              w_t = 1 / N                 N = loss tokens of the update   (DAPO, arXiv 2503.14476)
+    seq_mean_token_mean     w_t = 1 / (S * n_s(t))      n_s = loss tokens of sequence s (GRPO, arXiv 2402.03300)
+    seq_mean_token_sum_norm w_t = 1 / (S * L)           L = max_response_length         (Dr.GRPO, arXiv 2503.20783)
+
+    S counts the sequences with loss tokens, so a completion masked out for truncation leaves the average altogether.
+    """
+    mask = loss_mask.double()
+    if loss_agg == "token_mean":
+        return mask / denominators.num_loss_tokens
+    if loss_agg == "seq_mean_token_mean":
+        counts = torch.tensor(denominators.sequence_tokens, dtype=torch.float64, device=loss_mask.device)
+        # A masked row may belong to a sequence without loss tokens; the mask makes its weight 0, never 0 / 0.
+        return mask / (denominators.num_sequences * counts[sequence_ids].clamp(min=1))
+    if loss_agg == "seq_mean_token_sum_norm":
+        return mask / (denominators.num_sequences * denominators.max_response_length)
+    raise ValueError(f'loss_agg is "{loss_agg}"; use token_mean, seq_mean_token_mean or seq_mean_token_sum_norm')
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None,
+    loss_agg: LossAgg,
+    denominators: Denominators,
+    is_weights: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """The clipped surrogate of PPO with GRPO's advantages, decoupled clip bounds and dual clip.
+
+    With r_t = exp(logprobs_t - old_logprobs_t), and per token, before the weights of `token_weights`:
+
+        l_t = -min(r_t A_t, clip(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
+        l_t = min(l_t, -clip_ratio_c A_t)   where A_t < 0 and clip_ratio_c is given
+        loss = sum_t w_t * is_weights_t * l_t
+
+    Args (all [T], floating, one device): `logprobs` carries the gradient; `old_logprobs` are those of the policy that
+    took the samples, or None for `logprobs.detach()`: then r_t is exactly 1 and the gradient is that of
+    -A_t * logprobs_t (REINFORCE), which is the case of one update a step with exact parity. `advantages`;
+    `loss_mask` 0 or 1; `sequence_ids` int64, numbers within the update. `is_weights` (detached) multiplies each token:
+    TIS weights and rejection masks of `rl.mismatch`; a rejected token counts in the denominators, with loss 0.
+
+    Returns the loss (0-dim, dtype of `logprobs`) and the additive statistics `policy/loss`, `policy/ratio_mean`,
+    `policy/kl` (mean of old - new log-probs, Schulman's k1), `policy/clip_frac_high` (A > 0 and the bound cuts the
+    gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`.
+
+    Sources: PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3; clip-higher, DAPO, arXiv 2503.14476 section 3.1;
+    dual clip, arXiv 1912.09729.
+    """
+    _check_clip(clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    active = loss_mask > 0
+    old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
+    log_ratio = torch.where(active, logprobs - old, 0.0)
+    adv = torch.where(active, advantages, 0.0).to(logprobs.dtype)
+    ratio = log_ratio.detach().exp()
+    clipped_high = (adv > 0) & (ratio > 1 + clip_ratio_high)
+    clipped_low = (adv < 0) & (ratio < 1 - clip_ratio_low)
+    clipped_dual = torch.zeros_like(clipped_low)
+    bound = torch.full_like(ratio, 1 - clip_ratio_low).masked_fill(clipped_high, 1 + clip_ratio_high)
+    if clip_ratio_c is not None:
+        clipped_dual = (adv < 0) & (ratio > clip_ratio_c)
+        bound = bound.masked_fill(clipped_dual, clip_ratio_c)
+    clipped = clipped_high | clipped_low | clipped_dual
+    # A clipped token is a constant. Its log-ratio is cut out before exp, so that an overflow cannot reach the backward.
+    live_ratio = torch.where(clipped, 0.0, log_ratio).exp()
+    token_loss = -adv * torch.where(clipped, bound, live_ratio)
+    if is_weights is not None:
+        token_loss = token_loss * torch.where(active, is_weights.detach(), 0.0).to(token_loss.dtype)
+    weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
+    loss = _weighted_sum(token_loss, weights)
+
+    def share(values: Tensor) -> Tensor:
+        return (values.detach().double() * active).sum() / denominators.num_loss_tokens
+
+    return loss, {
+        "policy/loss": loss.detach(),
+        "policy/ratio_mean": share(ratio),
+        "policy/kl": share(-log_ratio),
+        "policy/clip_frac_low": share(clipped_low),
+        "policy/clip_frac_high": share(clipped_high),
+        "policy/clip_frac_dual": share(clipped_dual),
+    }
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate of KL(policy || reference) from samples of the policy, per token [T]. With d = logprobs - ref_logprobs:
+
+        k1 = d                    unbiased, large variance, may be negative
+        k2 = d^2 / 2              biased, never negative
+        k3 = exp(-d) - 1 + d      unbiased, never negative
+
+    These are statements about the *values*. As a loss, differentiated through `logprobs` with the samples fixed:
+    k1 has gradient grad log pi, whose expectation is 0: noise, no pull towards the reference. k2 has
+    d * grad log pi, whose expectation is the gradient of KL(policy || reference). k3 has (1 - exp(-d)) * grad log pi,
+    whose expectation is the gradient of KL(reference || policy), equal to the former to first order in d.
+
+    Rows that are masked must be made harmless first; `kl_loss` does it. Source: J. Schulman, "Approximating KL
+    divergence" (2020); k3 in GRPO, arXiv 2402.03300 eq. 4.
+    """
+    difference = logprobs - ref_logprobs.detach()
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        # expm1 keeps the digits of exp(-d) - 1 near d = 0, where k3 is about d^2 / 2.
+        return torch.expm1(-difference) + difference
+    raise ValueError(f'kl_estimator is "{estimator}"; use k1, k2 or k3')
+
+
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    estimator: KLEstimator,
+    loss_agg: LossAgg,
+    denominators: Denominators,
+) -> tuple[Tensor, Stats]:
+    """`sum_t w_t kl_penalty_t`, to be multiplied by `kl_coef` and added to the policy loss. Inputs as `policy_loss`.
+
+    The statistic `policy/ref_kl` is the mean of the estimate over loss tokens, additive over micro-batches.
+    """
+    active = loss_mask > 0
+    token_kl = kl_penalty(torch.where(active, logprobs, 0.0), torch.where(active, ref_logprobs, 0.0), estimator)
+    loss = _weighted_sum(token_kl, token_weights(loss_mask, sequence_ids, loss_agg, denominators))
+    return loss, {"policy/ref_kl": token_kl.detach().double().sum() / denominators.num_loss_tokens}
+
+
+def entropy_bonus(
+    entropy: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, loss_agg: LossAgg, denominators: Denominators
+) -> tuple[Tensor, Stats]:
+    """`sum_t w_t H_t` with H_t [T] the entropy of the next-token distribution, aggregated like the policy loss.
+
+    A bonus: the total loss is `policy_loss + kl_coef * kl_loss - entropy_coef * entropy_bonus`. The statistic
+    `policy/entropy` is the mean over loss tokens, additive over micro-batches. Source: PPO, arXiv 1707.06347 eq. 9.
+    """
+    token_entropy = torch.where(loss_mask > 0, entropy, 0.0)
+    bonus = _weighted_sum(token_entropy, token_weights(loss_mask, sequence_ids, loss_agg, denominators))
+    return bonus, {"policy/entropy": token_entropy.detach().double().sum() / denominators.num_loss_tokens}
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Summed in float64 and rounded once to the dtype of `values`; differentiable in `values`."""
+    return (values.double() * weights).sum().to(values.dtype)
+
+
+def _check_clip(low: float, high: float, dual: float | None) -> None:
+    if not 0 <= low <= 1 or high < 0:
+        raise ValueError(f"clip_ratio_low = {low} must be within [0, 1] and clip_ratio_high = {high} not negative")
+    if dual is not None and dual <= 1:
+        raise ValueError(f"clip_ratio_c = {dual} must be above 1 (common: 3 to 10), or left out for no dual clip")

@@ -1,0 +1,235 @@
+"""The gap between the learner's and the sampler's log-probs: how large it is, and the usual corrections for it.
+
+With one precision flow on both sides all metrics are exactly their ideal values (0, and 1 for
+`token_mult_prob_error`) and no correction is needed. The corrections exist for `precision = "fp8_rollout"` and for
+comparison. Nothing here carries a gradient.
+
+Letters: T packed tokens. With d_t = trainer_t - rollout_t, the ratio of token t is exp(d_t) = pi_trainer / pi_rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jetrl.errors import UserError
+
+Values = Tensor | NDArray[np.floating] | Sequence[float]
+RolloutIS = Literal["none", "token", "sequence"]
+RolloutRS = Literal["none", "token", "sequence", "geometric"]
+
+# A float64 is mantissa * 2**(exponent - 53) with |mantissa| < 2**53 and exponent >= -1073 (subnormals included).
+_EXACT_SHIFT = 1126
+
+
+class ExactSum:
+    """A sum of float64 values without rounding, so that it depends neither on order nor on how parts were merged.
+
+    The total is one Python integer, in units of 2**-1126; `mean` and `value` round it once, correctly.
+    """
+
+    def __init__(self) -> None:
+        self._units = 0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """Add finite values: mantissas are summed as integers, exponent by exponent."""
+        mantissa, exponent = np.frexp(values)
+        whole = (mantissa * 2.0**53).astype(np.int64)
+        high, low = whole >> 26, whole & ((1 << 26) - 1)  # halves, so that 2**35 of them fit an int64 sum
+        for power in np.unique(exponent):
+            here = exponent == power
+            total = (int(high[here].sum()) << 26) + int(low[here].sum())
+            self._units += total << (int(power) - 53 + _EXACT_SHIFT)
+
+    def merge(self, other: ExactSum) -> None:
+        self._units += other._units
+
+    def mean(self, count: int) -> float:
+        return self._units / (count << _EXACT_SHIFT)
+
+    @property
+    def value(self) -> float:
+        return self.mean(1)
+
+
+@dataclass(slots=True)
+class MismatchAccumulator:
+    """Metrics over many micro-batches (and ranks), equal bit for bit to those of one batch of all tokens."""
+
+    count: int = 0
+    num_different: int = 0
+    max_abs_diff: float = 0.0
+    max_probs_diff: float = 0.0
+    sum_abs_diff: ExactSum = field(default_factory=ExactSum)
+    sum_k3: ExactSum = field(default_factory=ExactSum)
+    sum_mult_error: ExactSum = field(default_factory=ExactSum)
+
+    def add(self, trainer_logprobs: Values, rollout_logprobs: Values, loss_mask: Values | None = None) -> None:
+        """Count the tokens where `loss_mask` is not 0 (all without a mask). A log-prob that is not finite raises."""
+        trainer, rollout = _as_numpy(trainer_logprobs), _as_numpy(rollout_logprobs)
+        if trainer.shape != rollout.shape:
+            raise ValueError(f"log-probs of different shapes: trainer {trainer.shape}, rollout {rollout.shape}")
+        if loss_mask is not None:
+            mask = _as_numpy(loss_mask)
+            if mask.shape != trainer.shape:
+                raise ValueError(f"mask of shape {mask.shape} for log-probs of shape {trainer.shape}")
+            trainer, rollout = trainer[mask != 0], rollout[mask != 0]
+        if not trainer.size:
+            return
+        for side, values in (("trainer", trainer), ("rollout", rollout)):
+            num_bad = int((~np.isfinite(values)).sum())
+            if num_bad:
+                raise ValueError(f"{num_bad} of {values.size} {side} log-probs are NaN or infinite; this is a defect")
+        diff = trainer - rollout
+        abs_diff = np.abs(diff)
+        with np.errstate(over="ignore"):  # reported below, with the value that caused it
+            k3, mult_error = np.expm1(diff) - diff, np.exp(abs_diff)
+        if not np.isfinite(mult_error).all():
+            raise ValueError(f"log-probs differ by {abs_diff.max()}, beyond what exp can hold; this is a defect")
+        self.count += trainer.size
+        self.num_different += int((diff != 0).sum())
+        self.max_abs_diff = max(self.max_abs_diff, float(abs_diff.max()))
+        self.max_probs_diff = max(self.max_probs_diff, float(np.abs(np.exp(trainer) - np.exp(rollout)).max()))
+        self.sum_abs_diff.add(abs_diff)
+        self.sum_k3.add(k3)
+        self.sum_mult_error.add(mult_error)
+
+    def merge(self, other: MismatchAccumulator) -> None:
+        self.count += other.count
+        self.num_different += other.num_different
+        self.max_abs_diff = max(self.max_abs_diff, other.max_abs_diff)
+        self.max_probs_diff = max(self.max_probs_diff, other.max_probs_diff)
+        self.sum_abs_diff.merge(other.sum_abs_diff)
+        self.sum_k3.merge(other.sum_k3)
+        self.sum_mult_error.merge(other.sum_mult_error)
+
+    def metrics(self) -> dict[str, float]:
+        """The `parity/*` metrics; definitions in `mismatch_metrics`."""
+        if self.count == 0:
+            raise ValueError("no tokens to compare: every row was masked")
+        return {
+            "parity/logprob_abs_diff_mean": self.sum_abs_diff.mean(self.count),
+            "parity/logprob_abs_diff_max": self.max_abs_diff,
+            "parity/frac_tokens_different": self.num_different / self.count,
+            "parity/k3_kl": self.sum_k3.mean(self.count),
+            "parity/token_mult_prob_error": self.sum_mult_error.mean(self.count),
+            "parity/rollout_probs_diff_max": self.max_probs_diff,
+        }
+
+
+def mismatch_metrics(
+    trainer_logprobs: Values, rollout_logprobs: Values, loss_mask: Values | None = None
+) -> dict[str, float]:
+    """Compare the log-probs of the same tokens on both sides. Tensors, arrays or lists of equal shape; float64 inside.
+
+    parity/logprob_abs_diff_mean, _max   of |d|
+    parity/frac_tokens_different         share of tokens with d != 0
+    parity/k3_kl                         mean of exp(d) - 1 - d: KL(rollout || trainer), sampled from the rollout
+    parity/token_mult_prob_error         mean of exp(|d|), 1 when equal (the definition of NeMo RL)
+    parity/rollout_probs_diff_max        largest difference of the *probabilities* (the definition of verl)
+
+    Source of k3: J. Schulman, "Approximating KL divergence" (2020).
+    """
+    accumulator = MismatchAccumulator()
+    accumulator.add(trainer_logprobs, rollout_logprobs, loss_mask)
+    return accumulator.metrics()
+
+
+@torch.no_grad()
+def importance_weights(
+    trainer_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    rollout_is: RolloutIS | None,
+    threshold: float,
+) -> Tensor:
+    """Truncated importance-sampling weights [T] float64, detached; 0 where masked.
+
+        token:    w_t = min(exp(d_t), threshold)
+        sequence: w_t = min(exp(sum of d over the loss tokens of t's sequence), threshold)
+        none:     w_t = 1
+
+    All inputs [T]; a sequence must lie whole within the micro-batch. Source: token level, F. Yao et al., "Your
+    efficient RL framework secretly brings you off-policy RL training" (2025); sequence level, J. Liu et al., "When
+    speed kills stability" (2025).
+    """
+    active = loss_mask > 0
+    if rollout_is in (None, "none"):
+        return active.double()
+    _check_threshold("rollout_is_threshold", threshold, 0.0)
+    diff = _log_ratio(trainer_logprobs, rollout_logprobs, active)
+    if rollout_is == "sequence":
+        diff = _per_sequence(diff, active, sequence_ids)[0]
+    elif rollout_is != "token":
+        raise UserError(f'rl.rollout_is is "{rollout_is}"; use none, token or sequence')
+    return diff.exp().clamp(max=threshold) * active
+
+
+@torch.no_grad()
+def rejection_mask(
+    trainer_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    rollout_rs: RolloutRS | None,
+    threshold: float,
+) -> Tensor:
+    """Masked importance sampling: 1 where a loss token is kept, 0 where rejected or masked. [T] float64, detached.
+
+    A token is kept when a ratio lies within [1 / threshold, threshold], both ends included:
+
+        token:     exp(d_t)
+        sequence:  exp(sum of d over the loss tokens of the sequence); the whole sequence is kept or rejected
+        geometric: exp(mean of d likewise), which does not punish length
+        none:      every loss token is kept
+
+    Multiply it into `policy_loss(is_weights=...)`. Source: J. Liu et al., "When speed kills stability" (2025);
+    token level as IcePop, arXiv 2510.18855.
+    """
+    active = loss_mask > 0
+    if rollout_rs in (None, "none"):
+        return active.double()
+    _check_threshold("rollout_rs_threshold", threshold, 1.0)
+    diff = _log_ratio(trainer_logprobs, rollout_logprobs, active)
+    if rollout_rs in ("sequence", "geometric"):
+        diff, counts = _per_sequence(diff, active, sequence_ids)
+        diff = diff / counts.clamp(min=1) if rollout_rs == "geometric" else diff
+    elif rollout_rs != "token":
+        raise UserError(f'rl.rollout_rs is "{rollout_rs}"; use none, token, sequence or geometric')
+    bound = math.log(threshold)
+    return ((diff >= -bound) & (diff <= bound) & active).double()
+
+
+def _log_ratio(trainer: Tensor, rollout: Tensor, active: Tensor) -> Tensor:
+    return torch.where(active, trainer.double() - rollout.double(), 0.0)
+
+
+def _per_sequence(diff: Tensor, active: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of `diff` and number of active tokens of each token's sequence, both [T] float64.
+
+    `segment_reduce` sums each sequence by itself: no atomics, so the bits are the same in every run.
+    """
+    _, inverse, lengths = torch.unique(sequence_ids, return_inverse=True, return_counts=True)
+    order = torch.argsort(inverse, stable=True)
+    sums = torch.segment_reduce(diff[order], "sum", lengths=lengths)
+    counts = torch.segment_reduce(active.double()[order], "sum", lengths=lengths)
+    return sums[inverse], counts[inverse]
+
+
+def _check_threshold(name: str, threshold: float, above: float) -> None:
+    if not (math.isfinite(threshold) and threshold > above):
+        raise UserError(f"rl.{name} = {threshold} must be a finite number above {above:g} (common: 2.0)")
+
+
+def _as_numpy(values: Values) -> NDArray[np.float64]:
+    if isinstance(values, Tensor):
+        values = values.detach().double().cpu().numpy()
+    return np.asarray(values, dtype=np.float64)

@@ -1,0 +1,235 @@
+"""The optimizer, the learning-rate schedule, and the gradient norm.
+
+AdamW in FP32 is torch's own. With BF16 master weights torch's would keep its two averages in BF16 as well, which
+rounds them to 8 bits at every step; `BF16MasterAdamW` keeps them in FP32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from jetrl.errors import UserError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ROW = 4096  # addends of one partial sum in the gradient norm
+_CHUNK = _ROW * 1024  # elements of a gradient converted to float64 at a time
+
+
+class ScheduleConfig(Protocol):
+    """The fields of `[train]` that `lr_at` reads."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def lr_schedule(self) -> str: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def min_lr_ratio(self) -> float: ...
+
+
+class OptimizerConfig(Protocol):
+    """The fields of `[train]` that `build_optimizer` reads."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def adam_betas(self) -> Any: ...
+    @property
+    def adam_eps(self) -> float: ...
+    @property
+    def master_dtype(self) -> str: ...
+
+
+class BF16MasterAdamW(torch.optim.Optimizer):
+    """AdamW on BF16 parameters, with FP32 averages. One step t of a parameter p with gradient g, all in FP32:
+
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = bf16(p * (1 - lr * weight_decay) - lr * u)
+
+    p is widened, changed, and rounded once, to nearest even. An entry whose change is below half the spacing of BF16
+    at p (|p| / 512 to |p| / 256) does not move at all: with the small rates of RL (1e-6) most entries stay where
+    they are, so `master_dtype = "float32"` is the default. Source of the update: arXiv 1711.05101, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        grad = param.grad.float()  # type: ignore[union-attr]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (square / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+        wide = param.float().mul_(1 - group["lr"] * group["weight_decay"])
+        wide.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1 ** state["step"]))
+        param.copy_(wide)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which casts the state to the parameter's dtype; so the FP32 averages are put back after it."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[param][key] = value.to(device=param.device, copy=True)
+
+
+def build_optimizer(
+    named_params: Iterable[tuple[str, nn.Parameter]], train_config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """AdamW over `model.named_parameters()`. Weight decay on matrices only: no norms, no biases, no embedding.
+
+    The learning rate starts at `lr`; the caller sets it before every step with `set_lr`. Each element is updated by
+    itself in all of torch's variants, so all are deterministic; `fused` is taken on a GPU, the plain loop on a CPU.
+    Raises UserError for a parameter of another dtype than `master_dtype`.
+    """
+    if train_config.master_dtype not in _DTYPES:
+        raise UserError(f'train.master_dtype is "{train_config.master_dtype}"; use float32 or bfloat16')
+    dtype = _DTYPES[train_config.master_dtype]
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, param in named_params:
+        if not param.requires_grad:
+            continue
+        if param.dtype != dtype:
+            raise UserError(f"{name} is {param.dtype}, but train.master_dtype asks for {dtype}; convert the model")
+        (decayed if is_decayed(name, param) else plain).append(param)
+    if not decayed and not plain:
+        raise ValueError("no parameter requires a gradient")
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decayed, train_config.weight_decay), (plain, 0.0))
+        if params
+    ]
+    beta1, beta2 = train_config.adam_betas
+    common: dict[str, Any] = {"lr": train_config.lr, "betas": (beta1, beta2), "eps": train_config.adam_eps}
+    if dtype == torch.bfloat16:
+        return BF16MasterAdamW(groups, **common)
+    on_gpu = all(param.is_cuda for param in decayed + plain)
+    return torch.optim.AdamW(groups, **common, fused=on_gpu, foreach=False)
+
+
+def is_decayed(name: str, param: Tensor) -> bool:
+    """Whether weight decay applies: matrices, except the embedding (which is also the head when tied)."""
+    return param.ndim >= 2 and "embed" not in name.split(".")
+
+
+def schedule_factor(step: int, *, steps: int, schedule: str, warmup_steps: int, min_lr_ratio: float = 0.0) -> float:
+    """Share of the peak learning rate at `step` (0-based) of `steps`.
+
+    Warm-up, step < W:  (step + 1) / (W + 1), so the first step is not lost at rate 0 and step W is the first at peak.
+    After it, with x = (step - W) / (steps - W), at most 1, and m = min_lr_ratio:
+        constant 1;  linear 1 - (1 - m) x;  cosine m + (1 - m) (1 + cos(pi x)) / 2.
+    The end value m belongs to step `steps`, the first that is not run, so the last step is not lost either.
+    """
+    if step < 0 or steps < 1 or warmup_steps < 0 or not 0 <= min_lr_ratio <= 1:
+        raise ValueError(
+            f"step = {step}, steps = {steps}, warmup_steps = {warmup_steps}, min_lr_ratio = {min_lr_ratio}: step and "
+            "warmup_steps may not be negative, steps must be positive, min_lr_ratio within [0, 1]"
+        )
+    if schedule not in ("constant", "linear", "cosine"):
+        raise UserError(f'lr_schedule is "{schedule}"; use constant, linear or cosine')
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    if schedule == "constant":
+        return 1.0
+    if schedule == "linear":
+        return 1.0 - (1.0 - min_lr_ratio) * progress
+    return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def lr_at(step: int, config: ScheduleConfig) -> float:
+    """The learning rate of `step` (0-based); see `schedule_factor`."""
+    return config.lr * schedule_factor(
+        step,
+        steps=config.steps,
+        schedule=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        min_lr_ratio=config.min_lr_ratio,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def global_grad_norm(params: Iterable[nn.Parameter]) -> float:
+    """sqrt of the sum of squares of all gradients, in float64 and in one fixed order of addition.
+
+    The sums run over rows of 4096, rows of those sums, and so on, which no thread count changes (torch splits one long
+    sum by threads). Parameters without a gradient count as zero. One synchronization with the device, at the end.
+    """
+    partial = [_sum_of_squares(param.grad) for param in params if param.grad is not None]
+    if not partial:
+        raise ValueError("no parameter has a gradient; call backward first")
+    return math.sqrt(float(_fixed_order_sum(torch.stack([part.to(partial[0].device) for part in partial]))))
+
+
+@torch.no_grad()
+def clip_gradients_(params: Iterable[nn.Parameter], norm: float, max_norm: float) -> float:
+    """Scale all gradients in place by min(1, max_norm / norm) and return that factor. `norm` is `global_grad_norm`'s.
+
+    At a factor of 1 no bit is touched. Raises ValueError for a norm that is not finite: such gradients are no use.
+    """
+    if not math.isfinite(norm):
+        raise ValueError(f"the gradient norm is {norm}; the gradients must not be applied")
+    if max_norm <= 0:
+        raise UserError(f"train.max_grad_norm = {max_norm} must be positive (inf: no clipping)")
+    if norm <= max_norm:
+        return 1.0
+    factor = max_norm / norm
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(factor)
+    return factor
+
+
+def _sum_of_squares(grad: Tensor) -> Tensor:
+    chunks = [_fixed_order_sum(chunk.double().square_()) for chunk in torch.split(grad.reshape(-1), _CHUNK)]
+    return _fixed_order_sum(torch.stack(chunks))
+
+
+def _fixed_order_sum(values: Tensor) -> Tensor:
+    """Sum of a vector by rows of `_ROW`, zero-padded, until one number is left."""
+    while values.numel() > 1:
+        values = nn.functional.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW).sum(dim=1)
+    return values.reshape(())

@@ -49,7 +49,8 @@ class Display:
         self._interval, self._clock = interval, clock
         self._started = self._step_started = clock()
         self._durations: deque[float] = deque(maxlen=20)
-        self._phase, self._done, self._total = "starting", 0, None
+        self._phase, self._done = "starting", 0
+        self._total: int | None = None
         self._phase_started = self._told = clock()
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
@@ -60,8 +61,6 @@ class Display:
             self._live = Live(
                 get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False
             )
-
-    _total: int | None
 
     def __enter__(self) -> Display:
         if self._live is not None:

@@ -1,0 +1,269 @@
+"""`write_report`: one or several runs as a single HTML file that needs no network and no server.
+
+The page draws its curves itself (report.js) from JSON that this module embeds. Text of samples reaches the page only as
+JSON with `<`, `>` and `&` escaped, and is put there as text nodes. Flow pictures are embedded as images, so that a
+script in one does not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from jetrl.errors import UserError
+from jetrl.report.console import duration
+from jetrl.report.recorder import read_samples
+from jetrl.report.run import PARITY_KEY, Headline, Run, headline, load_runs
+
+MAX_SAMPLES = 400  # rows on the page, over all runs
+MAX_TOKENS = 1500  # tokens of a row
+MAX_POINTS = 1500  # of a curve; longer ones are binned
+FLOW_FILE = "flow.svg"
+_HERE = Path(__file__).parent
+
+
+def write_report(run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, str] | None = None) -> Path:
+    """Write the page of these runs to `out` and return its path.
+
+    `flow_svgs` maps a caption to the SVG text of a precision flow; where it is empty, each run's `flow.svg` is taken if
+    it has one. Raises `UserError` where a folder holds no run.
+    """
+    runs = load_runs(run_dirs)
+    flows = dict(flow_svgs or {}) or _flows_of(runs)
+    samples = [choose_samples(read_samples(run.path), MAX_SAMPLES // len(runs)) for run in runs]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    page = environment.get_template("template.html.j2").render(
+        title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        runs=[_describe(run, headline(run)) for run in runs],
+        comparison=_comparison(runs) if len(runs) > 1 else [],
+        differences=config_differences(runs) if len(runs) > 1 else [],
+        flows=[(name, _image(svg), "prefers-color-scheme" in svg) for name, svg in flows.items()],
+        sample_note=_sample_note(samples),
+        binned=any(len(run.rows) > MAX_POINTS for run in runs),
+        max_points=MAX_POINTS,
+        css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
+        js=Markup((_HERE / "report.js").read_text(encoding="utf-8")),
+        data=script_json(_payload(runs, samples)),
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    out = Path(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}. Choose another place for the report.") from error
+    return out
+
+
+def script_json(data: Any) -> Markup:
+    """JSON that may stand inside a script element: no `<`, `>`, `&`, no line separators, no NaN."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def choose_samples(rows: Iterable[Mapping[str, Any]], max_rows: int) -> dict[str, Any]:
+    """At most `max_rows` rows, evenly over the steps, first and last step among them, in whole groups where they fit.
+
+    Returns `steps` (each with its groups) and the counts `kept`, `total` and `cut` (rows that lost tokens).
+    """
+    by_step: dict[int, list[list[Mapping[str, Any]]]] = {}
+    previous: tuple[Any, ...] | None = None
+    total = 0
+    for row in rows:
+        key = (row["step"], row.get("group"), row["prompt"], row["answer"])
+        groups = by_step.setdefault(row["step"], [])
+        if key != previous:
+            groups.append([])
+        groups[-1].append(row)
+        previous = key
+        total += 1
+    steps = sorted(by_step)
+    largest = max((len(groups[0]) for groups in by_step.values()), default=1)
+    wanted = min(len(steps), max(max_rows // largest, 1))
+    places = sorted(set(np.linspace(0, len(steps) - 1, wanted).round().astype(int).tolist())) if steps else []
+    chosen: dict[int, list[list[Mapping[str, Any]]]] = {steps[place]: [] for place in places}
+    left = max_rows
+    for turn in range(max((len(by_step[step]) for step in chosen), default=0)):
+        for step in chosen:
+            groups = by_step[step]
+            if turn < len(groups) and left > 0 and (turn == 0 or len(groups[turn]) <= left):
+                chosen[step].append(groups[turn][:left])
+                left -= len(chosen[step][-1])
+    payload = [
+        {"step": step, "groups": [_group(group) for group in groups]} for step, groups in chosen.items() if groups
+    ]
+    cut = sum(len(row["tokens"]) > MAX_TOKENS for groups in chosen.values() for group in groups for row in group)
+    return {"steps": payload, "kept": max_rows - left, "total": total, "cut": cut}
+
+
+def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"prompt": rows[0]["prompt"], "answer": rows[0]["answer"], "rows": [_sample(row) for row in rows]}
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    tokens, completion = list(row["tokens"]), row["completion"]
+    sample = {
+        "t": tokens[:MAX_TOKENS],
+        "l": [_finite(round(float(value), 5)) for value in row["logprobs"][:MAX_TOKENS]],
+        "n": len(tokens),
+        "r": _finite(row["reward"]),
+        "a": _finite(row["advantage"]),
+        "f": row["finish_reason"],
+    }
+    if completion not in ("".join(tokens), "".join(tokens[:-1])):  # the last token may be the end of the sequence
+        sample["c"] = completion
+    return sample
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _payload(runs: Sequence[Run], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "runs": [
+            {
+                "label": run.label,
+                "steps": max(int(row["step"]) for row in run.rows),
+                "series": {key: thin(key, *run.series(key)) for key in run.keys()},
+                "accuracy": run.accuracy_keys(),
+                "phases": run.phases(),
+                "parity": {"steps": numbers.parity_steps, "nonzero": numbers.parity_nonzero_steps},
+                "samples": chosen,
+            }
+            for run, numbers, chosen in zip(runs, map(headline, runs), samples, strict=True)
+        ],
+        "parityKey": PARITY_KEY,
+    }
+
+
+def thin(key: str, steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
+    """A curve of at most `MAX_POINTS` points: bins keep the largest value of parity and `*max*`, else the mean."""
+    if len(steps) > MAX_POINTS:
+        edges = np.linspace(0, len(steps), MAX_POINTS + 1).round().astype(int)
+        largest = key.startswith("parity/") or "max" in key
+        array = np.asarray(values)
+        reduce = np.max if largest else np.mean
+        values = [float(reduce(array[a:b])) for a, b in zip(edges, edges[1:], strict=False)]
+        steps = [steps[b - 1] for b in edges[1:]]
+    return [list(steps), [_finite(float(f"{value:.6g}")) for value in values]]
+
+
+def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
+    """What the header says of one run, as texts."""
+    accuracy = "not measured"
+    if numbers.accuracy_after is not None:
+        before = "" if numbers.accuracy_before is None else f"{percent(numbers.accuracy_before)} → "
+        accuracy = before + percent(numbers.accuracy_after)
+    exact = numbers.parity_steps > 0 and numbers.parity_nonzero_steps == 0
+    if numbers.parity_max is None:
+        parity, parity_note = "not measured", ""
+    elif exact:
+        parity, parity_note = "0", f"exactly 0 in all {numbers.parity_steps:,} steps"
+    else:
+        parity = f"{numbers.parity_max:.2e}"
+        parity_note = f"not 0 in {numbers.parity_nonzero_steps:,} of {numbers.parity_steps:,} steps"
+    commit = run.env.get("git_commit")
+    return {
+        "label": run.label,
+        "folder": str(run.path),
+        "model": run.model,
+        "precision": run.precision,
+        "hardware": run.hardware,
+        "kernels": str(run.config.get("kernels", "not recorded")),
+        "steps": f"{numbers.steps:,}",
+        "date": str(run.env.get("date", ""))[:10],
+        "commit": f"{commit[:10]}{' + changes' if run.env.get('git_dirty') else ''}" if commit else "",
+        "accuracy": accuracy,
+        "accuracy_note": numbers.accuracy_key or "",
+        "parity": parity,
+        "parity_note": parity_note,
+        "parity_class": "" if numbers.parity_max is None else "good" if exact else "bad",
+        "time": "not measured" if numbers.seconds is None else duration(numbers.seconds),
+        "throughput": "not measured" if numbers.tokens_per_s is None else f"{numbers.tokens_per_s:,.0f}",
+        "reward": "not measured" if numbers.reward_last is None else f"{numbers.reward_last:.3f}",
+        "config_text": run.config_text,
+        "env_text": json.dumps(run.env, indent=2) if run.env else "",
+    }
+
+
+def percent(value: float) -> str:
+    """0.8125 -> 81.2 %; as a bare number where it is no share."""
+    return f"{100 * value:.1f} %" if 0 <= value <= 1 else f"{value:.3f}"
+
+
+def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
+    """Rows (what, one text a run, CSS class by run joined with spaces) of the table that compares runs."""
+    told = [_describe(run, headline(run)) for run in runs]
+    names = {
+        "precision": "Precision", "model": "Model", "steps": "Steps", "accuracy": "Held-out accuracy",
+        "reward": "Reward, mean of last 10 steps", "parity": "Parity: largest log-prob gap",
+        "throughput": "Tokens/s per GPU, median", "time": "Time", "hardware": "Hardware",
+    }  # fmt: skip
+    table = [(name, [one[key] for one in told], key) for key, name in names.items()]
+    last = {"policy/entropy": "Entropy, last step", "response_length/mean": "Response length, last step"}
+    table[5:5] = [
+        (name, [_last(run, key) for run in runs], "")
+        for key, name in last.items()
+        if any(key in run.keys() for run in runs)
+    ]
+    return table
+
+
+def _last(run: Run, key: str) -> str:
+    values = run.series(key)[1]
+    return f"{values[-1]:.3g}" if values else "not measured"
+
+
+def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Config keys (dotted) on which the runs disagree, with each run's value; the name of the run aside."""
+    flat = [dict(_flatten(run.config)) for run in runs]
+    keys = sorted({key for config in flat for key in config if key != "name"})
+    table = [(key, [json.dumps(config[key], default=str) if key in config else "–" for config in flat]) for key in keys]
+    return [(key, values) for key, values in table if len(set(values)) > 1]
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _sample_note(samples: Sequence[Mapping[str, Any]]) -> str:
+    kept, total = (sum(one[key] for one in samples) for key in ("kept", "total"))
+    cut = sum(one["cut"] for one in samples)
+    if not total:
+        return ""
+    note = f"All {total:,} recorded completions." if kept == total else (
+        f"{kept:,} of the {total:,} recorded completions, chosen evenly over the steps; samples.jsonl has all of them."
+    )  # fmt: skip
+    return note + (f" {cut:,} of them are cut after {MAX_TOKENS:,} tokens." if cut else "")
+
+
+def _flows_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Flow pictures of the run folders; equal pictures once."""
+    flows: dict[str, list[str]] = {}
+    for run in runs:
+        path = run.path / FLOW_FILE
+        if path.exists():
+            flows.setdefault(path.read_text(encoding="utf-8"), []).append(run.label)
+    return {", ".join(labels): svg for svg, labels in flows.items()}
+
+
+def _image(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

@@ -1,0 +1,432 @@
+"use strict";
+// Draws the page from the JSON in #data. Text of runs and samples is only ever put into text nodes.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const RUNS = DATA.runs;
+const DASHES = ["", "7 4", "2 3"]; // with six colours: 18 runs that can be told apart
+const PHASE_COLOURS = ["#77aadd", "#ee8866", "#44bb99", "#ffaabb", "#aaaa00", "#eedd88", "#99ddff", "#bbcc33", "#9a9a9a"];
+const PHASE_ORDER = ["rollout", "update", "eval", "reward", "pack", "publish", "load", "checkpoint"];
+const hidden = new Set();
+const charts = [];
+let smoothing = 0;
+
+const $ = (id) => document.getElementById(id);
+function el(name, props = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(props)) {
+    if (key === "style") node.style.cssText = value; else if (key in node) node[key] = value; else node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+function svg(name, attributes, text) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+const colour = (run) => `var(--s${run % 6})`;
+const dash = (run) => DASHES[Math.floor(run / 6) % 3];
+const swatch = (run) => el("i", { className: "swatch", style: `border-top: 3px ${["solid", "dashed", "dotted"][Math.floor(run / 6) % 3]} ${colour(run)}` });
+
+function number(value, percent) {
+  if (value === null || value === undefined) return "not a number";
+  if (percent) return `${(100 * value).toFixed(1)} %`;
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size < 1e-3) return value.toExponential(2);
+  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
+  return String(Number(value.toPrecision(4)));
+}
+function seconds(value) {
+  if (value < 1) return `${Math.round(1000 * value)} ms`;
+  if (value < 90) return `${Number(value.toPrecision(3))} s`;
+  const whole = Math.round(value), h = Math.floor(whole / 3600), m = Math.floor(whole / 60) % 60;
+  return h ? `${h} h ${m} min` : `${m} min ${whole % 60} s`;
+}
+
+// ---- read-out -------------------------------------------------------------------------------------------------------
+const tip = $("tip");
+function showTip(event, ...rows) {
+  tip.replaceChildren(...rows);
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  const x = event.clientX + 14 + box.width > innerWidth ? event.clientX - box.width - 14 : event.clientX + 14;
+  const y = event.clientY + 16 + box.height > innerHeight ? event.clientY - box.height - 12 : event.clientY + 16;
+  tip.style.left = `${Math.max(x, 4)}px`;
+  tip.style.top = `${Math.max(y, 4)}px`;
+}
+const hideTip = () => { tip.hidden = true; };
+
+// ---- scales ---------------------------------------------------------------------------------------------------------
+function niceTicks(low, high, wanted) {
+  const raw = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= raw * 0.999) * power;
+  const ticks = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) ticks.push(Number((k * step).toPrecision(12)));
+  return ticks;
+}
+function linearScale(values, fixed) {
+  let low = Math.min(...values), high = Math.max(...values);
+  if (fixed) [low, high] = fixed;
+  else {
+    if (low >= 0 && low < 0.4 * high) low = 0;
+    if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
+    const pad = 0.06 * (high - low);
+    high += pad; if (low !== 0) low -= pad;
+  }
+  return { at: (v) => (v - low) / (high - low), ticks: niceTicks(low, high, 4) };
+}
+function symlogScale(values) { // zero at the foot, then a decade a grid line from the smallest gap on
+  const gaps = values.map(Math.abs).filter((v) => v > 0);
+  if (!gaps.length) return { at: () => 0.02, ticks: [0] };
+  const first = Math.floor(Math.log10(Math.min(...gaps))), last = Math.max(Math.ceil(Math.log10(Math.max(...gaps))), first + 1);
+  const span = last - first + 1;
+  const at = (v) => v <= 0 ? 0 : Math.max(Math.log10(v) - first + 1, 0.02) / span;
+  const every = Math.ceil((last - first + 1) / 5), ticks = [0];
+  for (let d = last; d >= first; d -= every) ticks.push(10 ** d);
+  return { at, ticks };
+}
+function smooth(values, alpha) { // exponential mean without the pull of its start; gaps stay gaps
+  let sum = 0, weight = 0;
+  return values.map((v) => {
+    if (v === null) return null;
+    sum = alpha * sum + (1 - alpha) * v; weight = alpha * weight + (1 - alpha);
+    return sum / weight;
+  });
+}
+
+// ---- charts ---------------------------------------------------------------------------------------------------------
+function card(title, sub, wide) {
+  const head = el("div", { className: "top" }, el("h3", { textContent: title }));
+  const note = el("p", { className: "sub" });
+  note.append(...[].concat(sub ?? []));
+  const node = el("div", { className: `card chart${wide ? " wide" : ""}` }, head, note);
+  return { node, head, note };
+}
+function frame(node, height, label) {
+  const picture = svg("svg", { height, role: "img", "aria-label": label, tabindex: 0 });
+  node.append(picture);
+  return picture;
+}
+// Grid and axes; returns the two scales in pixels.
+function axes(picture, height, xMax, xMin, scale, format) {
+  const width = picture.clientWidth || 500, labels = scale.ticks.map(format);
+  const left = 14 + 6.7 * Math.max(...labels.map((t) => t.length)), right = width - 12, top = 8, foot = height - 24;
+  picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  picture.replaceChildren();
+  const x = (v) => left + (xMax === xMin ? 0.5 : (v - xMin) / (xMax - xMin)) * (right - left);
+  const y = (v) => foot - scale.at(v) * (foot - top);
+  scale.ticks.forEach((tick, i) => {
+    picture.append(svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), stroke: "var(--grid)" }));
+    picture.append(svg("text", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, labels[i]));
+  });
+  const steps = xMax === xMin ? [xMin] : niceTicks(xMin, xMax, Math.max(2, Math.min(8, (right - left) / 75))).filter(Number.isInteger);
+  steps.forEach((tick) => picture.append(svg("text", { x: x(tick), y: height - 6, "text-anchor": "middle" }, tick.toLocaleString("en-US"))));
+  picture.append(svg("line", { x1: left, x2: right, y1: foot, y2: foot, stroke: "var(--line)" }));
+  return { x, y, left, right, top, foot, invert: (px) => xMin + (px - left) / (right - left) * (xMax - xMin) };
+}
+function path(steps, values, x, y) {
+  let d = "", open = false;
+  steps.forEach((step, i) => {
+    if (values[i] === null) { open = false; return; }
+    d += `${open ? "L" : "M"}${x(step).toFixed(1)} ${y(values[i]).toFixed(1)}`;
+    open = true;
+  });
+  return d;
+}
+function nearest(steps, wanted) {
+  let best = 0;
+  steps.forEach((step, i) => { if (Math.abs(step - wanted) < Math.abs(steps[best] - wanted)) best = i; });
+  return best;
+}
+const lastStep = Math.max(...RUNS.map((run) => run.steps));
+const hoverAll = (step) => charts.forEach((chart) => chart.mark(step));
+
+function lineChart(key, title, { sub, symlog = false, smoothable = true, height = 210, wide = false } = {}) {
+  const present = RUNS.map((run, i) => ({ i, run, data: run.series[key] })).filter((one) => one.data && one.data[0].length);
+  if (!present.length) return null;
+  const box = card(title, sub, wide), picture = frame(box.node, height, title);
+  const share = /\/avg@|\/pass@|frac_/.test(key) && present.every((one) => one.data[1].every((v) => v === null || (v >= 0 && v <= 1)));
+  let geometry = null, marks = null;
+  function draw() {
+    const seen = present.filter((one) => !hidden.has(one.i));
+    const values = seen.flatMap((one) => one.data[1]).filter((v) => v !== null);
+    const fixed = share && Math.max(...values) > 0.3 ? [0, 1] : null;
+    const scale = symlog ? symlogScale(values) : linearScale(values.length ? values : [0, 1], fixed);
+    const format = symlog ? (v) => v === 0 ? "0" : v.toExponential(0).replace("e+0", "").replace("e", "e") : (v) => share ? `${Number((100 * v).toPrecision(4))} %` : number(v);
+    geometry = axes(picture, height, lastStep, 0, scale, format);
+    for (const { i, data: [steps, ys] } of seen) {
+      const stroke = { fill: "none", stroke: colour(i), "stroke-linejoin": "round", "stroke-dasharray": dash(i) };
+      const alpha = smoothable && !symlog && steps.length > 20 ? smoothing : 0;
+      if (alpha) picture.append(svg("path", { ...stroke, d: path(steps, ys, geometry.x, geometry.y), "stroke-width": 1, opacity: 0.28 }));
+      const shown = alpha ? smooth(ys, alpha) : ys;
+      picture.append(svg("path", { ...stroke, d: path(steps, shown, geometry.x, geometry.y), "stroke-width": 2 }));
+      if (steps.length <= 25) steps.forEach((step, k) => {
+        if (ys[k] !== null) picture.append(svg("circle", { cx: geometry.x(step), cy: geometry.y(ys[k]), r: 2.8, fill: colour(i) }));
+      });
+    }
+    marks = svg("g", {});
+    picture.append(marks);
+  }
+  function mark(step) {
+    marks?.replaceChildren();
+    if (step === null || !geometry) return [];
+    const rows = [];
+    for (const { i, run, data: [steps, ys] } of present) {
+      if (hidden.has(i)) continue;
+      const k = nearest(steps, step);
+      rows.push({ i, run, step: steps[k], value: ys[k] });
+      if (ys[k] !== null) marks.append(svg("circle", { cx: geometry.x(steps[k]), cy: geometry.y(ys[k]), r: 4, fill: colour(i), stroke: "var(--card)", "stroke-width": 1.5 }));
+    }
+    const x = geometry.x(rows.length ? rows[0].step : step);
+    marks.prepend(svg("line", { x1: x, x2: x, y1: geometry.top, y2: geometry.foot, stroke: "var(--soft)", "stroke-width": 1, "stroke-dasharray": "3 3" }));
+    return rows;
+  }
+  const tell = (rows) => rows.map((row) => el("p", {}, el("span", {}, swatch(row.i), RUNS.length > 1 ? row.run.label : `step ${row.step}`),
+    el("b", { textContent: symlog && row.value === 0 ? "exactly 0" : number(row.value, share) })));
+  interact(picture, () => geometry, mark, tell);
+  const chart = { draw, mark, node: box.node };
+  return chart;
+}
+// Pointer, touch and arrow keys move one read-out; the other charts show the same step.
+function interact(picture, geometry, mark, tell) {
+  let at = null;
+  const show = (event, step) => {
+    at = Math.max(0, Math.min(lastStep, Math.round(step)));
+    hoverAll(at);
+    const rows = mark(at);
+    if (!rows.length) { hideTip(); return; }
+    const head = RUNS.length > 1 ? [el("p", { textContent: `step ${rows[0].step}` })] : [];
+    showTip(event, ...head, ...tell(rows));
+  };
+  const place = () => {
+    const box = picture.getBoundingClientRect();
+    return { clientX: box.left + geometry().x(at), clientY: box.top + 20 };
+  };
+  const move = (event) => show(event, geometry().invert(event.clientX - picture.getBoundingClientRect().left));
+  picture.addEventListener("pointermove", move);
+  picture.addEventListener("pointerdown", move);
+  const leave = () => { at = null; hoverAll(null); hideTip(); };
+  picture.addEventListener("pointerleave", leave);
+  picture.addEventListener("blur", leave);
+  picture.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, PageDown: -10, PageUp: 10 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const next = (at ?? 0) + by;
+    at = Math.max(0, Math.min(lastStep, next));
+    show(place(), at);
+  });
+}
+
+function timeChart() {
+  const present = RUNS.map((run, i) => ({ i, run })).filter(({ run }) => run.phases.length);
+  if (!present.length) return null;
+  const height = 220, box = card("Time by phase", "seconds a step", true), picture = frame(box.node, height, "Time by phase");
+  const names = [...new Set(present.flatMap(({ run }) => run.phases))];
+  const rank = (name) => PHASE_ORDER.includes(name) ? PHASE_ORDER.indexOf(name) : PHASE_ORDER.length;
+  names.sort((a, b) => rank(a) - rank(b));
+  const fill = (name) => PHASE_COLOURS[Math.min(names.indexOf(name), PHASE_COLOURS.length - 1)];
+  const totals = el("div", { className: "phases" });
+  box.note.after(totals);
+  let shown = present[0], bins = [], geometry = null, marks = null;
+  if (present.length > 1) {
+    const choose = el("select", { "aria-label": "run" }, ...present.map(({ run }, k) => el("option", { value: k, textContent: run.label })));
+    choose.addEventListener("change", () => { shown = present[choose.value]; draw(); });
+    box.head.append(choose);
+  }
+  function binned() {
+    const steps = new Map();
+    for (const name of shown.run.phases) {
+      const [xs, ys] = shown.run.series[`time/${name}`];
+      xs.forEach((x, k) => { if (!steps.has(x)) steps.set(x, {}); steps.get(x)[name] = ys[k] ?? 0; });
+    }
+    const all = [...steps.entries()].sort((a, b) => a[0] - b[0]), count = Math.min(all.length, 100), result = [];
+    for (let b = 0; b < count; b++) {
+      const part = all.slice(Math.floor(b * all.length / count), Math.floor((b + 1) * all.length / count)), mean = {};
+      for (const name of names) mean[name] = part.reduce((sum, [, one]) => sum + (one[name] ?? 0), 0) / part.length;
+      result.push({ from: part[0][0], to: part[part.length - 1][0], mean, n: part.length });
+    }
+    return result;
+  }
+  function draw() {
+    bins = binned();
+    const sum = (bin) => names.reduce((s, name) => s + bin.mean[name], 0);
+    const from = bins[0].from, to = bins[bins.length - 1].to;
+    geometry = axes(picture, height, to + 0.5, from - 0.5, linearScale([0, ...bins.map(sum)]), number);
+    for (const bin of bins) {
+      const x1 = geometry.x(bin.from - 0.5), width = Math.max(geometry.x(bin.to + 0.5) - x1 - 0.8, 0.8);
+      let base = 0;
+      for (const name of names) {
+        const value = bin.mean[name];
+        if (value > 0) picture.append(svg("rect", { x: x1, width, y: geometry.y(base + value), height: geometry.y(base) - geometry.y(base + value), fill: fill(name) }));
+        base += value;
+      }
+    }
+    marks = svg("g", {});
+    picture.append(marks);
+    const per = names.map((name) => bins.reduce((s, bin) => s + bin.mean[name] * bin.n, 0)), whole = per.reduce((a, b) => a + b, 0);
+    totals.replaceChildren(...names.map((name, k) => [name, per[k]]).filter(([, total]) => total > 0).map(([name, total]) =>
+      el("div", {}, el("i", { style: `background:${fill(name)}` }), `${name} `, el("span", { textContent: `${seconds(total)} (${(100 * total / whole).toFixed(total / whole < 0.1 ? 1 : 0)} %)` }))));
+  }
+  function mark(step) {
+    marks?.replaceChildren();
+    if (step === null || !geometry) return [];
+    const bin = bins.find((one) => step <= one.to) ?? bins[bins.length - 1];
+    const x1 = geometry.x(bin.from - 0.5), x2 = geometry.x(bin.to + 0.5);
+    marks.append(svg("rect", { x: x1, width: x2 - x1, y: geometry.top, height: geometry.foot - geometry.top, fill: "var(--ink)", opacity: 0.09 }));
+    return [{ step: bin.from, bin }];
+  }
+  const tell = ([{ bin }]) => [
+    el("p", {}, el("span", { textContent: bin.from === bin.to ? `step ${bin.from}` : `steps ${bin.from} to ${bin.to}, mean` })),
+    ...[...names].reverse().filter((name) => bin.mean[name] > 0).map((name) => el("p", {}, el("span", {}, el("i", { style: `background:${fill(name)}` }), name), el("b", { textContent: seconds(bin.mean[name]) })))];
+  interact(picture, () => geometry, mark, tell);
+  return { draw, mark, node: box.node };
+}
+
+function parityNote() {
+  const parts = [];
+  RUNS.forEach((run, i) => {
+    const data = run.series[DATA.parityKey];
+    if (!data) return;
+    const { steps, nonzero } = run.parity;
+    if (parts.length) parts.push(el("br"));
+    if (RUNS.length > 1) parts.push(swatch(i), `${run.label}: `);
+    parts.push(nonzero ? el("b", { className: "bad", textContent: `not 0 in ${nonzero} of ${steps} steps` })
+      : el("b", { className: "good", textContent: `exactly 0 in all ${steps} steps` }));
+  });
+  return parts;
+}
+
+// ---- samples --------------------------------------------------------------------------------------------------------
+function tokenNodes(row) {
+  return row.t.map((token, k) => {
+    const lp = row.l[k], p = lp === null ? null : Math.min(Math.exp(lp), 1);
+    const span = el("span", { style: p === null ? "" : `background: rgba(var(--heat), ${((1 - p) * 0.8).toFixed(3)})` });
+    for (const part of token.split(/(\n|\t)/)) {
+      if (part === "\n" || part === "\t") span.append(el("i", { className: "sign", textContent: part === "\n" ? "⏎" : "⇥" }));
+      span.append(part);
+    }
+    if (token === "") span.append(el("i", { className: "sign", textContent: "∅" }));
+    const rows = () => [
+      el("p", {}, el("span", { textContent: "token" }), el("code", { textContent: JSON.stringify(token) })),
+      el("p", {}, el("span", { textContent: "probability" }), el("b", { textContent: p === null ? "not recorded" : p.toFixed(p < 0.01 ? 5 : 3) })),
+      el("p", {}, el("span", { textContent: "log-prob" }), el("b", { textContent: lp === null ? "not recorded" : lp.toFixed(4) }))];
+    span.addEventListener("pointermove", (event) => showTip(event, ...rows()));
+    span.addEventListener("pointerdown", (event) => showTip(event, ...rows()));
+    span.addEventListener("pointerleave", hideTip);
+    return span;
+  });
+}
+function completionNode(row, plain) {
+  const fact = (name, value, className = "") => el("span", {}, `${name} `, el("b", { className, textContent: value }));
+  const advantage = row.a === null ? "–" : `${row.a > 0 ? "+" : ""}${number(row.a)}`;
+  const facts = el("div", { className: "facts" }, fact("reward", number(row.r)), fact("advantage", advantage, row.a > 0 ? "good" : row.a < 0 ? "bad" : ""),
+    fact("finish", row.f, row.f === "length" ? "bad" : ""), fact("tokens", row.n.toLocaleString("en-US")));
+  const body = el("div", { className: "tokens" });
+  if (plain || !row.t.length) body.textContent = row.c ?? row.t.join("");
+  else body.append(...tokenNodes(row));
+  if (row.n > row.t.length && !(plain && row.c)) body.append(el("i", { className: "sign", textContent: ` … ${(row.n - row.t.length).toLocaleString("en-US")} more tokens` }));
+  return el("div", { className: "completion" }, facts, body);
+}
+function sampleBrowser() {
+  const having = RUNS.filter((run) => run.samples.steps.length);
+  if (!having.length) return;
+  $("samples").hidden = false;
+  const runBox = $("sample-run"), stepBox = $("sample-step");
+  runBox.append(...having.map((run, k) => el("option", { value: k, textContent: run.label })));
+  $("sample-run-box").hidden = having.length < 2;
+  let steps = [], at = 0, group = 0;
+  const mean = (rows) => rows.reduce((s, row) => s + (row.r ?? 0), 0) / rows.length;
+  const flat = (text) => text.replace(/\s+/g, " ").trim();
+  function showGroup() {
+    const one = steps[at].groups[group], plain = $("plain-text").checked;
+    [...$("groups").children].forEach((node, k) => node.setAttribute("aria-current", k === group));
+    const best = [...one.rows].sort((a, b) => (b.r ?? 0) - (a.r ?? 0));
+    const legend = el("div", { className: "heat-legend" }, "token probability 0", el("i"), "1");
+    $("group").replaceChildren(el("h3", { textContent: "Prompt" }), el("p", { className: "text", textContent: one.prompt }),
+      el("h3", { textContent: "Answer" }), el("p", { className: "text", textContent: one.answer }),
+      el("h3", { textContent: `Completions (${best.length}, best reward first)` }), ...(plain ? [] : [legend]), ...best.map((row) => completionNode(row, plain)));
+  }
+  function showStep() {
+    stepBox.value = at;
+    $("step-back").disabled = at === 0;
+    $("step-on").disabled = at === steps.length - 1;
+    group = Math.min(group, steps[at].groups.length - 1);
+    $("groups").replaceChildren(...steps[at].groups.map((one, k) => {
+      const bars = el("span", { className: "bar" }, ...one.rows.map((row) => el("i", {}, el("b", { style: `width:${100 * Math.max(0, Math.min(1, row.r ?? 0))}%` }))));
+      const node = el("button", { type: "button" }, el("span", { className: "one", textContent: flat(one.prompt) }), bars,
+        el("small", { textContent: `mean reward ${number(mean(one.rows))} · answer ${flat(one.answer).slice(0, 24)}` }));
+      node.addEventListener("click", () => { group = k; showGroup(); });
+      return node;
+    }));
+    showGroup();
+  }
+  function showRun() {
+    steps = having[runBox.value || 0].samples.steps;
+    stepBox.replaceChildren(...steps.map((one, k) => el("option", { value: k, textContent: one.step })));
+    at = steps.length - 1; group = 0;
+    showStep();
+  }
+  runBox.addEventListener("change", showRun);
+  stepBox.addEventListener("change", () => { at = Number(stepBox.value); showStep(); });
+  $("step-back").addEventListener("click", () => { at = Math.max(at - 1, 0); showStep(); });
+  $("step-on").addEventListener("click", () => { at = Math.min(at + 1, steps.length - 1); showStep(); });
+  $("plain-text").addEventListener("change", showGroup);
+  showRun();
+}
+
+// ---- the page -------------------------------------------------------------------------------------------------------
+function start() {
+  const accuracy = [...new Set(RUNS.flatMap((run) => run.accuracy))];
+  const main = [
+    lineChart("reward/mean", "Reward", { sub: "mean over the completions of a step" }),
+    ...accuracy.slice(0, 2).map((key) => lineChart(key, "Held-out accuracy", { sub: key, smoothable: false })),
+    lineChart(DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale from 0: ", ...parityNote()], symlog: true }),
+    lineChart("policy/entropy", "Entropy", { sub: "of the policy, nats a token" }),
+    lineChart("response_length/mean", "Response length", { sub: "mean, tokens" }),
+    lineChart("response_length/frac_truncated", "Cut off", { sub: "share of completions that hit the length limit" }),
+    timeChart(),
+  ].filter(Boolean);
+  const drawn = new Set(["reward/mean", DATA.parityKey, "policy/entropy", "response_length/mean", "response_length/frac_truncated", ...accuracy.slice(0, 2)]);
+  charts.push(...main);
+  $("charts").append(...main.map((chart) => chart.node));
+  const longest = Math.max(0, ...RUNS.map((run) => run.series["reward/mean"]?.[0].length ?? 0));
+  smoothing = longest > 60 ? 0.7 : 0;
+  $("smoothing").value = smoothing;
+  $("smoothing-value").textContent = smoothing;
+  $("smoothing").addEventListener("input", (event) => {
+    smoothing = Number(event.target.value);
+    $("smoothing-value").textContent = smoothing;
+    charts.forEach((chart) => chart.draw());
+  });
+  document.querySelectorAll(".swatch[data-run]").forEach((node) => node.replaceWith(swatch(Number(node.dataset.run))));
+  if (RUNS.length > 1) $("legend").append(...RUNS.map((run, i) => {
+    const node = el("button", { type: "button", "aria-pressed": "true", title: "show or hide" }, swatch(i), run.label);
+    node.addEventListener("click", () => {
+      if (hidden.has(i)) hidden.delete(i); else if (hidden.size < RUNS.length - 1) hidden.add(i);
+      node.setAttribute("aria-pressed", !hidden.has(i));
+      charts.forEach((chart) => chart.draw());
+    });
+    return node;
+  }));
+  const rest = [...new Set(RUNS.flatMap((run) => Object.keys(run.series)))].filter((key) => !drawn.has(key) && !key.startsWith("time/")).sort();
+  $("more").hidden = !rest.length;
+  $("more").addEventListener("toggle", () => {
+    if ($("more-charts").children.length) return;
+    const more = rest.map((key) => lineChart(key, key, { height: 150, symlog: key.startsWith("parity/") })).filter(Boolean);
+    charts.push(...more);
+    $("more-charts").append(...more.map((chart) => chart.node));
+    more.forEach((chart) => chart.draw());
+  });
+  let width = 0;
+  new ResizeObserver(() => { // also draws the first time
+    if (innerWidth === width) return;
+    width = innerWidth;
+    charts.forEach((chart) => chart.draw());
+  }).observe(document.body);
+  charts.forEach((chart) => chart.draw());
+  sampleBrowser();
+  document.documentElement.dataset.drawn = "true";
+}
+start();

@@ -1,3 +1,28 @@
-"""`jetrl`: reinforcement learning of language models in low precision, with rollout and training bit for bit the same."""
+"""`jetrl`: reinforcement learning of language models in low precision, with rollout and training bit for bit the same.
+
+The public names are imported on first use, so that `jetrl --help` does not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "load_model": "jetrl.api",
+    "Policy": "jetrl.api",
+    "quantize_linears": "jetrl.api",
+    "publish_linears": "jetrl.api",
+    "FP8Linear": "jetrl.api",
+    "mismatch_metrics": "jetrl.rl.mismatch",
+    "UserError": "jetrl.errors",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'jetrl' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

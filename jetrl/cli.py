@@ -1,0 +1,263 @@
+"""The command line: parses, calls, prints. `jetrl --help` lists the verbs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jetrl.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same.",
+)  # fmt: skip
+out = Console(highlight=False, soft_wrap=True)
+
+Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, such as recipes/quickstart.toml.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides, such as train.lr=2e-5 rollout.group_size=16.", show_default=False)
+]
+Precision = Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout.")]
+
+
+def main() -> None:
+    """Entry point: a user's mistake ends with one message and status 2, an interrupt with 130."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        app()
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {error}", markup=False, style="red")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("jetrl: interrupted.")
+        raise SystemExit(130) from None
+
+
+def _config(recipe: Path, overrides: list[str] | None, extra: list[str] | None = None) -> Any:
+    import torch
+
+    from jetrl.config import load_config, resolve
+
+    config = load_config(recipe, [*(overrides or []), *(extra or [])])
+    return resolve(config, cuda_available=torch.cuda.is_available())
+
+
+@app.command()
+def train(
+    recipe: Recipe, overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the resolved config, then stop.")] = False,
+) -> None:  # fmt: skip
+    """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
+    from jetrl.config import to_toml
+    from jetrl.loop import StopRequest, run
+
+    config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
+    if dry_run:
+        typer.echo(to_toml(config))
+        return
+    run_dir = _run_dir(config)
+    if not run(config, run_dir, sys.argv, StopRequest().install()):
+        out.print(f"Stopped after a checkpoint. Go on with:\n  jetrl train {recipe} name={run_dir.name} --resume")
+        raise SystemExit(130)
+    _summarize(run_dir)
+
+
+def _summarize(run_dir: Path) -> None:
+    from jetrl.report.console import summary
+    from jetrl.report.run import headline, load_runs
+
+    run = load_runs([run_dir])[0]
+    numbers = headline(run)
+    summary(
+        run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
+        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, console=out,
+        next_commands=[
+            ("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html")),
+            ("certify the trained model, bit for bit", f"jetrl parity {run_dir}"),
+            ("write it as a Hugging Face folder", f"jetrl export {run_dir} my-model"),
+        ],
+    )  # fmt: skip
+
+
+def _run_dir(config: Any) -> Path:
+    """output_dir/name; a finished run there is never written over: a new one gets -2, -3, ... behind its name."""
+    base = Path(config.output_dir) / config.name
+    if config.checkpoint.resume != "never":
+        return base
+    folder, number = base, 1
+    while (folder / "metrics.jsonl").exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    if number > 1:
+        out.print(f"{base} holds a run already; this one goes to {folder}.")
+    return folder
+
+
+@app.command()
+def sft(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Only the supervised warm start of a recipe; `train` finds its cached result."""
+    from jetrl.loop import run_sft
+
+    path = run_sft(_config(recipe, overrides))
+    out.print(f"Warm-started weights: {path}")
+
+
+@app.command()
+def compare(
+    recipe: Recipe, overrides: Overrides = None,
+    precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
+) -> None:  # fmt: skip
+    """Run one recipe in several precision flows, from the same seed and warm start, and lay them side by side."""
+    from jetrl.loop import StopRequest, run
+    from jetrl.report.html import write_report
+
+    folders, stop = [], StopRequest().install()
+    for flow in precision.split(","):
+        config = _config(recipe, overrides, [f"precision={flow.strip()}"])
+        config = config.model_copy(update={"name": f"{config.name}-{flow.strip()}"})
+        run_dir = _run_dir(config)
+        if not run(config, run_dir, sys.argv, stop):
+            raise SystemExit(130)
+        folders.append(run_dir)
+    report = write_report(folders, folders[0].parent / f"{load_name(recipe)}-compare.html")
+    for folder in folders:
+        out.print(f"\n{folder.name}", style="bold")
+        _summarize(folder)
+    out.print(f"Side by side: {report}")
+
+
+def load_name(recipe: Path) -> str:
+    """The run name of a recipe."""
+    from jetrl.config import load_config
+
+    return load_config(recipe).name
+
+
+@app.command()
+def parity(
+    model: Annotated[str, typer.Argument(help="A model folder, or a recipe. Without: the quickstart's shape.")] = "",
+    precision: Precision = "fp8",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    sequences: Annotated[int, typer.Option(help="Test sequences, of ragged lengths.")] = 6,
+    max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 48,
+    new_tokens: Annotated[int, typer.Option(help="Most tokens decoded for a sequence.")] = 24,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
+) -> None:
+    """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then."""
+    from jetrl.api import load_for_parity
+    from jetrl.parity import Workload, certify
+
+    loaded, name = load_for_parity(model, precision, device)
+    work = Workload(num_sequences=sequences, max_prompt=max_prompt, new_tokens=new_tokens)
+    quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
+    certificate = certify(loaded, work, name, quiet)
+    if as_json:
+        typer.echo(json.dumps(certificate.to_json(), indent=1))
+    else:
+        _print_certificate(certificate)
+    raise SystemExit(0 if certificate.ok else 1)
+
+
+def _print_certificate(certificate: Any) -> None:
+    out.print(
+        f"\nParity of {certificate.model} ({certificate.num_parameters / 1e6:.1f} M parameters), "
+        f"precision {certificate.precision}, on {certificate.device}", style="bold",
+    )  # fmt: skip
+    for link in certificate.links:
+        verdict = "[green]bit-equal[/]" if link.ok else "[red]DIFFERENT[/]"
+        out.print(f"  {link.link}  {link.description}")
+        detail = f"{link.rows} rows of log-probs over the whole vocabulary, {link.seconds:.1f} s"
+        if not link.ok:
+            detail += f"; {link.rows_different} rows differ, largest gap {link.max_abs_diff:.3g}"
+        out.print(f"     {verdict}: {detail}")
+        if link.first_difference:
+            out.print(f"     {link.first_difference}", style="red")
+    out.print("[green]Certificate: rollout and training agree bit for bit.[/]" if certificate.ok else "[red]No certificate.[/]")
+
+
+@app.command()
+def flow(
+    recipe: Recipe, overrides: Overrides = None,
+    against: Annotated[Path | None, typer.Option(help="Another recipe, to compare with.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Where to draw it (default: <name>-flow.svg).")] = None,
+) -> None:  # fmt: skip
+    """Print and draw the precision flow of training and rollout, and every edge that differs. Builds no tensor."""
+    from jetrl.precision.draw import flow_svg, flow_text
+    from jetrl.train.setup import load_spec, recipe_of
+
+    config = _config(recipe, overrides)
+    spec = load_spec(config)[1]
+    other = None
+    if against is not None:
+        second = _config(against, None)
+        other = (load_spec(second)[1], recipe_of(second, load_spec(second)[1]))
+    typer.echo(flow_text(spec, recipe_of(config, spec), other))
+    target = svg or Path(f"{config.name}-flow.svg")
+    target.write_text(flow_svg(spec, recipe_of(config, spec)))
+    out.print(f"Drawn: {target}")
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A run folder, one of its checkpoints, or a model folder.")],
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Accuracy of a checkpoint on the held-out problems."""
+    from jetrl.api import evaluate_checkpoint
+
+    for key, value in evaluate_checkpoint(checkpoint, recipe, overrides or []).items():
+        out.print(f"{key}  {value:.4f}")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A run folder, one of its checkpoints, or a model folder.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
+    fp8: Annotated[bool, typer.Option("--fp8", help="Block-FP8 with weight_scale_inv instead of BF16.")] = False,
+) -> None:
+    """Write a Hugging Face folder that transformers, vLLM and SGLang load."""
+    from jetrl.api import export_checkpoint
+
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8)}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are laid over each other.")],
+    target: Annotated[Path | None, typer.Option("--out", help="The HTML file (default: in the first run).")] = None,
+) -> None:
+    """Rebuild the HTML report of a run, or lay several runs over each other."""
+    from jetrl.report.html import write_report
+
+    default = runs[0] / ("report.html" if len(runs) == 1 else "compare.html")
+    out.print(f"Written: {write_report(runs, target or default)}")
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2")],
+    target: Annotated[Path | None, typer.Option("--out", help="Folder (default: models/<name>).")] = None,
+) -> None:
+    """Make a pretrained model's Hugging Face folder from an installed package, without any download."""
+    from jetrl.model.fetch import fetch_smollm2
+
+    if name != "smollm2":
+        raise UserError(f"jetrl fetch {name!r}: unknown model; known: smollm2.")
+    out.print(f"Ready: {fetch_smollm2(target or Path('models/smollm2-135m-instruct'))}")
+
+
+if __name__ == "__main__":
+    main()

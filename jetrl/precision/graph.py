@@ -31,7 +31,7 @@ ROUNDING: Mapping[str, str] = {
     "saved": "as in the forward",
     "embed": "none (a copy)",
     "rms_norm": "bf16 after x * inv_rms, bf16 after * weight",
-    "quantize": QUANTIZER_RULE,
+    "quantize": f"scale amax / 448, one fp32 division, half to even ({QUANTIZER_RULE})",
     "gemm": "fp32 sum over K, rounded once to the output",
     "add": "fp32 addition, rounded once to bf16",
     "rope": "fp32 products and sum, rounded once to bf16",
@@ -41,7 +41,7 @@ ROUNDING: Mapping[str, str] = {
     "swiglu": "fp32 products, rounded once to bf16",
     "logprob": "fp32 logits / temperature; float64 log-sum-exp, rounded once to fp32",
     "concat": "none (a copy)",
-    "logprob_backward": "fp32 gradient of the logits, in chunks, operand of the head's GEMMs",
+    "logprob_backward": "fp32 logits made again; gradient of the logits rounded once to bf16",
     "rms_norm_backward": "fp32, rounded once to bf16",
     "rope_backward": "fp32 products and sum, rounded once to bf16",
     "attention_backward": "fp32, rounded once to bf16",
@@ -196,8 +196,8 @@ class _Forward(_Builder):
             q = k = v = self.op(f"{p}.qkv_bias", "add", {"x": q, "bias": self.leaf(f"{p}.qkv.bias")})
         if s.qk_norm:
             q, k = self.norm(f"{p}.q_norm", q), self.norm(f"{p}.k_norm", k)
-        k = self.key_value(f"{p}.k", self.rope(f"{p}.k_rope", k))
-        q = self.rope(f"{p}.q_rope", q)
+        q = self.rope(f"{p}.rope_q", q)
+        k = self.key_value(f"{p}.k", self.rope(f"{p}.rope_k", k))
         v = self.key_value(f"{p}.v", v)
         inputs = {"q": q, "k": k, "v": v}
         heads = (s.num_heads, s.num_kv_heads)
@@ -235,7 +235,8 @@ class _Backward(_Builder):
     def build(self) -> None:
         last = self.spec.num_layers - 1
         self.gradients: dict[str, str] = {}
-        dy = self.op("logprob.backward", "logprob_backward", {"logits": self.saved("lm_head", FP32)}, FP32)
+        inputs = {"hidden": self.saved("norm"), "head": self.leaf(self.head)}
+        dy = self.op("logprob.backward", "logprob_backward", inputs)
         dy = self.bf16_linear("lm_head", self.head, dy, self.saved("norm"))
         dy = self.norm("norm", dy, self.saved(f"layers.{last}.mlp_add"))
         for layer in reversed(range(self.spec.num_layers)):
@@ -260,7 +261,6 @@ class _Backward(_Builder):
     def layer(self, layer: int, dy: str) -> str:
         """`dy` is the gradient of the layer's output on the residual stream; returns that of its input."""
         p = f"layers.{layer}"
-        before = f"layers.{layer - 1}.mlp_add" if layer else "embed"
         dx = self.linear(layer, "down", dy, f"{p}.swiglu")
         dx = self.op(f"{p}.swiglu.dgrad", "swiglu_backward", {"dy": dx, "gate_up": self.saved(f"{p}.gate_up")})
         dx = self.linear(layer, "gate_up", dx, f"{p}.mlp_norm")
@@ -268,19 +268,19 @@ class _Backward(_Builder):
         dy = self.op(f"{p}.attn_add.grad", "add", {"residual": dy, "y": dx})
         dx = self.attention(p, self.linear(layer, "o", dy, f"{p}.attention"))
         dx = self.linear(layer, "qkv", dx, f"{p}.attn_norm")
-        dx = self.norm(f"{p}.attn_norm", dx, self.saved(before))
-        return self.op(f"{before}.grad", "add", {"residual": dy, "y": dx})
+        dx = self.norm(f"{p}.attn_norm", dx, self.saved(f"layers.{layer - 1}.mlp_add" if layer else "embed"))
+        return self.op(f"{p}.input.grad", "add", {"residual": dy, "y": dx})
 
     def attention(self, p: str, dy: str) -> str:
         """Gradients pass a quantizer of K and V unchanged (straight through)."""
         s, cache = self.spec, self.recipe.kv_cache
-        key = f"{p}.k.quantize" if cache.is_quantized else f"{p}.k_rope"
+        key = f"{p}.k.quantize" if cache.is_quantized else f"{p}.rope_k"
         value = f"{p}.v.quantize" if cache.is_quantized else f"{p}.qkv_bias" if s.qkv_bias else f"{p}.qkv"
-        inputs = {"dy": dy, "q": self.saved(f"{p}.q_rope")}
+        inputs = {"dy": dy, "q": self.saved(f"{p}.rope_q")}
         inputs |= {"k": self.saved(key, cache), "v": self.saved(value, cache)}
         v = self.op(f"{p}.attention.dgrad", "attention_backward", inputs)
-        q = self.op(f"{p}.q_rope.dgrad", "rope_backward", {"dy": v})
-        k = self.op(f"{p}.k_rope.dgrad", "rope_backward", {"dy": v})
+        q = self.op(f"{p}.rope_q.dgrad", "rope_backward", {"dy": v})
+        k = self.op(f"{p}.rope_k.dgrad", "rope_backward", {"dy": v})
         if s.qk_norm:
             x = self.saved(f"{p}.qkv_bias" if s.qkv_bias else f"{p}.qkv")
             q, k = self.norm(f"{p}.q_norm", q, x), self.norm(f"{p}.k_norm", k, x)

@@ -1,4 +1,4 @@
-"""Flow graphs: rollout inside training edge by edge, exact differences of the mixed flow, and what the digest covers."""
+"""Flow graphs: rollout inside training edge by edge, exact differences of the mixed flow, and the digest."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_diff_sees_other_definitions_and_sources() -> None:
         ("missing", "k_norm"),
         ("missing", "q_norm.weight"),
         ("missing", "k_norm.weight"),
-        ("source", "q_rope.x"),
-        ("source", "k_rope.x"),
+        ("source", "rope_q.x"),
+        ("source", "rope_k.x"),
     }
 
 

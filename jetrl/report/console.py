@@ -228,8 +228,8 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def parity_text(gap: float) -> str:
-    """`0` only for a gap of exactly 0; else the gap in three digits."""
-    return "0" if gap == 0.0 else f"{gap:.2e}"
+    """`0` only for a gap of exactly 0; else the gap in three digits (1.19e-07, 0.0123)."""
+    return "0" if gap == 0.0 else f"{gap:.3g}"
 
 
 def count(value: float) -> str:
@@ -281,7 +281,7 @@ def summary(
         table.add_row("held-out accuracy", Text(f"{before}{accuracy_after:.3f}", style="bold"))
     if parity_max is not None:
         exact = parity_max == 0.0
-        told = "0: sampler and learner agreed bit for bit" if exact else f"{parity_max:.3e} (largest log-prob gap)"
+        told = "0: sampler and learner agreed bit for bit" if exact else f"{parity_text(parity_max)} (largest log-prob gap)"
         table.add_row("parity", Text(told, style="green" if exact else "red"))
     table.add_row("steps", f"{steps} in {duration(seconds)}")
     table.add_row("run folder", Text(str(run_dir)))

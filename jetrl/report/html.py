@@ -20,7 +20,6 @@ import numpy as np
 from markupsafe import Markup
 
 from jetrl.errors import UserError
-from jetrl.report.console import duration
 from jetrl.report.recorder import read_samples
 from jetrl.report.run import PARITY_KEY, Headline, Run, headline, load_runs
 
@@ -174,7 +173,7 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
     elif exact:
         parity, parity_note = "0", f"exactly 0 in all {numbers.parity_steps:,} steps"
     else:
-        parity = f"{numbers.parity_max:.2e}"
+        parity = f"{numbers.parity_max:.3g}"
         parity_note = f"not 0 in {numbers.parity_nonzero_steps:,} of {numbers.parity_steps:,} steps"
     commit = run.env.get("git_commit")
     return {
@@ -183,7 +182,8 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "model": run.model,
         "precision": run.precision,
         "hardware": run.hardware,
-        "kernels": str(run.config.get("kernels", "not recorded")),
+        "throughput_name": "Tokens/s per GPU" if run.on_gpu else "Tokens/s",
+        "kernels": str(run.config.get("kernels", "")),
         "steps": f"{numbers.steps:,}",
         "date": str(run.env.get("date", ""))[:10],
         "commit": f"{commit[:10]}{' + changes' if run.env.get('git_dirty') else ''}" if commit else "",
@@ -192,7 +192,7 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "parity": parity,
         "parity_note": parity_note,
         "parity_class": "" if numbers.parity_max is None else "good" if exact else "bad",
-        "time": "not measured" if numbers.seconds is None else duration(numbers.seconds),
+        "time": "not measured" if numbers.seconds is None else spell(numbers.seconds),
         "throughput": "not measured" if numbers.tokens_per_s is None else f"{numbers.tokens_per_s:,.0f}",
         "reward": "not measured" if numbers.reward_last is None else f"{numbers.reward_last:.3f}",
         "config_text": run.config_text,
@@ -201,8 +201,17 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
 
 
 def percent(value: float) -> str:
-    """0.8125 -> 81.2 %; as a bare number where it is no share."""
-    return f"{100 * value:.1f} %" if 0 <= value <= 1 else f"{value:.3f}"
+    """0.8125 -> 81.2%; as a bare number where it is no share."""
+    return f"{100 * value:.1f}%" if 0 <= value <= 1 else f"{value:.3f}"
+
+
+def spell(seconds: float) -> str:
+    """42 -> 42 s, 316 -> 5 min 16 s, 7265 -> 2 h 1 min."""
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:

@@ -30,7 +30,7 @@ const swatch = (run) => el("i", { className: "swatch", style: `border-top: 3px $
 
 function number(value, percent) {
   if (value === null || value === undefined) return "not a number";
-  if (percent) return `${(100 * value).toFixed(1)} %`;
+  if (percent) return `${(100 * value).toFixed(1)}%`;
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size < 1e-3) return value.toExponential(2);
@@ -70,6 +70,7 @@ function linearScale(values, fixed) {
   if (fixed) [low, high] = fixed;
   else {
     if (low >= 0 && low < 0.4 * high) low = 0;
+    if (low === 0 && high === 0) high = 1;
     if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
     const pad = 0.06 * (high - low);
     high += pad; if (low !== 0) low -= pad;
@@ -110,7 +111,7 @@ function frame(node, height, label) {
 }
 // Grid and axes; returns the two scales in pixels.
 function axes(picture, height, xMax, xMin, scale, format) {
-  const width = picture.clientWidth || 500, labels = scale.ticks.map(format);
+  const width = picture.clientWidth || 500, labels = scale.ticks.map((tick) => format(tick));
   const left = 14 + 6.7 * Math.max(...labels.map((t) => t.length)), right = width - 12, top = 8, foot = height - 24;
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
   picture.replaceChildren();
@@ -153,10 +154,16 @@ function lineChart(key, title, { sub, symlog = false, smoothable = true, height 
     const values = seen.flatMap((one) => one.data[1]).filter((v) => v !== null);
     const fixed = share && Math.max(...values) > 0.3 ? [0, 1] : null;
     const scale = symlog ? symlogScale(values) : linearScale(values.length ? values : [0, 1], fixed);
-    const format = symlog ? (v) => v === 0 ? "0" : v.toExponential(0).replace("e+0", "").replace("e", "e") : (v) => share ? `${Number((100 * v).toPrecision(4))} %` : number(v);
+    const format = symlog ? (v) => v === 0 ? "0" : v.toExponential(0).replace("e+0", "") : (v) => share ? `${Number((100 * v).toPrecision(4))}%` : number(v);
     geometry = axes(picture, height, lastStep, 0, scale, format);
+    const zeros = symlog ? seen.filter((one) => one.data[1].every((v) => v === 0)) : [];
     for (const { i, data: [steps, ys] } of seen) {
+      const turn = zeros.findIndex((one) => one.i === i);
       const stroke = { fill: "none", stroke: colour(i), "stroke-linejoin": "round", "stroke-dasharray": dash(i) };
+      if (turn >= 0 && zeros.length > 1) { // runs that share the zero line take turns on it
+        stroke["stroke-dasharray"] = `12 ${12 * (zeros.length - 1)}`;
+        stroke["stroke-dashoffset"] = -12 * turn;
+      }
       const alpha = smoothable && !symlog && steps.length > 20 ? smoothing : 0;
       if (alpha) picture.append(svg("path", { ...stroke, d: path(steps, ys, geometry.x, geometry.y), "stroke-width": 1, opacity: 0.28 }));
       const shown = alpha ? smooth(ys, alpha) : ys;
@@ -164,6 +171,12 @@ function lineChart(key, title, { sub, symlog = false, smoothable = true, height 
       if (steps.length <= 25) steps.forEach((step, k) => {
         if (ys[k] !== null) picture.append(svg("circle", { cx: geometry.x(step), cy: geometry.y(ys[k]), r: 2.8, fill: colour(i) }));
       });
+    }
+    if (symlog && zeros.length && zeros.length === seen.length) {
+      const middle = { x: (geometry.left + geometry.right) / 2, "text-anchor": "middle" };
+      picture.append(svg("text", { ...middle, y: height / 2 - 4, class: "exact" }, "exactly 0"));
+      const most = Math.max(...zeros.map((one) => one.run.series[key][0].length));
+      picture.append(svg("text", { ...middle, y: height / 2 + 16 }, key === DATA.parityKey ? "sampler and learner agree bit for bit" : `in all ${most} rows`));
     }
     marks = svg("g", {});
     picture.append(marks);
@@ -267,7 +280,7 @@ function timeChart() {
     picture.append(marks);
     const per = names.map((name) => bins.reduce((s, bin) => s + bin.mean[name] * bin.n, 0)), whole = per.reduce((a, b) => a + b, 0);
     totals.replaceChildren(...names.map((name, k) => [name, per[k]]).filter(([, total]) => total > 0).map(([name, total]) =>
-      el("div", {}, el("i", { style: `background:${fill(name)}` }), `${name} `, el("span", { textContent: `${seconds(total)} (${(100 * total / whole).toFixed(total / whole < 0.1 ? 1 : 0)} %)` }))));
+      el("div", {}, el("i", { style: `background:${fill(name)}` }), `${name} `, el("span", { textContent: `${seconds(total)} (${(100 * total / whole).toFixed(total / whole < 0.1 ? 1 : 0)}%)` }))));
   }
   function mark(step) {
     marks?.replaceChildren();
@@ -290,7 +303,7 @@ function parityNote() {
     const data = run.series[DATA.parityKey];
     if (!data) return;
     const { steps, nonzero } = run.parity;
-    if (parts.length) parts.push(el("br"));
+    parts.push(el("br"));
     if (RUNS.length > 1) parts.push(swatch(i), `${run.label}: `);
     parts.push(nonzero ? el("b", { className: "bad", textContent: `not 0 in ${nonzero} of ${steps} steps` })
       : el("b", { className: "good", textContent: `exactly 0 in all ${steps} steps` }));
@@ -382,7 +395,7 @@ function start() {
   const main = [
     lineChart("reward/mean", "Reward", { sub: "mean over the completions of a step" }),
     ...accuracy.slice(0, 2).map((key) => lineChart(key, "Held-out accuracy", { sub: key, smoothable: false })),
-    lineChart(DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale from 0: ", ...parityNote()], symlog: true }),
+    lineChart(DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }),
     lineChart("policy/entropy", "Entropy", { sub: "of the policy, nats a token" }),
     lineChart("response_length/mean", "Response length", { sub: "mean, tokens" }),
     lineChart("response_length/frac_truncated", "Cut off", { sub: "share of completions that hit the length limit" }),
@@ -414,7 +427,7 @@ function start() {
   $("more").hidden = !rest.length;
   $("more").addEventListener("toggle", () => {
     if ($("more-charts").children.length) return;
-    const more = rest.map((key) => lineChart(key, key, { height: 150, symlog: key.startsWith("parity/") })).filter(Boolean);
+    const more = rest.map((key) => lineChart(key, key, { height: 150, symlog: key.startsWith("parity/") && !key.includes("frac_") })).filter(Boolean);
     charts.push(...more);
     $("more-charts").append(...more.map((chart) => chart.node));
     more.forEach((chart) => chart.draw());

@@ -70,10 +70,13 @@ class Run:
         return f"{arch.get('model_type', 'model')} from scratch ({sizes})"
 
     @property
+    def on_gpu(self) -> bool:
+        return self.config.get("device") != "cpu" and bool(self.env.get("gpu"))
+
+    @property
     def hardware(self) -> str:
         """GPU (with count) or CPU."""
-        on_cpu = self.config.get("device") == "cpu" or not self.env.get("gpu")
-        if on_cpu:
+        if not self.on_gpu:
             return str(self.env.get("cpu", "not recorded"))
         count = int(self.env.get("gpu_count", 1))
         return f"{count} x {self.env['gpu']}" if count > 1 else str(self.env["gpu"])

@@ -66,7 +66,7 @@ class RolloutStats:
 
 
 class Engine:
-    """The rollout engine. Sizes are those of the config's `rollout` section; `eos_token_ids` overrides the tokenizer's.
+    """The rollout engine. Sizes are those of the config's `rollout` section; `eos_ids` overrides the tokenizer's.
 
     `kv_cache_tokens=None` sizes the cache for each call from what the requests can need, within half the free memory.
     """
@@ -81,20 +81,20 @@ class Engine:
         max_num_seqs: int = 256,
         max_tokens_per_step: int = 2048,
         kv_cache_tokens: int | None = None,
-        eos_token_ids: Collection[int] | None = None,
+        eos_ids: Collection[int] | None = None,
     ) -> None:
-        if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < page_size):
+        if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < 1):
             raise UserError(
                 f"rollout.page_size = {page_size}, rollout.kv_cache_tokens = {kv_cache_tokens}: "
-                "a page needs at least one token, and the cache at least one page."
+                "a page and the cache need at least one token each."
             )
         self.model, self.tokenizer, self.flow_digest = model, tokenizer, flow_digest
         self.runner = ModelRunner(model, page_size)
         self.page_size, self.kv_cache_tokens = page_size, kv_cache_tokens
         self.max_num_seqs, self.max_tokens_per_step = max_num_seqs, max_tokens_per_step
-        if eos_token_ids is None:
-            eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.eos_token_ids = frozenset(eos_token_ids)
+        if eos_ids is None:
+            eos_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.eos_ids = frozenset(eos_ids)
         self.weights: WeightSet | None = None
         self.stats: RolloutStats | None = None  # of the last call
 
@@ -115,13 +115,15 @@ class Engine:
         self,
         requests: Sequence[Request],
         *,
+        on_finish: Callable[[int], None] | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         force_preempt: ForcePreempt | None = None,
     ) -> list[Completion]:
         """Generate all requests; completions come in their order.
 
-        Tokens and log-probs of a request depend on its tokens, sampling parameters and id alone. `force_preempt(step,
-        running) -> indices to preempt` interrupts requests on purpose (places in `requests`); it changes no result.
+        Tokens and log-probs of a request depend on its tokens, sampling parameters and id alone. `on_finish` is told
+        how many requests a step has ended. `force_preempt(step, running) -> indices to preempt` interrupts requests
+        (places in `requests`) on purpose; it changes no result, but must leave them steps in which to get on.
         """
         if self.weights is None:
             raise ValueError("no weights are loaded; call engine.load(weights) before engine.generate()")
@@ -140,14 +142,16 @@ class Engine:
         self.runner.reserve(allocator.num_pages)
         self.runner.reset_times()
         table = SamplingTable.build([r.sampling for r in requests], [r.id for r in requests])
-        stopper = _Stopper(requests, self.eos_token_ids, self.tokenizer)
+        stopper = _Stopper(requests, self.eos_ids, self.tokenizer)
         drawn = _Drawn()
         while scheduler.has_work:
             plan = scheduler.schedule()
             tokens, logprobs = self.runner.run(plan, table)
             stop = stopper.check(plan.sample_requests, tokens)
-            scheduler.commit(tokens, stop)
+            ended = scheduler.commit(tokens, stop)
             drawn.append(plan.sample_requests, tokens, logprobs, stop)
+            if on_finish is not None and ended.any():
+                on_finish(int(ended.sum()))
             if on_step is not None:
                 running, waiting = len(scheduler.running), len(scheduler.waiting)
                 finished = len(requests) - running - waiting
@@ -174,7 +178,7 @@ class Engine:
     def _num_pages(self, requests: Sequence[Request]) -> int:
         """The configured size, or what the largest requests that can run at once may need, as far as memory allows."""
         if self.kv_cache_tokens is not None:
-            return self.kv_cache_tokens // self.page_size
+            return -(-self.kv_cache_tokens // self.page_size)
         sizes = sorted((-(-(len(r.tokens) + r.sampling.max_tokens) // self.page_size) for r in requests), reverse=True)
         need = sum(sizes[: self.max_num_seqs])
         have = self.runner.cache.num_pages if self.runner.cache is not None else 0

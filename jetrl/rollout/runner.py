@@ -118,7 +118,7 @@ class ModelRunner:
         rows, inverse = np.unique(plan.sample_rows, return_inverse=True)
         logits = self.model.logits(hidden[self._put(rows)])
         between = self._clock()
-        if len(rows) < len(inverse):  # samples of one prompt draw from one row of logits
+        if not np.array_equal(rows, plan.sample_rows):  # samples of one prompt draw from one row of logits
             logits = logits[self._put(inverse)]
         tokens, logprobs = sample_rows(logits, table.take(plan.sample_requests), plan.sample_positions)
         result = tokens.cpu().numpy(), logprobs.cpu().numpy()

@@ -258,3 +258,27 @@ def test_with_room_enough_nothing_is_computed_twice(case: dict) -> None:
         assert late == 0
     assert sim.scheduler.num_preemptions == 0
     assert sim.times_computed() == sim.scheduler.num_computed_tokens
+
+
+def test_samples_that_come_later_fork_from_a_preempted_leader() -> None:
+    """The leader recomputes prompt and drawn tokens in chunks; the row after the prompt then lies inside a chunk."""
+    prompt = (1, 2, 3, 4, 5, 6)
+    force: list[int] = []
+    first, later = request(0, prompt, 9), request(1, prompt, 4)
+    sim = Simulation([first], num_pages=50, page_size=4, max_num_seqs=4, budget=4, force=lambda step, running: force)
+    for _ in range(6):  # two chunks of the prompt, then one token a step
+        plan = sim.scheduler.schedule()
+        sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
+    assert len(sim.history[0]) == 6 + 5
+    sim.requests.append(later)
+    sim.history.append(list(prompt))
+    sim.scheduler.add([later])
+    force.append(0)
+    plan = sim.scheduler.schedule()
+    force.clear()
+    assert plan.counts.tolist() == [4] and not len(plan.sample_rows)
+    sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
+    plan = sim.scheduler.schedule()
+    assert plan.sample_requests.tolist() == [1] and plan.sample_rows.tolist() == [1] and plan.starts.tolist() == [4]
+    sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
+    sim.run()

@@ -1,0 +1,283 @@
+"""The engine on a model whose hidden states betray any error of the cache, and on the real transformer.
+
+`HashModel` keeps a token's value in its keys and its position in its values, reads the whole past back through the
+block table, and makes the hidden state from a hash of it. A wrong page, slot, copy, chunk or position changes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.errors import UserError
+from jetrl.model.transformer import Transformer
+from jetrl.precision.recipe import Precision, Recipe
+from jetrl.rollout.engine import Engine, StepReport
+from jetrl.rollout.runner import KVCache, ModelRunner
+from jetrl.rollout.sampler import sample
+from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
+
+VOCAB, HIDDEN = 40, 16
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope=RopeSpec(10_000.0), max_position=128, tie_embeddings=True,
+    qkv_bias=False, qk_norm=True,
+)  # fmt: skip
+
+
+class HashModel:
+    def __init__(self) -> None:
+        self.spec, self.dtype = SPEC, torch.bfloat16
+        self.head_weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(7)) * 1.5
+        self.rows: list[int] = []  # of each forward pass
+
+    def hidden(self, tokens: list[int]) -> torch.Tensor:
+        seed = 0
+        for position, token in enumerate(tokens):
+            seed = (seed * 6364136223846793005 + token * 64 + position + 1) % 2**63
+        return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(self.head_weight * row).sum(-1) for row in hidden])
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        plan = batch.plan
+        assert isinstance(plan, PagedPlan) and batch.side == "rollout" and not torch.is_grad_enabled()
+        self.rows.append(len(batch.tokens))
+        size, last = plan.cache.keys.shape[2], SPEC.num_layers - 1
+        for layer in range(SPEC.num_layers):
+            keys, values = plan.cache.layer(layer)
+            keys.flatten(0, 1)[plan.slots] = batch.tokens.to(keys.dtype)[:, None, None] + layer
+            values.flatten(0, 1)[plan.slots] = batch.positions.to(values.dtype)[:, None, None] + layer
+        out = []
+        for b, (first, end) in enumerate(zip(plan.cu_seqlens[:-1].tolist(), plan.cu_seqlens[1:].tolist(), strict=True)):
+            length = int(plan.kv_lengths[b])
+            assert end - first == plan.query_lengths[b] and length <= plan.max_kv_length
+            pages = plan.block_table[b, : -(-length // size)].long()
+            past = (keys[pages].flatten(0, 1)[:length, -1, -1] - last).long().tolist()
+            where = (values[pages].flatten(0, 1)[:length, 0, 0] - last).long().tolist()
+            assert where == list(range(length)), "the cache of another position"
+            assert batch.positions[first:end].tolist() == list(range(length - (end - first), length))
+            out.extend(self.hidden(past[: length - (end - first) + 1 + i]) for i in range(end - first))
+        return torch.stack(out)
+
+
+class Letters:
+    """Token t is the t-th letter; 0 ends a sequence."""
+
+    eos_token_id: int | None = 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join("#abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"[t] for t in token_ids)
+
+
+def make_engine(model: object = None, **sizes: int | None) -> Engine:
+    engine = Engine(model or HashModel(), Letters(), "flow", **sizes)  # type: ignore[arg-type]
+    engine.load(WeightSet(3, "flow", ""))
+    return engine
+
+
+def straight(model: HashModel, request: Request, eos: frozenset[int] = frozenset({0})) -> tuple[list[int], list[float]]:
+    """The completion by recomputing everything for each token, without cache or batch."""
+    p = request.sampling
+    known, lps = list(request.tokens), []
+    while len(lps) < p.max_tokens:
+        logits = model.logits(model.hidden(known)[None])
+        token, lp = sample(logits, [p], [request.id], [len(known)])
+        known.append(int(token))
+        lps.append(float(lp))
+        if known[-1] in p.stop_token_ids or (known[-1] in eos and not p.ignore_eos):
+            break
+    return known[len(request.tokens) :], lps
+
+
+def mixed_requests() -> list[Request]:
+    prompts = [(1, 2, 3, 4, 5), (6, 7), (8,) * 13, (1, 2, 3, 4)]
+    kinds = [
+        SamplingParams(12), SamplingParams(9, temperature=0.7, top_p=0.8), SamplingParams(15, ignore_eos=True),
+        SamplingParams(10, temperature=0.0), SamplingParams(11, top_k=5, stop_token_ids=(9, 11), seed=5),
+    ]  # fmt: skip
+    return [Request(100 + i, prompts[(i // 3) % 4], kinds[i % 5]) for i in range(24)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"page_size": 1, "max_num_seqs": 5, "max_tokens_per_step": 7},
+        {"page_size": 3, "kv_cache_tokens": 30},
+        {"page_size": 4, "kv_cache_tokens": 60, "max_tokens_per_step": 6, "max_num_seqs": 9},
+    ],
+)
+@pytest.mark.parametrize("force", [None, lambda step, running: running[step % 3 :: 3] if step % 4 == 1 else ()])
+def test_equals_straight_recomputation(sizes: dict[str, int], force: Callable | None) -> None:
+    requests = mixed_requests()
+    engine = make_engine(**sizes)
+    completions = engine.generate(requests, force_preempt=force)
+    assert [c.request_id for c in completions] == [r.id for r in requests]
+    reasons = set()
+    for r, c in zip(requests, completions, strict=True):
+        tokens, lps = straight(HashModel(), r)
+        assert list(c.tokens) == tokens and list(c.logprobs) == lps
+        assert c.finish_reason == ("length" if len(tokens) == r.sampling.max_tokens and not ends(r, tokens) else "stop")
+        assert (c.weight_version, c.flow_digest) == (3, "flow")
+        reasons.add(c.finish_reason)
+    assert reasons == {"stop", "length"}
+    stats = engine.stats
+    assert stats is not None and stats.generated_tokens == sum(len(c.tokens) for c in completions)
+    assert (stats.preemptions > 0) == (force is not None or "kv_cache_tokens" in sizes)
+    assert 0 < stats.peak_pages <= stats.num_pages and 0 < stats.model_seconds < stats.seconds
+
+
+def ends(request: Request, tokens: list[int]) -> bool:
+    p = request.sampling
+    return tokens[-1] in p.stop_token_ids or (tokens[-1] == 0 and not p.ignore_eos)
+
+
+def test_one_prefill_serves_a_group() -> None:
+    engine = make_engine(model := HashModel())
+    group = [Request(i, (1, 2, 3, 4, 5, 6, 7), SamplingParams(5, ignore_eos=True)) for i in range(8)]
+    completions = engine.generate(group)
+    assert model.rows == [7, 8, 8, 8, 8] and engine.stats is not None and engine.stats.computed_tokens == 39
+    assert len({c.tokens for c in completions}) >= 4, "each sample draws for itself"
+    alone = make_engine().generate(group[3:4])
+    assert alone == [completions[3]], "a request's tokens do not depend on its company"
+
+
+def test_stop_strings_end_with_the_token_that_completes_them() -> None:
+    request = Request(1, (1, 2), SamplingParams(60, ignore_eos=True, seed=2))
+    free = make_engine().generate([request])[0]
+    text = free.text
+    for stop in (text[20:23], text[7], text[11:30]):
+        cut = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=("@@", stop)))
+        (completion,) = make_engine(page_size=4).generate([cut])
+        assert completion.text == text[: text.index(stop) + len(stop)]
+        assert completion.tokens == free.tokens[: len(completion.tokens)] and completion.finish_reason == "stop"
+    never = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=("@@", "a@")))
+    assert make_engine().generate([never]) == [free]
+
+
+class Bytes:
+    """Token t is byte t: characters of several bytes are cut by tokens; token 4 is special and decodes to nothing."""
+
+    eos_token_id: int | None = None
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(t for t in token_ids if t != 4).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"), [("so läuft es", "ä"), ("x €uro", "€u"), ("end \n\n", "d \n"), ("aXb", "XXX")]
+)
+def test_stop_strings_across_bytes(text: str, stop: str) -> None:
+    from jetrl.rollout.engine import _Stopper
+
+    stopper = _Stopper([Request(0, (1,), SamplingParams(99, stop=(stop,)))], frozenset(), Bytes())
+    data = [4, *text.encode(), 4, 4]
+    hits = [stopper.check(np.array([0]), np.array([byte]))[0] for byte in data]
+    wanted = [stop in Bytes().decode(data[: i + 1]) for i in range(len(data))]
+    assert hits.index(True) == wanted.index(True) if any(wanted) else not any(hits)
+
+
+def test_stop_token_is_kept_in_tokens_and_not_in_text() -> None:
+    requests = [Request(i, (1, 2, 3), SamplingParams(120)) for i in range(24)]
+    for eos_ids in ({0}, {0, 5}):
+        engine = Engine(HashModel(), Letters(), "flow", eos_ids=eos_ids)  # type: ignore[arg-type]
+        engine.load(WeightSet(0, "flow", ""))
+        stopped = [c for c in engine.generate(requests) if c.finish_reason == "stop"]
+        assert {c.tokens[-1] for c in stopped} == eos_ids
+        for c in stopped:
+            assert len(c.tokens) == len(c.logprobs) and not eos_ids & set(c.tokens[:-1])
+            assert c.text == Letters().decode(list(c.tokens[:-1]))
+
+
+def test_callbacks() -> None:
+    steps: list[StepReport] = []
+    ended: list[int] = []
+    requests = mixed_requests()
+    engine = make_engine(max_num_seqs=5)
+    completions = engine.generate(requests, on_step=steps.append, on_finish=ended.append)
+    assert [s.step for s in steps] == list(range(1, len(steps) + 1))
+    assert steps[-1] == StepReport(len(steps), 0, 0, 24, sum(len(c.tokens) for c in completions))
+    assert all(s.running <= 5 and s.running + s.waiting + s.finished == 24 for s in steps)
+    assert sum(ended) == 24 and 0 not in ended
+    assert engine.generate([]) == [] and engine.stats is not None and engine.stats.generated_tokens == 0
+
+
+def test_refusals() -> None:
+    engine = Engine(HashModel(), Letters(), "flow", page_size=4, kv_cache_tokens=22)  # type: ignore[arg-type]
+    request = Request(9, (1, 2), SamplingParams(4))
+    with pytest.raises(ValueError, match="no weights are loaded"):
+        engine.generate([request])
+    with pytest.raises(ValueError, match="version 5 have flow other, this engine runs flow flow"):
+        engine.load(WeightSet(5, "other", ""))
+    engine.load(WeightSet(5, "flow", ""))
+    assert len(engine.generate([request])) == 1
+    with pytest.raises(UserError, match=r"request 9: 2 prompt tokens \+ max_tokens 23 = 25.*6 pages \* 4 tokens = 24"):
+        engine.generate([Request(9, (1, 2), SamplingParams(23))])
+    with pytest.raises(UserError, match="= 129, beyond the model's 128 positions"):
+        make_engine().generate([Request(9, (1, 2), SamplingParams(127))])
+    with pytest.raises(UserError, match="tokens from 1 to 40, but the model knows 0 to 39"):
+        engine.generate([Request(9, (1, 40), SamplingParams(3))])
+    with pytest.raises(UserError, match="top_p = 0"):
+        engine.generate([Request(9, (1,), SamplingParams(3, top_p=0))])
+    with pytest.raises(UserError, match="page_size = 0"):
+        make_engine(page_size=0)
+
+
+def test_cache_grows_with_need_and_is_released() -> None:
+    engine = make_engine(page_size=4, max_num_seqs=2)
+    engine.generate([Request(i, (1, 2), SamplingParams(2)) for i in range(5)])
+    assert engine.runner.cache is not None and engine.runner.cache.num_pages == 2
+    engine.generate([Request(i, (1, 2), SamplingParams(3 + i, ignore_eos=True)) for i in range(5)])
+    assert engine.runner.cache is not None and engine.runner.cache.num_pages == 5
+    engine.release()
+    assert engine.runner.cache is None
+    assert len(engine.generate([Request(0, (1, 2), SamplingParams(2))])) == 1
+
+
+def test_page_copies_read_before_they_write() -> None:
+    cache = KVCache(SPEC, 4, 2, torch.bfloat16, torch.device("cpu"))
+    for page in range(4):
+        cache.keys[:, page], cache.values[:, page] = page, 10 + page
+    cache.copy_pages(torch.tensor([[0, 1], [1, 2], [2, 3]]))
+    assert cache.keys[1, :, 0, 0, 0].tolist() == [0, 0, 1, 2]
+    assert cache.layer(0)[1][:, 1, 1, 3].tolist() == [10, 10, 11, 12]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_real_model_gives_the_learners_logprobs_bit_for_bit(precision: Precision) -> None:
+    """Sampled log-probs equal those of the trainer's whole-sequence forward; whatever the pages and chunks."""
+    model = Transformer(SPEC, Recipe(precision, SPEC.num_layers)).init_random(0)
+    with torch.no_grad():
+        model.embed.weight.mul_(20)
+    model.publish()
+    requests = [r for r in mixed_requests() if r.sampling.temperature == 1.0]
+    results: list[list[Completion]] = []
+
+    def preempt(step: int, running: tuple[int, ...]) -> tuple[int, ...]:
+        return running[:1] if step % 7 == 6 else ()
+
+    for sizes in ({}, {"page_size": 3, "kv_cache_tokens": 54, "max_tokens_per_step": 9, "max_num_seqs": 6}):
+        engine = make_engine(model, **sizes)
+        results.append(engine.generate(requests, force_preempt=preempt if sizes else None))
+        assert engine.stats is not None and (engine.stats.preemptions > 0) == bool(sizes)
+    assert results[0] == results[1]
+    for r, c in zip(requests, results[0], strict=True):
+        tokens = torch.tensor([*r.tokens, *c.tokens])
+        n = len(tokens)
+        plan = VarlenPlan(torch.tensor([0, n], dtype=torch.int32), (n,))
+        hidden = model(ForwardBatch(tokens, torch.arange(n), plan, "train"))
+        expected, _ = model.token_logprobs(hidden[len(r.tokens) - 1 : -1], tokens[len(r.tokens) :], 1.0)
+        assert expected.requires_grad and expected.tolist() == list(c.logprobs)
+    assert len({c.tokens for c in results[0]}) > 8
+
+
+def test_runner_refuses_to_run_without_a_cache() -> None:
+    with pytest.raises(AssertionError, match="reserve"):
+        ModelRunner(HashModel(), 4).run(None, None)  # type: ignore[arg-type]

@@ -105,8 +105,10 @@ class BF16MasterAdamW(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(numbers, params, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[param][key] = value.to(device=param.device, copy=True)
+                if key == "step":  # a float32 tensor here would change the bits of the bias correction
+                    self.state[param][key] = int(value)
+                else:
+                    self.state[param][key] = value.to(device=param.device, dtype=torch.float32, copy=True)
 
 
 def build_optimizer(

@@ -123,7 +123,8 @@ def denominators(batch: PackedBatch, max_response_length: int) -> Denominators:
 def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
     """The same micro-batch with its tensors on `device`."""
     values: dict[str, Any] = {entry.name: getattr(micro_batch, entry.name) for entry in fields(micro_batch)}
-    return MicroBatch(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()})
+    values |= {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    return MicroBatch(**values)
 
 
 def _sequences(groups: Sequence[Group], mask_truncated: bool) -> list[_Sequence]:

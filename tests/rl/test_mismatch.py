@@ -1,0 +1,190 @@
+"""Mismatch metrics and corrections against hand-worked numbers; merging is exact."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jetrl.errors import UserError
+from jetrl.rl.mismatch import ExactSum, MismatchAccumulator, importance_weights, mismatch_metrics, rejection_mask
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+TRAINER = [math.log(0.5), math.log(0.25), math.log(0.8), math.log(0.1)]
+ROLLOUT = [math.log(0.25), math.log(0.25), math.log(0.4), math.log(0.1)]
+# d = ln 2, 0, ln 2, 0
+EXPECTED = {
+    "parity/logprob_abs_diff_mean": math.log(2) / 2,
+    "parity/logprob_abs_diff_max": math.log(2),
+    "parity/frac_tokens_different": 0.5,
+    "parity/k3_kl": (2 * (2 - 1 - math.log(2))) / 4,  # exp(d) - 1 - d at d = ln 2 is 1 - ln 2, twice, over 4 tokens
+    "parity/token_mult_prob_error": (2 + 1 + 2 + 1) / 4,
+    "parity/rollout_probs_diff_max": 0.4,  # |0.8 - 0.4|
+}
+
+
+def test_metrics_by_hand():
+    assert mismatch_metrics(TRAINER, ROLLOUT) == pytest.approx(EXPECTED, rel=1e-14)
+
+
+def test_mult_prob_error_is_symmetric_and_k3_is_not():
+    swapped = mismatch_metrics(ROLLOUT, TRAINER)
+    assert swapped["parity/token_mult_prob_error"] == pytest.approx(1.5)
+    assert swapped["parity/k3_kl"] == pytest.approx(2 * (0.5 - 1 + math.log(2)) / 4)  # d = -ln 2
+
+
+@pytest.mark.parametrize("make", [list, np.array, lambda v: torch.tensor(v, dtype=torch.float64)])
+def test_kinds_of_input_agree(make):
+    padded_trainer, padded_rollout = make([*TRAINER, math.nan]), make([*ROLLOUT, 0.0])
+    masked = mismatch_metrics(padded_trainer, padded_rollout, make([1.0, 1.0, 1.0, 1.0, 0.0]))
+    assert masked == mismatch_metrics(TRAINER, ROLLOUT)
+
+
+def test_equal_log_probs_are_exactly_ideal():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    metrics = mismatch_metrics(values.requires_grad_(True), values.tolist())
+    assert metrics.pop("parity/token_mult_prob_error") == 1.0
+    assert set(metrics.values()) == {0.0}
+
+
+def test_one_last_bit_is_seen():
+    value = np.float32(-0.3)
+    metrics = mismatch_metrics([value, value], [value, np.nextafter(value, np.float32(0))])
+    assert metrics["parity/frac_tokens_different"] == 0.5 and metrics["parity/logprob_abs_diff_max"] == 2.0**-25
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(FINITE, max_size=40), st.integers(0, 40))
+@example([5e-324, -5e-324, 5e-324, 1e308, -1e308], 2)
+@example([1e16, 1.0, -1e16], 1)
+def test_exact_sum_is_exact_and_merges(values: list[float], cut: int):
+    left, right = ExactSum(), ExactSum()
+    left.add(np.array(values[:cut], dtype=np.float64))
+    right.add(np.array(values[cut:], dtype=np.float64))
+    left.merge(right)
+    true = sum(map(Fraction, values), Fraction(0))
+    if abs(true) < Fraction(1.7e308):
+        assert left.value == float(true)
+        assert left.mean(3) == float(true / 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 61), max_size=4), st.randoms())
+def test_any_partition_gives_the_same_bits(seed: int, cuts: list[int], random):
+    g = torch.Generator().manual_seed(seed)
+    trainer = -torch.rand(61, generator=g) * 5
+    rollout = trainer + torch.randn(61, generator=g) * 0.1
+    mask = (torch.rand(61, generator=g) < 0.7).float()
+    mask[0] = 1
+    edges = [0, *sorted(cuts), 61]
+    parts = []
+    for start, end in zip(edges[:-1], edges[1:], strict=True):
+        parts.append(MismatchAccumulator())
+        parts[-1].add(trainer[start:end], rollout[start:end], mask[start:end])
+    random.shuffle(parts)
+    merged = MismatchAccumulator()
+    for part in parts:
+        merged.merge(part)
+    assert merged.metrics() == mismatch_metrics(trainer, rollout, mask)
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="1 of 2 rollout log-probs are NaN"):
+        mismatch_metrics([-1.0, -1.0], [-1.0, math.nan])
+    with pytest.raises(ValueError, match="different shapes"):
+        mismatch_metrics([-1.0, -1.0], [-1.0])
+    with pytest.raises(ValueError, match="mask of shape"):
+        mismatch_metrics([-1.0, -1.0], [-1.0, -1.0], [1.0])
+    with pytest.raises(ValueError, match="every row was masked"):
+        mismatch_metrics([-1.0], [-1.0], [0.0])
+    with pytest.raises(ValueError, match="differ by 1000"):
+        mismatch_metrics([-1000.0], [0.0])
+
+
+# Two sequences, rows interleaved on purpose, one masked row with an enormous difference:
+#   sequence 7: ratios 2, 1/4, 1    -> product 1/2, geometric mean (1/2)^(1/3) = 0.7937
+#   sequence 3: ratios 3, 2, (mask) -> product 6, geometric mean sqrt(6) = 2.4495
+RATIOS = torch.tensor([2.0, 3.0, 0.25, 2.0, 1.0, 1e9], dtype=torch.float64)
+IDS = torch.tensor([7, 3, 7, 3, 7, 3])
+MASK = torch.tensor([1.0, 1, 1, 1, 1, 0])
+BASE = torch.full((6,), -2.0, dtype=torch.float64)
+LEARNER = BASE + RATIOS.log()
+
+
+def close(actual: torch.Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_truncated_weights_by_hand():
+    close(importance_weights(LEARNER, BASE, MASK, IDS, "token", 2.5), [2, 2.5, 0.25, 2, 1, 0])
+    close(importance_weights(LEARNER, BASE, MASK, IDS, "sequence", 2.5), [0.5, 2.5, 0.5, 2.5, 0.5, 0])
+    close(importance_weights(LEARNER, BASE, MASK, IDS, "sequence", 10.0), [0.5, 6, 0.5, 6, 0.5, 0])
+    for none in (None, "none"):
+        close(importance_weights(LEARNER, BASE, MASK, IDS, none, 2.5), [1, 1, 1, 1, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "expected"),
+    [
+        ("none", 2.0, [1, 1, 1, 1, 1, 0]),
+        ("token", 2.5, [1, 0, 0, 1, 1, 0]),  # kept within [0.4, 2.5]: 2, 2, 1
+        ("token", 4.5, [1, 1, 1, 1, 1, 0]),
+        ("sequence", 2.5, [1, 0, 1, 0, 1, 0]),  # 1/2 in, 6 out
+        ("sequence", 1.9, [0, 0, 0, 0, 0, 0]),  # 1/2 is below 1 / 1.9 = 0.526
+        ("geometric", 2.5, [1, 1, 1, 1, 1, 0]),  # 0.794 and 2.449 within
+        ("geometric", 2.4, [1, 0, 1, 0, 1, 0]),
+        ("geometric", 1.2, [0, 0, 0, 0, 0, 0]),  # 0.794 is below 1 / 1.2 = 0.833
+    ],
+)
+def test_rejection_by_hand(mode: str, threshold: float, expected: list[float]):
+    close(rejection_mask(LEARNER, BASE, MASK, IDS, mode, threshold), expected)
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence", "geometric"])
+def test_equal_log_probs_need_no_correction(mode: str):
+    assert torch.equal(rejection_mask(BASE, BASE, MASK, IDS, mode, 1.0001), MASK.double())
+    if mode != "geometric":
+        assert torch.equal(importance_weights(BASE, BASE, MASK, IDS, mode, 2.0), MASK.double())
+
+
+def test_no_gradient_passes():
+    leaf = LEARNER.clone().requires_grad_(True)
+    assert not importance_weights(leaf, BASE, MASK, IDS, "sequence", 2.0).requires_grad
+    assert not rejection_mask(leaf, BASE, MASK, IDS, "geometric", 2.0).requires_grad
+
+
+def test_a_sequence_does_not_see_its_neighbours():
+    g = torch.Generator().manual_seed(1)
+    ids = torch.arange(6).repeat_interleave(37)
+    diff = torch.randn(222, generator=g) * 0.1
+    zero, ones = torch.zeros(222), torch.ones(222)
+    together = importance_weights(diff, zero, ones, ids, "sequence", 1e6)
+    for i in range(6):
+        rows = ids == i
+        assert torch.equal(together[rows], importance_weights(diff[rows], zero[rows], ones[rows], ids[rows], "sequence", 1e6))
+
+
+def test_overflow_is_truncated_not_nan():
+    learner, rollout = torch.zeros(2), torch.tensor([-800.0, -1.0])
+    weights = importance_weights(learner, rollout, torch.ones(2), torch.tensor([0, 1]), "token", 2.0)
+    assert weights.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, math.nan, math.inf])
+def test_bad_is_threshold(threshold: float):
+    with pytest.raises(UserError, match="rollout_is_threshold"):
+        importance_weights(LEARNER, BASE, MASK, IDS, "token", threshold)
+
+
+def test_bad_rs_threshold_and_names():
+    with pytest.raises(UserError, match="rollout_rs_threshold = 1.0"):
+        rejection_mask(LEARNER, BASE, MASK, IDS, "token", 1.0)
+    with pytest.raises(UserError, match='rollout_is is "geometric"'):
+        importance_weights(LEARNER, BASE, MASK, IDS, "geometric", 2.0)
+    with pytest.raises(UserError, match='rollout_rs is "word"'):
+        rejection_mask(LEARNER, BASE, MASK, IDS, "word", 2.0)

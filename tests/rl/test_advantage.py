@@ -76,7 +76,8 @@ def test_rewards_that_are_not_finite_are_refused(bad: float):
 
 
 def test_statistics_and_dropping():
-    groups = [make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0)), make_group(2, (0.0, 0.0)), make_group(3, (2.0, 0.0))]
+    rewards = [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (2.0, 0.0)]
+    groups = [make_group(index, values) for index, values in enumerate(rewards)]
     kept, stats = advantages(groups, config(norm=False, dynamic="drop"))
     assert [group.prompt.index for group in kept] == [1, 3]
     assert kept[0].advantages == (-0.5, 0.5) and kept[1].advantages == (1.0, -1.0)

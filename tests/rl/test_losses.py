@@ -73,7 +73,8 @@ def test_clipped_surrogate_by_hand():
     ratios, adv = f64(1.5, 1.5, 0.5, 0.5, 1.1), f64(2, -2, 2, -2, 1)
     mask, ids, den = one_token_each(5)
     logprobs = ratios.log().requires_grad_(True)
-    loss, stats = policy_loss(logprobs, f64(0, 0, 0, 0, 0), adv, mask, ids, **CLIP, loss_agg="token_mean", denominators=den)
+    old = torch.zeros(5, dtype=torch.float64)
+    loss, stats = policy_loss(logprobs, old, adv, mask, ids, **CLIP, loss_agg="token_mean", denominators=den)
     assert loss.item() == pytest.approx(-0.02, abs=1e-12)
     # d/dlogprob of an unclipped term is -A r / 5: 3.0 / 5, -1.0 / 5, -1.1 / 5; clipped terms have none
     (grad,) = torch.autograd.grad(loss, logprobs)
@@ -206,7 +207,8 @@ def test_expected_gradients_of_the_estimators():
     ref = torch.log_softmax(f64(-0.2, 0.5, 0.4, 0.0), 0)
 
     def expected(estimator: str) -> Tensor:
-        return torch.autograd.grad((pi.exp().detach() * kl_penalty(pi, ref, estimator)).sum(), logits, retain_graph=True)[0]
+        value = (pi.exp().detach() * kl_penalty(pi, ref, estimator)).sum()
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
     reverse = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits, retain_graph=True)[0]
     forward = torch.autograd.grad((ref.exp() * (ref - pi)).sum(), logits, retain_graph=True)[0]
@@ -301,7 +303,9 @@ def test_empty_denominators_are_refused(values):
         Denominators(*values)
 
 
-@pytest.mark.parametrize(("low", "high", "dual"), [(-0.1, 0.2, None), (1.1, 0.2, None), (0.2, -0.2, None), (0.2, 0.2, 1.0)])
+@pytest.mark.parametrize(
+    ("low", "high", "dual"), [(-0.1, 0.2, None), (1.1, 0.2, None), (0.2, -0.2, None), (0.2, 0.2, 1.0)]
+)
 def test_bad_clip_ranges_are_refused(low: float, high: float, dual: float | None):
     mask, ids, den = one_token_each(1)
     with pytest.raises(ValueError, match="clip_ratio"):

@@ -1,0 +1,200 @@
+"""Packing: a layout worked by hand, the round trip as a property, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetrl.errors import UserError
+from jetrl.rl.losses import policy_loss
+from jetrl.train.packing import bin_pack, denominators, pack, to_device
+from jetrl.types import Completion, Group, PackedBatch, Problem, Prompt
+
+
+def completion(tokens: tuple[int, ...], logprobs: tuple[float, ...], reason: str = "stop") -> Completion:
+    return Completion(0, tokens, logprobs, "", reason, 3, "flow")
+
+
+def group(index: int, prompt: tuple[int, ...], completions: tuple[Completion, ...], adv: tuple[float, ...]) -> Group:
+    return Group(Prompt(index, Problem(str(index), "p", "a"), prompt), completions, adv, adv)
+
+
+def packed(groups, limit: int = 64, **options) -> list[PackedBatch]:
+    return pack(groups, max_tokens_per_gpu=limit, flow_digest="flow", weight_version=3, **options)
+
+
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+SHORT = completion((30,), (-0.5,))
+LONG = completion((31, 32, 33), (-1.0, -2.0, -3.0), "length")
+EXAMPLE = [group(0, (10, 11), (SHORT, LONG), (1.5, -1.5)), group(1, (20,), (SHORT, SHORT), (0.25, 0.75))]
+
+
+@st.composite
+def some_groups(draw) -> list[Group]:
+    groups = []
+    for index in range(draw(st.integers(1, 5))):
+        prompt = tuple(range(100, 100 + draw(st.integers(1, 6))))
+        answers = []
+        for _ in range(draw(st.integers(1, 4))):
+            tokens = tuple(draw(st.lists(st.integers(0, 50), min_size=1, max_size=9)))
+            logprobs = tuple(-draw(st.integers(1, 64)) / 16 for _ in tokens)
+            answers.append(completion(tokens, logprobs, draw(st.sampled_from(["stop", "length"]))))
+        adv = tuple(draw(st.integers(-8, 8)) / 8 for _ in answers)
+        groups.append(group(index, prompt, tuple(answers), adv))
+    return groups
+
+
+def test_layout_by_hand():
+    (batch,) = packed(EXAMPLE, limit=8)
+    # lengths: 3, 5, 2, 2. Longest first into 8: 5 + 3 in the first, then 2 + 2 in the second
+    first, second = batch.micro_batches
+    assert first.lengths == (3, 5) and second.lengths == (2, 2)
+    assert first.tokens.tolist() == [10, 11, 30, 10, 11, 31, 32, 33]
+    assert first.targets.tolist() == [11, 30, 0, 11, 31, 32, 33, 0]
+    assert first.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert first.loss_mask.tolist() == [0, 1, 0, 0, 1, 1, 1, 0]
+    assert first.advantages.tolist() == [0, 1.5, 0, 0, -1.5, -1.5, -1.5, 0]
+    assert first.rollout_logprobs.tolist() == [0, -0.5, 0, 0, -1, -2, -3, 0]
+    assert first.sequence_ids.tolist() == [0] * 3 + [1] * 5 and second.sequence_ids.tolist() == [2, 2, 3, 3]
+    assert first.cu_seqlens.tolist() == [0, 3, 8] and second.cu_seqlens.tolist() == [0, 2, 4]
+    assert (batch.num_sequences, batch.num_loss_tokens) == (4, 6)
+    assert (batch.flow_digest, batch.weight_version) == ("flow", 3)
+    assert first.tokens.dtype == first.targets.dtype == first.sequence_ids.dtype == first.positions.dtype == torch.int64
+    assert first.loss_mask.dtype == first.advantages.dtype == first.rollout_logprobs.dtype == torch.float32
+    assert first.cu_seqlens.dtype == torch.int32
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_groups(), st.integers(15, 60), st.integers(1, 4), st.booleans())
+def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncated: bool):
+    """Every completion token appears exactly once, with its prompt, advantage and log-prob, in its group's update."""
+    batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask_truncated)
+    found = []
+    for batch in batches:
+        here, num_loss_tokens = {}, 0
+        for micro in batch.micro_batches:
+            assert micro.tokens.numel() == sum(micro.lengths) <= limit
+            edges = micro.cu_seqlens.tolist()
+            for start, end in zip(edges[:-1], edges[1:], strict=True):
+                (number,) = set(micro.sequence_ids[start:end].tolist())
+                assert number not in here
+                rows = torch.nonzero(micro.loss_mask[start:end])[:, 0] + start
+                tokens = micro.tokens[start:end].tolist()
+                assert micro.positions[start:end].tolist() == list(range(end - start))
+                assert micro.targets[start : end - 1].tolist() == tokens[1:] and micro.loss_mask[end - 1] == 0
+                here[number] = (tokens, [(micro.targets[r].item(), micro.advantages[r].item(),
+                                          micro.rollout_logprobs[r].item()) for r in rows])  # fmt: skip
+                num_loss_tokens += len(rows)
+            off = micro.loss_mask == 0
+            assert not micro.advantages[off].any() and not micro.rollout_logprobs[off].any()
+        assert sorted(here) == list(range(batch.num_sequences))
+        assert batch.num_loss_tokens == num_loss_tokens
+        found += [here[number] for number in sorted(here)]
+    expected = []
+    for g in groups:
+        for c, adv in zip(g.completions, g.advantages, strict=True):
+            masked = mask_truncated and c.finish_reason == "length"
+            rows = [] if masked else [(t, adv, lp) for t, lp in zip(c.tokens, c.logprobs, strict=True)]
+            expected.append((list(g.prompt.tokens + c.tokens), rows))
+    assert found == expected, "sequences in the order of the groups, updates one after the other"
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "updates", "sizes"), [(5, 2, [2, 3]), (6, 3, [2, 2, 2]), (2, 4, [1, 1]), (0, 2, [])]
+)
+def test_updates_split_by_groups(num_groups: int, updates: int, sizes: list[int]):
+    groups = [group(i, (i + 1,), (SHORT, SHORT), (1.0, -1.0)) for i in range(num_groups)]
+    batches = packed(groups, updates_per_step=updates)
+    assert [batch.num_sequences for batch in batches] == [2 * size for size in sizes]
+    firsts = [m.tokens[m.positions == 0].tolist() for batch in batches for m in batch.micro_batches]
+    assert sum(firsts, []) == [i + 1 for i in range(num_groups) for _ in range(2)]
+
+
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 50))
+def test_bin_packing(lengths: list[int], capacity: int):
+    bins = bin_pack(lengths, capacity)
+    assert sorted(sum(bins, [])) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in chosen) <= capacity for chosen in bins)
+    # first fit leaves at most one bin half empty, so fewer than twice the least number of bins
+    assert len(bins) <= max(1, math.ceil(2 * sum(lengths) / capacity)) if lengths else bins == []
+
+
+def test_bin_packing_by_hand():
+    # longest first: 7 | 6 | 4 (does not fit 7: room 3; fits 6: room 4) | 3 into the first | the tie of 3s by index
+    assert bin_pack([3, 7, 3, 6, 4], 10) == [[0, 1], [3, 4], [2]]
+
+
+def test_long_sequence_is_refused_with_both_numbers():
+    with pytest.raises(UserError, match=r"5 tokens .*max_tokens_per_gpu = 4"):
+        packed(EXAMPLE, limit=4)
+
+
+def test_other_flow_and_other_weights_are_refused():
+    for change, message in (
+        ({"flow_digest": "bf16"}, "precision flow bf16, but the trainer's is flow"),
+        ({"weight_version": 2}, "version 2, but the trainer holds version 3"),
+        ({"logprobs": (-0.5, -0.5)}, "1 tokens, 2 log-probs"),
+        ({"logprobs": (math.nan,)}, "NaN"),
+        ({"tokens": (), "logprobs": ()}, "0 tokens"),
+    ):
+        bad = group(9, (1,), (SHORT, replace(SHORT, request_id=17, **change)), (1.0, -1.0))
+        with pytest.raises(ValueError, match=f"prompt 9, request 17.*{message}"):
+            packed([EXAMPLE[0], bad])
+
+
+def test_groups_without_advantages_or_prompt_are_refused():
+    with pytest.raises(ValueError, match="2 completions but 0 advantages"):
+        packed([replace(EXAMPLE[0], advantages=())])
+    with pytest.raises(ValueError, match="no tokens"):
+        packed([group(0, (), (SHORT,), (1.0,))])
+    with pytest.raises(UserError, match="updates_per_step = 0"):
+        packed(EXAMPLE, updates_per_step=0)
+
+
+def test_denominators_by_hand():
+    (batch,) = packed(EXAMPLE, limit=8, mask_truncated=True)
+    shares = denominators(batch, 9)
+    # LONG is truncated and masked: its 3 tokens and its sequence leave the averages
+    assert (shares.num_loss_tokens, shares.num_sequences) == (3, 3)
+    assert shares.sequence_tokens == (1, 0, 1, 1) and shares.max_response_length == 9
+
+
+def test_an_update_without_loss_tokens_is_visible():
+    (batch,) = packed([group(0, (1,), (LONG, LONG), (1.0, -1.0))], mask_truncated=True)
+    assert batch.num_loss_tokens == 0 and batch.num_sequences == 2
+    with pytest.raises(ValueError, match="nothing to average over"):
+        denominators(batch, 9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(some_groups(), st.integers(15, 40), st.sampled_from(AGGREGATIONS))
+def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_agg: str):
+    """The losses of all micro-batches add up to the same number for any `max_tokens_per_gpu`."""
+
+    def total(capacity: int) -> float:
+        (batch,) = packed(groups, capacity)
+        shares = denominators(batch, 9)
+        return sum(
+            policy_loss(
+                m.rollout_logprobs.double() * 0.9, m.rollout_logprobs.double(), m.advantages.double(), m.loss_mask,
+                m.sequence_ids, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=None, loss_agg=loss_agg,
+                denominators=shares,
+            )[0].item()
+            for m in batch.micro_batches
+        )  # fmt: skip
+
+    assert total(limit) == pytest.approx(total(10_000), rel=1e-12, abs=1e-13)
+
+
+def test_to_device_keeps_everything():
+    (batch,) = packed(EXAMPLE)
+    (micro,) = batch.micro_batches
+    moved = to_device(micro, "meta")
+    assert moved.tokens.device.type == moved.cu_seqlens.device.type == "meta" and moved.lengths == micro.lengths
+    same = to_device(micro, "cpu")
+    assert torch.equal(same.advantages, micro.advantages) and torch.equal(same.targets, micro.targets)

@@ -1,13 +1,14 @@
 """The flow of one decoder layer as a picture: rollout, weights, training forward and backward side by side.
 
-Every box and label is read from the flow graphs; only the places are decided here. The layer drawn is the first that the
-recipe quantizes (or layer 0), since the others are either equal to it or plain BF16. Rows run down in the order of
+Every box and label is read from the flow graphs; only the places are decided here. The layer drawn is the first that
+the recipe quantizes (or layer 0), since the others are either equal to it or plain BF16. Rows run down in the order of
 execution and hold the same operator in every column; the backward column is read from the bottom up.
 """
 
 from __future__ import annotations
 
 from jetrl.precision.flow import build_flow, diff_recipe, flow_digest, layer_ranges
+from jetrl.precision.formats import Format
 from jetrl.precision.graph import FlowEdge, FlowGraph, FlowNode
 from jetrl.precision.recipe import ROLES, Recipe
 from jetrl.precision.svg import Canvas, class_of
@@ -16,9 +17,9 @@ from jetrl.spec import ModelSpec
 
 __all__ = ["flow_svg", "flow_text"]
 
-WIDTH, TOP, PITCH = 1420, 150, 66
-BOX_W, BOX_H = 190, 38
-ROLLOUT_X, WEIGHT_X, TRAIN_X, BACK_X, WGRAD_X = 165, 470, 775, 1075, 1302
+WIDTH, TOP, PITCH = 1460, 150, 70
+BOX_W, BOX_H, WEIGHT_W = 190, 38, 156
+ROLLOUT_X, WEIGHT_X, TRAIN_X, BACK_X, WGRAD_X = 165, 482, 799, 1103, 1332
 QK_SHIFT, V_SHIFT, LANE_W = -35, 78, 120  # lanes of Q with K and of V between qkv and attention
 RESIDUAL = 118  # distance of the residual line from the middle of its column
 
@@ -89,8 +90,13 @@ class _Drawing:
             c.label(24, 62, text, "differs")
         else:
             c.label(24, 62, "✓  The rollout is a subgraph of the training forward, edge by edge", "good")
-        columns = (("Rollout", ROLLOUT_X, 280), ("Published weights", WEIGHT_X, 200), ("Training forward", TRAIN_X, 280))
-        for text, x, width in (*columns, ("Training backward (read upwards)", (BACK_X + WGRAD_X) / 2 - 16, 440)):
+        columns = (
+            ("Rollout", ROLLOUT_X, 280),
+            ("Published weights", WEIGHT_X, 200),
+            ("Training forward", TRAIN_X, 280),
+            ("Training backward (read upwards)", (BACK_X + WGRAD_X) / 2 - 12, 450),
+        )
+        for text, x, width in columns:
             c.label(x, 100, text, "head", "middle")
             c.rule(x - width / 2, x + width / 2, 110)
 
@@ -126,6 +132,7 @@ class _Drawing:
             kind += " differs"
         words = {"gemm": "x @ Wᵀ", "add": "residual + y", "rms_norm": "RMSNorm"}
         words |= {"quantize": "quantize", "swiglu": "silu(gate) · up", "attention": "softmax(q kᵀ) v"}
+        words |= {"add": "x + bias"} if name == "qkv_bias" else {}
         sub = f"{words.get(node.op, node.op)} → {node.out}"
         self.canvas.box(x, y, width, BOX_H, title or name, sub, kind, f"{node.name}: {node.rounding}")
 
@@ -159,7 +166,7 @@ class _Drawing:
             self._operator(side, x, quantizer, "x", above)
             above = quantizer
         elif quantizer in self.rows:
-            self.canvas.box(x, self.rows[quantizer], BOX_W, 26, "no quantizer", kind="ghost differs")
+            self.canvas.box(x, self.rows[quantizer], BOX_W, BOX_H, "no quantizer", kind="ghost differs")
             self._arrow_down(x, above, quantizer, side.edge(f"{role}.x"), "")
             above = quantizer
         self._operator(side, x, role, "x", above)
@@ -205,13 +212,13 @@ class _Drawing:
             for lane in lanes:
                 c.arrow([(lane, start), (lane, y[row] - BOX_H / 2)], class_of(before))
             kind = "quantizer" if node.op == "quantize" else ""
-            sub = f"→ {node.out}" if node.op == "quantize" else f"{node.out}"
+            sub = f"→ {_dtype(node.out)}" if node.op == "quantize" else _dtype(node.out)
             c.box(middle, y[row], 120, BOX_H, title, sub, kind, f"{node.name}: {node.rounding}")
             start, before = y[row] + BOX_H / 2, node.out
         for lane in lanes:
             c.arrow([(lane, start), (lane, top)], class_of(k.format, differs))
         mark = " ≠" if differs else ""
-        c.label(lanes[0] + 6, top - 10, f"k, v {k.format}{mark}", f"label {class_of(k.format, differs)}")
+        c.label(lanes[0] + 6, top - 10, f"k, v {_dtype(k.format)}{mark}", f"label {class_of(k.format, differs)}")
         if side.node("k_cache_read") is None:
             c.label(lanes[0] + 8, y["cache"] + 4, "no cache", "small")
 
@@ -224,10 +231,11 @@ class _Drawing:
         node = self.rollout.node(quantizer)
         row = f"{role}.quantize_x" if node else role
         top = y[row]
-        c.box(WEIGHT_X, top, 140, BOX_H, f"{role}.weight", "master → bf16", tip="master weight rounded to bf16")
+        c.box(WEIGHT_X, top, WEIGHT_W, BOX_H, f"{role}.weight", "master → bf16", tip="master weight rounded to bf16")
         if node:
             kind = "quantizer differs" if quantizer in self.differs else "quantizer"
-            c.box(WEIGHT_X, y[role], 140, BOX_H, "quantize_weight", f"→ {node.out}", kind, f"{node.name}: {node.rounding}")
+            tip = f"{node.name}: {node.rounding}"
+            c.box(WEIGHT_X, y[role], WEIGHT_W, BOX_H, "quantize_weight", f"→ {node.out}", kind, tip)
             edge = self.rollout.edge(f"{quantizer}.x")
             c.arrow([(WEIGHT_X, top + BOX_H / 2), (WEIGHT_X, y[role] - BOX_H / 2)], class_of(edge.format))
             c.label(WEIGHT_X + 8, y[role] - BOX_H / 2 - 10, str(edge.format), f"label {class_of(edge.format)}")
@@ -235,7 +243,7 @@ class _Drawing:
             edge = side.edge(f"{role}.weight")
             differs = f"{role}.weight" in self.differs
             kind, end = class_of(edge.format, differs), x - sign * BOX_W / 2
-            start = WEIGHT_X + sign * 70
+            start = WEIGHT_X + sign * WEIGHT_W / 2
             if node and side.node(quantizer) is None:  # past the quantizer
                 turn = start + sign * 30
                 c.arrow([(start, top), (turn, top), (turn, y[role]), (end, y[role])], kind)
@@ -260,8 +268,7 @@ class _Drawing:
         below = self._gradient("rope", "rope_k.dgrad", "dy", below, "rope_q, rope_k .dgrad")
         if self.spec.qk_norm:
             below = self._gradient("qk_norm", "k_norm.dgrad", "dy", below, "q_norm, k_norm .dgrad")
-        c.label(BACK_X + 8, y[below] - BOX_H / 2 - 24, "with dv", "small")
-        below = self._linear_backward("qkv", below, "attn_norm")
+        below = self._linear_backward("qkv", below, "attn_norm", "dq, dk, dv ")
         below = self._gradient("attn_norm", "attn_norm.dgrad", "dy", below)
         self._gradient("input", "input.grad", "y", below)
         self._residual_backward("attn_add", "input", side.edge("input.grad.residual"))
@@ -275,14 +282,14 @@ class _Drawing:
         self._arrow_up(BACK_X, below, row, edge)
         return row
 
-    def _arrow_up(self, x: float, below: str, row: str, edge: FlowEdge) -> None:
+    def _arrow_up(self, x: float, below: str, row: str, edge: FlowEdge, word: str = "") -> None:
         kind = class_of(edge.format)
         start = self.rows[below] - (13 if below == "output" else BOX_H / 2)
         end = self.rows[row] + BOX_H / 2
         self.canvas.arrow([(x, start), (x, end)], kind)
-        self.canvas.label(x + 8, end + 20, str(edge.format), f"label {kind}")
+        self.canvas.label(x + 8, end + 24, f"{word}{edge.format}", f"label {kind}")
 
-    def _linear_backward(self, role: str, below: str, saved_row: str) -> str:
+    def _linear_backward(self, role: str, below: str, saved_row: str, word: str = "") -> str:
         """dgrad on the spine, wgrad beside it, each with the quantizers of its operands; x^T is what forward saved."""
         c, y, side = self.canvas, self.rows, self.backward
         fp8 = side.node(f"{role}.quantize_dy") is not None
@@ -296,16 +303,16 @@ class _Drawing:
             incoming = side.edge(f"{role}.quantize_dy.x")
         else:
             incoming = side.edge(f"{role}.dgrad.dy")
-        self._arrow_up(BACK_X, below, role, incoming)
-        fork, kind = y[role] + BOX_H / 2 + 8, class_of(incoming.format)
+        self._arrow_up(BACK_X, below, role, incoming, word)
+        fork, kind = y[role] + BOX_H / 2 + 10, class_of(incoming.format)
         c.arrow([(BACK_X, fork), (WGRAD_X, fork), (WGRAD_X, y[role] + BOX_H / 2)], kind)
         weight, grad = side.edge(f"{role}.dgrad.weight"), self._node(side, f"{role}.dgrad")
         tip = f"{grad.name}: {grad.rounding}"
-        c.box(BACK_X, y[top], BOX_W, BOX_H, f"{role}.dgrad → {grad.out}", f"dy @ W, W {weight.format}", "", tip)
+        c.box(BACK_X, y[top], BOX_W, BOX_H, f"{role}.dgrad → {grad.out}", f"dy @ W, {weight.format}", "", tip)
         wgrad, x_t = self._node(side, f"{role}.wgrad"), side.edge(f"{role}.wgrad.x")
         c.box(WGRAD_X, y[top], BOX_W, BOX_H, f"{role}.wgrad", f"dW = dyᵀ @ x → {wgrad.out}", "", wgrad.rounding)
-        saved = f"quantize → {x_t.format}" if fp8 else f"saved, {x_t.format}"
-        c.box(WGRAD_X, y[saved_row], BOX_W, BOX_H, f"x of {role}, kept by forward", saved, "quantizer" if fp8 else "")
+        saved = f"quantize → {x_t.format}" if fp8 else f"{x_t.format}"
+        c.box(WGRAD_X, y[saved_row], BOX_W, BOX_H, f"x of {role}, saved", saved, "quantizer" if fp8 else "")
         kind = class_of(x_t.format)
         c.arrow([(WGRAD_X, y[saved_row] + BOX_H / 2), (WGRAD_X, y[top] - BOX_H / 2)], kind)
         c.label(WGRAD_X + 8, y[top] - BOX_H / 2 - 10, str(x_t.format), f"label {kind}")
@@ -337,3 +344,8 @@ class _Drawing:
             c.arrow([(x, y + 42), (x + 34, y + 42)], kind)
             c.label(x + 42, y + 46, name, f"label {kind}")
             x += 60 + 8 * len(name)
+
+
+def _dtype(format: Format) -> str:
+    """The format without its block, where there is no room for it."""
+    return str(format).split("[")[0]

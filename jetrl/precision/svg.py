@@ -39,7 +39,9 @@ STYLE = """
 .flow .line.e4m3 { stroke: var(--e4m3); } .flow .tip.e4m3, .flow .label.e4m3 { fill: var(--e4m3); }
 .flow .line.fp32 { stroke: var(--fp32); } .flow .tip.fp32, .flow .label.fp32 { fill: var(--fp32); }
 .flow .line.differs { stroke: var(--differs); stroke-width: 2.8; stroke-dasharray: 7 4; }
-.flow .tip.differs, .flow .label.differs, .flow text.differs { fill: var(--differs); font-weight: 600; }
+.flow .tip.differs, .flow .label.differs { fill: var(--differs); }
+.flow text.differs { fill: var(--differs); font-weight: 600; }
+.flow text.label.differs { font-weight: 400; }
 """
 
 

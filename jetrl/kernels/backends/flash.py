@@ -1,0 +1,87 @@
+"""Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache.
+
+One split of the keys, always: a split would change the order of sums with the batch. On Hopper a row's bits depend neither
+on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic variant.
+
+Legend: `T` packed rows, `N` query heads, `G` key/value heads, `H` head size.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.kernels.backends.triton_pointwise import write_cache
+from jetrl.types import PagedPlan, VarlenPlan
+
+try:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+except ImportError as error:
+    raise UserError(
+        f"the hopper kernels need FlashAttention-4 ({error}); install it with: pip install 'jetrl[hopper]' "
+        "(flash-attn-4 4.0.0b36 is a pre-release: pip takes it because the version is exact)"
+    ) from error
+
+
+def _check(q: Tensor) -> None:
+    if q.dtype != torch.bfloat16:
+        raise ValueError(f"attention on Hopper is BF16, got {q.dtype}")
+    if q.shape[2] % 8 or q.shape[2] > 256:
+        raise ValueError(f"attention on Hopper takes head sizes up to 256 that are multiples of 8, got {q.shape[2]}")
+
+
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Packed sequences: `q` [T, N, H], `k`, `v` [T, G, H] -> (output [T, N, H], log-sum-exp [N, T] FP32 if asked for)."""
+    _check(q)
+    longest = max(plan.lengths, default=0)
+    out = _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest,
+        max_seqlen_k=longest, softmax_scale=scale, causal=True, num_splits=1, return_lse=need_lse,
+    )  # fmt: skip
+    return out[0], out[1]
+
+
+def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+    """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
+    _check(q)
+    keys, values = plan.cache.layer(layer)
+    # no bound on the key length: the page table gives one, and a bound that changes each step would spoil a CUDA graph
+    return _flash_attn_fwd(
+        q, keys, values, cu_seqlens_q=plan.cu_seqlens, seqused_k=plan.kv_lengths,
+        max_seqlen_q=max(plan.query_lengths, default=0), page_table=plan.block_table, softmax_scale=scale,
+        causal=True, num_splits=1,
+    )[0]  # fmt: skip
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
+    """`kernels.attention.attend`: a paged plan first writes `k` and `v` to the cache of `layer`."""
+    if isinstance(plan, VarlenPlan):
+        return attend_varlen(q, k, v, plan, scale, False)[0]
+    keys, values = plan.cache.layer(layer)
+    write_cache(k, v, plan.slots, keys, values)
+    return attend_cached(q, plan, layer, scale)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float,
+    out: Tensor | None = None, lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Deterministic gradients; `out` and `lse` as forward gave them, else forward runs once more (the same bits)."""
+    if out is None or lse is None:
+        out, lse = attend_varlen(q, k, v, plan, scale, True)
+    longest = max(plan.lengths, default=0)
+    dq, dk, dv = _flash_attn_bwd(
+        q, k, v, out, grad, lse, softmax_scale=scale, causal=True, cu_seqlens_q=plan.cu_seqlens,
+        cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, deterministic=True,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def version() -> dict[str, Any]:
+    return {"flash_attn_4": installed_version("flash-attn-4")}

@@ -1,0 +1,115 @@
+"""The hopper backend: Triton for what is bound by memory, DeepGEMM for GEMMs, FlashAttention-4 for attention.
+
+Under the names of `dispatch.OPS`. Elementwise ops, quantizers and log-probs are bit-equal to `reference` given the same
+inputs; GEMMs and attention have their own order of sums, which depends on nothing but the shapes of K and of the head.
+Beyond `OPS` stand the fused forms used where no gradient is needed (`FUSED`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.kernels.backends import triton_logprob
+from jetrl.kernels.backends.deepgemm import (
+    PreparedBF16,
+    add_outer,
+    bf16_gemm,
+    fp8_gemm,
+    prepare_bf16,
+    prepare_fp8,
+    prepare_fp8_t,
+    wgrad_gemm,
+)
+from jetrl.kernels.backends.flash import attend, attend_backward, attend_cached, attend_varlen
+from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
+from jetrl.kernels.backends.triton_pointwise import (
+    add,
+    add_rms_norm,
+    add_rms_norm_quantize,
+    qkv_norm_rope,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    rope_backward,
+    swiglu,
+    swiglu_backward,
+    swiglu_quantize,
+    write_cache,
+)
+from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_both, quantize_act_t, quantize_weight
+
+FUSED = (
+    "quantize_act_both", "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "write_cache", "attend_cached",
+    "attend_varlen", "exp_weights", "logprobs", "sample",
+)  # fmt: skip
+__all__ = [
+    "add", "add_rms_norm", "add_rms_norm_quantize", "attend", "attend_backward", "attend_cached", "attend_varlen",
+    "bf16_dgrad", "bf16_gemm", "bf16_wgrad", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward",
+    "logprob_entropy", "logprobs", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "quantize_act",
+    "quantize_act_both", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope", "rope_backward",
+    "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "write_cache",
+]  # fmt: skip
+_LOGIT_ELEMENTS = 1 << 27  # FP32 logits held at once: 512 MB
+
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    raise UserError(
+        f"the hopper kernels need compute capability 9.0 (H100, H200); this is {torch.cuda.get_device_name()} with "
+        f"{torch.cuda.get_device_capability()}. Use device=cpu with kernels=reference."
+    )
+
+
+def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
+    """`dy @ w`, FP32 accumulation, rounded. Reproducible; gradients are no part of parity."""
+    return dy @ w
+
+
+def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """`dy.T @ x` in FP32."""
+    return torch.mm(dy.T, x, out_dtype=torch.float32)
+
+
+def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
+    return bf16_gemm(hidden, w, torch.float32)
+
+
+def _rows_at_once(vocab: int) -> int:
+    """Rows of logits a chunk: a multiple of 128, the GEMM's tile."""
+    return max(128, _LOGIT_ELEMENTS // vocab // 128 * 128)
+
+
+def logprob_entropy(hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits."""
+    out = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    rows = _rows_at_once(w.size)
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        z = head_logits(hidden[part], w)
+        out[0, part], out[1, part] = triton_logprob.logprobs_and_entropy(z, targets[part], temperature[part])
+    return out[0], out[1]
+
+
+def logprob_backward(
+    grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
+    temperature: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients for hidden (rounded) and the head weight (FP32); logits are made again, chunk by chunk.
+
+    `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to BF16.
+    """
+    w = prepare_bf16(weight)
+    vocab = weight.shape[0]
+    d_hidden = torch.empty_like(hidden)
+    d_weight = torch.zeros(w.weight.shape, dtype=torch.float32, device=weight.device)
+    rows = _rows_at_once(vocab)
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        dz = triton_logprob.dlogits(
+            head_logits(hidden[part], w), targets[part], temperature[part], grad_logprob[part],
+            None if grad_entropy is None else grad_entropy[part],
+        )  # fmt: skip
+        torch.mm(dz, weight, out=d_hidden[part])
+        whole = dz.as_strided((dz.shape[0], dz.stride(0)), (dz.stride(0), 1))  # with the zero columns of padding
+        add_outer(d_weight, whole, hidden[part].contiguous())
+    return d_hidden, d_weight[:vocab]

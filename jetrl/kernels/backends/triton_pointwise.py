@@ -1,0 +1,462 @@
+"""Norms, RoPE, SwiGLU and residual sums as Triton kernels, forward passes bit-equal to `reference`.
+
+The sum of squares is exact: a row is written as integers of at most 20 bits times a power of two, whose squares are summed
+in int64; the rest of `inv_rms` is float64. `exp32` repeats `exact.exp` operation by operation. FP fusion is off everywhere.
+
+Legend: `T` tokens, `D` row length, `N` query heads, `G` key/value heads, `H` head size, `F` feed-forward.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
+from jetrl.kernels.qtensor import QTensor
+
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds an FP32 of at most 2**22 to an integer, half to even
+_MAGIC_BITS = tl.constexpr(0x4B400000)
+_PARTIAL_ROWS = 256  # programs of the first stage of the weight gradient: fixed, so that the order of sums is fixed
+
+
+@triton.jit
+def aligned_squares(x, top):
+    """Squares, int64, of `x` [R, B] as integers of 20 bits; `top` [R] is the maximum of `abs_bits` over the row."""
+    shift = 146 - (top >> 23)  # 19 - exponent; in two halves, each a normal FP32
+    half = shift >> 1
+    a = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    b = ((shift - half + 127) << 23).to(tl.float32, bitcast=True)
+    m = ((x * a[:, None]) * b[:, None] + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+    return m.to(tl.int64) * m.to(tl.int64)
+
+
+@triton.jit
+def inv_rms_from(total, top, D: tl.constexpr, EPS: tl.constexpr):
+    """`reference.inv_rms` from the int64 sum of `aligned_squares` [R] and the row maximum."""
+    unit2 = ((2 * ((top >> 23) - 146) + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    one = tl.full(total.shape, 1.0, tl.float64)
+    inv = (one / tl.sqrt(total.to(tl.float64) * unit2 / D + EPS)).to(tl.float32)
+    special = tl.where(top > 0x7F800000, float("nan"), 0.0)  # NaN, else infinity, in the row
+    return tl.where(top >= 0x7F800000, special, inv)
+
+
+@triton.jit
+def inv_rms(x, D: tl.constexpr, EPS: tl.constexpr):
+    top = tl.max(abs_bits(x), axis=1)
+    return inv_rms_from(tl.sum(aligned_squares(x, top), axis=1), top, D, EPS)
+
+
+@triton.jit
+def exp32(x):
+    """`exact.exp`: Cephes' polynomial, every operation rounded on its own."""
+    x = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # NaN stays
+    shifted = x * 1.44269504088896340736 + _MAGIC
+    n = shifted - _MAGIC
+    r = (x - n * 0.693359375) - n * -2.12194440e-4
+    p = r * 1.9875691500e-4
+    p = (p + 1.3981999507e-3) * r
+    p = (p + 8.3334519073e-3) * r
+    p = (p + 4.1665795894e-2) * r
+    p = (p + 1.6666665459e-1) * r
+    p = (p + 5.0000001201e-1) * (r * r)
+    p = (p + r) + 1.0
+    power = shifted.to(tl.int32, bitcast=True) - _MAGIC_BITS
+    return p * ((power + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sigmoid32(x):
+    e = exp32(-x) + 1.0
+    return tl.div_rn(tl.full(e.shape, 1.0, tl.float32), e)
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, total, codes, scale, num_rows, heads, x_stride, x_head_stride, res_stride,
+    codes_stride, scale_stride, written, D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+    ADD: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    cols = tl.arange(0, B)
+    alive, inside = rows < num_rows, cols < D
+    mask = alive[:, None] & inside[None, :]
+    at = (rows // heads) * x_stride + (rows % heads) * x_head_stride
+    v = tl.load(x + at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        r = tl.load(residual + rows[:, None] * res_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rounded = (v + r).to(tl.bfloat16)
+        tl.store(total + rows[:, None] * D + cols[None, :], rounded, mask=mask)
+        v = rounded.to(tl.float32)
+    inv = inv_rms(v, D, EPS)
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    normed = (v * inv[:, None]).to(tl.bfloat16).to(tl.float32)
+    y = (normed * w[None, :]).to(tl.bfloat16)
+    if QUANT:
+        y = tl.where(mask, y.to(tl.float32), 0.0)
+        groups = tl.reshape(y, (R, B // 128, 128))
+        s = scale_from(tl.max(abs_bits(groups), axis=2), FLOOR, POW2)
+        q = tl.reshape(encode(groups, s[:, :, None]).to(tl.uint8, bitcast=True), (R, B))
+        tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=alive[:, None] & (cols < written)[None, :])
+        group = tl.arange(0, B // 128)
+        tl.store(
+            scale + group[None, :].to(tl.int64) * scale_stride + rows[:, None], s,
+            mask=alive[:, None] & (group * 128 < D)[None, :],
+        )  # fmt: skip
+    else:
+        tl.store(out + rows[:, None] * D + cols[None, :], y, mask=mask)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    grad, x, weight, dx, partial, num_rows, heads, x_stride, x_head_stride,
+    D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, B)
+    inside = cols < D
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    dw = tl.zeros((R, B), dtype=tl.float32)
+    for start in range(tl.program_id(0) * R, num_rows, tl.num_programs(0) * R):
+        rows = (start + tl.arange(0, R)).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & inside[None, :]
+        at = (rows // heads) * x_stride + (rows % heads) * x_head_stride
+        v = tl.load(x + at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        inv = inv_rms(v, D, EPS)[:, None]
+        n = v * inv
+        gw = g * w[None, :]
+        mean = tl.sum(gw * n, axis=1) / D
+        tl.store(dx + rows[:, None] * D + cols[None, :], ((gw - n * mean[:, None]) * inv).to(tl.bfloat16), mask=mask)
+        dw += tl.where(mask, g * n, 0.0)
+    tl.store(partial + tl.program_id(0) * D + cols, tl.sum(dw, axis=0), mask=inside)
+
+
+@triton.jit
+def _add_kernel(x, y, out, num_cols, x_stride, y_stride, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * B + tl.arange(0, B)
+    inside = cols < num_cols
+    a = tl.load(x + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(y + row * y_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * num_cols + cols, (a + b).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _rope_kernel(
+    x, cos, sin, out, heads, x_stride, x_head_stride, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * R + tl.arange(0, R)
+    cols = tl.arange(0, HB)
+    inside = cols < H // 2
+    mask = (head < heads)[:, None] & inside[None, :]
+    c = tl.load(cos + token * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + token * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    if BACKWARD:
+        s = -s
+    at = x + token * x_stride + head[:, None] * x_head_stride + cols[None, :]
+    x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(at + H // 2, mask=mask, other=0.0).to(tl.float32)
+    to = out + (token * heads + head[:, None]) * H + cols[None, :]
+    tl.store(to, (x1 * c - x2 * s).to(tl.bfloat16), mask=mask)
+    tl.store(to + H // 2, (x2 * c + x1 * s).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _qkv_kernel(
+    qkv, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, v_out, qkv_stride,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """QK-norm and RoPE of the fused projection; keys and values go to rows `slots[t]` (paged cache) or `t`."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * R + tl.arange(0, R)
+    cols = tl.arange(0, HB)
+    inside = cols < H // 2
+    is_q, is_v = head < N, head >= N + G
+    mask = (head < N + 2 * G)[:, None] & inside[None, :]
+    at = qkv + token * qkv_stride + head[:, None] * H + cols[None, :]
+    x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(at + H // 2, mask=mask, other=0.0).to(tl.float32)
+    n1, n2 = x1, x2
+    if NORM:
+        top = tl.maximum(tl.max(abs_bits(x1), axis=1), tl.max(abs_bits(x2), axis=1))
+        total = tl.sum(aligned_squares(x1, top), axis=1) + tl.sum(aligned_squares(x2, top), axis=1)
+        inv = inv_rms_from(total, top, H, EPS)[:, None]
+        qw1 = tl.load(q_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        qw2 = tl.load(q_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw1 = tl.load(k_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw2 = tl.load(k_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        n1 = (x1 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw1, kw1)
+        n2 = (x2 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw2, kw2)
+        n1, n2 = n1.to(tl.bfloat16).to(tl.float32), n2.to(tl.bfloat16).to(tl.float32)
+    position = tl.load(positions + token)
+    c = tl.load(cos + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    y1 = tl.where(is_v[:, None], x1, n1 * c - n2 * s).to(tl.bfloat16)
+    y2 = tl.where(is_v[:, None], x2, n2 * c + n1 * s).to(tl.bfloat16)
+    to_q = q_out + (token * N + head[:, None]) * H + cols[None, :]
+    q_mask = mask & is_q[:, None]
+    tl.store(to_q, y1, mask=q_mask)
+    tl.store(to_q + H // 2, y2, mask=q_mask)
+    row = token
+    if PAGED:
+        row = tl.load(slots + token)
+    k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
+    to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
+    tl.store(to_k, y1, mask=k_mask)
+    tl.store(to_k + H // 2, y2, mask=k_mask)
+    v_mask = mask & is_v[:, None] & (row >= 0)
+    to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
+    tl.store(to_v, y1, mask=v_mask)
+    tl.store(to_v + H // 2, y2, mask=v_mask)
+
+
+@triton.jit
+def _write_kernel(k, v, slots, keys, values, k_stride, v_stride, W: tl.constexpr, B: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    cols = tl.arange(0, B)
+    mask = (cols < W) & (slot >= 0)
+    tl.store(keys + slot * W + cols, tl.load(k + token * k_stride + cols, mask=mask), mask=mask)
+    tl.store(values + slot * W + cols, tl.load(v + token * v_stride + cols, mask=mask), mask=mask)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up, out, codes, scale, num_rows, x_stride, codes_stride, scale_stride, written,
+    F: tl.constexpr, R: tl.constexpr, B: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    group = tl.program_id(1)
+    cols = group * B + tl.arange(0, B)
+    alive = (rows < num_rows)[:, None]
+    mask = alive & (cols < F)[None, :]
+    at = gate_up + rows[:, None] * x_stride + cols[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
+    y = (gate * sigmoid32(gate) * up).to(tl.bfloat16)
+    if QUANT:
+        y = tl.where(mask, y.to(tl.float32), 0.0)
+        s = scale_from(tl.max(abs_bits(y), axis=1), FLOOR, POW2)
+        q = encode(y, s[:, None]).to(tl.uint8, bitcast=True)
+        tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=alive & (cols < written)[None, :])
+        tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=rows < num_rows)
+    else:
+        tl.store(out + rows[:, None] * F + cols[None, :], y, mask=mask)
+
+
+@triton.jit
+def _swiglu_backward_kernel(grad, gate_up, out, x_stride, F: tl.constexpr, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * B + tl.arange(0, B)
+    mask = cols < F
+    gate = tl.load(gate_up + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * x_stride + F + cols, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * F + cols, mask=mask, other=0.0).to(tl.float32)
+    sig = sigmoid32(gate)
+    one = 1.0
+    d_gate = (g * up) * (sig * (gate * (one - sig) + one))
+    tl.store(out + row * 2 * F + cols, d_gate.to(tl.bfloat16), mask=mask)
+    tl.store(out + row * 2 * F + F + cols, (g * (gate * sig)).to(tl.bfloat16), mask=mask)
+
+
+def _rows_view(x: Tensor) -> tuple[int, int, int, int]:
+    """Rows, heads, and the strides of token and head, of a [T, D] or [T, N, H] tensor with contiguous rows."""
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"the hopper backend computes in BF16, got {x.dtype}")
+    assert x.stride(-1) == 1 and x.ndim in (2, 3)
+    if x.ndim == 2:
+        return x.shape[0], 1, x.stride(0), 0
+    return x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1)
+
+
+def _norm_tile(d: int) -> tuple[int, int, int]:
+    """Block of columns, rows a program, warps."""
+    block = max(128, triton.next_power_of_2(d))
+    return block, max(1, 2048 // block), 4 if block <= 4096 else 8
+
+
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quantize: bool, pow2: bool
+) -> tuple[Tensor | QTensor, Tensor]:
+    rows, heads, stride, head_stride = _rows_view(x)
+    d = x.shape[-1]
+    block, r, warps = _norm_tile(d)
+    assert residual is None or (x.ndim == 2 and residual.shape == x.shape and residual.stride(1) == 1)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = codes = scale = x
+    if quantize:
+        codes, scale = new_codes(rows, d, x.device), new_scale(rows, triton.cdiv(d, 128), x.device)
+    else:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        _norm_kernel[(triton.cdiv(rows, r),)](
+            x, x if residual is None else residual, weight, out, total, codes.view(torch.uint8) if quantize else codes,
+            scale, rows, heads, stride, head_stride, 0 if residual is None else residual.stride(0),
+            codes.stride(0), scale.stride(1), codes.stride(0), D=d, EPS=eps, B=block, R=r, ADD=residual is not None,
+            QUANT=quantize, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return (QTensor(codes, scale, "1x128", (rows,), (d,)) if quantize else out), total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`reference.rms_norm`: `x` [T, D] or [T, N, H], rows contiguous (a slice of the fused projection will do)."""
+    y = _norm(x, None, weight, eps, False, False)[0]
+    assert isinstance(y, Tensor)
+    return y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`r = rounded(x + residual)`; returns (`rms_norm(r)`, `r`)."""
+    y, total = _norm(x, residual, weight, eps, False, False)
+    assert isinstance(y, Tensor)
+    return y, total
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pow2: bool
+) -> tuple[QTensor, Tensor]:
+    """`quantize_act(add_rms_norm(...))` and the residual in one kernel; `residual` None: `x` alone."""
+    y, total = _norm(x, residual, weight, eps, True, pow2)
+    assert isinstance(y, QTensor)
+    return y, total
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients for `x` (rounded) and `weight` (FP32). Deterministic: a fixed split of the rows, no atomics."""
+    rows, heads, stride, head_stride = _rows_view(x)
+    d = x.shape[-1]
+    block, r, warps = _norm_tile(d)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partial = torch.empty(_PARTIAL_ROWS, d, dtype=torch.float32, device=x.device)
+    _norm_backward_kernel[(_PARTIAL_ROWS,)](
+        grad, x, weight, dx, partial, rows, heads, stride, head_stride, D=d, EPS=eps, B=block, R=r,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return dx, partial.sum(0)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """`reference.add`: `y` of the shape of `x` [T, D], or one row [D] (a bias)."""
+    _rows_view(x)
+    assert y.stride(-1) == 1 and x.ndim == 2
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = min(2048, triton.next_power_of_2(x.shape[1]))
+    if x.shape[0]:
+        _add_kernel[(x.shape[0], triton.cdiv(x.shape[1], block))](
+            x, y, out, x.shape[1], x.stride(0), y.stride(0) if y.ndim == 2 else 0, B=block, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    _, heads, stride, head_stride = _rows_view(x)
+    h = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    r = min(16, triton.next_power_of_2(heads))
+    if x.shape[0]:
+        _rope_kernel[(x.shape[0], triton.cdiv(heads, r))](
+            x, cos, sin, out, heads, stride, head_stride, H=h, HB=triton.next_power_of_2(h // 2), R=r,
+            BACKWARD=backward, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`reference.rope` of `x` [T, N, H] with FP32 `cos`, `sin` [T, H/2]."""
+    return _rope(x, cos, sin, False)
+
+
+def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse rotation."""
+    return _rope(grad, cos, sin, True)
+
+
+def qkv_norm_rope(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """QK-norm, RoPE and the write to the paged cache in one kernel, bit-equal to the three ops one after another.
+
+    `qkv` [T, (N + 2G) * H]; `heads` (N, G); `norms` the weights [H] of q and k; `tables` cos and sin [positions, H/2];
+    `cache` (keys, values [pages, page, G, H], slots [T]). Returns q [T, N, H] with, without a cache, k and v [T, G, H];
+    with one, the cache's own tensors.
+    """
+    n, g = heads
+    t = qkv.shape[0]
+    _rows_view(qkv)
+    q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if cache is None:
+        keys, values = torch.empty(2, t, g, head_dim, dtype=qkv.dtype, device=qkv.device)
+        slots = positions
+    else:
+        keys, values, slots = cache
+        assert keys.is_contiguous() and values.is_contiguous()
+    q_weight, k_weight = norms if norms is not None else (qkv, qkv)
+    r = 16
+    if t:
+        _qkv_kernel[(t, triton.cdiv(n + 2 * g, r))](
+            qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, keys, values, qkv.stride(0), N=n, G=g,
+            H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
+            PAGED=cache is not None, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q, keys, values
+
+
+def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Scatter rows `k`, `v` [T, G, H] to rows `slots` of the cache [pages, page, G, H]; slot -1 writes nothing."""
+    width = k.shape[1] * k.shape[2]
+    k, v = k.flatten(1), v.flatten(1)
+    assert keys.is_contiguous() and values.is_contiguous() and k.stride(1) == 1 and v.stride(1) == 1
+    if k.shape[0]:
+        _write_kernel[(k.shape[0],)](
+            k, v, slots, keys, values, k.stride(0), v.stride(0), W=width, B=triton.next_power_of_2(width), num_warps=4
+        )
+
+
+def _swiglu(gate_up: Tensor, quantize: bool, pow2: bool) -> Tensor | QTensor:
+    _rows_view(gate_up)
+    rows, f = gate_up.shape[0], gate_up.shape[1] // 2
+    out = codes = scale = gate_up
+    if quantize:
+        codes, scale = new_codes(rows, f, gate_up.device), new_scale(rows, triton.cdiv(f, 128), gate_up.device)
+    else:
+        out = torch.empty(rows, f, dtype=gate_up.dtype, device=gate_up.device)
+    r = 16 if rows >= 4096 else 8
+    if rows:
+        _swiglu_kernel[(triton.cdiv(rows, r), triton.cdiv(f, 128))](
+            gate_up, out, codes.view(torch.uint8) if quantize else codes, scale, rows, gate_up.stride(0),
+            codes.stride(0), scale.stride(1), codes.stride(0), F=f, R=r, B=128, QUANT=quantize, FLOOR=_FLOOR_BITS,
+            POW2=pow2, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return QTensor(codes, scale, "1x128", (rows,), (f,)) if quantize else out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`reference.swiglu` of `gate_up` [T, 2F]."""
+    y = _swiglu(gate_up, False, False)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
+    """`quantize_act(swiglu(gate_up))` in one kernel."""
+    y = _swiglu(gate_up, True, pow2)
+    assert isinstance(y, QTensor)
+    return y
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """`reference.swiglu_backward`, bit-equal."""
+    _rows_view(gate_up)
+    f = grad.shape[1]
+    out = torch.empty(grad.shape[0], 2 * f, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(f))
+    _swiglu_backward_kernel[(grad.shape[0], triton.cdiv(f, block))](
+        grad, gate_up, out, gate_up.stride(0), F=f, B=block, num_warps=4, enable_fp_fusion=False
+    )
+    return out

@@ -1,0 +1,248 @@
+"""Quantizers as Triton kernels, bit-equal to `reference.quantize_*` (NaN codes may differ in sign).
+
+Every kernel reads BF16 or FP32 once and writes E4M3 codes and FP32 scales. Scales of activations are written MN-major with
+a column stride that is a multiple of 4 (16 bytes), the layout that the TMA of the GEMM reads, so no transform kernel runs.
+Rows of codes are padded with zeros to a multiple of 128 wherever the matrix ends in a part of a block.
+
+Legend: `T` tokens, `C` columns (features), `N`, `K` weight rows and columns. Launches switch FP fusion off: a fused
+multiply-add would round once where the definition rounds twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.qtensor import QTensor, blocks_of
+from jetrl.precision.formats import BLOCK
+
+_FLOOR_BITS = 0x2B8CBCCC  # bits of FP32 1e-12, `formats.AMAX_FLOOR`
+
+
+@triton.jit
+def abs_bits(x):
+    """Bits of |x| (FP32): integers in the order of the values, with NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_from(amax_bits, FLOOR: tl.constexpr, POW2: tl.constexpr):
+    """`reference.scale_of` for the integer maximum of `abs_bits`; NaN and infinity pass through."""
+    amax = tl.maximum(amax_bits, FLOOR).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
+    if POW2:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def encode(x, scale):
+    """`reference.encode`; the conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23)."""
+    return tl.div_rn(x, scale + tl.zeros_like(x)).to(tl.float8e4nv)
+
+
+@triton.jit
+def _rows_kernel(
+    x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    group = tl.program_id(1)
+    cols = group * 128 + tl.arange(0, 128)
+    alive = rows < num_rows
+    v = tl.load(
+        x + rows[:, None] * x_stride + cols[None, :], mask=alive[:, None] & (cols < num_cols)[None, :], other=0.0
+    ).to(tl.float32)
+    s = scale_from(tl.max(abs_bits(v), axis=1), FLOOR, POW2)
+    tl.store(
+        codes + rows[:, None] * codes_stride + cols[None, :], encode(v, s[:, None]),
+        mask=alive[:, None] & (cols < written_cols)[None, :],
+    )  # fmt: skip
+    tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=alive)
+
+
+@triton.jit
+def _columns_kernel(
+    x, codes, scale, codes_t, scale_t, num_rows, num_cols, x_stride,
+    codes_stride, written_cols, scale_stride, codes_t_stride, scale_t_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, POW2_T: tl.constexpr, BOTH: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Groups of 128 tokens, written transposed; BOTH: groups of 128 columns of the same tile as well (then C is 128)."""
+    group = tl.program_id(0).to(tl.int64)
+    rows = group * 128 + tl.arange(0, 128)
+    cols = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
+    alive, inside = rows < num_rows, cols < num_cols
+    v = tl.load(
+        x + rows[:, None] * x_stride + cols[None, :], mask=alive[:, None] & inside[None, :], other=0.0
+    ).to(tl.float32)  # fmt: skip
+    bits = abs_bits(v)
+    s_t = scale_from(tl.max(bits, axis=0), FLOOR, POW2_T)
+    q_t = tl.trans(encode(v, s_t[None, :]).to(tl.uint8, bitcast=True))
+    tl.store(codes_t + cols[:, None] * codes_t_stride + rows[None, :], q_t, mask=inside[:, None])
+    tl.store(scale_t + group * scale_t_stride + cols, s_t, mask=inside)
+    if BOTH:
+        s = scale_from(tl.max(bits, axis=1), FLOOR, POW2)
+        tl.store(
+            codes + rows[:, None] * codes_stride + cols[None, :], encode(v, s[:, None]),
+            mask=alive[:, None] & (cols < written_cols)[None, :],
+        )  # fmt: skip
+        tl.store(scale + tl.program_id(1).to(tl.int64) * scale_stride + rows, s, mask=alive)
+
+
+@triton.jit
+def _blocks_kernel(
+    w, codes, scale, first_row, last_row, first_block, num_cols, written_cols, w_stride, codes_stride, scale_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    block, group = tl.program_id(0), tl.program_id(1)
+    rows = first_row + block.to(tl.int64) * 128 + tl.arange(0, 128)
+    cols = group * 128 + tl.arange(0, 128)
+    alive = rows < last_row
+    v = tl.load(
+        w + rows[:, None] * w_stride + cols[None, :], mask=alive[:, None] & (cols < num_cols)[None, :], other=0.0
+    ).to(tl.float32)
+    s = scale_from(tl.max(tl.max(abs_bits(v), axis=1), axis=0), FLOOR, POW2)
+    tl.store(
+        codes + rows[:, None] * codes_stride + cols[None, :], encode(v, s),
+        mask=alive[:, None] & (cols < written_cols)[None, :],
+    )  # fmt: skip
+    tl.store(scale + (first_block + block) * scale_stride + group, s)
+
+
+@triton.jit
+def _transpose_kernel(x, out, first_row, last_row, out_first, num_cols, x_stride, out_stride):
+    """One section of bytes [rows, cols] -> [cols, out_first + rows]; columns of a short last block become zeros."""
+    block = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
+    rows = first_row + block
+    cols = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+    inside = cols < num_cols
+    v = tl.load(
+        x + rows[:, None] * x_stride + cols[None, :], mask=(rows < last_row)[:, None] & inside[None, :], other=0
+    )
+    tl.store(out + cols[:, None] * out_stride + (out_first + block)[None, :], tl.trans(v), mask=inside[:, None])
+
+
+def padded(size: int, multiple: int = BLOCK) -> int:
+    """`size` rounded up."""
+    return -(-size // multiple) * multiple
+
+
+def has_gaps(sections: tuple[int, ...]) -> bool:
+    """Whether a section before the last ends in a part of a block, so that blocks are not simply 128 apart."""
+    return any(size % BLOCK for size in sections[:-1])
+
+
+def new_codes(rows: int, cols: int, device: torch.device) -> Tensor:
+    """Empty E4M3 [rows, cols] whose rows lie a multiple of 128 bytes apart; the writer fills the rest with zeros."""
+    stride = padded(cols)
+    return torch.empty(rows, stride, dtype=torch.float8_e4m3fn, device=device)[:, :cols]
+
+
+def new_scale(rows: int, groups: int, device: torch.device) -> Tensor:
+    """Empty FP32 [rows, groups], MN-major with an aligned column stride: what the GEMM's TMA reads."""
+    stride = padded(rows, 4)
+    return torch.empty_strided((rows, groups), (1, stride), dtype=torch.float32, device=device)
+
+
+def _row_tile(rows: int) -> int:
+    return 32 if rows >= 4096 else 8
+
+
+def _quantize_section(x: Tensor, codes: Tensor, scale: Tensor, pow2: bool, written: int) -> None:
+    r = _row_tile(x.shape[0])
+    grid = (triton.cdiv(x.shape[0], r), scale.shape[1])
+    _rows_kernel[grid](
+        x, codes, scale, x.shape[0], x.shape[1], written, x.stride(0), codes.stride(0), scale.stride(1),
+        FLOOR=_FLOOR_BITS, POW2=pow2, R=r, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def quantize_act(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None) -> QTensor:
+    """`reference.quantize_1x128`: `x` [T, C] with contiguous rows, groups of 128 columns that restart at every section."""
+    assert x.stride(1) == 1
+    sections = sections or (x.shape[1],)
+    rows, cols = x.shape
+    scale = new_scale(rows, len(blocks_of(sections)), x.device)
+    codes = new_codes(rows, cols, x.device)
+    if not has_gaps(sections):
+        if rows:
+            _quantize_section(x, codes, scale, pow2, codes.stride(0))
+        return QTensor(codes, scale, "1x128", (rows,), sections)
+    start = group = 0
+    for size in sections:
+        groups = triton.cdiv(size, BLOCK)
+        part = slice(start, start + size)
+        _quantize_section(x[:, part], codes[:, part], scale[:, group : group + groups], pow2, size)
+        start, group = start + size, group + groups
+    return QTensor(codes, scale, "1x128", (rows,), sections)
+
+
+def _columns(x: Tensor, q: QTensor | None, pow2: bool, pow2_t: bool) -> QTensor:
+    rows, cols = x.shape
+    codes_t = new_codes(cols, rows, x.device)
+    scale_t = new_scale(cols, triton.cdiv(rows, BLOCK), x.device)
+    width = BLOCK if q is not None else 64
+    codes, scale = (q.codes, q.scale) if q is not None else (codes_t, scale_t)
+    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(cols, width))
+    _columns_kernel[grid](
+        x, codes, scale, codes_t.view(torch.uint8), scale_t, rows, cols, x.stride(0),
+        codes.stride(0), codes.stride(0), scale.stride(1), codes_t.stride(0), scale_t.stride(1),
+        FLOOR=_FLOOR_BITS, POW2=pow2, POW2_T=pow2_t, BOTH=q is not None, C=width,
+        num_warps=8 if q is not None else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return QTensor(codes_t, scale_t, "1x128", (cols,), (rows,))
+
+
+def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
+    """`reference.quantize_128x1`: `x` [T, C] -> the quantized `x.T` [C, T], groups of 128 tokens."""
+    assert x.stride(1) == 1 and x.shape[0] > 0
+    return _columns(x, None, pow2, pow2)
+
+
+def quantize_act_both(
+    x: Tensor, pow2: bool, pow2_t: bool, sections: tuple[int, ...] | None = None
+) -> tuple[QTensor, QTensor]:
+    """`quantize_act(x, pow2, sections)` and `quantize_act_t(x, pow2_t)`, reading `x` once."""
+    assert x.stride(1) == 1 and x.shape[0] > 0
+    sections = sections or (x.shape[1],)
+    if has_gaps(sections):
+        return quantize_act(x, pow2, sections), _columns(x, None, pow2_t, pow2_t)
+    rows, cols = x.shape
+    scale = new_scale(rows, triton.cdiv(cols, BLOCK), x.device)
+    q = QTensor(new_codes(rows, cols, x.device), scale, "1x128", (rows,), sections)
+    return q, _columns(x, q, pow2, pow2_t)
+
+
+def quantize_weight(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None) -> QTensor:
+    """`reference.quantize_128x128`: `w` [N, K], blocks of rows restart at every section."""
+    assert w.stride(1) == 1
+    sections = sections or (w.shape[0],)
+    groups = triton.cdiv(w.shape[1], BLOCK)
+    codes = new_codes(w.shape[0], w.shape[1], w.device)
+    scale = torch.empty(len(blocks_of(sections)), groups, dtype=torch.float32, device=w.device)
+    start = block = 0
+    for size in sections:
+        blocks = triton.cdiv(size, BLOCK)
+        _blocks_kernel[(blocks, groups)](
+            w, codes, scale, start, start + size, block, w.shape[1], codes.stride(0), w.stride(0), codes.stride(0),
+            scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        start, block = start + size, block + blocks
+    return QTensor(codes, scale, "128x128", sections, (w.shape[1],))
+
+
+def transpose_codes(codes: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """E4M3 [N, K] -> [K, N'] with every section of rows padded to whole blocks with zeros: the dgrad operand."""
+    width = sum(padded(size) for size in sections)
+    out = torch.empty(codes.shape[1], width, dtype=torch.uint8, device=codes.device)
+    source = codes.view(torch.uint8)
+    start = first = 0
+    for size in sections:
+        grid = (triton.cdiv(size, BLOCK), triton.cdiv(codes.shape[1], BLOCK))
+        _transpose_kernel[grid](
+            source, out, start, start + size, first, codes.shape[1], source.stride(0), out.stride(0), num_warps=4
+        )
+        start, first = start + size, first + padded(size)
+    return out.view(torch.float8_e4m3fn)

@@ -1,0 +1,142 @@
+"""FlashAttention-4 adapter: values against the definition; alone = packed = prefill chunks = decode, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetrl.kernels import reference_attention as ref
+from jetrl.kernels.dispatch import load_backend
+from jetrl.types import PagedPlan, VarlenPlan
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda"
+HEADS = [(9, 3, 64), (32, 8, 128), (16, 8, 128), (4, 4, 64), (14, 2, 64), (8, 1, 32)]
+
+
+@pytest.fixture(scope="module")
+def ops():  # noqa: ANN201
+    return load_backend("hopper")
+
+
+class Cache:
+    def __init__(self, pages: int, page: int, g: int, h: int) -> None:
+        # stale pages hold large finite numbers: a mask must hide them
+        self.keys = torch.full((pages, page, g, h), 1e4, dtype=torch.bfloat16, device=CUDA)
+        self.values = torch.full((pages, page, g, h), -1e4, dtype=torch.bfloat16, device=CUDA)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+
+def varlen(lengths: tuple[int, ...], device: str = CUDA) -> VarlenPlan:
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    return VarlenPlan(cu, lengths)
+
+
+def paged(cache: Cache, tables: Tensor, starts: list[int], counts: list[int]) -> PagedPlan:
+    """New tokens `starts[b] .. starts[b] + counts[b]` of each sequence; `tables` [B, M] on the CPU."""
+    page = cache.keys.shape[1]
+    slots = [
+        int(tables[b, p // page]) * page + p % page
+        for b, (s, c) in enumerate(zip(starts, counts, strict=True))
+        for p in range(s, s + c)
+    ]
+    kv = [s + c for s, c in zip(starts, counts, strict=True)]
+    cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    return PagedPlan(
+        cache=cache, cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=CUDA), query_lengths=tuple(counts),
+        kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA), max_kv_length=max(kv),
+        block_table=tables.to(torch.int32).to(CUDA), slots=torch.tensor(slots, dtype=torch.int64, device=CUDA),
+    )  # fmt: skip
+
+
+def make(lengths: tuple[int, ...], n: int, g: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(sum(lengths))
+    t = sum(lengths)
+    return tuple(torch.randn(t, heads, h, generator=gen).to(torch.bfloat16) for heads in (n, g, g))
+
+
+@pytest.mark.parametrize(("n", "g", "h"), HEADS)
+def test_values_match_the_definition(ops, n: int, g: int, h: int) -> None:  # noqa: ANN001
+    lengths = (1, 70, 200, 129)
+    q, k, v = make(lengths, n, g, h)
+    want = ref.attend(q, k, v, varlen(lengths, "cpu"), 0, h**-0.5).double()
+    got = ops.attend(*(x.to(CUDA) for x in (q, k, v)), varlen(lengths), 0, h**-0.5).cpu().double()
+    assert ((got - want).norm() / want.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize(("n", "g", "h"), HEADS)
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int, h: int, page: int) -> None:  # noqa: ANN001
+    lengths = (1, 333, 130, 700, 17)
+    q, k, v = (x.to(CUDA) for x in make(lengths, n, g, h))
+    scale = h**-0.5
+    packed = ops.attend(q, k, v, varlen(lengths), 0, scale)
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    for b, length in enumerate(lengths):
+        part = slice(starts[b], starts[b] + length)
+        alone = ops.attend(q[part], k[part], v[part], varlen((length,)), 0, scale)
+        assert torch.equal(alone, packed[part]), f"sequence {b} alone"
+    blocks = -(-max(lengths) // page)
+    order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(0))
+    tables, cache = order.view(len(lengths), blocks), Cache(len(lengths) * blocks, page, g, h)
+    done = [0] * len(lengths)
+    chunk_sizes = [64, 1, 1, 1, 127, 5, 256, 1000]
+    step = 0
+    while any(d < length for d, length in zip(done, lengths, strict=True)):
+        # sequences of different progress share each call; those at their end stay out
+        members = [b for b in range(len(lengths)) if done[b] < lengths[b]]
+        counts = [min(chunk_sizes[(step + b) % len(chunk_sizes)], lengths[b] - done[b]) for b in members]
+        begins = [done[b] for b in members]
+        rows = torch.cat([
+            torch.arange(starts[b] + s, starts[b] + s + c) for b, s, c in zip(members, begins, counts, strict=True)
+        ]).to(CUDA)  # fmt: skip
+        out = ops.attend(q[rows], k[rows], v[rows], paged(cache, tables[members], begins, counts), 0, scale)
+        different = torch.nonzero((out != packed[rows]).flatten(1).any(1)).flatten().tolist()
+        assert not different, f"step {step}: rows {rows[different].tolist()[:5]} of sequences {members}, counts {counts}"
+        for b, c in zip(members, counts, strict=True):
+            done[b] += c
+        step += 1
+
+
+@pytest.mark.parametrize(("n", "g", "h"), [(9, 3, 64), (32, 8, 128)])
+def test_decode_at_every_position_equals_prefill(ops, n: int, g: int, h: int) -> None:  # noqa: ANN001
+    """All positions of one sequence decoded in one batch: entry p is the sequence's first p + 1 tokens."""
+    length, page = 600, 16
+    q, k, v = (x.to(CUDA) for x in make((length,), n, g, h))
+    whole = ops.attend(q, k, v, varlen((length,)), 0, h**-0.5)
+    blocks = -(-length // page)
+    table, cache = torch.arange(blocks)[None], Cache(blocks, page, g, h)
+    ops.attend(q, k, v, paged(cache, table, [0], [length]), 0, h**-0.5)
+    plan = paged(cache, table.expand(length, -1).contiguous(), list(range(length)), [1] * length)
+    assert torch.equal(ops.attend(q, k, v, plan, 0, h**-0.5), whole)
+
+
+def test_a_padding_row_writes_nothing(ops) -> None:  # noqa: ANN001
+    q, k, v = (x.to(CUDA) for x in make((3,), 4, 2, 64))
+    cache = Cache(4, 16, 2, 64)
+    plan = paged(cache, torch.tensor([[0], [1], [2]]), [0, 0, 0], [1, 1, 1])
+    before = cache.keys.clone()
+    plan.slots[1] = -1
+    ops.attend(q, k, v, plan, 0, 0.125)
+    changed = torch.nonzero((cache.keys != before).flatten(2).any(2)).tolist()
+    assert changed == [[0, 0], [2, 0]]
+
+
+@pytest.mark.parametrize(("n", "g", "h"), [(9, 3, 64), (32, 8, 128), (4, 4, 64)])
+def test_gradients_match_and_repeat(ops, n: int, g: int, h: int) -> None:  # noqa: ANN001
+    lengths = (5, 200, 131)
+    q, k, v = make(lengths, n, g, h)
+    grad = make(lengths, n, g, h)[0].flip(0)
+    want = ref.attend_backward(grad, q, k, v, varlen(lengths, "cpu"), h**-0.5)
+    on = [x.to(CUDA) for x in (grad, q, k, v)]
+    got = ops.attend_backward(*on, varlen(lengths), h**-0.5)
+    for name, a, b in zip("qkv", got, want, strict=True):
+        error = ((a.cpu().double() - b.double()).norm() / b.double().norm()).item()
+        assert error < 1e-2, f"d{name}: {error}"
+    out, lse = ops.attend_varlen(*on[1:], varlen(lengths), h**-0.5, True)
+    assert torch.equal(out, ops.attend(*on[1:], varlen(lengths), 0, h**-0.5)), "asking for the log-sum-exp changes bits"
+    again = ops.attend_backward(*on, varlen(lengths), h**-0.5, out, lse)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))

@@ -1,0 +1,61 @@
+"""Every case of `tests/kernels/triton_cases.py` on the GPU, bit for bit against the CPU definitions."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).parents[1] / "kernels" / "triton_cases.py"
+    spec = importlib.util.spec_from_file_location("triton_cases", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if torch.cuda.is_available():
+    CASES = _load().all_cases()
+else:  # collected on a machine without a GPU: the marker keeps it from running
+    CASES = []
+
+
+@pytest.mark.parametrize("case", [c for _, c in CASES], ids=[n for n, _ in CASES])
+def test_kernel_equals_its_definition(case) -> None:  # noqa: ANN001
+    case()
+
+
+def test_large_shapes_equal_their_definitions() -> None:
+    """Shapes of a real model, where other tile sizes and 64-bit offsets are in use."""
+    cases = _load()
+    for rows, cols in ((5000, 4096), (257, 12288)):
+        x = cases.sample(rows, cols, "normal", 7)
+        a, t = cases.tq.quantize_act_both(x.cuda(), False, False)
+        cases.equal_q("1x128", a, cases.ref.quantize_1x128(x))
+        cases.equal_q("128x1", t, cases.ref.quantize_128x1(x))
+        w = cases.sample(1, cols, "normal", 8)[0]
+        if cols <= 8192:  # beyond, the definition itself leaves the order of the sum open
+            got, want = cases.tp.rms_norm(x.cuda(), w.cuda(), 1e-6), cases.ref.rms_norm(x, w, 1e-6)
+            cases.equal("rms_norm", got, want)
+        q = cases.tp.swiglu_quantize(x.cuda(), False)
+        cases.equal_q("swiglu", q, cases.ref.quantize_1x128(cases.ref.swiglu(x)))
+
+
+def test_full_vocabulary_equals_the_definition() -> None:
+    cases = _load()
+    z = torch.randn(6, 151936, generator=torch.Generator().manual_seed(0)) * 5
+    targets, temperature = torch.arange(6) * 30000, torch.tensor([1.0, 1.0, 0.6, 1.4, 1.0, 0.9])
+    zt = z / temperature[:, None]
+    weights, top, total = cases.ref.exp_weights(zt)
+    want = cases.ref.logprob(zt, targets, top, total)
+    cases.equal("logprob", cases.tv.logprobs(z.cuda(), targets.cuda(), temperature.cuda()), want)
+    got = cases.tv.exp_weights(zt.cuda())
+    cases.equal("weights", got[0], weights)
+    cases.equal("total", got[2], total)

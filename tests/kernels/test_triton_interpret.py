@@ -1,0 +1,25 @@
+"""Triton kernels against the definitions, bit for bit, by Triton's interpreter on the CPU (no GPU needed)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("triton_cases.py")
+
+
+def test_kernels_equal_their_definitions_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    # TRITON_INTERPRET is read when a kernel is defined, so the cases need a process of their own
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    root = CASES.parents[2]
+    env["PYTHONPATH"] = os.pathsep.join([str(root), env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, str(CASES)], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["failed"] == [] and result["cases"] >= 40, done.stdout

@@ -1,0 +1,327 @@
+"""Cases that compare every Triton kernel with its definition; run by the interpreter test and on a GPU.
+
+`python tests/kernels/triton_cases.py` prints one line a failure and a JSON summary. Device: CUDA if there is one, else
+the CPU through Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.kernels import reference as ref
+from jetrl.kernels.backends import cpu
+from jetrl.kernels.backends import triton_logprob as tv
+from jetrl.kernels.backends import triton_pointwise as tp
+from jetrl.kernels.backends import triton_quant as tq
+from jetrl.rollout.sampler import SamplingTable, sample_rows
+from jetrl.types import SamplingParams
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRET else "cuda")
+Case = Callable[[], None]
+
+
+def fix_interpreter_rounding() -> None:
+    """Triton's interpreter truncates where a GPU rounds half to even: give it torch's conversions."""
+    import triton.language as language
+    from triton.runtime import interpreter
+
+    kinds = {language.float32: torch.float32, language.bfloat16: torch.bfloat16, language.float8e4nv: torch.float8_e4m3fn}
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+    def convert(data: np.ndarray, source: language.dtype, target: language.dtype, mode: object) -> np.ndarray:
+        bits = np.ascontiguousarray(data).view({1: np.uint8, 2: np.int16, 4: np.int32}[data.itemsize])
+        value = torch.from_numpy(bits.copy()).view(kinds[source])
+        if target is language.float8e4nv:
+            value = value.clamp(-448.0, 448.0)
+        out = value.to(kinds[target])
+        signed = out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()]).numpy()
+        return signed.view(unsigned[out.element_size()])
+
+    interpreter._convert_float = convert
+    plain_patch = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        plain_patch(tensor, scope)  # newer numpy does not turn an array of one element into a number
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if INTERPRET:
+    fix_interpreter_rounding()
+
+
+def equal(name: str, got: Tensor, want: Tensor) -> None:
+    """Same bits; NaN equals NaN of any sign and payload."""
+    got, want = got.cpu(), want.cpu()
+    assert got.shape == want.shape and got.dtype == want.dtype, (name, got.shape, want.shape, got.dtype, want.dtype)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    a, b = got.contiguous().view(kind), want.contiguous().view(kind)
+    if got.is_floating_point():
+        both_nan = got.to(torch.float32).isnan() & want.to(torch.float32).isnan()
+        a, b = a.masked_fill(both_nan, 0), b.masked_fill(both_nan, 0)
+    different = torch.nonzero(a != b)
+    if different.numel():
+        at = tuple(different[0].tolist())
+        raise AssertionError(
+            f"{name}: {len(different)} of {a.numel()} differ, first at {at}: "
+            f"{got[at].to(torch.float64)} instead of {want[at].to(torch.float64)}"
+        )
+
+
+def sample(rows: int, cols: int, kind: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=g)
+    if kind == "wide":  # magnitudes over the whole range of BF16, denormals included
+        x = torch.sign(x) * torch.exp2(torch.rand(rows, cols, generator=g) * 250 - 131)
+    elif kind == "grid":  # quotients on and beside the rounding boundaries of E4M3
+        codes = torch.randint(0, 127, (rows, cols), generator=g).to(torch.uint8).view(torch.float8_e4m3fn)
+        x = torch.sign(x) * codes.to(torch.float32) * (1 + torch.randint(-1, 2, x.shape, generator=g) * 2.0**-4)
+        x[:, 0] = 448.0
+    elif kind == "zero":
+        x = x * (torch.rand(rows, cols, generator=g) > 0.9)
+        x[: rows // 2] = 0
+    elif kind == "nan":
+        x[rows // 2, cols // 3] = float("nan")
+        x[0, -1] = float("inf")
+    elif kind == "tiny":
+        x = x * 2.0**-130
+    elif kind == "huge":
+        x = x * 2.0**126
+    return x.to(dtype)
+
+
+KINDS = ("normal", "wide", "grid", "zero", "nan", "tiny", "huge")
+
+
+def quantizer_cases() -> Iterator[tuple[str, Case]]:
+    for kind in KINDS:
+        for pow2 in (False, True):
+
+            def act(kind: str = kind, pow2: bool = pow2) -> None:
+                for rows, cols, sections in ((9, 256, None), (5, 200, None), (130, 328, (200, 128)), (7, 384, (256, 128))):
+                    x = sample(rows, cols, kind)
+                    got, want = tq.quantize_act(x.to(DEVICE), pow2, sections), ref.quantize_1x128(x, pow2, sections)
+                    equal("codes", got.codes, want.codes)
+                    equal("scale", got.scale, want.scale)
+                    t, want_t = tq.quantize_act_t(x.to(DEVICE), pow2), ref.quantize_128x1(x, pow2)
+                    equal("codes_t", t.codes, want_t.codes)
+                    equal("scale_t", t.scale, want_t.scale)
+                    a, b = tq.quantize_act_both(x.to(DEVICE), pow2, not pow2, sections)
+                    equal("both codes", a.codes, want.codes)
+                    equal("both scale", a.scale, want.scale)
+                    want_t = ref.quantize_128x1(x, not pow2)
+                    equal("both codes_t", b.codes, want_t.codes)
+                    equal("both scale_t", b.scale, want_t.scale)
+                    padding = t.codes.as_strided((cols, t.codes.stride(0)), (t.codes.stride(0), 1))[:, rows:]
+                    assert kind == "nan" or not padding.to(torch.float32).any(), "padding is not zero"
+
+            yield f"quantize_act {kind} pow2={pow2}", act
+
+            def weight(kind: str = kind, pow2: bool = pow2) -> None:
+                for n, k, sections in ((256, 128, None), (200, 136, (72, 128)), (320, 200, (192, 64, 64))):
+                    w = sample(n, k, kind)
+                    got, want = tq.quantize_weight(w.to(DEVICE), pow2, sections), ref.quantize_128x128(w, pow2, sections)
+                    equal("codes", got.codes, want.codes)
+                    equal("scale", got.scale, want.scale)
+                    t = tq.transpose_codes(got.codes, got.row_sections)
+                    start = first = 0
+                    for size in got.row_sections:
+                        equal("transposed", t[:, first : first + size], want.codes[start : start + size].T)
+                        start, first = start + size, first + tq.padded(size)
+                    assert int((t.to(torch.float32) != 0).sum()) == int((want.codes.to(torch.float32) != 0).sum())
+
+            yield f"quantize_weight {kind} pow2={pow2}", weight
+
+
+def equal_q(name: str, got: object, want: object) -> None:
+    equal(f"{name} codes", got.codes, want.codes)
+    equal(f"{name} scale", got.scale, want.scale)
+
+
+def norm_cases() -> Iterator[tuple[str, Case]]:
+    for kind in KINDS:
+        for rows, d in ((5, 576), (3, 1000), (37, 64), (2, 4096)):
+
+            def norm(kind: str = kind, rows: int = rows, d: int = d) -> None:
+                x, r = sample(rows, d, kind), sample(rows, d, "normal", 1)
+                w = sample(1, d, "normal", 2)[0]
+                for eps in (1e-6, 1e-5):
+                    equal("rms_norm", tp.rms_norm(x.to(DEVICE), w.to(DEVICE), eps), ref.rms_norm(x, w, eps))
+                got, want = tp.add_rms_norm(*(t.to(DEVICE) for t in (x, r, w)), 1e-6), cpu.add_rms_norm(x, r, w, 1e-6)
+                equal("normed", got[0], want[0])
+                equal("sum", got[1], want[1])
+                q, total = tp.add_rms_norm_quantize(*(t.to(DEVICE) for t in (x, r, w)), 1e-6, False)
+                equal_q("fused", q, ref.quantize_1x128(want[0], False))
+                equal("fused sum", total, want[1])
+                q, _ = tp.add_rms_norm_quantize(x.to(DEVICE), None, w.to(DEVICE), 1e-6, True)
+                equal_q("fused alone", q, ref.quantize_1x128(ref.rms_norm(x, w, 1e-6), True))
+                equal("add", tp.add(x.to(DEVICE), r.to(DEVICE)), ref.add(x, r))
+                equal("bias", tp.add(x.to(DEVICE), w.to(DEVICE)), ref.add(x, w))
+
+            yield f"norm {kind} {rows}x{d}", norm
+
+    def gradient() -> None:
+        for rows, d in ((300, 576), (70, 128)):
+            x, g, w = sample(rows, d, "normal"), sample(rows, d, "normal", 3), sample(1, d, "normal", 2)[0]
+            dx, dw = tp.rms_norm_backward(g.to(DEVICE), x.to(DEVICE), w.to(DEVICE), 1e-6)
+            want_dx, want_dw = cpu.rms_norm_backward(g, x, w, 1e-6)
+            torch.testing.assert_close(dx.cpu(), want_dx, rtol=1e-2, atol=1e-5)
+            torch.testing.assert_close(dw.cpu(), want_dw, rtol=1e-5, atol=1e-4)
+            again = tp.rms_norm_backward(g.to(DEVICE), x.to(DEVICE), w.to(DEVICE), 1e-6)
+            equal("dx again", again[0], dx)
+            equal("dw again", again[1], dw)
+
+    yield "norm gradient", gradient
+
+
+def attention_input_cases() -> Iterator[tuple[str, Case]]:
+    for kind in ("normal", "wide", "zero", "nan"):
+        for n, g, h, norm in ((9, 3, 64, False), (4, 2, 128, True), (16, 8, 128, True)):
+
+            def prepare(kind: str = kind, n: int = n, g: int = g, h: int = h, norm: bool = norm) -> None:
+                t = 6
+                qkv = sample(t, (n + 2 * g) * h, kind)
+                wq, wk = sample(2, h, "normal", 5)
+                angles = torch.rand(50, h // 2, generator=torch.Generator().manual_seed(1)) * 7
+                cos, sin = angles.cos(), angles.sin()
+                positions = torch.tensor([3, 0, 49, 12, 7, 7])
+                q, k, v = qkv.view(t, -1, h).split((n, g, g), 1)
+                if norm:
+                    on_device = qkv.to(DEVICE).view(t, -1, h).split((n, g, g), 1)
+                    equal("strided norm", tp.rms_norm(on_device[1], wk.to(DEVICE), 1e-6), ref.rms_norm(k, wk, 1e-6))
+                    q, k = ref.rms_norm(q, wq, 1e-6), ref.rms_norm(k, wk, 1e-6)
+                c, s = cos[positions], sin[positions]
+                args = [x.to(DEVICE) for x in (c, s)]
+                equal("rope", tp.rope(q.to(DEVICE), *args), ref.rope(q, c, s))
+                equal("rope_backward", tp.rope_backward(k.to(DEVICE), *args), cpu.rope_backward(k, c, s))
+                q, k = ref.rope(q, c, s), ref.rope(k, c, s)
+                norms = (wq.to(DEVICE), wk.to(DEVICE)) if norm else None
+                tables = (cos.to(DEVICE), sin.to(DEVICE))
+                got = tp.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), None)
+                for name, a, b in zip("qkv", got, (q, k, v), strict=True):
+                    equal(name, a, b.contiguous())
+                slots = torch.tensor([4, -1, 9, 0, 11, 2])
+                keys, values = torch.zeros(2, 3, 4, g, h, dtype=torch.bfloat16, device=DEVICE)
+                other = (keys.clone(), values.clone())
+                cache = (keys, values, slots.to(DEVICE))
+                paged = tp.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), cache)
+                equal("paged q", paged[0], q)
+                tp.write_cache(k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE), *other)
+                for name, a, b, x in (("keys", keys, other[0], k), ("values", values, other[1], v)):
+                    want = torch.zeros(12, g, h, dtype=torch.bfloat16)
+                    want[slots[slots >= 0]] = x[slots >= 0]
+                    equal(f"fused {name}", a, want.view(3, 4, g, h))
+                    equal(name, b, want.view(3, 4, g, h))
+
+            yield f"qkv {kind} {n}/{g}/{h}", prepare
+
+
+def swiglu_cases() -> Iterator[tuple[str, Case]]:
+    for kind in KINDS:
+        for rows, f in ((5, 192), (3, 1536), (20, 200)):
+
+            def swiglu(kind: str = kind, rows: int = rows, f: int = f) -> None:
+                x = sample(rows, 2 * f, kind)
+                if kind == "normal":
+                    x = x * 40  # sigmoid saturates on both sides
+                equal("swiglu", tp.swiglu(x.to(DEVICE)), ref.swiglu(x))
+                for pow2 in (False, True):
+                    equal_q("fused", tp.swiglu_quantize(x.to(DEVICE), pow2), ref.quantize_1x128(ref.swiglu(x), pow2))
+                g = sample(rows, f, "normal", 4)
+                equal("backward", tp.swiglu_backward(g.to(DEVICE), x.to(DEVICE)), ref.swiglu_backward(g, x))
+
+            yield f"swiglu {kind} {rows}x{f}", swiglu
+
+
+def logprob_cases() -> Iterator[tuple[str, Case]]:
+    for vocab in (40, 4096, 9001):
+        for spread in (1.0, 12.0, 80.0):
+
+            def logprob(vocab: int = vocab, spread: float = spread) -> None:
+                g = torch.Generator().manual_seed(vocab)
+                rows = 4
+                z = torch.randn(rows, vocab, generator=g) * spread
+                z[1, vocab // 2 :: 3] = z[1].max()  # equal maxima
+                z[2, ::2] = float("-inf")
+                targets = torch.tensor([0, vocab - 1, 1, vocab // 2])
+                temperature = torch.tensor([1.0, 0.7, 1.3, 0.0])
+                positive = torch.where(temperature == 0, 1.0, temperature)
+                zt = z / positive[:, None]
+                weights, top, total = ref.exp_weights(zt)
+                args = [t.to(DEVICE) for t in (z, targets, positive)]
+                got = tv.exp_weights(zt.to(DEVICE))
+                for name, a, b in zip(("weights", "max", "total"), got, (weights, top, total), strict=True):
+                    equal(name, a, b)
+                want = ref.logprob(zt, targets, top, total)
+                equal("logprob", tv.logprobs(*args), want)
+                lp, entropy = tv.logprobs_and_entropy(*args)
+                equal("logprob with entropy", lp, want)
+                kept = zt.masked_fill(zt == float("-inf"), -1e30)
+                torch.testing.assert_close(entropy.cpu(), ref.entropy(kept, weights, top, total), rtol=1e-6, atol=1e-6)
+                params = [SamplingParams(1, temperature=t, seed=3) for t in temperature.tolist()]
+                table, positions = SamplingTable.build(params, [5, 6, 7, 8]), np.array([9, 0, 4, 2])
+                for step in range(6 if vocab < 5000 else 2):
+                    at = positions + step
+                    want_tokens, want_lp = sample_rows(z, table, at)
+                    keys = torch.from_numpy(table.key.astype(np.int64))
+                    draw = tv.sample(args[0], temperature.to(DEVICE), keys.to(DEVICE), torch.from_numpy(at).to(DEVICE))
+                    equal("tokens", draw[0], want_tokens)
+                    equal("sampled logprob", draw[1], want_lp)
+
+            yield f"logprob {vocab} x{spread}", logprob
+
+    def gradient() -> None:
+        g = torch.Generator().manual_seed(1)
+        z = torch.randn(5, 5003, generator=g) * 3
+        targets, temperature = torch.tensor([0, 5002, 17, 4096, 4095]), torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0])
+        gl, ge = torch.randn(2, 5, generator=g)
+        zt = z.requires_grad_()
+        lp = torch.log_softmax(zt / temperature[:, None], -1)
+        entropy = -(lp.exp() * lp).sum(-1)
+        args = [t.detach().to(DEVICE) for t in (z, targets, temperature, gl)]
+        (want,) = torch.autograd.grad((lp.gather(1, targets[:, None])[:, 0] * gl).sum(), zt, retain_graph=True)
+        torch.testing.assert_close(tv.dlogits(*args, None).float().cpu(), want, rtol=5e-3, atol=1e-6)
+        total = (lp.gather(1, targets[:, None])[:, 0] * gl).sum() + (entropy * ge).sum()
+        (want,) = torch.autograd.grad(total, zt)
+        torch.testing.assert_close(tv.dlogits(*args, ge.to(DEVICE)).float().cpu(), want, rtol=5e-3, atol=1e-6)
+
+    yield "logits gradient", gradient
+
+    def broken() -> None:
+        z = torch.zeros(3, 50)
+        z[1, 7] = float("nan")
+        keys = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        top = tv.sample(z.to(DEVICE), torch.ones(3, device=DEVICE), keys, keys)[2]
+        assert top.isnan().tolist() == [False, True, False]
+
+    yield "logits that are not finite", broken
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    return [*quantizer_cases(), *norm_cases(), *attention_input_cases(), *swiglu_cases(), *logprob_cases()]
+
+
+def main() -> int:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    cases, failed = [c for c in all_cases() if wanted in c[0]], []
+    for name, case in cases:
+        try:
+            case()
+        except Exception as error:  # noqa: BLE001  reported below, with a failing exit status
+            failed.append(name)
+            print(f"FAILED {name}: {type(error).__name__}: {error}")
+    print(json.dumps({"cases": len(cases), "failed": failed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

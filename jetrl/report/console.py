@@ -56,11 +56,10 @@ class Display:
         self._rewards: list[float] = []
         self._worst_gap = 0.0
         self._first_accuracy: float | None = None
+        self._ended = ""
         self._live: Live | None = None
         if self.console.is_terminal:
-            self._live = Live(
-                get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False
-            )
+            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False)
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -73,8 +72,10 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._phase = "done" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
-            self._done, self._total = 0, None
+            if kind is None:
+                self.phase("done")
+            else:
+                self._ended = f"{'interrupted' if kind is KeyboardInterrupt else 'failed'} in {self._phase} after "
             self._live.stop()  # draws once more and shows the cursor again
 
     def phase(self, name: str, total: int | None = None) -> None:
@@ -103,7 +104,7 @@ class Display:
         if "reward/mean" in metrics:
             self._rewards.append(float(metrics["reward/mean"]))
         gap = float(metrics.get("parity/logprob_abs_diff_max", 0.0))
-        if not gap <= self._worst_gap:  # NaN counts as worst, and stays
+        if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as worst, and stays
             self._worst_gap = gap
         accuracy = accuracy_of(metrics)
         if accuracy is not None and self._first_accuracy is None:
@@ -178,12 +179,14 @@ class Display:
             f"{self._done}/{self._total}" if counted else "",
             Text("left " + duration(phase_left) if phase_left is not None else "", style="dim"),
         )
-        header = Text.assemble((f"{duration(now - self._started)}", "dim"))
+        title = Text(self.title, style="bold not dim")
+        title.truncate(width - 6, overflow="ellipsis")
+        elapsed = Text.assemble((self._ended, "bold red not dim"), (duration(now - self._started), "dim"))
         return Panel(
             Group(progress, Text(""), self._numbers(width)),
-            title=Text(self.title, style="bold", overflow="ellipsis"),
+            title=title,
             title_align="left",
-            subtitle=header,
+            subtitle=elapsed,
             subtitle_align="right",
             width=width,
             border_style="dim",
@@ -281,7 +284,8 @@ def summary(
         table.add_row("held-out accuracy", Text(f"{before}{accuracy_after:.3f}", style="bold"))
     if parity_max is not None:
         exact = parity_max == 0.0
-        told = "0: sampler and learner agreed bit for bit" if exact else f"{parity_text(parity_max)} (largest log-prob gap)"
+        agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
+        told = agreed if exact else gap
         table.add_row("parity", Text(told, style="green" if exact else "red"))
     table.add_row("steps", f"{steps} in {duration(seconds)}")
     table.add_row("run folder", Text(str(run_dir)))

@@ -76,7 +76,8 @@ def _curves(axis: Axes, runs: Sequence[Run], title: str, keys: dict[str, str], s
         axis.plot(steps, values, **_style(number), linewidth=1.8, marker=marker, markersize=3.5, label=run.label)
     if longest == 0:
         axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes, color="#55554f")
-    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]) if longest else 0.0)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(0.0, low), 1.04 if not smooth and high <= 1.1 else high)  # a share is shown on its whole range
     named = {key for key in keys.values() if key}
     _title(axis, title, named.pop() if len(named) == 1 else "")
 
@@ -95,13 +96,12 @@ def _parity(axis: Axes, runs: Sequence[Run]) -> None:
     exact = [run.label for _, run, _ in measured if headline(run).parity_nonzero_steps == 0]
     for number, _, (steps, values) in measured:
         axis.plot(steps, values, **_style(number), linewidth=1.8, clip_on=any(values))
-    note = {0: "", 1: "exactly 0 in every step"}.get(len(exact), "exactly 0 in every step")
     if exact:
-        text = note if len(runs) == 1 else f"{note}: {', '.join(exact)}"
-        height = 0.5 if not gaps else 0.06
-        axis.text(
-            0.5, height, text, ha="center", transform=axis.transAxes, fontsize=10, color="#0B7A4B", fontweight="bold"
-        )
+        note = "exactly 0 in every step"
+        text = note if len(runs) == 1 else "\n".join(f"{label}: {note}" for label in exact)
+        height, side = (0.04, "bottom") if gaps else (0.5, "center")
+        style: dict[str, Any] = {"ha": "center", "va": side, "color": "#0B7A4B", "fontweight": "bold"}
+        axis.text(0.5, height, text, transform=axis.transAxes, fontsize=10, **style)
     elif not measured:
         axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes, color="#55554f")
     _title(axis, "Parity", "largest |log-prob of sampler - learner|")
@@ -114,10 +114,13 @@ def _phases(axis: Axes, runs: Sequence[Run]) -> None:
     rows = list(range(len(runs)))[::-1]  # first run on top
     for number, name in enumerate(names):
         widths = [seconds_a_step(run, name) for run in runs]
-        axis.barh(rows, widths, left=left, height=0.55, color=PHASE_COLOURS[min(number, 8)], label=name)
+        axis.barh(rows, widths, left=left, height=0.5, color=PHASE_COLOURS[min(number, 8)], label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axis.set_yticks(rows, [run.label for run in runs] if len(runs) > 1 else [""])
-    axis.set_ylim(-0.6 - 0.35 * (len(runs) == 1), len(runs) - 0.4 + 0.35 * (len(runs) == 1))
+    axis.set_yticks([])
+    if len(runs) > 1:  # names above the bars: beside them, long ones would squeeze the panel
+        for row, run in zip(rows, runs, strict=True):
+            axis.text(0, row + 0.32, run.label, fontsize=9, color="#33332f", va="bottom")
+    axis.set_ylim(-0.6, max(len(runs), 2) - 0.3)
     axis.grid(axis="y", visible=False)
     if names:
         axis.legend(

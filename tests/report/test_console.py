@@ -1,0 +1,149 @@
+"""The display: plain lines off a terminal, a panel of at most 80 columns on one, and a terminal left as it was."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from jetrl.report.console import Display, duration, sparkline, summary
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain_console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def terminal(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=30, color_system="standard")
+
+
+def text_of(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+ROW = {
+    "reward/mean": 0.625, "response_length/mean": 5.31, "parity/logprob_abs_diff_max": 0.0,
+    "policy/entropy": 0.83, "perf/tokens_per_s_per_gpu": 12345.6,
+}  # fmt: skip
+
+
+def test_plain_output_is_one_line_a_step_with_time_left() -> None:
+    console, clock = plain_console(), Clock()
+    with Display(40, "run", console=console, clock=clock) as display:
+        for step in (1, 2, 3):
+            clock.now += 60.0 if step == 1 else 2.0  # the first step also warms up; the median forgets it
+            display.phase("rollout", 4)
+            display.advance(4)
+            display.step({"step": step, **ROW})
+        display.step({"step": 4, **ROW, "eval/add/avg@1": 0.5, "parity/logprob_abs_diff_max": 0.0123})
+    lines = text_of(console).splitlines()
+    assert lines[0] == "run: 40 steps" and len(lines) == 5
+    assert lines[3] == "step  3/40  reward 0.625  length 5.3  parity 0  12,346 tokens/s  left 1:14"
+    assert "held-out 0.500" in lines[4] and "parity 0.0123" in lines[4]
+    assert "\x1b" not in text_of(console)
+
+
+def test_plain_output_tells_of_a_long_phase_at_intervals() -> None:
+    console, clock = plain_console(), Clock()
+    with Display(10, "run", console=console, clock=clock, interval=10.0) as display:
+        display.phase("sft", 100)
+        for _ in range(100):
+            clock.now += 0.25
+            display.advance()
+    assert text_of(console).splitlines()[1:] == ["  sft 40/100  left 0:15", "  sft 80/100  left 5.0 s"]
+
+
+def test_markup_in_messages_and_titles_is_text() -> None:
+    for console in (plain_console(), terminal()):
+        with Display(1, "run [red]x[/red]", console=console) as display:
+            display.message("loss [0.41] [bold]")
+        assert "loss [0.41] [bold]" in text_of(console)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_panel_fits_the_terminal(width: int) -> None:
+    console = terminal(width)
+    display = Display(20_000, "a long title " * 9, console=console)
+    display.phase("a phase with a long name", 123_456)
+    for step in range(1, 200):
+        display.step({"step": step, **ROW, "reward/mean": math.sin(step), "eval/add/avg@1": step / 200})
+    sheet = Console(file=io.StringIO(), width=width, force_terminal=False)
+    sheet.print(display.render())
+    lines = text_of(sheet).splitlines()
+    assert max(len(line) for line in lines) <= min(width, 100) and len(lines) == 8
+    if width >= 80:
+        assert "199/20000" in text_of(sheet) and "0.995  (was 0.005)" in text_of(sheet) and "12,346" in text_of(sheet)
+
+
+def styled_parity(*gaps: float) -> str:
+    console = terminal()
+    display = Display(9, "run", console=console)
+    for step, gap in enumerate(gaps, start=1):
+        display.step({"step": step, "parity/logprob_abs_diff_max": gap})
+    console.print(display.render())
+    return text_of(console)
+
+
+def test_parity_is_green_only_when_exactly_zero_and_remembers_the_worst() -> None:
+    assert re.search(r"\x1b\[1;32m0[ \x1b]", styled_parity(0.0, 0.0))
+    assert re.search(r"\x1b\[1;31m1.19e-07[ \x1b]", styled_parity(0.0, 2.0**-23))
+    late = styled_parity(0.5, 0.0)
+    assert "\x1b[1;32m0\x1b" in late and "(worst 0.5)" in late
+    assert "nan" in styled_parity(math.nan, 0.0)
+
+
+def test_an_exception_shows_the_cursor_again_and_passes() -> None:
+    console = terminal()
+    with pytest.raises(KeyboardInterrupt), Display(5, "run", console=console) as display:
+        display.phase("rollout", 3)
+        raise KeyboardInterrupt
+    out = text_of(console)
+    assert out.count("\x1b[?25l") == 1 and out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
+    assert "interrupted in rollout after" in out  # the last frame says how it ended
+
+
+def test_time_left_counts_from_the_resumed_step() -> None:
+    clock = Clock()
+    display = Display(100, "run", start_step=90, console=plain_console(), clock=clock)
+    assert display.time_left() is None
+    clock.now += 3.0
+    display.step({"step": 91})
+    assert display.time_left() == pytest.approx(27.0)
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 10, 10], 2) == "▁█"  # halves averaged
+    assert sparkline([5, 5], 9) == "▁▁" and sparkline([], 5) == ""
+    assert sparkline([1, math.nan, 2], 3) == "▁ █"
+    assert sparkline([0, 1], 2, "_#") == "_#"
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0.04, 9.94, 9.96, 83, 3723)] == ["0.0 s", "9.9 s", "0:10", "1:23", "1:02:03"]
+
+
+def test_summary_says_what_happened_and_what_to_do() -> None:
+    console = plain_console()
+    long_command = "jetrl export runs/addition/checkpoints/step_000100 --out a/folder/with/a/long/name --format fp8"
+    summary(
+        run_dir="runs/addition", steps=30, seconds=83.2, accuracy_before=0.02, accuracy_after=0.97, parity_max=0.0,
+        next_commands=[("export it", long_command)], console=console,
+    )  # fmt: skip
+    out = text_of(console)
+    assert "0.020 -> 0.970" in out and "bit for bit" in out and "30 in 1:23" in out and "runs/addition" in out
+    assert f"    {long_command}\n" in out  # not wrapped: it is there to be copied
+    console = plain_console()
+    summary(run_dir="r", steps=1, seconds=1.0, parity_max=1e-7, console=console)
+    assert "1e-07 (largest log-prob gap)" in text_of(console) and "accuracy" not in text_of(console)

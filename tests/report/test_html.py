@@ -1,0 +1,241 @@
+"""The page: complete in itself, safe against what models write, and true to the run folders."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.report.html import (
+    MAX_POINTS,
+    MAX_SAMPLES,
+    MAX_TOKENS,
+    choose_samples,
+    config_differences,
+    script_json,
+    spell,
+    thin,
+    write_report,
+)
+from jetrl.report.recorder import Recorder
+from jetrl.report.run import headline, load_runs
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><script>alert(1)</script><text>qkv</text></svg>'
+
+
+class Page(HTMLParser):
+    """Tags, texts, and the contents of the scripts of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self._in = ""
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "script":
+            self.scripts[-1] += data
+        elif self._in != "style":
+            self.text += data
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.scripts[0])
+
+
+def test_headline_numbers_of_one_run(make_run, tmp_path: Path) -> None:
+    run = make_run("add-fp8", steps=40)
+    page = Page(write_report([run], tmp_path / "deep" / "report.html"))
+    numbers = headline(load_runs([run])[0])
+    assert "add-fp8" in page.text and "Qwen3-0.6B" in page.text and "NVIDIA H200" in page.text
+    assert f"3.1% → {100 * numbers.accuracy_after:.1f}%" in page.text
+    assert "exactly 0 in all 40 steps" in page.text
+    assert spell(numbers.seconds) in page.text and f"{numbers.tokens_per_s:,.0f}" in page.text
+    seconds = sum(value for row in load_runs([run])[0].rows for key, value in row.items() if key.startswith("time/"))
+    assert numbers.seconds == pytest.approx(seconds, rel=1e-12)
+
+
+def test_one_gap_among_many_exact_steps_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Recorder(run) as recorder:
+        for step in range(1, 5001):
+            recorder.write(step, {"reward/mean": 0.5, "parity/logprob_abs_diff_max": 1.2e-7 if step == 2222 else 0.0})
+    page = Page(write_report([run], tmp_path / "report.html"))
+    assert "1.2e-07" in page.text and "not 0 in 1 of 5,000 steps" in page.text and "exactly 0" not in page.text
+    curve = page.data["runs"][0]["series"]["parity/logprob_abs_diff_max"]
+    assert len(curve[0]) == MAX_POINTS and max(curve[1]) == 1.2e-7 and curve[0][-1] == 5000  # binning keeps the gap
+    assert "drawn in 1500 bins" in page.text
+
+
+def test_nan_parity_is_never_called_exact(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write(1, {"parity/logprob_abs_diff_max": 0.0})
+        recorder.write(2, {"parity/logprob_abs_diff_max": math.nan})
+    page = Page(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    assert "not 0 in 1 of 2 steps" in page.text and "exactly 0" not in page.text
+    assert page.data["runs"][0]["series"]["parity/logprob_abs_diff_max"] == [[1, 2], [0.0, None]]
+
+
+def test_samples_cannot_break_out_of_the_page(make_run, tmp_path: Path) -> None:
+    run = make_run("<img src=x onerror=alert(1)>", steps=10)
+    page = Page(write_report([run], tmp_path / "report.html"))
+    assert len(page.scripts) == 2 and [tag for tag, _ in page.tags].count("script") == 2
+    assert "<img src=x" not in page.source and "document.title='broken'</script>" not in page.source
+    assert not set("<>&") & set(page.scripts[0])
+    first = page.data["runs"][0]["samples"]["steps"][0]["groups"][0]["rows"][0]
+    assert "".join(first["t"]).startswith("</script><script>document.title='broken'")  # and yet nothing is lost
+    assert page.data["runs"][0]["label"] == "<img src=x onerror=alert(1)>" and "<img src=x" in page.text
+
+
+def test_script_json_is_safe_and_lossless() -> None:
+    value = {"a": ["</script>", "<!--", "&amp;", "\u2028\u2029", "π"], "b": 1.5}
+    text = str(script_json(value))
+    assert not set("<>&\u2028\u2029") & set(text) and json.loads(text) == value
+    with pytest.raises(ValueError):
+        script_json({"a": math.nan})
+
+
+def test_the_page_loads_nothing(make_run, tmp_path: Path) -> None:
+    page = Page(write_report([make_run("a"), make_run("b", seed=1)], tmp_path / "r.html", {"flow": SVG}))
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "srcset", "action"):
+            assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
+    assert "@import" not in page.source and "url(" not in page.source and "fetch(" not in page.source
+    assert set(re.findall(r"https?://[^\s\"'<]+", page.source)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
+
+
+def test_flow_pictures_are_images_given_or_found(make_run, tmp_path: Path) -> None:
+    run, other = make_run("a"), make_run("b")
+    (run / "flow.svg").write_text(SVG)
+    (other / "flow.svg").write_text(SVG)
+
+    def flows(page: Page) -> list[str]:
+        sources = [attributes["src"] or "" for tag, attributes in page.tags if tag == "img"]
+        return [base64.b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode() for source in sources]
+
+    found = Page(write_report([run, other], tmp_path / "r.html"))
+    assert flows(found) == [SVG] and "a, b" in found.text and "alert(1)" not in found.source  # equal flows once
+    given = Page(write_report([run], tmp_path / "r.html", {"BF16": SVG.replace("qkv", "other")}))
+    assert flows(given) == [SVG.replace("qkv", "other")] and "BF16" in given.text
+
+
+def test_runs_are_compared_with_their_config_differences(make_run, tmp_path: Path) -> None:
+    folders = [make_run("x-fp8"), make_run("x-rollout", precision="fp8_rollout", seed=1)]
+    page = Page(write_report(folders, tmp_path / "r.html"))
+    assert "2 runs compared" in page.text and "exactly 0 in all 40 steps" in page.text
+    assert "not 0 in 40 of 40 steps" in page.text
+    assert [run["label"] for run in page.data["runs"]] == ["x-fp8", "x-rollout"]
+    assert config_differences(load_runs(folders)) == [("precision", ['"fp8"', '"fp8_rollout"']), ("seed", ["0", "1"])]
+
+
+def test_runs_of_one_name_are_told_apart(make_run, tmp_path: Path) -> None:
+    first, second = make_run("one"), make_run("two")
+    (second / "config.toml").write_text('name = "one"\n')
+    assert [run.label for run in load_runs([first, second])] == ["one", "two"]
+    shutil.copytree(first, tmp_path / "copy" / "one")
+    assert [run.label for run in load_runs([first, tmp_path / "copy" / "one"])] == [
+        str(first), str(tmp_path / "copy" / "one")
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="given twice"):
+        load_runs([first, first])
+
+
+def test_samples_are_chosen_evenly_in_whole_groups(make_rows) -> None:
+    rows = [{"step": step, **row} for step in range(1, 101) for row in make_rows(step, 100)]  # 3 groups of 4 a step
+    chosen = choose_samples(rows, MAX_SAMPLES)
+    assert (chosen["kept"], chosen["total"]) == (400, 1200)
+    assert [one["step"] for one in chosen["steps"]] == list(range(1, 101))
+    assert all(len(group["rows"]) == 4 for one in chosen["steps"] for group in one["groups"])
+    few = choose_samples(rows, 20)
+    assert [one["step"] for one in few["steps"]] == [1, 26, 51, 75, 100] and few["kept"] == 20
+    assert choose_samples(rows, 3)["kept"] == 3  # a group that is larger than the limit is cut
+    everything = choose_samples(rows[:36], MAX_SAMPLES)
+    assert everything["kept"] == 36 and [len(one["groups"]) for one in everything["steps"]] == [3, 3, 3]
+    assert choose_samples([], 400) == {"steps": [], "kept": 0, "total": 0, "cut": 0}
+
+
+def test_equal_prompts_side_by_side_stay_two_groups(make_rows) -> None:
+    first = make_rows(1, 10)[:4]
+    rows = [{"step": 1, **row, "group": group} for group in (0, 1) for row in first]
+    assert [len(group["rows"]) for group in choose_samples(rows, 400)["steps"][0]["groups"]] == [4, 4]
+
+
+def test_limits_are_told_on_the_page(make_rows, tmp_path: Path) -> None:
+    long = {**make_rows(2, 10)[0], "tokens": ["ab"] * 2000, "logprobs": [-0.5] * 2000, "completion": "ab" * 2000}
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 51):
+            recorder.write(step, {"reward/mean": 0.0})
+            recorder.write_samples(step, make_rows(step, 50) if step < 50 else [long])
+    page = Page(write_report([tmp_path / "run"], tmp_path / "r.html"))
+    samples = page.data["runs"][0]["samples"]
+    assert f"{samples['kept']} of the 589 recorded completions, chosen evenly" in page.text and samples["kept"] <= 400
+    assert "1 of them are cut after 1,500 tokens" in page.text
+    (row,) = samples["steps"][-1]["groups"][0]["rows"]
+    assert len(row["t"]) == len(row["l"]) == MAX_TOKENS and row["n"] == 2000 and "c" not in row
+
+
+def test_thin_keeps_short_curves_exactly() -> None:
+    assert thin("reward/mean", [1, 2], [0.25, math.inf]) == [[1, 2], [0.25, None]]
+    steps, values = thin("reward/mean", list(range(3000)), [float(i % 2) for i in range(3000)])
+    assert len(steps) == MAX_POINTS and set(values) == {0.5}
+
+
+def test_a_run_without_config_samples_or_parity_still_has_a_page(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "bare") as recorder:
+        recorder.write(1, {"reward/mean": 0.5})
+    page = Page(write_report([tmp_path / "bare"], tmp_path / "r.html"))
+    assert "bare" in page.text and page.text.count("not measured") == 4
+
+
+def test_mistakes_are_told(make_run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run folder given"):
+        write_report([], tmp_path / "r.html")
+    with pytest.raises(UserError, match="no run folder"):
+        write_report([tmp_path], tmp_path / "r.html")
+    run = make_run("a")
+    with pytest.raises(UserError, match="cannot write"):
+        write_report([run], run / "config.toml" / "r.html")
+    (run / "config.toml").write_text("name = ")
+    with pytest.raises(UserError, match="cannot be read"):
+        write_report([run], tmp_path / "r.html")
+    Recorder(tmp_path / "empty").close()
+    with pytest.raises(UserError, match="no steps yet"):
+        write_report([tmp_path / "empty"], tmp_path / "r.html")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_a_browser_draws_the_page(make_run, tmp_path: Path) -> None:
+    folders = [make_run("fp8"), make_run("rollout", precision="fp8_rollout")]
+    out = write_report(folders, tmp_path / "r.html", {"flow": SVG})
+    options = (
+        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --virtual-time-budget=2000 --window-size=1000,2000 --dump-dom"
+    ).split()
+    command = ["chromium", *options, f"--user-data-dir={tmp_path / 'profile'}", out.as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert 'data-drawn="true"' in drawn  # set by the last line of the script
+    assert "<title>2 runs · jetrl report</title>" in drawn
+    assert drawn.count('class="card chart') == 7 and "NaN" not in re.sub(r"<script.*?</script>", "", drawn, flags=re.S)
+    assert drawn.count("exactly 0 in all 40 steps</b>") == 1 and drawn.count("not 0 in 40 of 40 steps</b>") == 1
+    assert 'class="completion"' in drawn and "rgba(var(--heat)" in drawn

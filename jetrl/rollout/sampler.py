@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.logprob import logprobs
-from jetrl.kernels.reference import exp_weights
+from jetrl.kernels.logprob import scaled
+from jetrl.kernels.reference import exp_weights, logprob
 from jetrl.types import SamplingParams
 
 UNIFORM_BITS = 53
@@ -116,8 +116,9 @@ def _sample_lot(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> 
     b, device = logits.shape[0], logits.device
     greedy = table.temperature == 0.0
     temperature = torch.from_numpy(np.where(greedy, np.float32(1.0), table.temperature)).to(device)
-    z = logits / temperature[:, None]
+    z = scaled(logits, temperature)
     weights, top, total = exp_weights(z)
+    kept = total
     if not bool(torch.isfinite(top).all()):
         bad = torch.nonzero(~torch.isfinite(top)).flatten().tolist()
         raise FloatingPointError(f"the model gave logits that are not finite, in rows {bad} of {b} sampled")
@@ -126,14 +127,15 @@ def _sample_lot(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> 
         rows = np.flatnonzero(cut)
         index = torch.from_numpy(rows).to(device)
         weights[index] = _filtered(weights[index], table.take(rows))
-        total = weights.sum(-1)
+        kept = weights.sum(-1)
     u = torch.from_numpy(uniforms(table.key, positions)).to(device)
-    threshold = _times_fraction(total.to(torch.int64), u).to(torch.float64)
+    threshold = _times_fraction(kept.to(torch.int64), u).to(torch.float64)
     tokens = torch.searchsorted(weights.cumsum(-1), threshold[:, None], right=True)[:, 0]
     if greedy.any():
         index = torch.from_numpy(np.flatnonzero(greedy)).to(device)
         tokens[index] = _first_maximum(z[index])
-    return tokens, logprobs(logits, tokens, temperature)
+    # what `kernels.logprob.logprobs` computes, without making the weights a second time
+    return tokens, logprob(z, tokens, top, total)
 
 
 def _first_maximum(z: Tensor) -> Tensor:

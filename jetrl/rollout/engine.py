@@ -66,7 +66,7 @@ class RolloutStats:
 
 
 class Engine:
-    """The rollout engine. Sizes are those of the config's `rollout` section; `eos_ids` overrides the tokenizer's.
+    """The rollout engine. Sizes are those of the config's `rollout` section; `eos_token_ids` overrides the tokenizer's.
 
     `kv_cache_tokens=None` sizes the cache for each call from what the requests can need, within half the free memory.
     """
@@ -81,7 +81,7 @@ class Engine:
         max_num_seqs: int = 256,
         max_tokens_per_step: int = 2048,
         kv_cache_tokens: int | None = None,
-        eos_ids: Collection[int] | None = None,
+        eos_token_ids: Collection[int] | None = None,
     ) -> None:
         if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < 1):
             raise UserError(
@@ -92,9 +92,9 @@ class Engine:
         self.runner = ModelRunner(model, page_size)
         self.page_size, self.kv_cache_tokens = page_size, kv_cache_tokens
         self.max_num_seqs, self.max_tokens_per_step = max_num_seqs, max_tokens_per_step
-        if eos_ids is None:
-            eos_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.eos_ids = frozenset(eos_ids)
+        if eos_token_ids is None:
+            eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.weights: WeightSet | None = None
         self.stats: RolloutStats | None = None  # of the last call
 
@@ -142,7 +142,7 @@ class Engine:
         self.runner.reserve(allocator.num_pages)
         self.runner.reset_times()
         table = SamplingTable.build([r.sampling for r in requests], [r.id for r in requests])
-        stopper = _Stopper(requests, self.eos_ids, self.tokenizer)
+        stopper = _Stopper(requests, self.eos_token_ids, self.tokenizer)
         drawn = _Drawn()
         while scheduler.has_work:
             plan = scheduler.schedule()

@@ -187,7 +187,7 @@ def test_stop_strings_across_bytes(text: str, stop: str) -> None:
 def test_stop_token_is_kept_in_tokens_and_not_in_text() -> None:
     requests = [Request(i, (1, 2, 3), SamplingParams(120)) for i in range(24)]
     for eos_ids in ({0}, {0, 5}):
-        engine = Engine(HashModel(), Letters(), "flow", eos_ids=eos_ids)  # type: ignore[arg-type]
+        engine = Engine(HashModel(), Letters(), "flow", eos_token_ids=eos_ids)  # type: ignore[arg-type]
         engine.load(WeightSet(0, "flow", ""))
         stopped = [c for c in engine.generate(requests) if c.finish_reason == "stop"]
         assert {c.tokens[-1] for c in stopped} == eos_ids

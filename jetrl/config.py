@@ -1,0 +1,381 @@
+"""The config tree: frozen pydantic models, read from TOML recipes with dotted overrides, written back as TOML.
+
+`load_config` and `parse_config` turn every mistake into a `UserError` that names the key and the cure. Nothing here
+imports torch, so a recipe can be checked on any machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from jetrl.config_base import Rule, Section
+from jetrl.config_errors import explain
+from jetrl.config_toml import read_toml, set_override, split_override, toml_key, toml_literal
+from jetrl.errors import UserError
+
+Schedule = Literal["constant", "linear", "cosine"]
+ScaleKind = Literal["fp32", "pow2"]
+
+
+class ModelConfig(Section):
+    """Which model is trained: a Hugging Face folder, or an architecture with random weights."""
+
+    section: ClassVar[str] = "model"
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("init_seed",), "arch", (None,)),)
+    path: str | None = Field(
+        default=None, description="Hugging Face folder with config.json, safetensors and a tokenizer.")
+    arch: dict[str, Any] | None = Field(
+        default=None, min_length=1, description="Keys of a Hugging Face config.json (model_type, hidden_size, ...) for "
+        "a model with random weights. Without vocab_size, the tokenizer gives it.",
+    )  # fmt: skip
+    tokenizer: str | None = Field(
+        default=None, description="Tokenizer folder, or builtin:arithmetic. none: the tokenizer in model.path.")
+    init_seed: int = Field(default=0, ge=0, description="Seed of the random weights of model.arch.")
+
+    def problems(self) -> Iterator[str]:
+        if (self.path is None) == (self.arch is None):
+            found = "neither is set" if self.path is None else "both are set"
+            yield f"model.path: needs exactly one of model.path (a folder) and model.arch (random weights); {found}"
+        if self.arch is not None and self.tokenizer is None:
+            yield 'model.tokenizer: is needed with model.arch; set a tokenizer folder or "builtin:arithmetic"'
+
+
+class QuantConfig(Section):
+    """Details of the FP8 recipe; the blocks are 128x128 for weights and 1x128 for activations and gradients."""
+
+    section: ClassVar[str] = "quant"
+    weight_scale: ScaleKind = Field(
+        default="fp32", description="Scales of weight blocks: any FP32 number, or powers of two.")
+    activation_scale: ScaleKind = Field(
+        default="fp32", description="Scales of activation and gradient blocks, likewise.")
+    num_first_layers_in_bf16: int = Field(
+        default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
+    num_last_layers_in_bf16: int = Field(
+        default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
+
+
+class TaskConfig(Section):
+    """What is asked and how answers are scored."""
+
+    section: ClassVar[str] = "task"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("train_file", "eval_file"), "name", ("addition", "gym")),
+        Rule(("system_prompt",), "chat_template", (False,)),
+    )
+    name: Literal["addition", "file", "gym"] = Field(
+        description="addition: sums made on the fly. file: your jsonl or parquet. gym: a reasoning-gym data set.")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the task itself: digits, style (addition); prompt_key, "
+        "answer_key (file); dataset and its own settings (gym); gold_template, check_gold (all).",
+    )  # fmt: skip
+    train_file: str | None = Field(default=None, description="Training problems of task file: jsonl or parquet.")
+    eval_file: str | None = Field(default=None, description="Held-out problems of task file.")
+    reward: str | None = Field(
+        default=None, description="Your reward, as module:function or path/to/file.py:function. none: the task's own.")
+    max_prompt_length: int = Field(default=512, ge=1, description="Longest prompt in tokens, chat template included.")
+    num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
+    chat_template: bool | Literal["auto"] = Field(
+        default="auto", description="Whether prompts go through the tokenizer's chat template. auto: if it has one.")
+    system_prompt: str | None = Field(
+        default=None, description="System message in front of each prompt (chat template only).")
+
+    def problems(self) -> Iterator[str]:
+        if self.name == "file" and self.train_file is None:
+            yield 'task.train_file: is needed with task.name = "file"; set the path of a jsonl or parquet file'
+
+
+class RolloutConfig(Section):
+    """How completions are sampled, and the sizes of the engine."""
+
+    section: ClassVar[str] = "rollout"
+    prompts_per_step: int = Field(default=16, ge=1, description="Prompts in a training step.")
+    group_size: int = Field(
+        default=8, ge=1, description="Completions of each prompt; their mean reward is the baseline. At least 2.")
+    max_response_length: int = Field(default=64, ge=1, description="Longest completion in tokens.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature; the learner's log-probs use the same.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: keep this much probability. 1: off.")
+    top_k: int = Field(default=0, ge=0, description="Sample among the k most probable tokens. 0: off.")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top probability. 0: off.")
+    stop: tuple[str, ...] = Field(
+        default=(), description="Strings that end a completion, besides the end-of-sequence token.")
+    page_size: int = Field(default=16, ge=1, description="Tokens in a page of the KV cache.")
+    max_num_seqs: int = Field(default=256, ge=1, description="Most sequences that run at the same time.")
+    max_tokens_per_step: int = Field(
+        default=2048, ge=1, description="Tokens in one engine step; longer prompts take several.")
+    kv_cache_tokens: int | None = Field(
+        default=None, ge=1, description="Size of the KV cache in tokens. none: from free memory and from need.")
+
+
+class RLConfig(Section):
+    """The objective."""
+
+    section: ClassVar[str] = "rl"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), "updates_per_step", (1,)),
+        Rule(("rollout_is_threshold",), "rollout_is", (None,)),
+        Rule(("rollout_rs_threshold",), "rollout_rs", ("none",)),
+        Rule(("kl_estimator",), "kl_coef", (0,)),
+        Rule(("overlong_penalty_factor",), "overlong_buffer_len", (0,)),
+    )
+    algo: Literal["grpo"] = Field(default="grpo", description="Group-relative policy optimization.")
+    norm_adv_by_std: bool = Field(default=True, description="Divide advantages by the group's standard deviation.")
+    loss_agg: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = Field(
+        default="token_mean", description="How token losses are averaged: over all tokens; within sequences, then over "
+        "them; or sums of sequences, divided by their number and by max_response_length.",
+    )  # fmt: skip
+    clip_ratio_low: float = Field(
+        default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")
+    clip_ratio_high: float = Field(default=0.2, gt=0, description="The policy ratio is clipped from above at 1 + this.")
+    clip_ratio_c: float | None = Field(
+        default=None, gt=1, description="Dual clip: bound on the ratio where the advantage is negative. none: off.")
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL penalty. 0: no reference model is loaded.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Estimator of the KL to the reference model.")
+    updates_per_step: int = Field(
+        default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        default=None, description="Truncated importance weights between sampler and learner (for fp8_rollout).")
+    rollout_is_threshold: float = Field(default=2.0, gt=0, description="Importance weights are cut off at this value.")
+    rollout_rs: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
+    rollout_rs_threshold: float = Field(
+        default=2.0, gt=1, description="Ratios above this, or below its inverse, are masked.")
+    dynamic_sampling: Literal["off", "drop"] = Field(
+        default="off", description="drop: leave out groups whose rewards are all equal, as they carry no gradient.")
+    overlong_buffer_len: int = Field(
+        default=0, ge=0, description="Soft length penalty over the last tokens before max_response_length. 0: off.")
+    overlong_penalty_factor: float = Field(default=1.0, gt=0, description="Penalty at the end of that buffer.")
+    mask_truncated: bool = Field(
+        default=False, description="Leave completions that hit max_response_length out of the loss.")
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus.")
+
+
+class TrainConfig(Section):
+    """The optimizer (AdamW) and its schedule."""
+
+    section: ClassVar[str] = "train"
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("min_lr_ratio",), "lr_schedule", ("constant",)),)
+    steps: int = Field(default=100, ge=1, description="Training steps; each samples, scores and updates.")
+    lr: float = Field(default=1e-6, gt=0, description="Peak learning rate.")
+    lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Last learning rate as a share of the peak.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay.")
+    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="Decay of Adam's two moments.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    max_tokens_per_gpu: int = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
+    master_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type of the optimizer's weights.")
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute layers in the backward pass to save memory.")
+
+    def problems(self) -> Iterator[str]:
+        if self.warmup_steps > self.steps:
+            yield f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}"
+
+
+class SFTConfig(Section):
+    """Supervised warm start on the task's worked solutions, before RL."""
+
+    section: ClassVar[str] = "sft"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("batch_size", "lr", "warmup_steps", "lr_schedule", "num_examples", "cache_dir"), "steps", (0,)),
+    )
+    steps: int = Field(default=0, ge=0, description="Optimizer steps of the warm start. 0: no warm start.")
+    batch_size: int = Field(default=32, ge=1, description="Sequences in a step.")
+    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
+    num_examples: int | None = Field(
+        default=None, ge=1, description="Distinct examples to draw from. none: as many as needed.")
+    cache_dir: str = Field(
+        default="~/.cache/jetrl/sft", description="Where warm-started weights are kept for the next run.")
+
+    def problems(self) -> Iterator[str]:
+        if 0 < self.steps < self.warmup_steps:
+            yield f"sft.warmup_steps: must be at most sft.steps = {self.steps}, got {self.warmup_steps}"
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out problems; their number is task.num_eval."""
+
+    section: ClassVar[str] = "eval"
+    eval_interval: int = Field(default=10, ge=0, description="Steps between evaluations. 0: never.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature. 0: greedy.")
+    num_samples: int = Field(default=1, ge=1, description="Completions of each problem: the k of avg@k and pass@k.")
+    max_response_length: int | None = Field(
+        default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
+
+    def problems(self) -> Iterator[str]:
+        if self.num_samples > 1 and self.temperature == 0:
+            yield (f"eval.num_samples: {self.num_samples} greedy samples of a problem are all the same; "
+                   "set eval.temperature above 0, or 1 sample")  # fmt: skip
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    section: ClassVar[str] = "checkpoint"
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("keep",), "save_interval", (0,)),)
+    save_interval: int = Field(default=10, ge=0, description="Steps between checkpoints. 0: never.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep.")
+    resume: str = Field(
+        default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
+
+
+class TrackConfig(Section):
+    """Experiment trackers, besides metrics.jsonl and report.html, which are always written."""
+
+    section: ClassVar[str] = "track"
+    backends: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        default=(), description="Trackers that also receive the metrics.")
+
+    def problems(self) -> Iterator[str]:
+        if len(set(self.backends)) < len(self.backends):
+            yield f"track.backends: names a tracker twice: {toml_literal(self.backends)}"
+
+
+class Config(Section):
+    """A whole run. `device` and `kernels` are concrete once `resolve` has run."""
+
+    section: ClassVar[str] = ""
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(tuple(f"quant.{key}" for key in QuantConfig.model_fields), "precision", ("bf16",)),
+    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")
+    seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
+    precision: Literal["bf16", "fp8", "fp8_rollout"] = Field(
+        default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: the GPU if there is one.")
+    kernels: Literal["auto", "reference", "hopper"] = Field(
+        default="auto", description="Backend of the operations: hopper on a GPU, reference on a CPU. auto: which fits.")
+    output_dir: str = Field(default="runs", min_length=1, description="Parent of the run folder.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads. none: torch's own choice.")
+    model: ModelConfig = Field(description="The model.")
+    quant: QuantConfig = Field(default=QuantConfig(), description="FP8 details.")
+    task: TaskConfig = Field(description="Problems and rewards.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
+    rl: RLConfig = Field(default=RLConfig(), description="Objective.")
+    train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
+    sft: SFTConfig = Field(default=SFTConfig(), description="Warm start.")
+    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
+    track: TrackConfig = Field(default=TrackConfig(), description="Trackers.")
+
+    def problems(self) -> Iterator[str]:
+        rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+        sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
+        if self.rl.algo == "grpo" and rollout.group_size < 2:
+            yield f"rollout.group_size: GRPO needs at least 2 completions of a prompt, got {rollout.group_size}"
+        if self.rl.updates_per_step > rollout.prompts_per_step:
+            yield (f"rl.updates_per_step: must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
+                   f"because groups are not split; got {self.rl.updates_per_step}")  # fmt: skip
+        if self.rl.overlong_buffer_len > rollout.max_response_length:
+            yield (f"rl.overlong_buffer_len: must be at most rollout.max_response_length = "
+                   f"{rollout.max_response_length}, got {self.rl.overlong_buffer_len}")  # fmt: skip
+        if self.train.max_tokens_per_gpu < longest:
+            yield f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}"
+        if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
+            yield f"rollout.kv_cache_tokens: must be at least {sizes}, got {rollout.kv_cache_tokens}"
+        layers = (self.model.arch or {}).get("num_hidden_layers")
+        in_bf16 = self.quant.num_first_layers_in_bf16 + self.quant.num_last_layers_in_bf16
+        if isinstance(layers, int) and in_bf16 > layers:
+            yield f"quant.num_first_layers_in_bf16: {in_bf16} first and last layers in BF16, but the model has {layers}"
+
+
+def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
+    """Checks a nested mapping. All mistakes are listed in one `UserError`, which begins with `source`."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        lines = explain(error, Config)
+    if len(lines) == 1:
+        raise UserError(f"{source}: {lines[0]}")
+    raise UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML recipe and applies overrides such as `train.lr=1e-5`, the last one winning.
+
+    A value is read as TOML and, where it is none, as a plain string; `none` unsets an optional key. An override that
+    switches a feature off also takes back what the file says about that feature, so that `rl.rollout_is=none` works on
+    a recipe that sets `rl.rollout_is_threshold`.
+    """
+    data = read_toml(Path(path))
+    pairs = [split_override(text) for text in overrides]
+    given = {key for key, _ in pairs}
+    for key, value in pairs:
+        set_override(data, key, value)
+        for dependent in _switched_off(key, value) - given:
+            section, _, name = dependent.partition(".")
+            if isinstance(data.get(section), dict):
+                data[section].pop(name, None)
+    return parse_config(data, f"{path} with overrides" if overrides else str(path))
+
+
+def _switched_off(key: str, value: Any) -> set[str]:
+    """The full keys that have no effect once an override has set `key` to `value`."""
+    keys = set()
+    owners: list[type[Section]] = [Config, *sections().values()]
+    for section in owners:
+        for rule in section.rules:
+            off = value in rule.off or (value == "none" and None in rule.off)
+            if off and section.full_key(rule.switch) == key:
+                keys |= {section.full_key(dependent) for dependent in rule.keys}
+    return keys
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of a config by name, in order."""
+    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def resolve(config: Config, *, cuda_available: bool) -> Config:
+    """Replaces `device` and `kernels` = auto by what this machine has; refuses what it cannot do."""
+    device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
+    kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
+    if device == "cuda" and not cuda_available:
+        raise UserError('device = "cuda", but torch sees no GPU; set device = "cpu" (or "auto"), or mend the driver')
+    if kernels != ("hopper" if device == "cuda" else "reference"):
+        pair = f'kernels = "{kernels}" with device = "{device}"'
+        raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')
+    return config.model_copy(update={"device": device, "kernels": kernels})
+
+
+def to_toml(config: Config) -> str:
+    """The config as TOML that `load_config` reads back to an equal config; keys without effect are left out."""
+    silent = config.without_effect()
+    blocks = [_table("", config, silent)]
+    for name in sections():
+        section: Section = getattr(config, name)
+        inner = {key.removeprefix(f"{name}.") for key in silent if key.startswith(f"{name}.")}
+        blocks.append(_table(name, section, section.without_effect() | inner))
+        for key in type(section).model_fields:
+            if isinstance(value := getattr(section, key), dict) and value:
+                rows = [f"{toml_key(k)} = {toml_literal(v)}" for k, v in value.items()]
+                blocks.append("\n".join([f"[{name}.{key}]", *rows]))
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _table(name: str, section: Section, silent: set[str]) -> str:
+    """One TOML table, without its sub-tables. Empty where nothing in it has an effect."""
+    values = {key: getattr(section, key) for key in type(section).model_fields if key not in silent}
+    rows = [f"{key} = {toml_literal(v)}" for key, v in values.items() if not isinstance(v, (dict, Section, type(None)))]
+    return "\n".join([f"[{name}]", *rows] if name and rows else rows)
+
+
+def digest(config: Config) -> str:
+    """16 hexadecimal digits that name the config: equal configs, and only these, have equal digests."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,235 @@
+"""From pydantic's errors to messages that say what is wrong with which key, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from jetrl.config_toml import toml_literal
+
+# What other systems call our keys, for messages only: ours (and a note) | whose: names; whose: names. Indented lines
+# belong to the line above.
+PEERS = """
+rollout.group_size | verl: n; TRL: num_generations; NeMo RL: num_generations_per_prompt; slime, OpenRLHF, SkyRL:
+  n_samples_per_prompt
+rollout.prompts_per_step (prompts, not completions) | verl, SkyRL: train_batch_size; TRL: generation_batch_size
+  per_device_train_batch_size; NeMo RL: num_prompts_per_step; slime: rollout_batch_size; prime-rl: batch_size;
+  torchtitan: num_prompts_per_train_step
+rl.updates_per_step (how many, not their size) | verl: ppo_mini_batch_size ppo_epochs; TRL: steps_per_generation
+  num_iterations; NeMo RL: train_global_batch_size; slime: num_steps_per_rollout; SkyRL: policy_mini_batch_size
+train.max_tokens_per_gpu | verl: ppo_max_token_len_per_gpu; NeMo RL: train_mb_tokens; SkyRL:
+  max_tokens_per_microbatch; TRL: gradient_accumulation_steps
+rollout.max_response_length | TRL: max_completion_length; slime: rollout_max_response_len; SkyRL: max_generate_length;
+  transformers: max_new_tokens
+rollout.max_response_length, with task.max_prompt_length | NeMo RL: max_total_sequence_length
+rl.clip_ratio_low and rl.clip_ratio_high | verl: clip_ratio
+rl.clip_ratio_low | TRL: epsilon; NeMo RL: ratio_clip_min; slime: eps_clip; SkyRL: eps_clip_low; torchtitan:
+  ratio_clip_low
+rl.clip_ratio_high | TRL: epsilon_high; NeMo RL: ratio_clip_max; slime, SkyRL: eps_clip_high; torchtitan:
+  ratio_clip_high
+rl.clip_ratio_c | TRL: delta; NeMo RL: ratio_clip_c; slime: eps_clip_c
+rl.kl_coef (0: no reference model) | verl: use_kl_loss use_kl_in_reward; verl, slime, SkyRL: kl_loss_coef; TRL: beta;
+  NeMo RL: reference_policy_kl_penalty
+rl.kl_estimator | verl, slime: kl_loss_type; NeMo RL: reference_policy_kl_type; SkyRL: kl_estimator_type
+rl.loss_agg | verl: loss_agg_mode; TRL: loss_type; NeMo RL: token_level_loss; slime: calculate_per_token_loss; SkyRL:
+  loss_reduction
+rl.norm_adv_by_std | verl: norm_adv_by_std_in_grpo; TRL: scale_rewards; NeMo RL: normalize_rewards; SkyRL:
+  grpo_norm_by_std; torchtitan: should_std_normalize
+rl.norm_adv_by_std, the other way round | slime: disable_grpo_std_normalization
+rl.algo | verl, NeMo RL: adv_estimator; slime, OpenRLHF, SkyRL: advantage_estimator
+rl.rollout_is and rl.rollout_is_threshold | TRL: vllm_importance_sampling_*; NeMo RL:
+  use_importance_sampling_correction truncated_importance_sampling_*; slime: use_tis tis_*; OpenRLHF: is_correction_*;
+  SkyRL: off_policy_correction
+rl.rollout_rs and rl.rollout_rs_threshold | slime: rs_*
+rl.dynamic_sampling | verl: filter_groups; NeMo RL: use_dynamic_sampling dynamic_sampling_max_gen_batches; slime:
+  dynamic_sampling_filter_path; OpenRLHF: dynamic_filtering*; prime-rl: filter_zero_advantages; torchtitan:
+  drop_zero_std_reward_groups
+rl.overlong_buffer_len | verl: overlong_buffer_cfg; TRL: soft_punish_cache; NeMo RL: overlong_buffer_length
+rl.overlong_penalty_factor | NeMo RL: overlong_buffer_penalty
+rl.mask_truncated | TRL: mask_truncated_completions; NeMo RL: overlong_filtering; SkyRL: apply_overlong_filtering
+rollout.temperature, top_p and top_k | slime: rollout_temperature; SkyRL: sampling_params
+eval.num_samples | slime: n_samples_per_eval_prompt
+eval.eval_interval | verl: test_freq; TRL: eval_steps; NeMo RL: val_period
+checkpoint.save_interval | verl: save_freq; TRL: save_steps; NeMo RL: save_period; SkyRL: ckpt_interval
+checkpoint.resume | verl, SkyRL: resume_mode; TRL: resume_from_checkpoint; slime: load
+precision (one key for both sides) | verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe
+model.path | TRL: model_name_or_path; NeMo RL: model_name; slime: hf_checkpoint
+train.lr | TRL: learning_rate
+train.lr_schedule | TRL: lr_scheduler_type
+train.warmup_steps (steps, not a share) | TRL: warmup_ratio; verl: lr_warmup_steps
+train.steps | TRL: max_steps; verl: total_training_steps; slime: num_rollout
+train.activation_checkpointing | TRL: gradient_checkpointing; verl: enable_gradient_checkpointing
+train.max_grad_norm | slime: clip_grad
+task.train_file | verl: train_files; slime: prompt_data
+task.eval_file | verl: val_files; slime: eval_prompt_data
+task.reward | TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path
+track.backends | TRL: report_to; verl: logger
+"""
+
+
+def peer_name(key: str) -> str | None:
+    """A sentence for a key of another system, or None: `"beta" is TRL's name; here it is rl.kl_coef`."""
+    wanted = key.lower().replace("-", "_")
+    for line in PEERS.replace("\n  ", " ").strip().splitlines():
+        ours, _, peers = line.partition(" | ")
+        for entry in peers.split("; "):
+            peer, _, names = entry.partition(": ")
+            if any(fnmatch.fnmatchcase(wanted, name) for name in names.split()):
+                return f'"{key}" is {" and ".join(peer.rsplit(", ", 1))}\'s name; here it is {ours}'
+    return None
+
+
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+_NAMES = {int: "an integer", float: "a number", str: "a string", type(None): '"none"'}
+
+
+def describe_type(annotation: Any, bounds: str = "") -> str:
+    """What values a key takes, in words, with `bounds` behind the number: `an integer >= 1 or "none"`."""
+    parts = []
+    for member in union_members(annotation):
+        arguments = get_args(member)
+        if get_origin(member) is Annotated:
+            parts.append(describe_type(arguments[0]))
+        elif get_origin(member) is Literal:
+            parts += [toml_literal(value) for value in arguments]
+        elif member is bool:
+            parts += ["true", "false"]
+        elif get_origin(member) is tuple:
+            each = describe_type(arguments[0])
+            members = f"values among {each}" if get_origin(arguments[0]) is Literal else f"{each.split()[-1]}s"
+            count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
+            parts.append(f"a list of {count}{members}")
+        elif get_origin(member) is dict or (isinstance(member, type) and issubclass(member, BaseModel)):
+            parts.append("a table")
+        else:
+            parts.append(_NAMES[member] + (bounds if member in (int, float) else ""))
+    return " or ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def describe_bounds(field: FieldInfo) -> str:
+    """The bounds of a number, such as ` > 0 and <= 1`; empty where there are none."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bounds = [f"{sign} {getattr(m, name)}" for m in field.metadata for name, sign in signs.items() if hasattr(m, name)]
+    return " " + " and ".join(bounds) if bounds else ""
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """One line for each mistake, beginning with the full key."""
+    lines: dict[str, str] = {}  # by key: the alternatives of a union report one mistake several times
+    for item in error.errors(include_url=False):
+        path, field = _locate(item["loc"], root)
+        key = ".".join(path)
+        inside = item["loc"][len(path) :]  # an index into a list, or pydantic's name of an alternative
+        if item["type"] == "value_error":
+            # Lines of Section and plain_value, which begin with the full key.
+            for line in str(item["ctx"]["error"]).splitlines():
+                lines[line] = line
+        elif item["type"] == "extra_forbidden":
+            lines.update({text: text for text in _unknown(path, item["input"], root)})
+        elif item["type"] == "missing" and not inside:
+            lines[key] = f"{key}: is missing; {_missing(key, field)}"
+        else:
+            index = f"[{inside[0]}]" if inside and isinstance(inside[0], int) and item["type"] != "missing" else ""
+            lines.setdefault(key + index, f"{key}{index}: {_bad_value(item, field, bool(index))}")
+    return list(lines.values())
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[list[str], FieldInfo | None]:
+    """Names of the keys in `loc` (without pydantic's names of alternatives), and the field that they lead to."""
+    model, path, field = root, [], None
+    for part in loc:
+        path.append(str(part))
+        field = model.model_fields.get(str(part))
+        if field is None or not _is_section(field.annotation):
+            break
+        model = cast(type[BaseModel], field.annotation)
+    return path, field
+
+
+def _missing(key: str, field: FieldInfo | None) -> str:
+    advice = {"name": 'give the run a name, such as name = "first"',
+              "model": "add a [model] table with path (a model folder) or arch (random weights)",
+              "task": 'add a [task] table with name = "addition", "file" or "gym"'}  # fmt: skip
+    return advice.get(key, f"it takes {describe_type(field.annotation)}" if field else "add it")
+
+
+def _bad_value(item: Any, field: FieldInfo | None, of_element: bool) -> str:
+    """The message for a value of the wrong type, out of range or not among those allowed."""
+    assert field is not None
+    value, context, kind = item["input"], item.get("ctx", {}), item["type"]
+    got = f"got {toml_literal(value)}"
+    for name, sign in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
+        if name in context:
+            return f"must be {sign} {context[name]:g}, {got}"
+    if kind == "string_pattern_mismatch":
+        return f"must be letters, digits, '.', '_' and '-', beginning with a letter or digit, {got}"
+    if kind in ("string_too_short", "too_short") and context.get("min_length") == 1:
+        return f"must not be empty, {got}"
+    if kind == "finite_number":
+        return f"must be a finite number, {got}"
+    choices = [str(v) for m in _leaves(field.annotation) if get_origin(m) is Literal for v in get_args(m)]
+    close = difflib.get_close_matches(value.lower(), choices, 1, 0.5) if isinstance(value, str) else []
+    hint = f"; did you mean {toml_literal(close[0])}?" if close else ""
+    if kind == "model_type":
+        return f"is a section, so it must be a table of keys, {got}"
+    wanted = describe_type(get_args(field.annotation)[0] if of_element else field.annotation)
+    return f"must be {wanted}, {got}{hint}"
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The types inside a union or tuple."""
+    for member in union_members(annotation):
+        if get_origin(member) is tuple:
+            yield from (leaf for argument in get_args(member) for leaf in _leaves(argument))
+        else:
+            yield member
+
+
+def _closest(name: str, among: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name.lower(), list(among), 1, 0.7)
+
+
+def _unknown(path: list[str], value: Any, root: type[BaseModel]) -> Iterator[str]:
+    """Lines for an unknown key, or for every key of an unknown section that resembles none of ours."""
+    section, name = ".".join(path[:-1]), path[-1]
+    homes = {key: kind.annotation for key, kind in root.model_fields.items() if _is_section(kind.annotation)}
+    keys = [key for key in root.model_fields if key not in homes]
+    keys += [f"{home}.{key}" for home, kind in homes.items() for key in kind.model_fields]  # type: ignore[union-attr]
+    known = [key.rpartition(".")[2] for key in keys]
+    sections = difflib.get_close_matches(name.lower(), homes, 1) if not section else []
+    peer = peer_name(name)
+    if isinstance(value, Mapping) and not peer and name not in known:
+        if value and not sections:
+            for inner, below in value.items():
+                yield from _unknown([*path, inner], below, root)
+            return
+        hint = f"did you mean [{sections[0]}]?" if sections else f"the sections are {', '.join(homes)}"
+        yield f"{'.'.join(path)}: unknown section; {hint}"
+        return
+    here = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
+    elsewhere = [key for key, last in zip(keys, known, strict=True) if last == name]
+    close = _closest(name, here) or _closest(name, known)
+    if peer:
+        hint = peer
+    elif elsewhere:
+        hint = f"did you mean {' or '.join(elsewhere)}?"
+    elif close:
+        prefix = f"{section}." if section else ""
+        hint = f"did you mean {prefix + close[0] if close[0] in here else keys[known.index(close[0])]}?"
+    else:
+        hint = f"its keys are {', '.join(here)}" if here and section else "docs/CONFIG.md lists all keys"
+    yield f"{'.'.join(path)}: unknown key; {hint}"

@@ -1,0 +1,102 @@
+"""TOML text to plain values and back, and dotted overrides. Knows nothing of the config tree."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises UserError for an unreadable file and, with the line, for bad syntax."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        peers = [str(p) for p in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(str(path), peers, 1)
+        hint = f"did you mean {close[0]}?" if close else "give a TOML recipe, such as recipes/quickstart.toml"
+        raise UserError(f"{path}: no such file; {hint}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        lines = text.splitlines()
+        found = re.search(r" \(at line (\d+), column \d+\)| \(at end of document\)", str(error))
+        number = int(found[1]) if found and found[1] else len(lines)
+        what = str(error)[: found.start()] if found else str(error)
+        shown = f": {lines[number - 1].strip()!r}" if 0 < number <= len(lines) else ""
+        raise UserError(f"{path}, line {number}: not valid TOML ({what}){shown}; texts need quotes") from None
+
+
+def split_override(text: str) -> tuple[str, Any]:
+    """`train.lr=1e-5` as key and value; a value that is no TOML literal is taken as a plain string."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not all(key.split(".")):
+        raise UserError(f"{text!r} is no override: write section.key=value, such as train.lr=1e-5")
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return key, value
+    return key, parsed["value"] if len(parsed) == 1 else value
+
+
+def set_override(data: dict[str, Any], key: str, value: Any) -> None:
+    """Puts `value` at the dotted `key` of nested tables, in place, making the tables on the way."""
+    *parents, name = key.split(".")
+    table = data
+    for depth, parent in enumerate(parents, 1):
+        inner = table.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            full = ".".join(parents[:depth])
+            raise UserError(f"override {key}: {full} is a value ({toml_literal(inner)}), so it has no key {name}")
+        table = inner
+    table[name] = value
+
+
+def plain_value(value: Any, where: str) -> Any:
+    """A copy that TOML can hold: tuples as lists, no None, no other objects. Raises ValueError for what it cannot."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {key!r}; keys must be text")
+        return {key: plain_value(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+    if value is None:
+        raise ValueError(f"{where} is None, which TOML cannot hold; leave it out")
+    if not isinstance(value, (str, bool, int, float, datetime.date, datetime.time)):
+        raise ValueError(f"{where} is a {type(value).__name__} ({value!r}); TOML holds text, numbers, lists and tables")
+    return value
+
+
+def toml_key(key: str) -> str:
+    """A key as TOML writes it: bare where that is allowed, else quoted."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_literal(key)
+
+
+def toml_literal(value: Any) -> str:
+    """A value as TOML writes it. For messages also None, as `"none"`, and other objects, as Python writes them."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_literal(inner) for inner in value)}]"
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{toml_key(str(key))} = {toml_literal(v)}" for key, v in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, (datetime.date, datetime.time)):  # datetime is a date
+        return value.isoformat()
+    return repr(value)

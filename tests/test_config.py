@@ -1,0 +1,430 @@
+"""Recipes are read strictly, mistakes are explained, and a config survives the way to TOML and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from jetrl.config import Config, QuantConfig, digest, load_config, parse_config, resolve, sections, to_toml
+from jetrl.config_base import Section
+from jetrl.config_docs import describe_config
+from jetrl.config_errors import PEERS, peer_name
+from jetrl.config_toml import set_override, split_override, toml_literal
+from jetrl.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+BASE: dict[str, Any] = {"name": "x", "model": {"path": "folder"}, "task": {"name": "addition"}}
+RECIPE = 'name = "x"\n[model]\npath = "folder"\n[task]\nname = "addition"\n'
+
+
+def all_keys() -> set[str]:
+    nested = {f"{name}.{key}" for name, section in sections().items() for key in section.model_fields}
+    return nested | (set(Config.model_fields) - set(sections()))
+
+
+def message(source: str = "here", /, **tables: Any) -> str:
+    """The message for a config with these tables; fails where there is none."""
+    with pytest.raises(UserError) as caught:
+        parse_config({**BASE, **tables}, source)
+    return str(caught.value)
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+# ---- the tree -------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_and_types() -> None:
+    config = parse_config(BASE)
+    assert (config.precision, config.device, config.kernels, config.output_dir) == ("fp8", "auto", "auto", "runs")
+    assert config.rl.rollout_is is None and config.rl.rollout_rs == "none" and config.rl.clip_ratio_c is None
+    assert config.train.adam_betas == (0.9, 0.95) and config.rollout.stop == () and config.task.params == {}
+    assert parse_config({**BASE, "train": {"lr": 1}}).train.lr == 1.0
+    assert parse_config({**BASE, "rollout": {"stop": ["a", "b"]}}).rollout.stop == ("a", "b")
+
+
+def test_frozen() -> None:
+    config = parse_config(BASE)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.lr = 1.0  # type: ignore[misc]
+
+
+def test_every_key_has_a_description() -> None:
+    models: list[type[BaseModel]] = [Config, *sections().values()]
+    assert [k for m in models for k, field in m.model_fields.items() if not field.description] == []
+
+
+def test_every_rule_names_keys_that_exist_and_a_value_that_switches_off() -> None:
+    owners: list[type[Section]] = [Config, *sections().values()]
+    for section in owners:
+        for rule in section.rules:
+            for key in (*rule.keys, rule.switch):
+                assert section.full_key(key) in all_keys(), key
+            assert rule.off
+
+
+def test_no_torch_needed() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from jetrl.config import load_config; "
+        "print(load_config(sys.argv[1]).name, 'torch' in [m for m in sys.modules if sys.modules[m]])"
+    )
+    command = [sys.executable, "-c", program, str(ROOT / "recipes/quickstart.toml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "quickstart False\n", done.stderr
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "hint"),
+    [
+        ("rollout", "num_generations", '"num_generations" is TRL\'s name; here it is rollout.group_size'),
+        ("rollout", "n", "verl's name; here it is rollout.group_size"),
+        ("rl", "beta", "TRL's name; here it is rl.kl_coef"),
+        ("rl", "kl-loss-coef", "verl, slime and SkyRL's name; here it is rl.kl_coef"),
+        ("rl", "vllm_importance_sampling_cap", "here it is rl.rollout_is and rl.rollout_is_threshold"),
+        ("train", "ppo_mini_batch_size", "here it is rl.updates_per_step"),
+        ("rollout", "clip_ratio_low", "did you mean rl.clip_ratio_low?"),
+        ("train", "temperature", "did you mean rollout.temperature or eval.temperature?"),
+        ("rollout", "tempereture", "did you mean rollout.temperature?"),
+        ("train", "overlong_bufer_len", "did you mean rl.overlong_buffer_len?"),
+        ("checkpoint", "qqq", "its keys are save_interval, keep, resume"),
+    ],
+)
+def test_unknown_key(section: str, key: str, hint: str) -> None:
+    text = message(**{section: {key: 1}})
+    assert text.startswith(f"here: {section}.{key}: unknown key; ") and hint in text
+
+
+def test_unknown_keys_at_the_top() -> None:
+    assert message(lr=1) == "here: lr: unknown key; did you mean train.lr or sft.lr?"
+    assert message(precison="fp8") == "here: precison: unknown key; did you mean precision?"
+    assert message(rolout={"group_size": 3}) == "here: rolout: unknown section; did you mean [rollout]?"
+    foreign = message(actor_rollout_ref={"rollout": {"n": 8}, "actor": {"ppo_epochs": 1}})
+    assert "actor_rollout_ref.rollout.n: unknown key" in foreign and "rollout.group_size" in foreign
+    assert "actor_rollout_ref.actor.ppo_epochs: unknown key" in foreign and "rl.updates_per_step" in foreign
+    assert "the sections are model, quant" in message(zzz={})
+
+
+def test_peers_table() -> None:
+    lines = PEERS.replace("\n  ", " ").strip().splitlines()
+    for line in lines:
+        ours, _, peers = line.partition(" | ")
+        assert ours.replace("(", " ").replace(",", " ").split()[0] in all_keys(), line
+        for entry in peers.split("; "):
+            peer, colon, names = entry.partition(": ")
+            assert peer and colon and names.split(), entry
+            for name in names.split():
+                assert peer_name(name.replace("*", "x")) is not None, name
+    own = {key.rpartition(".")[2] for key in all_keys()} - {"batch_size"}
+    assert [key for key in own if peer_name(key)] == []
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({"precision": "fp88"}, 'precision: must be "bf16", "fp8" or "fp8_rollout", got "fp88"; did you mean "fp8"?'),
+        ({"train": {"lr": "1e-6"}}, 'train.lr: must be a number, got "1e-6"'),
+        ({"train": {"steps": True}}, "train.steps: must be an integer, got true"),
+        ({"train": {"steps": 1.5}}, "train.steps: must be an integer, got 1.5"),
+        ({"train": {"lr": 0.0}}, "train.lr: must be above 0, got 0.0"),
+        ({"train": {"lr": float("nan")}}, "train.lr: must be a finite number, got nan"),
+        ({"train": {"adam_betas": [0.9]}}, "train.adam_betas: must be a list of 2 numbers, got [0.9]"),
+        ({"train": {"adam_betas": [0.9, 1.0]}}, "train.adam_betas[1]: must be below 1, got 1.0"),
+        ({"rollout": {"stop": "a"}}, 'rollout.stop: must be a list of strings, got "a"'),
+        ({"rollout": {"stop": ["a", 1]}}, "rollout.stop[1]: must be a string, got 1"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature: must be above 0, got 0.0"),
+        ({"eval": {"temperature": -1}}, "eval.temperature: must be at least 0, got -1"),
+        ({"rollout": {"top_p": 0.0}}, "rollout.top_p: must be above 0, got 0.0"),
+        ({"rollout": {"top_p": 1.5}}, "rollout.top_p: must be at most 1, got 1.5"),
+        ({"rollout": {"kv_cache_tokens": "many"}}, 'must be an integer or "none", got "many"'),
+        ({"rl": {"updates_per_step": 2, "clip_ratio_c": 1.0}}, "rl.clip_ratio_c: must be above 1, got 1.0"),
+        ({"rl": {"rollout_is": "tokens"}}, '"token", "sequence" or "none", got "tokens"; did you mean "token"?'),
+        ({"rl": 5}, "rl: is a section, so it must be a table of keys, got 5"),
+        ({"task": {"name": "addition", "chat_template": "yes"}}, 'must be true, false or "auto", got "yes"'),
+        ({"quant": {"num_first_layers_in_bf16": -1}}, "quant.num_first_layers_in_bf16: must be at least 0, got -1"),
+        ({"train": {"master_dtype": "float16"}}, 'must be "float32" or "bfloat16", got "float16"; did you mean'),
+        ({"track": {"backends": ["wandbb"]}}, 'track.backends[0]: must be "tensorboard", "wandb"'),
+        ({"track": {"backends": ["wandb", "wandb"]}}, "track.backends: names a tracker twice"),
+        ({"name": "a/b"}, "name: must be letters, digits"),
+        ({"output_dir": ""}, 'output_dir: must not be empty, got ""'),
+        ({"task": {}}, 'task.name: is missing; it takes "addition", "file" or "gym"'),
+        ({"task": {"name": "addition", "params": {"digits": None}}}, "task.params.digits is None"),
+        ({"task": {"name": "addition", "params": {"a": [{1}]}}}, "task.params.a[0] is a set"),
+        ({"model": {"arch": {}, "tokenizer": "t"}}, "model.arch: must not be empty"),
+    ],
+)
+def test_bad_value(tables: dict[str, Any], expected: str) -> None:
+    text = message(**tables)
+    assert expected in text and text.startswith("here: ")
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({"model": {}}, "exactly one of model.path (a folder) and model.arch (random weights); neither is set"),
+        ({"model": {"path": "a", "arch": {"b": 1}, "tokenizer": "t"}}, "both are set"),
+        ({"model": {"arch": {"b": 1}}}, "model.tokenizer: is needed with model.arch"),
+        ({"task": {"name": "file"}}, "task.train_file: is needed"),
+        ({"train": {"steps": 5, "warmup_steps": 6}}, "train.warmup_steps: must be at most train.steps = 5, got 6"),
+        ({"sft": {"steps": 5, "warmup_steps": 6}}, "sft.warmup_steps: must be at most sft.steps = 5, got 6"),
+        ({"eval": {"num_samples": 4}}, "eval.num_samples: 4 greedy samples"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size: GRPO needs at least 2"),
+        ({"rl": {"updates_per_step": 17}}, "rl.updates_per_step: must be at most rollout.prompts_per_step = 16"),
+        ({"rl": {"overlong_buffer_len": 65}}, "must be at most rollout.max_response_length = 64, got 65"),
+        ({"train": {"max_tokens_per_gpu": 575}}, "rollout.max_response_length = 576, got 575"),
+        ({"rollout": {"kv_cache_tokens": 575}}, "rollout.kv_cache_tokens: must be at least"),
+        (
+            {"model": {"arch": {"num_hidden_layers": 3}, "tokenizer": "t"},
+             "quant": {"num_first_layers_in_bf16": 2, "num_last_layers_in_bf16": 2}},
+            "quant.num_first_layers_in_bf16: 4 first and last layers in BF16, but the model has 3",
+        ),
+    ],
+)  # fmt: skip
+def test_contradiction(tables: dict[str, Any], expected: str) -> None:
+    assert expected in message(**tables)
+
+
+def test_at_the_bounds() -> None:
+    tables = {"train": {"steps": 5, "warmup_steps": 5, "max_tokens_per_gpu": 576}, "rollout": {"kv_cache_tokens": 576}}
+    rl = {"updates_per_step": 16, "overlong_buffer_len": 64}
+    assert parse_config({**BASE, **tables, "rl": rl}).train.warmup_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("section", "off", "on", "key", "value"),
+    [
+        ("rl", {}, {"rollout_is": "token"}, "rollout_is_threshold", 2.0),
+        ("rl", {"rollout_is": "none"}, {"rollout_is": "sequence"}, "rollout_is_threshold", 2.0),
+        ("rl", {}, {"rollout_rs": "geometric"}, "rollout_rs_threshold", 2.0),
+        ("rl", {"kl_coef": 0}, {"kl_coef": 0.1}, "kl_estimator", "k3"),
+        ("rl", {}, {"overlong_buffer_len": 8}, "overlong_penalty_factor", 1.0),
+        ("rl", {}, {"updates_per_step": 2}, "clip_ratio_low", 0.2),
+        ("rl", {}, {"updates_per_step": 2}, "clip_ratio_c", 3.0),
+        ("train", {}, {"lr_schedule": "cosine"}, "min_lr_ratio", 0.1),
+        ("sft", {}, {"steps": 3}, "lr", 1e-3),
+        ("checkpoint", {"save_interval": 0}, {}, "keep", 2),
+        ("task", {"name": "addition"}, {"name": "file", "train_file": "t"}, "eval_file", "e.jsonl"),
+        ("task", {"name": "addition", "chat_template": False}, {"name": "addition"}, "system_prompt", "Be brief."),
+        ("model", {"path": "p"}, {"arch": {"a": 1}, "tokenizer": "t"}, "init_seed", 0),
+    ],
+)
+def test_option_without_effect(section: str, off: dict[str, Any], on: dict[str, Any], key: str, value: Any) -> None:
+    text = message(**{section: {**off, key: value}})
+    assert text.startswith(f"here: {section}.{key}: has no effect while {section}.")
+    config = parse_config({**BASE, section: {**on, key: value}})
+    assert getattr(getattr(config, section), key) == value
+
+
+def test_quantization_has_no_effect_in_bf16() -> None:
+    text = message(precision="bf16", quant={"weight_scale": "fp32", "num_last_layers_in_bf16": 1})
+    assert text.splitlines() == [
+        "here has 2 errors:",
+        '  quant.weight_scale: has no effect while precision = "bf16"; change that, or remove this key',
+        '  quant.num_last_layers_in_bf16: has no effect while precision = "bf16"; change that, or remove this key',
+    ]
+
+
+def test_all_mistakes_at_once() -> None:
+    text = message("r.toml", train={"lr": -1, "stepz": 3}, eval={"num_samples": 2}, rl={"kl_estimator": "k1"}, nam="x")
+    lines = text.splitlines()
+    assert lines[0] == "r.toml has 5 errors:" and len(lines) == 6
+    keys = {line.strip().partition(":")[0] for line in lines[1:]}
+    assert keys == {"train.lr", "train.stepz", "eval.num_samples", "rl.kl_estimator", "nam"}
+
+
+def test_missing_parts() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config({}, "r.toml")
+    assert [line.strip().split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["name", "model", "task"]
+    assert "[task] table" in str(caught.value)
+
+
+# ---- files and overrides --------------------------------------------------------------------------------------------
+
+
+def test_file_problems(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"recipe\.toml, line 3: not valid TOML \(Invalid value\): 'path = folder'"):
+        load(tmp_path, 'name = "x"\n[model]\npath = folder\n')
+    with pytest.raises(UserError, match=r"line 2: not valid TOML \(Cannot overwrite a value\)"):
+        load(tmp_path, "seed = 1\nseed = 2\n")
+    with pytest.raises(UserError, match="line 1: not valid TOML"):
+        load(tmp_path, 'name = "x')
+    with pytest.raises(UserError, match=r"recipes\.toml: no such file; did you mean .*recipe\.toml\?"):
+        load_config(tmp_path / "recipes.toml")
+    with pytest.raises(UserError, match="nowhere.*no such file; give a TOML recipe"):
+        load_config(tmp_path / "nowhere" / "r.toml")
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "recipe.toml").write_bytes(b'name = "\xff"')
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        load_config(tmp_path / "recipe.toml")
+
+
+def test_the_message_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^\S*recipe\.toml: train\.lr: must be above 0, got -1$"):
+        load(tmp_path, RECIPE + "[train]\nlr = -1\n")
+    with pytest.raises(UserError, match=r"^\S*recipe\.toml with overrides: train\.lr: must be above 0, got -1$"):
+        load(tmp_path, RECIPE, "train.lr=-1")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=1", 1), ("a.b=1e-5", 1e-5), ("a.b=true", True), ("a.b=[1, 2]", [1, 2]), ("a.b={c = 1}", {"c": 1}),
+        ("a.b=fp8", "fp8"), ('a.b="1"', "1"), ("a.b=", ""), ("a.b=x=y", "x=y"), ("a.b=1\nc = 2", "1\nc = 2"),
+        (" a.b = 1 ", 1), ("a.b=models/x", "models/x"),
+    ],
+)  # fmt: skip
+def test_override_values(text: str, value: Any) -> None:
+    assert split_override(text) == ("a.b", value)
+
+
+@pytest.mark.parametrize("text", ["a.b", "=1", "a..b=1", ".a=1", ""])
+def test_override_syntax(text: str) -> None:
+    with pytest.raises(UserError, match=r"is no override: write section\.key=value"):
+        split_override(text)
+
+
+def test_overrides(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, RECIPE + "[train]\nlr = 1e-4\n",
+        "train.lr=1e-5", "precision=bf16", "task.params.digits=[4]", "seed=1", "seed=2", "rollout.kv_cache_tokens=none",
+        "model.path=none", "model.arch.hidden_size=64", "model.tokenizer=builtin:arithmetic", "checkpoint.resume=auto",
+    )  # fmt: skip
+    assert (config.train.lr, config.precision, config.seed, config.task.params) == (1e-5, "bf16", 2, {"digits": [4]})
+    assert config.model.path is None and config.model.arch == {"hidden_size": 64}
+    assert config.rollout.kv_cache_tokens is None and config.checkpoint.resume == "auto"
+    with pytest.raises(UserError, match=r"lr: unknown key; did you mean train\.lr"):
+        load(tmp_path, RECIPE, "lr=1")
+    with pytest.raises(UserError, match=r"override train\.lr\.x: train\.lr is a value \(1\), so it has no key x"):
+        load(tmp_path, RECIPE + "[train]\nlr = 1\n", "train.lr.x=1")
+
+
+def test_set_override_makes_tables() -> None:
+    data: dict[str, Any] = {"a": {"b": 1}}
+    set_override(data, "a.c.d", 2)
+    set_override(data, "e", 3)
+    assert data == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+
+
+def test_override_that_switches_off_takes_the_dependents_along(tmp_path: Path) -> None:
+    recipe = RECIPE + '[rl]\nrollout_is = "token"\nrollout_is_threshold = 3.0\n[quant]\nweight_scale = "pow2"\n'
+    assert load(tmp_path, recipe).rl.rollout_is_threshold == 3.0
+    config = load(tmp_path, recipe, "rl.rollout_is=none", "precision=bf16")
+    assert config.rl.rollout_is is None and config.rl.rollout_is_threshold == 2.0 and config.quant == QuantConfig()
+    assert load(tmp_path, recipe, "precision=fp8_rollout").quant.weight_scale == "pow2"
+    with pytest.raises(UserError, match=r"rl\.rollout_is_threshold: has no effect"):  # asked for in the same breath
+        load(tmp_path, recipe, "rl.rollout_is=none", "rl.rollout_is_threshold=5.0")
+
+
+# ---- resolve, TOML, digest ------------------------------------------------------------------------------------------
+
+
+def test_resolve() -> None:
+    config = parse_config(BASE)
+    on_gpu, on_cpu = resolve(config, cuda_available=True), resolve(config, cuda_available=False)
+    assert (on_gpu.device, on_gpu.kernels) == ("cuda", "hopper")
+    assert (on_cpu.device, on_cpu.kernels) == ("cpu", "reference")
+    assert resolve(on_gpu, cuda_available=True) == on_gpu
+    forced = resolve(parse_config({**BASE, "device": "cpu"}), cuda_available=True)
+    assert (forced.device, forced.kernels) == ("cpu", "reference")
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        resolve(parse_config({**BASE, "device": "cuda"}), cuda_available=False)
+    for tables in ({"kernels": "hopper", "device": "cpu"}, {"kernels": "reference", "device": "cuda"}):
+        with pytest.raises(UserError, match='kernels = "(hopper|reference)" with device = '):
+            resolve(parse_config({**BASE, **tables}), cuda_available=True)
+    with pytest.raises(UserError, match='kernels = "hopper" with device = "cpu"'):
+        resolve(parse_config({**BASE, "kernels": "hopper"}), cuda_available=False)
+
+
+FULL: dict[str, Any] = {
+    "name": "full", "num_threads": 2, "precision": "fp8_rollout",
+    "model": {
+        "arch": {"model_type": "qwen3", "rms_norm_eps": 1e-6, "tie": True, "rope scaling": {"factor": 8.0, "a": [1]}},
+        "tokenizer": "builtin:arithmetic", "init_seed": 3,
+    },
+    "quant": {"weight_scale": "pow2"},
+    "task": {
+        "name": "file", "train_file": 'a"b\\c.jsonl', "system_prompt": "line 1\nline 2 \x7f é 😀",
+        "params": {"digits": (1, 2)},
+    },
+    "rollout": {"stop": ["\n", "]"], "kv_cache_tokens": 1000},
+    "rl": {
+        "kl_coef": 0.1, "kl_estimator": "k1", "rollout_is": "token", "rollout_is_threshold": 5, "updates_per_step": 2,
+        "clip_ratio_c": 3.0,
+    },
+    "train": {"lr": 3, "adam_betas": [0.8, 0.99], "adam_eps": 1e-12, "lr_schedule": "linear", "min_lr_ratio": 0.1},
+    "sft": {"steps": 5, "num_examples": 7},
+    "eval": {"num_samples": 4, "temperature": 0.7, "max_response_length": 9},
+    "track": {"backends": ["tensorboard", "wandb"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tables", [BASE, FULL, {**BASE, "precision": "bf16", "checkpoint": {"save_interval": 0}}])
+def test_round_trip(tables: dict[str, Any], tmp_path: Path) -> None:
+    config = resolve(parse_config(tables), cuda_available=False)
+    again = load(tmp_path, to_toml(config))
+    assert again == config and digest(again) == digest(config) and to_toml(again) == to_toml(config)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        TEXT | st.integers() | st.booleans() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+        max_leaves=6,
+    )
+)
+def test_toml_literals_read_back(value: Any) -> None:
+    assert tomllib.loads(f"x = {toml_literal(value)}")["x"] == value
+
+
+def test_toml_holds_every_value_that_has_an_effect() -> None:
+    data = tomllib.loads(to_toml(parse_config(FULL)))
+    given = {f"{name}.{key}" for name in sections() for key in FULL.get(name, {})}
+    assert given <= {f"{name}.{key}" for name, table in data.items() if isinstance(table, dict) for key in table}
+    assert data["train"]["adam_eps"] == 1e-12 and data["model"]["arch"]["rope scaling"] == {"factor": 8.0, "a": [1]}
+
+
+def test_digest() -> None:
+    config = parse_config(BASE)
+    assert digest(config) == digest(parse_config({**BASE, "train": {"lr": 1e-6}})) and len(digest(config)) == 16
+    assert int(digest(config), 16) >= 0
+    others = [{"seed": 1}, {"train": {"lr": 1.1e-6}}, {"task": {"name": "addition", "params": {"digits": [2]}}}]
+    assert len({digest(config), *(digest(parse_config({**BASE, **other})) for other in others)}) == 4
+
+
+# ---- recipes and documentation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
+def test_recipes_are_valid(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    assert config.name == path.stem
+    assert load(tmp_path, to_toml(config)) == config
+    for precision in ("bf16", "fp8", "fp8_rollout"):
+        assert load_config(path, [f"precision={precision}"]).precision == precision
+
+
+def test_config_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "CONFIG.md").read_text(encoding="utf-8")
+    assert page == describe_config(), "run: python -m jetrl.config_docs > docs/CONFIG.md"
+    for key in all_keys():
+        assert f"| `{key.rpartition('.')[2]}` |" in page

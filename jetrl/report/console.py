@@ -29,7 +29,9 @@ class Display:
     """Shows where a run stands. Use as a context manager, so that the terminal is restored whatever happens.
 
     Call `phase` when the work changes, `advance` as parts of a phase finish, `step` with the row of a finished step.
-    Off a terminal a phase is told only once it lasts longer than `interval` seconds, then again at that interval.
+    Off a terminal a phase is told only once it lasts longer than `interval` seconds, then again at that interval; steps
+    are told at most every `step_interval` seconds (0: each of them), the last one always. A warm start, whose rows have
+    `policy/loss` and no reward, shows its loss.
     """
 
     def __init__(
@@ -40,20 +42,22 @@ class Display:
         start_step: int = 0,
         console: Console | None = None,
         interval: float = 10.0,
+        step_interval: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
         self.title = title
         self.current = start_step
         self.console = console or Console()
-        self._interval, self._clock = interval, clock
+        self._interval, self._step_interval, self._clock = interval, step_interval, clock
+        self._step_told = -math.inf
         self._started = self._step_started = clock()
         self._durations: deque[float] = deque(maxlen=20)
         self._phase, self._done = "starting", 0
         self._total: int | None = None
         self._phase_started = self._told = clock()
         self._metrics: dict[str, float] = {}
-        self._rewards: list[float] = []
+        self._curve: list[float] = []
         self._worst_gap = 0.0
         self._first_accuracy: float | None = None
         self._ended = ""
@@ -101,15 +105,18 @@ class Display:
             self._durations.append((now - self._step_started) / (number - self.current))
         self.current, self._step_started = number, now
         self._metrics.update(metrics)
-        if "reward/mean" in metrics:
-            self._rewards.append(float(metrics["reward/mean"]))
+        shown = metrics.get("reward/mean", metrics.get("policy/loss"))
+        if shown is not None:
+            self._curve.append(float(shown))
         gap = float(metrics.get("parity/logprob_abs_diff_max", 0.0))
         if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as worst, and stays
             self._worst_gap = gap
         accuracy = accuracy_of(metrics)
         if accuracy is not None and self._first_accuracy is None:
             self._first_accuracy = accuracy
-        if self._live is None:
+        due = now - self._step_told >= self._step_interval or number >= self.total_steps
+        if self._live is None and due:
+            self._step_told = now
             self._line(self._plain(metrics))
 
     def message(self, text: str) -> None:
@@ -141,6 +148,8 @@ class Display:
         parts = [f"step {self.current:>{width}}/{self.total_steps}"]
         if "reward/mean" in metrics:
             parts.append(f"reward {metrics['reward/mean']:.3f}")
+        elif "policy/loss" in metrics:
+            parts.append(f"loss {metrics['policy/loss']:.4f}")
         accuracy = accuracy_of(metrics)
         if accuracy is not None:
             parts.append(f"held-out {accuracy:.3f}")
@@ -200,8 +209,10 @@ class Display:
         table.add_column(width=9, style="dim")
         table.add_column(ratio=1, no_wrap=True)
         utf8 = self.console.encoding.lower().startswith("utf")
-        spark = sparkline(self._rewards, max(width // 2 - 26, 6), _BLOCKS if utf8 else _ASCII_BLOCKS)
-        reward = Text.assemble(_number(metrics.get("reward/mean"), 3), "  ", (spark, "cyan"))
+        spark = sparkline(self._curve, max(width // 2 - 26, 6), _BLOCKS if utf8 else _ASCII_BLOCKS)
+        warm_start = "policy/loss" in metrics and "reward/mean" not in metrics
+        first, digits = ("policy/loss", 4) if warm_start else ("reward/mean", 3)
+        reward = Text.assemble(_number(metrics.get(first), digits), "  ", (spark, "cyan"))
         accuracy = accuracy_of(metrics)
         held_out = Text(_number(accuracy, 3), style="bold" if accuracy is not None else "")
         if accuracy is not None and accuracy != self._first_accuracy:
@@ -214,7 +225,7 @@ class Display:
             if self._worst_gap != gap:
                 parity.append(f"  (worst {parity_text(self._worst_gap)})", style="red")
         speed = metrics.get("perf/tokens_per_s_per_gpu")
-        table.add_row("reward", reward, "held-out", held_out)
+        table.add_row("loss" if warm_start else "reward", reward, "held-out", held_out)
         table.add_row("length", _number(metrics.get("response_length/mean"), 1), "parity", parity)
         entropy = _number(metrics.get("policy/entropy"), 3)
         table.add_row("entropy", entropy, "tokens/s", count(speed) if speed is not None else "-")

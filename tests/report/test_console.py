@@ -64,6 +64,20 @@ def test_plain_output_tells_of_a_long_phase_at_intervals() -> None:
     assert text_of(console).splitlines()[1:] == ["  sft 40/100  left 0:15", "  sft 80/100  left 5.0 s"]
 
 
+def test_a_warm_start_shows_its_loss_at_intervals_and_at_its_end() -> None:
+    console, clock = plain_console(), Clock()
+    with Display(25, "warm start", console=console, clock=clock, step_interval=10.0) as display:
+        for step in range(1, 26):
+            clock.now += 1.0
+            display.step({"step": step, "policy/loss": 1 / step})
+        panel = Console(file=io.StringIO(), width=80, force_terminal=False)
+        panel.print(display.render())
+    lines = text_of(console).splitlines()[1:]
+    assert [line.split()[1] for line in lines] == ["1/25", "11/25", "21/25", "25/25"]
+    assert lines[-1] == "step 25/25  loss 0.0400  left 0.0 s"
+    assert "loss      0.0400  █" in text_of(panel) and "reward" not in text_of(panel)
+
+
 def test_markup_in_messages_and_titles_is_text() -> None:
     for console in (plain_console(), terminal()):
         with Display(1, "run [red]x[/red]", console=console) as display:

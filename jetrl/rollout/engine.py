@@ -115,15 +115,14 @@ class Engine:
         self,
         requests: Sequence[Request],
         *,
-        on_finish: Callable[[int], None] | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         force_preempt: ForcePreempt | None = None,
     ) -> list[Completion]:
         """Generate all requests; completions come in their order.
 
-        Tokens and log-probs of a request depend on its tokens, sampling parameters and id alone. `on_finish` is told
-        how many requests a step has ended. `force_preempt(step, running) -> indices to preempt` interrupts requests
-        (places in `requests`) on purpose; it changes no result, but must leave them steps in which to get on.
+        Tokens and log-probs of a request depend on its tokens, sampling parameters and id alone. `force_preempt(step,
+        running) -> indices to preempt` interrupts requests (places in `requests`) on purpose; it changes no result, but
+        must leave them steps in which to get on.
         """
         if self.weights is None:
             raise ValueError("no weights are loaded; call engine.load(weights) before engine.generate()")
@@ -148,10 +147,8 @@ class Engine:
             plan = scheduler.schedule()
             tokens, logprobs = self.runner.run(plan, table)
             stop = stopper.check(plan.sample_requests, tokens)
-            ended = scheduler.commit(tokens, stop)
+            scheduler.commit(tokens, stop)
             drawn.append(plan.sample_requests, tokens, logprobs, stop)
-            if on_finish is not None and ended.any():
-                on_finish(int(ended.sum()))
             if on_step is not None:
                 running, waiting = len(scheduler.running), len(scheduler.waiting)
                 finished = len(requests) - running - waiting

@@ -1,0 +1,122 @@
+"""Sums made on the fly, with a worked solution: the task of the tutorials, learnable by a model of a million weights.
+
+Compact style, for `builtin:arithmetic`: `348+275=` is answered by one column a step from the right, each with the
+carry that came in and a two-digit sum, and the answer behind `#`:
+
+    8+5+0=13;4+7+1=12;3+2+1=06#623
+
+Columns have a fixed width, so that the model finds what it copies at a fixed distance. Question style, for models that
+read English, asks in words and takes the last number of the reply.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.rewards import completion_text, last_integer
+from jetrl.tasks.task import RewardFunction, check_params, gold_params, stable_hash
+from jetrl.tasks.tokenizer import is_arithmetic
+from jetrl.types import Problem
+
+MAX_DIGITS = 18
+HELD_OUT_SHARE = 16  # one pair of operands in this many is held out
+STYLES = ("auto", "compact", "question")
+
+
+class AdditionTask:
+    """Two numbers of equally many digits. `digits`: how many, each length as often; `style`: how it is asked."""
+
+    name = "addition"
+
+    def __init__(self, params: Mapping[str, Any], seed: int, tokenizer: Any) -> None:
+        check_params(self.name, params, ("digits", "style", "gold_template", "check_gold"))
+        self.digits = _digits(params.get("digits", [2, 3]))
+        self.seed = seed
+        self.gold_template, self.check_gold = gold_params(params)
+        style = params.get("style", "auto")
+        if style not in STYLES:
+            raise UserError(f"task.params.style: must be one of {', '.join(STYLES)}, got {style!r}.")
+        self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
+        self.reward: RewardFunction = compact_reward if self.style == "compact" else last_integer
+
+    def problem(self, index: int) -> Problem:
+        """Sum number `index` of the training stream; pairs that are held out are drawn again."""
+        for attempt in itertools.count():
+            a, b = self._draw("train", self.seed, index, attempt)
+            if not is_held_out(a, b):
+                return self._make(a, b)
+        raise AssertionError("unreachable")
+
+    def eval_problems(self, n: int) -> list[Problem]:
+        """The first `n` distinct held-out sums; they do not depend on the seed."""
+        found: dict[tuple[int, int], None] = {}
+        misses = 0
+        for index in itertools.count():
+            if len(found) == n:
+                break
+            pair = self._draw("eval", index)
+            if is_held_out(*pair) and pair not in found:
+                found[pair], misses = None, 0
+            else:
+                misses += 1
+            if misses == 20_000:
+                raise UserError(
+                    f"task.num_eval: {n} held-out sums are wanted, but with digits = {list(self.digits)} there are "
+                    f"only {len(found)}. Lower task.num_eval or use more digits."
+                )
+        return [self._make(a, b) for a, b in found]
+
+    def describe(self) -> str:
+        """What is trained on and held out."""
+        return (
+            f"addition of numbers with {' or '.join(map(str, self.digits))} digits ({self.style} style); one pair of "
+            f"numbers in {HELD_OUT_SHARE}, chosen by hash, is held out"
+        )
+
+    def _draw(self, *key: object) -> tuple[int, int]:
+        source = random.Random(stable_hash("addition", self.digits, *key))
+        num_digits = self.digits[source.randrange(len(self.digits))]
+        low = 10 ** (num_digits - 1) if num_digits > 1 else 0
+        return source.randrange(low, 10**num_digits), source.randrange(low, 10**num_digits)
+
+    def _make(self, a: int, b: int) -> Problem:
+        if self.style == "compact":
+            return Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b), solution=worked_solution(a, b))
+        question = f"What is {a} + {b}? Work step by step, and end your reply with the sum."
+        return Problem(id=f"{a}+{b}", prompt=question, answer=str(a + b), solution=f"{a} + {b} = {a + b}")
+
+
+def worked_solution(a: int, b: int) -> str:
+    """Column by column from the right, `x+y+carry=two digits`, then `#` and the sum."""
+    steps, carry = [], 0
+    for x, y in itertools.zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0"):
+        total = int(x) + int(y) + carry
+        steps.append(f"{x}+{y}+{carry}={total:02d}")
+        carry = total // 10
+    return ";".join(steps) + f"#{a + b}"
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether the pair is held out, in either order and whatever the seed."""
+    return stable_hash("held out", min(a, b), max(a, b)) % HELD_OUT_SHARE == 0
+
+
+def compact_reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 where the text behind the last `#` is the answer, to the character; else 0."""
+    return [float(_behind_hash(completion_text(c)) == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def _behind_hash(text: str) -> str | None:
+    _, mark, rest = text.rpartition("#")
+    return rest if mark else None
+
+
+def _digits(value: Any) -> tuple[int, ...]:
+    good = isinstance(value, (list, tuple)) and len(value) > 0
+    if not good or any(type(d) is not int or not 1 <= d <= MAX_DIGITS for d in value):
+        raise UserError(f"task.params.digits: must be a list of lengths from 1 to {MAX_DIGITS}, got {value!r}.")
+    return tuple(value)

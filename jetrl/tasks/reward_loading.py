@@ -1,0 +1,107 @@
+"""Reward functions by name, and the arguments that they take."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jetrl.errors import UserError
+
+_VERL = {"data_source", "solution_str", "ground_truth"}  # the parameters that tell verl's `compute_score`
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """The function of `module:function` or `path/to/file.py:function`. verl's `compute_score` is adapted."""
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute:
+        raise UserError(f"task.reward = {name!r}: write module:function or path/to/file.py:function.")
+    module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
+    function = getattr(module, attribute, None)
+    if function is None:
+        defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise UserError(f"task.reward: {place} has no {attribute!r}; its functions: {', '.join(defined) or 'none'}.")
+    if not callable(function):
+        raise UserError(f"task.reward: {name} is a {type(function).__name__}, not a function.")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"task.reward: {name} is an async function; wrap it in a plain one that runs it.")
+    parameters = inspect.signature(function).parameters
+    return _adapt_verl(function) if parameters.keys() >= _VERL else function
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # importing runs the user's code
+        hint = f" If it is a file here, write {name}.py:function." if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"task.reward: cannot import {name}: {type(error).__name__}: {error}.{hint}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"task.reward: file {path} not found (searched from {Path.cwd()}).")
+    name = f"jetrl_reward_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that the module's own dataclasses and pickles find it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # running the user's code
+        del sys.modules[name]
+        raise UserError(f"task.reward: {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., list[float]]:
+    """verl's form, one completion a call and a number or {"score": number} back, as a function over the batch."""
+
+    def reward(
+        completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None = None,
+        extra_info: Sequence[Any] | None = None,
+    ) -> list[float]:
+        scores = []
+        for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
+            score = compute_score(
+                data_source=None if data_source is None else data_source[i],
+                solution_str=completion if isinstance(completion, str) else completion[-1]["content"],
+                ground_truth=gold, extra_info=None if extra_info is None else extra_info[i],
+            )  # fmt: skip
+            scores.append(score["score"] if isinstance(score, Mapping) else score)
+        return scores
+
+    reward.__module__, reward.__qualname__ = compute_score.__module__, reward_name(compute_score).rpartition(":")[2]
+    return reward
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """How messages call the function: `module:function`, or the type of a callable object."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    module = getattr(function, "__module__", type(function).__module__)
+    file = getattr(sys.modules.get(module), "__file__", None) if module.startswith("jetrl_reward_") else None
+    return f"{file or module}:{name}"
+
+
+def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns that the function names, or all where it takes `**columns`. Raises where one that it needs lacks."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        chosen = dict(columns)
+    else:
+        chosen = {p.name: columns[p.name] for p in parameters if p.name in columns}
+    missing = [
+        p.name for p in parameters
+        if p.name not in columns and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]  # fmt: skip
+    if missing:
+        raise UserError(
+            f"Reward function {reward_name(function)} needs {', '.join(missing)}, but the problems have only: "
+            f"{', '.join(columns)}. Rename its parameters or add the columns to the data."
+        )
+    return chosen

@@ -1,0 +1,208 @@
+"""Scoring completions: reward functions in TRL's signature, found by name, called and checked.
+
+A reward function is `f(prompts, completions, **columns) -> list[float | None]`. The columns are `answer`, `solution`
+(where problems have one), `completion_ids` and every further column of the data; a function takes those that it names.
+Where a prompt is a list of chat messages, its completion is one too, as in TRL. None says "could not be scored": it
+counts in `reward/num_errors` and as 0.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jetrl.config import Config, TaskConfig
+from jetrl.errors import UserError
+from jetrl.tasks.reward_loading import import_function, reward_name, select_columns
+from jetrl.tasks.task import RewardFunction, Task, shorten
+from jetrl.types import Group, Problem
+
+Item = tuple[Problem, str, tuple[int, ...]]  # problem, text of the completion, its tokens
+
+_NUMBER = re.compile(r"(?<![0-9.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+_MAX_NUMBER = 1000  # characters; Python refuses to read integers of more than some thousand digits
+
+
+def load_reward(config: TaskConfig, task: Task) -> RewardFunction:
+    """The function that `task.reward` names, else the task's own."""
+    if config.reward is not None:
+        return import_function(config.reward)
+    if task.reward is None:
+        raise UserError(
+            f"task.reward: task {task.name!r} has no reward of its own. Set jetrl.tasks.rewards:exact_match, "
+            "jetrl.tasks.rewards:last_integer, jetrl.tasks.math_reward:math_reward, or a function of yours, as "
+            "module:function or path/to/file.py:function."
+        )
+    return task.reward
+
+
+def score(
+    groups: Sequence[Group], reward: RewardFunction, config: Config | None
+) -> tuple[list[Group], dict[str, float]]:
+    """Groups with rewards, and the `reward/*` metrics. With a config, long completions pay its overlong penalty."""
+    items = [(g.prompt.problem, c.text, c.tokens) for g in groups for c in g.completions]
+    scores = call_reward(reward, items)
+    errors = sum(s is None for s in scores)
+    if errors == len(scores):
+        raise UserError(
+            f"Reward function {reward_name(reward)}: not one of {errors} completions could be scored (all None). "
+            f"First completion: {shorten(items[0][1])!r}, answer: {items[0][0].answer!r}."
+        )
+    rewards = [0.0 if s is None else s for s in scores]
+    stats = {}
+    if config is not None and config.rl.overlong_buffer_len:
+        longest, rl = config.rollout.max_response_length, config.rl
+        penalties = [
+            overlong_penalty(len(t), longest, rl.overlong_buffer_len, rl.overlong_penalty_factor) for *_, t in items
+        ]
+        rewards = [r + p for r, p in zip(rewards, penalties, strict=True)]
+        stats["reward/overlong_penalty_mean"] = sum(penalties) / len(penalties)
+    scored, start = [], 0
+    for group in groups:
+        end = start + len(group.completions)
+        scored.append(replace(group, rewards=tuple(rewards[start:end])))
+        start = end
+    return scored, _stats(scored, rewards) | {"reward/num_errors": float(errors)} | stats
+
+
+def _stats(groups: Sequence[Group], rewards: Sequence[float]) -> dict[str, float]:
+    mean = math.fsum(rewards) / len(rewards)
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/frac_zero_std": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+    }
+
+
+def call_reward(reward: RewardFunction, items: Sequence[Item]) -> list[float | None]:
+    """One call of the function on all items; its result is checked: as many, each a finite number or None."""
+    name = reward_name(reward)
+    arguments = select_columns(reward, _columns(items))
+    try:
+        result = reward(**arguments)
+    except UserError:
+        raise
+    except Exception as error:  # anything may come out of a user's function
+        raise UserError(f"Reward function {name} raised {type(error).__name__}: {error}") from error
+    if isinstance(result, (str, Mapping)) or not hasattr(result, "__len__"):
+        raise UserError(f"Reward function {name} must return a list of numbers, got {type(result).__name__}.")
+    if len(result) != len(items):
+        raise UserError(f"Reward function {name} returned {len(result)} scores for {len(items)} completions.")
+    return [_number(value, name, item) for value, item in zip(result, items, strict=True)]
+
+
+def _number(value: Any, name: str, item: Item) -> float | None:
+    if value is None:
+        return None
+    try:
+        plain = value.item() if hasattr(value, "item") else value  # a scalar of numpy or torch
+    except (ValueError, RuntimeError):
+        plain = value  # an array; refused below
+    where = f"for completion {shorten(item[1])!r} of problem {item[0].id}"
+    if not isinstance(plain, (int, float)):
+        raise UserError(f"Reward function {name} returned {value!r} ({type(value).__name__}), not a number, {where}.")
+    if not math.isfinite(plain):
+        raise UserError(f"Reward function {name} returned {plain} {where}. Return None where nothing can be scored.")
+    return float(plain)
+
+
+def _columns(items: Sequence[Item]) -> dict[str, list[Any]]:
+    """The arguments by name, one entry a completion."""
+    problems = [problem for problem, *_ in items]
+    columns: dict[str, list[Any]] = {
+        "prompts": [p.prompt if isinstance(p.prompt, str) else [dict(m) for m in p.prompt] for p in problems],
+        "completions": [
+            text if isinstance(p.prompt, str) else [{"role": "assistant", "content": text}] for p, text, _ in items
+        ],
+        "completion_ids": [list(tokens) for *_, tokens in items],
+        "answer": [p.answer for p in problems],
+    }
+    if any(p.solution is not None for p in problems):
+        columns["solution"] = [p.solution for p in problems]
+    for key in dict.fromkeys(key for p in problems for key in p.extra):
+        assert key not in columns, f"extra column {key!r} hides a column of ours"
+        columns[key] = [p.extra.get(key) for p in problems]
+    return columns
+
+
+def check_gold(task: Task, reward: RewardFunction, tokenizer: Any, num: int = 8) -> int:
+    """Score the gold answers of the first `num` problems, through the tokenizer and back as the engine's text goes.
+
+    One without reward would never be learnt, so it stops the run. Returns how many were scored: those with a gold text.
+    """
+    items: list[Item] = []
+    for problem in (task.problem(i) for i in range(num if task.check_gold else 0)):
+        if gold := gold_text(task, problem, reward):
+            tokens = tuple(tokenizer.encode(gold, add_special_tokens=False))
+            items.append((problem, tokenizer.decode(list(tokens)), tokens))
+    if not items:
+        return 0
+    for (problem, text, _), value in zip(items, call_reward(reward, items), strict=True):
+        if value is None or value <= 0:
+            raise UserError(
+                f"The gold answer of problem {problem.id} earns no reward, so no completion can be expected to.\n"
+                f"  prompt: {shorten(str(problem.prompt), 400)!r}\n  gold text: {shorten(text, 400)!r}\n"
+                f"  answer: {problem.answer!r}\n  score: {value} by {reward_name(reward)}\n"
+                "Mend the reward function or the answers; set task.params.gold_template (such as '#### {answer}') if "
+                "the function wants the answer in a form of its own; task.params.check_gold = false skips this check."
+            )
+    return len(items)
+
+
+def gold_text(task: Task, problem: Problem, reward: RewardFunction) -> str:
+    """A completion that deserves the full reward: the task's template, else the solution, else the function's form."""
+    if task.gold_template is None and problem.solution is not None:
+        return problem.solution
+    template = task.gold_template or str(getattr(reward, "gold_template", "{answer}"))
+    return template.replace("{answer}", problem.answer) if problem.answer else ""
+
+
+def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
+    """DAPO's soft punishment: 0 up to `max_response_length - buffer_len` tokens, then falling to -factor at the end.
+
+    `min(0, -(length - (max_response_length - buffer_len)) / buffer_len * factor)`; equation 13 of arXiv 2503.14476.
+    """
+    if not 0 < buffer_len <= max_response_length:
+        raise UserError(
+            f"rl.overlong_buffer_len: must be from 1 to rollout.max_response_length = {max_response_length}, got "
+            f"{buffer_len}."
+        )
+    excess = length - (max_response_length - buffer_len)
+    return -factor * excess / buffer_len if excess > 0 else 0.0
+
+
+def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
+    """The text of a completion in either of TRL's forms."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 where the whole completion is the answer, white space at the ends aside; else 0."""
+    return [float(completion_text(c).strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+
+
+def last_integer(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 where the last number of the completion is the answer, an integer; `1,234` and `1234.0` are 1234."""
+    return [float(_last_number(completion_text(c)) == _gold(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def _gold(answer: str) -> int:
+    try:
+        return int(answer.replace(",", ""))
+    except ValueError:
+        raise UserError(
+            f"jetrl.tasks.rewards:last_integer: the answer {answer!r} is no integer. Use another reward function."
+        ) from None
+
+
+def _last_number(text: str) -> int | None:
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    whole, _, fraction = found[-1].replace(",", "").partition(".")
+    return int(whole) if not fraction.strip("0") and len(whole) <= _MAX_NUMBER else None

@@ -104,18 +104,19 @@ def test_dual_clip_by_hand():
 @pytest.mark.parametrize(
     ("loss_agg", "expected"),
     [
-        # sequence 0 has losses 1, 2, 3 and a masked row; sequence 1 has 10; 2 sequences, max_response_length 8
+        # sequence 0 has losses 1, 2, 3 and a masked row; sequence 1 has 10; sequence 2 is masked out whole and does not
+        # count; so 2 sequences; max_response_length 8
         ("token_mean", 16 / 4),
         ("seq_mean_token_mean", (6 / 3 + 10) / 2),
         ("seq_mean_token_sum_norm", 16 / (2 * 8)),
     ],
 )
 def test_aggregations_by_hand(loss_agg: str, expected: float):
-    mask, ids = torch.tensor([1.0, 1, 1, 0, 1]), torch.tensor([0, 0, 0, 0, 1])
-    den = Denominators(4, 2, (3, 1), 8)
+    mask, ids = torch.tensor([1.0, 1, 1, 0, 1, 0]), torch.tensor([0, 0, 0, 0, 1, 2])
+    den = Denominators(4, 2, (3, 1, 0), 8)
     # with ratio 1 the token losses are -advantages
     loss, _ = policy_loss(
-        f64(0, 0, 0, 0, 0), None, f64(-1, -2, -3, -99, -10), mask, ids, **CLIP, loss_agg=loss_agg, denominators=den
+        f64(0, 0, 0, 0, 0, 0), None, f64(-1, -2, -3, -99, -10, -99), mask, ids, **CLIP, loss_agg=loss_agg, denominators=den
     )
     assert loss.item() == pytest.approx(expected, rel=1e-14)
     assert token_weights(mask, ids, loss_agg, den)[3] == 0

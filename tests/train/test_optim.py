@@ -167,6 +167,7 @@ def test_resume_is_exact(dtype: str, as_tensors: bool):
     again.load_state_dict(saved)
     after = again.state_dict()["state"]
     for number, state in optimizer.state_dict()["state"].items():
+        assert type(after[number]["step"]) is type(state["step"]), "a float32 step would change the bias correction"
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(after[number][key]), torch.as_tensor(value)), (number, key)
             if key != "step":
@@ -218,24 +219,28 @@ def test_norm_and_clipping_by_hand():
     assert params[0].grad.tolist() == [1.5, 2.0] and params[1].grad.tolist() == [[6.0]] and params[2].grad is None
 
 
-def test_norm_is_accurate_and_does_not_depend_on_threads():
-    """Sizes around the row length and beyond one chunk; against math.fsum; with one thread and two."""
+def test_norm_is_accurate():
+    """Sizes around the row length and beyond one chunk; against math.fsum."""
     g = torch.Generator().manual_seed(0)
     grads = [torch.randn(size, generator=g) * 10.0**k for k, size in enumerate([1, 4095, 4096, 4097, 200_001])]
     grads.append(torch.randn(4096 * 1024 + 5, generator=g).to(torch.bfloat16))
-    params = with_grads(*grads)
+    exact = math.sqrt(math.fsum(math.fsum(grad.double().square().tolist()) for grad in grads[:-1])
+                      + grads[-1].double().square().sum().item())  # fmt: skip
+    assert global_grad_norm(with_grads(*grads)) == pytest.approx(exact, rel=1e-14)
+
+
+def test_norm_does_not_depend_on_threads():
+    """torch's own sum of such a vector differs in the last bit between thread counts for about half of the seeds."""
+    params = [with_grads(torch.randn(300_000, generator=torch.Generator().manual_seed(seed))) for seed in range(8)]
     before = torch.get_num_threads()
     norms = []
     try:
-        for threads in (1, 2):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            norms.append(global_grad_norm(params))
+            norms.append([global_grad_norm(one) for one in params])
     finally:
         torch.set_num_threads(before)
-    assert norms[0] == norms[1]
-    exact = math.sqrt(math.fsum(math.fsum(grad.double().square().tolist()) for grad in grads[:-1])
-                      + grads[-1].double().square().sum().item())  # fmt: skip
-    assert norms[0] == pytest.approx(exact, rel=1e-14)
+    assert norms[0] == norms[1] == norms[2]
 
 
 def test_norm_of_tiny_and_huge_gradients_does_not_leave_the_range():

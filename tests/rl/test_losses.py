@@ -115,9 +115,8 @@ def test_aggregations_by_hand(loss_agg: str, expected: float):
     mask, ids = torch.tensor([1.0, 1, 1, 0, 1, 0]), torch.tensor([0, 0, 0, 0, 1, 2])
     den = Denominators(4, 2, (3, 1, 0), 8)
     # with ratio 1 the token losses are -advantages
-    loss, _ = policy_loss(
-        f64(0, 0, 0, 0, 0, 0), None, f64(-1, -2, -3, -99, -10, -99), mask, ids, **CLIP, loss_agg=loss_agg, denominators=den
-    )
+    adv = f64(-1, -2, -3, -99, -10, -99)
+    loss, _ = policy_loss(torch.zeros_like(adv), None, adv, mask, ids, **CLIP, loss_agg=loss_agg, denominators=den)
     assert loss.item() == pytest.approx(expected, rel=1e-14)
     assert token_weights(mask, ids, loss_agg, den)[3] == 0
 

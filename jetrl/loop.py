@@ -88,14 +88,16 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
     """
     session = build(config)
     found = state.find(config, run_dir)
-    with Recorder(run_dir, resume=found is not None) as recorder, Display(config.train.steps, config.name) as display:
+    if found is not None:
+        state.restore(session, found, run_dir)
+    display = Display(config.train.steps, config.name, start_step=session.step)
+    with Recorder(run_dir, resume=found is not None) as recorder, display:
         clock = Clock(display)
         recorder.write_config(to_toml(config))
         recorder.write_environment(command)
         (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
         check_gold(session.task, session.reward, session.tokenizer)
         if found is not None:
-            state.restore(session, found, run_dir)
             recorder.drop_after(session.step)
         else:
             start(session, recorder, clock, run_dir)
@@ -187,7 +189,7 @@ def run_sft(config: Config) -> Path:
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
     session = build(config)
-    with Display(config.sft.steps, f"{config.name} warm start") as display:
+    with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
         return warm_start(
             session.model, config, session.task, session.tokenizer,
             lambda step, loss: display.step({"step": step, "policy/loss": loss}),

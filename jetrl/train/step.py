@@ -47,7 +47,7 @@ def logprob_pass(model: Transformer, batch: PackedBatch, temperature: float) -> 
 
 def update(
     model: Transformer, optimizer: torch.optim.Optimizer, batches: list[PackedBatch], config: Config, step: int,
-    version: int, reference: Transformer | None, unified: bool,
+    reference: Transformer | None, unified: bool,
 ) -> dict[str, float]:  # fmt: skip
     """All optimizer updates of a step; the model is published after each. Returns the step's metrics.
 

@@ -113,7 +113,8 @@ def objective(
     """
     rl, index = config.rl, rows.index
     ids, mask = micro.sequence_ids[index], torch.ones_like(rows.logprobs)
-    sampled, learned = micro.rollout_logprobs[index], rows.logprobs.detach()
+    # the corrections compare the learner with the sampler as both were before this step's first update
+    sampled, learned = micro.rollout_logprobs[index], rows.logprobs.detach() if old is None else old
     weights = None
     if rl.rollout_is is not None or rl.rollout_rs != "none":
         weights = mismatch.importance_weights(learned, sampled, mask, ids, rl.rollout_is, rl.rollout_is_threshold)

@@ -136,10 +136,10 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     groups = gather(prompts, completions, config.rollout.group_size)
     with clock("reward"):
         groups, reward_stats = score(groups, session.reward, config)
-    groups, advantage_stats = advantages(groups, config.rl)
+    kept, advantage_stats = advantages(groups, config.rl)  # dynamic sampling may drop groups, even all of them
     with clock("pack"):
         batches = pack(
-            groups, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
+            kept, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step,
         )  # fmt: skip
@@ -157,7 +157,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         metrics |= evaluate(session, clock)
     metrics |= clock.take()
     recorder.write(step, metrics)
-    recorder.write_samples(step, group_rows(groups, session.token_text))
+    recorder.write_samples(step, group_rows(kept, session.token_text))
     clock.display.step({"step": step} | metrics)
     if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row

@@ -42,7 +42,7 @@ class FileTask:
         self._held_out = sorted(held_out, key=lambda p: (stable_hash("held out", prompt_key(p)), p.id))
         self._train = [p for p in problems if prompt_key(p) not in taken]
         if not self._train:
-            raise UserError(f"{config.train_file}: all prompts are in {config.eval_file} too; none is left for training.")
+            raise UserError(f"{config.train_file}: {config.eval_file} has all its prompts; none is left for training.")
         removed = len(problems) - len(self._train)
         where = config.eval_file if config.eval_file is not None else "the same file, chosen by hash of the prompt"
         self._description = (

@@ -28,7 +28,7 @@ def import_function(name: str) -> Callable[..., Any]:
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise UserError(f"task.reward: {place} has no {attribute!r}; its functions: {', '.join(defined) or 'none'}.")
     if not callable(function):
-        raise UserError(f"task.reward: {name} is a {type(function).__name__}, not a function.")
+        raise UserError(f"task.reward: {name} is of type {type(function).__name__}, not a function.")
     if inspect.iscoroutinefunction(function):
         raise UserError(f"task.reward: {name} is an async function; wrap it in a plain one that runs it.")
     parameters = inspect.signature(function).parameters

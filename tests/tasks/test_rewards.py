@@ -1,0 +1,241 @@
+"""Reward functions: what they are given, what of their results is accepted, and the numbers made of them."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.config import TaskConfig, parse_config
+from jetrl.errors import UserError
+from jetrl.tasks.addition import AdditionTask
+from jetrl.tasks.reward_loading import import_function
+from jetrl.tasks.rewards import (
+    call_reward,
+    check_gold,
+    exact_match,
+    last_integer,
+    load_reward,
+    overlong_penalty,
+    score,
+)
+from jetrl.tasks.tokenizer import arithmetic_tokenizer
+from jetrl.types import Completion, Group, Problem, Prompt
+
+
+def group(texts, prompt="p", answer="a", lengths=None, **extra):
+    lengths = lengths or [3] * len(texts)
+    completions = tuple(
+        Completion(i, (7,) * n, (0.0,) * n, text, "stop", 0, "")
+        for i, (text, n) in enumerate(zip(texts, lengths, strict=True))
+    )
+    return Group(Prompt(0, Problem("id-1", prompt, answer, extra=extra), (1,)), completions)
+
+
+def constant(*values):
+    return lambda completions: list(values)
+
+
+def items(*texts):
+    return [(Problem("id-1", "p", "a"), text, (7,)) for text in texts]
+
+
+def test_rewards_and_metrics_by_hand():
+    groups = [group(["1", "2"]), group(["3", "4"])]
+    scored, stats = score(groups, constant(1.0, 0.0, 0.5, 0.5), None)
+    assert [g.rewards for g in scored] == [(1.0, 0.0), (0.5, 0.5)]
+    assert stats == {
+        "reward/mean": 0.5, "reward/std": math.sqrt(0.125), "reward/min": 0.0, "reward/max": 1.0,
+        "reward/frac_zero_std": 0.5, "reward/num_errors": 0.0,
+    }  # fmt: skip
+    assert [g.completions for g in scored] == [g.completions for g in groups]
+
+
+def test_none_counts_as_an_error_and_as_zero():
+    scored, stats = score([group(["1", "2", "3"])], constant(None, 0.0, 1.0), None)
+    assert scored[0].rewards == (0.0, 0.0, 1.0)
+    assert stats["reward/num_errors"] == 1.0
+    with pytest.raises(UserError, match="not one of 2 completions could be scored"):
+        score([group(["1", "2"])], constant(None, None), None)
+
+
+def test_functions_get_the_columns_that_they_name():
+    seen = {}
+
+    def picky(completions, answer, level, absent=5):
+        seen.update(completions=completions, answer=answer, level=level, absent=absent)
+        return [0.0] * 3
+
+    def greedy(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts)
+        return [0.0] * 3
+
+    groups = [group(["x", "y"], level=2), group(["z"], answer="b", other="o")]
+    score(groups, picky, None)
+    assert seen == {
+        "completions": ["x", "y", "z"], "answer": ["a", "a", "b"], "level": [2, 2, None], "absent": 5
+    }  # fmt: skip
+    score(groups, greedy, None)
+    assert seen["prompts"] == ["p"] * 3 and seen["other"] == [None, None, "o"] and "solution" not in seen
+    assert seen["completion_ids"] == [[7] * 3] * 3
+
+
+def test_chat_prompts_give_chat_completions():
+    def last_role(prompts, completions):
+        assert prompts == [[{"role": "user", "content": "q"}]]
+        assert completions == [[{"role": "assistant", "content": "5"}]]
+        return [1.0]
+
+    chat = group(["5"], prompt=({"role": "user", "content": "q"},), answer="5")
+    assert score([chat], last_role, None)[1]["reward/mean"] == 1.0
+    assert score([chat], exact_match, None)[1]["reward/mean"] == 1.0
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.bool_(True), torch.tensor(1.0)])
+def test_numbers_of_other_types_are_accepted(value):
+    assert call_reward(constant(value), items("x")) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "returned 1 scores for 2 completions"),
+        ([1.0, "1"], r"returned '1' \(str\), not a number, for completion 'y' of problem id-1"),
+        ([1.0, math.nan], "returned nan for completion 'y'"),
+        ([math.inf, 1.0], "returned inf for completion 'x'"),
+        ([np.zeros(2), 1.0], "not a number"),
+        ([torch.zeros(2), 1.0], "not a number"),
+    ],
+)
+def test_bad_results_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        call_reward(constant(*values), items("x", "y"))
+
+
+def test_results_that_are_no_list_are_refused():
+    with pytest.raises(UserError, match="must return a list of numbers, got float"):
+        call_reward(lambda completions: 1.0, items("x"))
+
+
+def test_a_function_that_raises_is_named_with_its_cause():
+    def broken(completions):
+        raise KeyError("gone")
+
+    with pytest.raises(UserError, match=r"test_rewards.*broken raised KeyError: 'gone'") as caught:
+        call_reward(broken, items("x"))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_missing_column_is_named_with_those_present():
+    with pytest.raises(UserError, match="needs level, but the problems have only: prompts, completions"):
+        call_reward(lambda completions, level: [1.0], items("x"))
+
+
+def test_overlong_penalty_is_dapos():
+    # Buffer of 4 below 20: free up to 16, then linear down to -factor at 20.
+    lengths = [0, 16, 17, 18, 20]
+    assert [overlong_penalty(n, 20, 4, 1.0) for n in lengths] == [0.0, 0.0, -0.25, -0.5, -1.0]
+    assert overlong_penalty(18, 20, 4, 0.5) == -0.25
+    with pytest.raises(UserError, match="from 1 to rollout.max_response_length = 20, got 21"):
+        overlong_penalty(5, 20, 21, 1.0)
+
+
+def test_overlong_penalty_in_scores():
+    config = parse_config({
+        "name": "t", "model": {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"},
+        "task": {"name": "addition"}, "rollout": {"max_response_length": 20}, "rl": {"overlong_buffer_len": 4},
+    })  # fmt: skip
+    scored, stats = score([group(["x", "y"], lengths=[16, 18])], constant(1.0, 1.0), config)
+    assert scored[0].rewards == (1.0, 0.5)
+    assert (stats["reward/mean"], stats["reward/overlong_penalty_mean"]) == (0.75, -0.25)
+    assert score([group(["x", "y"], lengths=[16, 18])], constant(1.0, 1.0), None)[0][0].rewards == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "score_"),
+    [
+        ("it is 1234", 1.0), ("1,234.", 1.0), ("= 1234.00", 1.0), ("1234.5", 0.0), ("-1234", 0.0), ("5000-1234", 1.0),
+        ("1234 and 5", 0.0), ("none", 0.0), ("", 0.0), ("9" * 5000, 0.0), ("1, 2, 1234", 1.0), ("٣", 0.0),
+    ],
+)  # fmt: skip
+def test_last_integer(text, score_):
+    assert last_integer(completions=[text], answer=["1,234"]) == [score_]
+
+
+def test_last_integer_refuses_other_answers():
+    with pytest.raises(UserError, match="the answer '1/2' is no integer"):
+        call_reward(last_integer, [(Problem("i", "p", "1/2"), "1", (1,))])
+
+
+def test_exact_match():
+    assert exact_match(completions=[" a\n", "A", "a b"], answer=["a", "a", "a"]) == [1.0, 0.0, 0.0]
+
+
+def test_functions_from_files_and_modules(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def twice(completions):\n    return [2.0 * len(c) for c in completions]\nnumber = 3\n")
+    twice = import_function(f"{file}:twice")
+    assert call_reward(twice, items("abc")) == [6.0]
+    assert import_function("jetrl.tasks.rewards:exact_match") is exact_match
+    task = SimpleNamespace(name="file", reward=None)
+    assert load_reward(TaskConfig(name="addition", reward=f"{file}:twice"), task)(["a"]) == [2.0]
+    own = SimpleNamespace(name="addition", reward=exact_match)
+    assert load_reward(TaskConfig(name="addition"), own) is exact_match
+    with pytest.raises(UserError, match="no reward of its own.*exact_match"):
+        load_reward(TaskConfig(name="addition"), task)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine", "write module:function"),
+        ("{}/gone.py:f", "gone.py not found"),
+        ("{}/mine.py:f", "has no 'f'; its functions: g, async_one"),
+        ("{}/mine.py:number", "is of type int, not a function"),
+        ("{}/mine.py:async_one", "async function"),
+        ("{}/broken.py:f", "cannot be loaded: ZeroDivisionError"),
+        ("no_such_module_here:f", "cannot import no_such_module_here.*write no_such_module_here.py:f"),
+    ],
+)
+def test_names_that_lead_nowhere(tmp_path, name, message):
+    (tmp_path / "mine.py").write_text("number = 3\ndef g(): ...\nasync def async_one(): ...\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(UserError, match=message):
+        import_function(name.format(tmp_path))
+
+
+def test_verls_compute_score_is_adapted(tmp_path):
+    file = tmp_path / "verl_like.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': float(solution_str == ground_truth) + extra_info['bonus'], 'acc': data_source}\n"
+    )
+    reward = import_function(f"{file}:compute_score")
+    groups = [group(["a", "b"], data_source="d", extra_info={"bonus": 0.5})]
+    assert score(groups, reward, None)[0][0].rewards == (1.5, 0.5)
+
+
+def test_check_gold_passes_what_is_right_and_stops_what_is_not():
+    tokenizer = arithmetic_tokenizer()
+    task = AdditionTask({}, 0, tokenizer)
+    assert check_gold(task, task.reward, tokenizer) == 8
+    with pytest.raises(UserError, match=r"problem \d+\+\d+ earns no reward") as caught:
+        check_gold(task, exact_match, tokenizer)
+    problem = task.problem(0)
+    for part in (repr(problem.prompt), repr(problem.solution), repr(problem.answer), "score: 0.0", "exact_match"):
+        assert part in str(caught.value)
+    with pytest.raises(UserError, match="score: None"):
+        check_gold(task, lambda completions: [None] * len(completions), tokenizer)
+    assert check_gold(AdditionTask({"gold_template": "{answer}"}, 0, tokenizer), exact_match, tokenizer) == 8
+    assert check_gold(AdditionTask({"check_gold": False}, 0, tokenizer), exact_match, tokenizer) == 0
+
+
+def test_check_gold_sees_what_the_tokenizer_does_to_the_text():
+    class Lossy:
+        encode = staticmethod(lambda text, add_special_tokens: [ord(c) for c in text if c != "#"])
+        decode = staticmethod(lambda tokens: "".join(map(chr, tokens)))
+
+    task = AdditionTask({}, 0, arithmetic_tokenizer())
+    with pytest.raises(UserError, match="earns no reward"):
+        check_gold(task, task.reward, Lossy())

@@ -1,0 +1,20 @@
+"""What all tests share: the seed, the number of threads, and the GPU marker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not torch.cuda.is_available():
+        torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped one by one, with the reason, where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; run `make test-gpu` on a Hopper machine"))

@@ -51,7 +51,7 @@ __all__ = [
     "quantize_act_both", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope", "rope_backward",
     "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "write_cache",
 ]  # fmt: skip
-_LOGIT_ELEMENTS = 1 << 27  # FP32 logits held at once: 512 MB
+_LOGIT_ELEMENTS = 1 << 28  # FP32 logits held at once: 1 GB
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     raise UserError(

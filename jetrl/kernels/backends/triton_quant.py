@@ -33,14 +33,23 @@ def scale_from(amax_bits, FLOOR: tl.constexpr, POW2: tl.constexpr):
     amax = tl.maximum(amax_bits, FLOOR).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
     if POW2:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale != scale, scale, up)
     return scale
 
 
 @triton.jit
 def encode(x, scale):
-    """`reference.encode`; the conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23)."""
-    return tl.div_rn(x, scale + tl.zeros_like(x)).to(tl.float8e4nv)
+    """`reference.encode`, without its slow division: the reciprocal, corrected twice, is the quotient rounded to nearest.
+
+    Exact wherever |x / scale| >= 2**-11; below, the code is a zero with the sign of x whatever the last bit. The conversion
+    saturates, and |x / scale| is at most 448 * (1 + 2**-23).
+    """
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    first = x * inverse
+    q = tl.fma(tl.fma(-first, scale, x), inverse, first)
+    q = tl.fma(tl.fma(-q, scale, x), inverse, q)
+    return tl.where(first == 0.0, first, q).to(tl.float8e4nv)  # keeps -0, and 0 where the scale is infinite
 
 
 @triton.jit

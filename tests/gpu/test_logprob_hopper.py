@@ -1,0 +1,66 @@
+"""Log-probs and their gradients through the lm_head on the GPU: chunks change no bit, gradients match autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetrl.kernels.dispatch import load_backend
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda"
+
+
+@pytest.fixture(scope="module")
+def ops():  # noqa: ANN201
+    return load_backend("hopper")
+
+
+def problem(t: int, d: int, v: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(t + v)
+    hidden = torch.randn(t, d, generator=g).to(torch.bfloat16)
+    weight = (torch.randn(v, d, generator=g) * 0.1).to(torch.bfloat16)
+    targets = torch.randint(0, v, (t,), generator=g)
+    temperature = torch.full((t,), 0.7)
+    return tuple(x.to(CUDA) for x in (hidden, weight, targets, temperature))
+
+
+@pytest.mark.parametrize(("t", "d", "v"), [(700, 576, 49152), (300, 64, 1003)])
+def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int) -> None:  # noqa: ANN001
+    hidden, weight, targets, temperature = problem(t, d, v)
+    w = ops.prepare_bf16(weight)
+    whole = ops.logprob_entropy(hidden, w, targets, temperature)
+    sampled = ops.logprobs(ops.head_logits(hidden[:5], w), targets[:5], temperature[:5])
+    assert torch.equal(sampled, whole[0][:5])  # the sampler's path
+    monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 128 * v)
+    parts = ops.logprob_entropy(hidden, w, targets, temperature)
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+    z = (hidden.double() @ weight.double().T) / temperature.double()[:, None]
+    logp = torch.log_softmax(z, -1)
+    torch.testing.assert_close(whole[0].double(), logp.gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(whole[1].double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("t", "d", "v"), [(700, 576, 49152), (300, 64, 1003)])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradients_match_autograd(
+    ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int, with_entropy: bool  # noqa: ANN001
+) -> None:
+    hidden, weight, targets, temperature = problem(t, d, v)
+    g = torch.Generator(CUDA).manual_seed(1)
+    gl, ge = torch.randn(2, t, generator=g, device=CUDA)
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp = torch.log_softmax((h @ w.T) / temperature.double()[:, None], -1)
+    loss = (logp.gather(1, targets[:, None])[:, 0] * gl).sum()
+    if with_entropy:
+        loss = loss - ((logp.exp() * logp).sum(-1) * ge).sum()
+    want = torch.autograd.grad(loss, (h, w))
+    monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 256 * v)
+    got = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature)
+    again = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature)
+    assert got[1].dtype == torch.float32 and got[1].shape == weight.shape
+    for name, a, b, c in zip(("hidden", "weight"), got, want, again, strict=True):
+        error = ((a.double() - b).norm() / b.norm()).item()
+        assert error < 5e-3, f"{name}: {error}"
+        assert torch.equal(a, c), f"{name} is not the same twice"

@@ -1,4 +1,4 @@
-"""`FlowLinear`: the one linear layer. Its recipe says FP8 or BF16 for each side; both sides read the same published weight.
+"""`FlowLinear`: the one linear layer. Its recipe says FP8 or BF16 for each side; both sides read one published weight.
 
 FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands along tokens, 128x1):
 
@@ -25,18 +25,18 @@ from jetrl.types import Side
 
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe, keep: bool) -> Tensor:
         pow2 = recipe.fprop.left.pow2
         ctx.layer, ctx.recipe, ctx.dtype = layer, recipe, master.dtype
-        ctx.needs_weight = master.requires_grad
-        if ctx.needs_weight:
+        ctx.needs_weight = keep
+        if keep:
             x_t = quantize_act_t(x, recipe.saved_activation.pow2)
             ctx.save_for_backward(x_t.codes, x_t.scale)
         return gemm.fp8_gemm(quantize_act(x, pow2), layer.fp8_operand(), x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         layer, recipe, dy = ctx.layer, ctx.recipe, dy.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -46,7 +46,7 @@ class _FP8Linear(torch.autograd.Function):
             codes, scale = ctx.saved_tensors
             x_t = QTensor(codes, scale, "1x128", (codes.shape[0],), (codes.shape[1],))
             dw = gemm.wgrad_gemm(quantize_act_t(dy, recipe.wgrad.left.pow2), x_t).to(ctx.dtype)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 class _BF16Linear(torch.autograd.Function):
@@ -136,7 +136,9 @@ class FlowLinear(nn.Module):
         """`x` [T, K] -> [T, N] in the precision of `side`."""
         recipe = self.recipes[side]
         if recipe is not None:
-            y = _FP8Linear.apply(x, self.weight, self, recipe)
+            # asked here: within a Function, gradients always count as disabled
+            keep = torch.is_grad_enabled() and self.weight.requires_grad
+            y = _FP8Linear.apply(x, self.weight, self, recipe, keep)
         else:
             y = _BF16Linear.apply(x, self.weight, self)
         return y if self.bias is None else _Bias.apply(y, self.bias, self.published_bias)

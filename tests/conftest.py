@@ -8,7 +8,7 @@ import torch
 
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
-        torch.set_num_threads(2)
+        torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -111,7 +111,8 @@ def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int) -> None:
     for first in range(0, max(LENGTHS), chunk):
         live = [i for i, n in enumerate(LENGTHS) if n > first]
         counts = tuple(min(chunk, LENGTHS[i] - first) for i in live)
-        rows = torch.cat([torch.arange(starts[i] + first, starts[i] + first + c) for i, c in zip(live, counts, strict=True)])
+        begins = [starts[i] + first for i in live]
+        rows = torch.cat([torch.arange(b, b + c) for b, c in zip(begins, counts, strict=True)])
         slots = torch.cat([
             table[i, torch.arange(first, first + c) // PAGE].long() * PAGE + torch.arange(first, first + c) % PAGE
             for i, c in zip(live, counts, strict=True)
@@ -128,8 +129,8 @@ def test_a_padding_slot_writes_nothing() -> None:
     cache = cache_of(2, 2)
     before = cache.keys.clone()
     table = torch.zeros(1, 1, dtype=torch.int32)
-    plan = PagedPlan(cache, torch.tensor([0, 1], dtype=torch.int32), (1,), torch.tensor([1], dtype=torch.int32), 1, table,
-                     torch.tensor([0, -1]))  # fmt: skip
+    one = torch.tensor([1], dtype=torch.int32)
+    plan = PagedPlan(cache, plan_of((1,)).cu_seqlens, (1,), one, 1, table, torch.tensor([0, -1]))
     attend(q, k, v, plan, 3, SCALE)
     assert_bitwise_equal(cache.keys[0, 0], k[0], "the written slot")
     assert_bitwise_equal(cache.keys.flatten(0, 1)[1:], before.flatten(0, 1)[1:], "all other slots")

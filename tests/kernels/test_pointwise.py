@@ -1,4 +1,4 @@
-"""Norm, residual, RoPE and SwiGLU: forward and gradients within twice the BF16 baseline's error of the float64 truth."""
+"""Norm, residual, RoPE and SwiGLU: forward and gradients with at most twice the BF16 baseline's error."""
 
 from __future__ import annotations
 

@@ -1,0 +1,163 @@
+"""The model as a whole: publishing, checkpointing, accumulation over micro-batches, and rows that stand alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tolerances import assert_bitwise_equal
+from torch import Tensor
+
+from jetrl.model.transformer import Transformer
+from jetrl.precision.recipe import build_recipe
+from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.types import ForwardBatch, VarlenPlan
+
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=61, hidden_size=72, intermediate_size=136, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=64, tie_embeddings=True, qkv_bias=True,
+    qk_norm=True,
+)  # fmt: skip
+LENGTHS = (20, 3, 1, 33, 12)
+
+
+def model_of(precision: str = "fp8", spec: ModelSpec = SPEC, checkpointing: bool = False) -> Transformer:
+    model = Transformer(spec, build_recipe(precision, spec.num_layers), activation_checkpointing=checkpointing)
+    model.init_random(1)
+    with torch.no_grad():  # norms of one and biases of zero would hide what they do
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.2)
+    return model.publish()
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(SPEC.vocab_size, (n,), generator=generator) for n in LENGTHS]
+
+
+def batch_of(parts: list[Tensor]) -> ForwardBatch:
+    lengths = tuple(len(p) for p in parts)
+    plan = VarlenPlan(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), lengths)
+    return ForwardBatch(torch.cat(parts), torch.cat([torch.arange(n) for n in lengths]), plan, "train")
+
+
+def loss_of(model: Transformer, parts: list[Tensor], count: int) -> Tensor:
+    """The parts' share of the mean negative log-prob of all sequences' next tokens."""
+    batch = batch_of(parts)
+    rows = torch.cat([torch.arange(len(p)) < len(p) - 1 for p in parts])
+    logprobs, _ = model.token_logprobs(model(batch)[rows], batch.tokens.roll(-1)[rows], 0.8)
+    return -logprobs.double().sum() / count
+
+
+def gradients(model: Transformer, lots: list[list[Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    count = sum(len(p) - 1 for lot in lots for p in lot)
+    total = 0.0
+    for lot in lots:
+        loss = loss_of(model, lot, count)
+        loss.backward()
+        total += loss.item()
+    return total, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
+    loss, plain = gradients(model_of(precision), [sequences()])
+    again, recomputed = gradients(model_of(precision, checkpointing=True), [sequences()])
+    assert loss == again
+    for name, grad in plain.items():
+        assert_bitwise_equal(recomputed[name], grad, name)
+        assert float(grad.abs().sum()) > 0, f"{name} has no gradient at all"
+
+
+def test_activation_checkpointing_keeps_less() -> None:
+    def kept(checkpointing: bool) -> int:
+        model, size = model_of("bf16", checkpointing=checkpointing), 0
+
+        def count(t: Tensor) -> Tensor:
+            nonlocal size
+            size += t.numel() * t.element_size()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+            model(batch_of(sequences()))
+        return size
+
+    assert kept(True) < kept(False) / 3
+
+
+def test_accumulation_over_micro_batches_is_one_large_batch() -> None:
+    parts, model = sequences(), model_of("bf16")
+    loss, large = gradients(model, [parts])
+    accumulated, small = gradients(model, [parts[:2], parts[2:3], parts[3:]])
+    assert accumulated == pytest.approx(loss, rel=1e-12)  # rows are bit-equal; only the order of the sum differs
+    for name, grad in large.items():
+        gap = float((small[name] - grad).norm() / grad.norm())
+        assert gap < 1e-3, f"{name}: {gap}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("change", [{}, {"tie_embeddings": False}, {"qk_norm": False, "qkv_bias": False}])
+def test_a_sequence_alone_equals_itself_in_a_batch(precision: str, change: dict[str, bool]) -> None:
+    model, parts = model_of(precision, replace(SPEC, **change)), sequences()
+    with torch.no_grad():
+        packed = model.logits(model(batch_of(parts))).split(LENGTHS)
+        for i, part in enumerate(parts):
+            assert_bitwise_equal(model.logits(model(batch_of([part]))), packed[i], f"sequence {i}")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+def test_sides(precision: str) -> None:
+    model, batch = model_of(precision), batch_of(sequences())
+    with torch.no_grad():
+        train, rollout = model(batch), model(replace(batch, side="rollout"))
+    assert torch.equal(train, rollout) == (precision != "fp8_rollout")
+
+
+def test_masters_count_from_publish_on() -> None:
+    model, batch = model_of(), batch_of(sequences())
+    with torch.no_grad():
+        before, checksum = model.logits(model(batch)), model.checksum()
+        for p in model.parameters():
+            p.mul_(1.5)
+        assert_bitwise_equal(model.logits(model(batch)), before, "before publish")
+        assert model.checksum() == checksum
+        model.publish()
+        assert not torch.equal(model.logits(model(batch)), before) and model.checksum() != checksum
+
+
+def test_checksum_sees_every_parameter_and_only_published_bits() -> None:
+    model = model_of()
+    checksum = model.checksum()
+    assert model.publish().checksum() == checksum == model_of().checksum()
+    for name, p in model.named_parameters():
+        kept = p.detach().clone()
+        with torch.no_grad():
+            p.view(-1)[-1] += 1.0
+            assert model.publish().checksum() != checksum, name
+            p.copy_(kept)
+            p.view(-1)[-1] += 1e-9  # below a BF16 rounding step
+        assert model.publish().checksum() == checksum, name
+        with torch.no_grad():
+            p.copy_(kept)
+
+
+def test_one_step_against_the_gradient_lowers_the_loss() -> None:
+    model = model_of("fp8")
+    loss, grads = gradients(model, [sequences()])
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.sub_(grads[name] * 0.05)
+    model.publish()
+    assert gradients(model, [sequences()])[0] < loss - 0.01
+
+
+def test_tap_names_every_operator_in_order() -> None:
+    names: list[str] = []
+    with torch.no_grad():
+        model_of()(batch_of(sequences()), lambda name, value: names.append(name))
+    layer = "attn_norm qkv q_norm k_norm rope_q rope_k attention o mlp_norm gate_up swiglu down".split()
+    assert names == ["embed", *(f"layers.{i}.{n}" for i in range(2) for n in layer), "norm"]

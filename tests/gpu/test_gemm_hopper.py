@@ -79,7 +79,7 @@ def test_bf16_rows_do_not_depend_on_the_batch(ops, k: int, n: int) -> None:  # n
         assert whole.shape == (700, n)
         for m in (1, 2, 5, 16, 31, 64, 65, 128, 257, 512):
             assert torch.equal(ops.bf16_gemm(x[:m].to(CUDA), prepared, dtype), whole[:m]), f"M = {m}, {dtype}"
-        assert relative_error(whole, x.double() @ w.double().T) < (3e-3 if dtype == torch.bfloat16 else 1e-6)
+        assert relative_error(whole, x.double() @ w.double().T) < (3e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_bf16_gradients(ops) -> None:  # noqa: ANN001
@@ -87,7 +87,7 @@ def test_bf16_gradients(ops) -> None:  # noqa: ANN001
     assert relative_error(ops.bf16_dgrad(dy.to(CUDA), w.to(CUDA)), dy.double() @ w.double()) < 3e-3
     dw = ops.bf16_wgrad(dy.to(CUDA), x.to(CUDA))
     assert dw.dtype == torch.float32
-    assert relative_error(dw, dy.double().T @ x.double()) < 1e-6
+    assert relative_error(dw, dy.double().T @ x.double()) < 1e-5
 
 
 def test_one_kernel_a_gemm(ops) -> None:  # noqa: ANN001
@@ -113,3 +113,16 @@ def test_what_the_kernels_cannot_do_is_refused(ops) -> None:  # noqa: ANN001
         ops.fp8_gemm(q, w, torch.float32)
     with pytest.raises(ValueError, match="multiple of 8"):
         ops.prepare_bf16(matrix(16, 20, 17).to(CUDA))
+
+
+@pytest.mark.parametrize(("k", "sections"), [(512, (256,)), (576, (576, 192, 192)), (2048, (2048, 512, 512))])
+def test_torch_scaled_mm_computes_the_same(ops, k: int, sections: tuple[int, ...]) -> None:  # noqa: ANN001
+    from jetrl.kernels.backends import scaled_mm
+
+    x, w, dy = matrix(48, k, 1), matrix(sum(sections), k, 2), matrix(48, sum(sections), 3)
+    q = ops.quantize_weight(w.to(CUDA), False, sections)
+    y = scaled_mm.fp8_gemm(ops.quantize_act(x.to(CUDA)), ops.prepare_fp8(q), torch.bfloat16)
+    want = ref.fp8_gemm(ref.quantize_1x128(x), ref.quantize_128x128(w, False, sections))
+    assert relative_error(y, want) < 3e-3
+    dw = scaled_mm.wgrad_gemm(ops.quantize_act_t(dy.to(CUDA)), ops.quantize_act_t(x.to(CUDA)))
+    assert relative_error(dw, ref.fp8_gemm(ref.quantize_128x1(dy), ref.quantize_128x1(x))) < 5e-4

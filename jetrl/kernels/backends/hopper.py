@@ -12,17 +12,9 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.backends import triton_logprob
-from jetrl.kernels.backends.deepgemm import (
-    PreparedBF16,
-    add_outer,
-    bf16_gemm,
-    fp8_gemm,
-    prepare_bf16,
-    prepare_fp8,
-    prepare_fp8_t,
-    wgrad_gemm,
-)
+from jetrl.kernels.backends.deepgemm import PreparedBF16, add_outer, bf16_gemm, fp8_gemm, prepare_bf16, wgrad_gemm
 from jetrl.kernels.backends.flash import attend, attend_backward, attend_cached, attend_varlen
+from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
 from jetrl.kernels.backends.triton_pointwise import (
     add,

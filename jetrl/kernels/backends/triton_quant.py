@@ -53,12 +53,11 @@ def encode(x, scale):
 
 
 @triton.jit
-def _rows_kernel(
-    x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
-    FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr,
+def _quantize_rows(
+    x, codes, scale, rows, group, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    group = tl.program_id(1)
+    """One group of 128 columns of the rows `rows`."""
     cols = group * 128 + tl.arange(0, 128)
     alive = rows < num_rows
     v = tl.load(
@@ -73,31 +72,68 @@ def _rows_kernel(
 
 
 @triton.jit
-def _columns_kernel(
-    x, codes, scale, codes_t, scale_t, num_rows, num_cols, x_stride,
-    codes_stride, written_cols, scale_stride, codes_t_stride, scale_t_stride,
-    FLOOR: tl.constexpr, POW2: tl.constexpr, POW2_T: tl.constexpr, BOTH: tl.constexpr, C: tl.constexpr,
+def _quantize_columns(
+    x, codes_t, scale_t, group, cols, num_rows, num_cols, x_stride, codes_t_stride, scale_t_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Groups of 128 tokens, written transposed; BOTH: groups of 128 columns of the same tile as well (then C is 128)."""
-    group = tl.program_id(0).to(tl.int64)
+    """One group of 128 rows of the columns `cols`, written transposed."""
     rows = group * 128 + tl.arange(0, 128)
-    cols = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
-    alive, inside = rows < num_rows, cols < num_cols
+    inside = cols < num_cols
     v = tl.load(
-        x + rows[:, None] * x_stride + cols[None, :], mask=alive[:, None] & inside[None, :], other=0.0
-    ).to(tl.float32)  # fmt: skip
-    bits = abs_bits(v)
-    s_t = scale_from(tl.max(bits, axis=0), FLOOR, POW2_T)
-    q_t = tl.trans(encode(v, s_t[None, :]).to(tl.uint8, bitcast=True))
-    tl.store(codes_t + cols[:, None] * codes_t_stride + rows[None, :], q_t, mask=inside[:, None])
-    tl.store(scale_t + group * scale_t_stride + cols, s_t, mask=inside)
-    if BOTH:
-        s = scale_from(tl.max(bits, axis=1), FLOOR, POW2)
-        tl.store(
-            codes + rows[:, None] * codes_stride + cols[None, :], encode(v, s[:, None]),
-            mask=alive[:, None] & (cols < written_cols)[None, :],
+        x + rows[:, None] * x_stride + cols[None, :], mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0
+    ).to(tl.float32)
+    s = scale_from(tl.max(abs_bits(v), axis=0), FLOOR, POW2)
+    q = tl.trans(encode(v, s[None, :]).to(tl.uint8, bitcast=True))
+    tl.store(codes_t + cols[:, None] * codes_t_stride + rows[None, :], q, mask=inside[:, None])
+    tl.store(scale_t + group * scale_t_stride + cols, s, mask=inside)
+
+
+@triton.jit
+def _rows_kernel(
+    x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    _quantize_rows(
+        x, codes, scale, rows, tl.program_id(1), num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
+        FLOOR, POW2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _columns_kernel(
+    x, codes_t, scale_t, num_rows, num_cols, x_stride, codes_t_stride, scale_t_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
+    _quantize_columns(
+        x, codes_t, scale_t, tl.program_id(0).to(tl.int64), cols, num_rows, num_cols, x_stride, codes_t_stride,
+        scale_t_stride, FLOOR, POW2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _both_kernel(
+    x, codes, scale, codes_t, scale_t, num_rows, num_cols, x_stride, codes_stride, scale_stride, codes_t_stride,
+    scale_t_stride, FLOOR: tl.constexpr, POW2: tl.constexpr, POW2_T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Both orientations of a tile of 128x128: by rows, then by columns, which find the tile in the cache.
+
+    In small parts: a tile held in registers at once leaves too few threads to hide the latency of memory.
+    """
+    group = tl.program_id(0).to(tl.int64)
+    for part in tl.static_range(128 // R):
+        rows = group * 128 + part * R + tl.arange(0, R)
+        _quantize_rows(
+            x, codes, scale, rows, tl.program_id(1), num_rows, num_cols, codes_stride, x_stride, codes_stride,
+            scale_stride, FLOOR, POW2,
         )  # fmt: skip
-        tl.store(scale + tl.program_id(1).to(tl.int64) * scale_stride + rows, s, mask=alive)
+    for part in tl.static_range(128 // C):
+        cols = tl.program_id(1).to(tl.int64) * 128 + part * C + tl.arange(0, C)
+        _quantize_columns(
+            x, codes_t, scale_t, group, cols, num_rows, num_cols, x_stride, codes_t_stride, scale_t_stride,
+            FLOOR, POW2_T,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -155,16 +191,12 @@ def new_scale(rows: int, groups: int, device: torch.device) -> Tensor:
     return torch.empty_strided((rows, groups), (1, stride), dtype=torch.float32, device=device)
 
 
-def _row_tile(rows: int) -> int:
-    return 32 if rows >= 4096 else 8
-
-
 def _quantize_section(x: Tensor, codes: Tensor, scale: Tensor, pow2: bool, written: int) -> None:
-    r = _row_tile(x.shape[0])
+    r, warps = (32, 2) if x.shape[0] >= 4096 else (8, 4)
     grid = (triton.cdiv(x.shape[0], r), scale.shape[1])
     _rows_kernel[grid](
         x, codes, scale, x.shape[0], x.shape[1], written, x.stride(0), codes.stride(0), scale.stride(1),
-        FLOOR=_FLOOR_BITS, POW2=pow2, R=r, num_warps=4, enable_fp_fusion=False,
+        FLOOR=_FLOOR_BITS, POW2=pow2, R=r, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -188,26 +220,22 @@ def quantize_act(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | None
     return QTensor(codes, scale, "1x128", (rows,), sections)
 
 
-def _columns(x: Tensor, q: QTensor | None, pow2: bool, pow2_t: bool) -> QTensor:
+def _transposed(x: Tensor) -> QTensor:
+    """The empty result of quantizing `x.T`."""
     rows, cols = x.shape
-    codes_t = new_codes(cols, rows, x.device)
-    scale_t = new_scale(cols, triton.cdiv(rows, BLOCK), x.device)
-    width = BLOCK if q is not None else 64
-    codes, scale = (q.codes, q.scale) if q is not None else (codes_t, scale_t)
-    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(cols, width))
-    _columns_kernel[grid](
-        x, codes, scale, codes_t.view(torch.uint8), scale_t, rows, cols, x.stride(0),
-        codes.stride(0), codes.stride(0), scale.stride(1), codes_t.stride(0), scale_t.stride(1),
-        FLOOR=_FLOOR_BITS, POW2=pow2, POW2_T=pow2_t, BOTH=q is not None, C=width,
-        num_warps=8 if q is not None else 4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return QTensor(codes_t, scale_t, "1x128", (cols,), (rows,))
+    scale = new_scale(cols, triton.cdiv(rows, BLOCK), x.device)
+    return QTensor(new_codes(cols, rows, x.device), scale, "1x128", (cols,), (rows,))
 
 
 def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
     """`reference.quantize_128x1`: `x` [T, C] -> the quantized `x.T` [C, T], groups of 128 tokens."""
     assert x.stride(1) == 1 and x.shape[0] > 0
-    return _columns(x, None, pow2, pow2)
+    q = _transposed(x)
+    _columns_kernel[(triton.cdiv(x.shape[0], BLOCK), triton.cdiv(x.shape[1], 64))](
+        x, q.codes.view(torch.uint8), q.scale, x.shape[0], x.shape[1], x.stride(0), q.codes.stride(0),
+        q.scale.stride(1), FLOOR=_FLOOR_BITS, POW2=pow2, C=64, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q
 
 
 def quantize_act_both(
@@ -217,11 +245,17 @@ def quantize_act_both(
     assert x.stride(1) == 1 and x.shape[0] > 0
     sections = sections or (x.shape[1],)
     if has_gaps(sections):
-        return quantize_act(x, pow2, sections), _columns(x, None, pow2_t, pow2_t)
+        return quantize_act(x, pow2, sections), quantize_act_t(x, pow2_t)
     rows, cols = x.shape
-    scale = new_scale(rows, triton.cdiv(cols, BLOCK), x.device)
-    q = QTensor(new_codes(rows, cols, x.device), scale, "1x128", (rows,), sections)
-    return q, _columns(x, q, pow2, pow2_t)
+    groups = triton.cdiv(cols, BLOCK)
+    q = QTensor(new_codes(rows, cols, x.device), new_scale(rows, groups, x.device), "1x128", (rows,), sections)
+    t = _transposed(x)
+    _both_kernel[(triton.cdiv(rows, BLOCK), groups)](
+        x, q.codes, q.scale, t.codes.view(torch.uint8), t.scale, rows, cols, x.stride(0), q.codes.stride(0),
+        q.scale.stride(1), t.codes.stride(0), t.scale.stride(1), FLOOR=_FLOOR_BITS, POW2=pow2, POW2_T=pow2_t,
+        R=32, C=64, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q, t
 
 
 def quantize_weight(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None) -> QTensor:

@@ -91,20 +91,22 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
     if found is not None:
         state.restore(session, found, run_dir)
     display = Display(config.train.steps, config.name, start_step=session.step)
-    with Recorder(run_dir, resume=found is not None) as recorder, display:
+    resume = config.checkpoint.resume != "never"  # without a checkpoint as well: a run may stop before its first
+    with Recorder(run_dir, resume) as recorder, display:
         clock = Clock(display)
         recorder.write_config(to_toml(config))
         recorder.write_environment(command)
         (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
         check_gold(session.task, session.reward, session.tokenizer)
-        if found is not None:
-            recorder.drop_after(session.step)
-        else:
-            start(session, recorder, clock, run_dir)
-        while session.step < config.train.steps:
-            train_step(session, recorder, clock, run_dir, stop)
-            if stop.asked:
-                break
+        try:
+            if resume:
+                recorder.drop_after(session.step if found is not None else -1)
+            if found is None:
+                start(session, recorder, clock, run_dir)
+            while session.step < config.train.steps and not stop.asked:
+                train_step(session, recorder, clock, run_dir, stop)
+        except FloatingPointError as error:  # the sampler met logits that are no numbers
+            raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
     write_report([run_dir], run_dir / "report.html")
     return session.step >= config.train.steps
 

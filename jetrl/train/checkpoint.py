@@ -70,7 +70,8 @@ def save(
                 "free some space and go on with --resume."
             ) from error
         raise
-    for old in complete(folder)[:-keep]:
+    others = [p for p in complete(folder) if p != final]  # a run resumed from an earlier step finds later ones here
+    for old in others[: max(0, len(others) - keep + 1)]:
         shutil.rmtree(old)
     return final
 

@@ -1,4 +1,4 @@
-"""What a run saves and restores: masters, optimizer state, counters; all else is a function of the step and the seed."""
+"""What a run saves and restores: masters, optimizer state, counters; all else follows from the step and the seed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find(config: Config, run_dir: Path) -> Path | None:
 
 
 def begin(session: Session, run_dir: Path) -> None:
-    """After the warm start: freeze the reference policy, if the KL penalty needs one, and keep its weights for resume."""
+    """After the warm start: freeze the reference policy, if there is a KL penalty, and keep it for resume."""
     if session.config.rl.kl_coef > 0:
         session.reference = reference_of(session.model)
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,14 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     session.initial_accuracy = meta.initial_accuracy
     if session.config.rl.kl_coef > 0:
         session.reference = reference_of(session.model)
-        session.reference.load_state_dict(load_file(run_dir / "checkpoints" / _REFERENCE))
+        kept = path.parent / _REFERENCE
+        if not kept.is_file():
+            raise UserError(f"{kept} is missing: the KL penalty needs the policy that the run began with. Start anew.")
+        session.reference.load_state_dict(load_file(kept))
         session.reference.publish()
+        if path.parent.absolute() != (run_dir / "checkpoints").absolute():  # resumed into another output folder
+            (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+            save_file(_weights(session.reference), run_dir / "checkpoints" / _REFERENCE)
     session.engine.load(publish(session.model, session.weight_version, session.flow_digest))
 
 
@@ -97,7 +103,8 @@ def resume_digest(config: Config) -> str:
 
 
 def stop_non_finite(
-    session: Session, batches: list[PackedBatch], step: int, run_dir: Path, error: NonFiniteError
+    session: Session, batches: list[PackedBatch], step: int, run_dir: Path,
+    error: NonFiniteError | FloatingPointError,
 ) -> UserError:
     """Save the step's data and weights for replay; returns the error that ends the run."""
     folder = run_dir / "failed"
@@ -105,8 +112,8 @@ def stop_non_finite(
     file = folder / f"step_{step:06d}.pt"
     torch.save({"step": step, "batches": batches, "model": _weights(session.model)}, file)
     return UserError(
-        f"Step {step} gave {error}: the run stops before the weights change. The step's batches and weights are in {file} "
-        "for replay; the last checkpoint is intact. Try a lower train.lr or train.max_grad_norm, then --resume."
+        f"Step {step} stops the run: {error}. The step's batches and weights are in {file} for replay; the checkpoints "
+        "are intact. Start anew under another name with a lower train.lr or train.max_grad_norm."
     )
 
 

@@ -1,0 +1,118 @@
+"""The certificate: exact where it must be, located where it is not, and no operator can break it unnoticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetrl.kernels.backends import cpu
+from jetrl.model.transformer import Transformer
+from jetrl.parity import Certificate, Workload, certify, row_hash
+from jetrl.precision.recipe import build_recipe
+from jetrl.spec import ModelSpec, RopeSpec
+
+SPEC = ModelSpec("qwen3", 53, 72, 136, 2, 4, 2, 16, 1e-6, RopeSpec(1e4), 128, True, False, True)
+WORK = Workload(num_sequences=5, max_prompt=20, new_tokens=9, chunk=5, page_size=4)
+
+
+def certificate(precision: str, work: Workload = WORK, **options: Any) -> Certificate:
+    model = Transformer(SPEC, build_recipe(precision, SPEC.num_layers, **options)).init_random(0)
+    with torch.no_grad():  # larger than at the start of training, so that attention is not nearly uniform
+        for p in model.parameters():
+            p.mul_(4.0 if p.ndim == 2 else 1.0)
+    return certify(model.publish(), work, "test", lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [("bf16", {}), ("fp8", {}), ("fp8", {"weight_scale": "pow2", "activation_scale": "pow2"}),
+     ("fp8", {"num_first_layers_in_bf16": 1})],
+)  # fmt: skip
+def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict[str, Any]) -> None:
+    result = certificate(precision, **options)
+    assert result.ok, result.links
+    assert [link.link for link in result.links] == ["a", "b", "c"]
+    assert all(link.max_abs_diff == 0.0 and link.first_difference is None for link in result.links)
+    lengths = [link.rows for link in result.links]
+    assert lengths[0] == lengths[1] > 40 and lengths[2] > 20, "the links have compared too little"
+    assert json.loads(json.dumps(result.to_json()))["bit_equal"] is True
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_chunks_of_any_size(chunk: int) -> None:
+    work = Workload(num_sequences=4, max_prompt=20, new_tokens=5, chunk=chunk, page_size=7, seed=3)
+    assert certificate("fp8", work).ok
+
+
+def test_fp8_rollout_differs_and_the_first_operator_is_named() -> None:
+    result = certificate("fp8_rollout")
+    packed, chunked, decode = result.links
+    assert packed.ok, "training is BF16 in all of link a"
+    assert not result.ok and not chunked.ok and not decode.ok
+    assert 1e-4 < chunked.max_abs_diff < 5 and chunked.rows_different > chunked.rows / 2
+    for link in (chunked, decode):
+        assert link.first_difference is not None
+        assert "first operator that differs is layers.0.qkv" in link.first_difference, link.first_difference
+
+
+def nudge(op: Callable[..., Tensor], when: Callable[[Tensor], bool]) -> Callable[..., Tensor]:
+    """`op` with its last row off by one unit in the last place, for some calls."""
+
+    def broken(x: Tensor, *args: Any) -> Tensor:
+        y = op(x, *args)
+        if when(x):
+            y = y.clone()
+            last = y[-1:].contiguous().view(torch.int16 if y.dtype == torch.bfloat16 else torch.int32)
+            y[-1:] = (last + 1).view(y.dtype)
+        return y
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [("swiglu", "layers.0.swiglu"), ("rope", "layers.0.rope_q"), ("attend", "layers.0.attention"),
+     ("rms_norm", "layers.0.attn_norm")],
+)  # fmt: skip
+def test_an_operator_that_depends_on_the_batch_is_named(op: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = WORK.max_prompt + WORK.new_tokens
+    monkeypatch.setattr(cpu, op, nudge(getattr(cpu, op), lambda x: len(x) > longest))  # wrong in packed batches only
+    packed = certificate("fp8").links[0]
+    assert not packed.ok and packed.rows_different >= 1 and packed.first_difference is not None
+    assert f"first operator that differs is {names}" in packed.first_difference, packed.first_difference
+
+
+def test_an_error_of_decoding_alone_is_found_by_the_last_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = cpu.swiglu, {"decode": 0}
+
+    def broken(x: Tensor) -> Tensor:  # every 40th small batch: decode steps, not prefill or training
+        calls["decode"] += len(x) <= 6
+        return nudge(right, lambda x: calls["decode"] % 40 == 39 and len(x) <= 6)(x)
+
+    monkeypatch.setattr(cpu, "swiglu", broken)
+    assert not certificate("fp8").ok
+
+
+def test_a_head_that_depends_on_the_batch_is_told_from_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "head_logits", nudge(cpu.head_logits, lambda x: len(x) == 1))
+    result = certificate("bf16")
+    assert not result.ok
+    text = " ".join(link.first_difference or "" for link in result.links)
+    assert "lm_head" in text, text
+
+
+def test_row_hash_tells_any_bit_and_any_order() -> None:
+    row = torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
+    for change in range(100):
+        other = row.clone()
+        other.view(torch.int32)[0, change] ^= 1
+        assert row_hash(other) != row_hash(row)
+    swapped = row.clone()
+    swapped[0, [3, 4]] = row[0, [4, 3]]
+    assert row_hash(swapped) != row_hash(row) and row_hash(row.clone()) == row_hash(row)
+    assert row_hash(torch.zeros(1, 2)) != row_hash(-torch.zeros(1, 2))

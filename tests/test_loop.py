@@ -1,0 +1,173 @@
+"""Whole runs in miniature: parity in every step, the objective's options, and the ways in which a run ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import numbers, tiny_run
+
+from jetrl.errors import UserError
+from jetrl.report.recorder import read_samples
+from jetrl.train import checkpoint
+
+PARITY = "parity/logprob_abs_diff_max"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_parity_is_zero_in_every_step(tmp_path: Path, precision: str) -> None:
+    rows = numbers(tiny_run(tmp_path, {"precision": precision}))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+    assert [row["parity/frac_tokens_different"] for row in rows[1:]] == [0.0] * 4
+    assert [("eval/addition/avg@1" in row) for row in rows] == [True, False, True, False, True]
+
+
+def test_parity_of_fp8_rollout_is_visibly_not_zero(tmp_path: Path) -> None:
+    rows = numbers(tiny_run(tmp_path, {"precision": "fp8_rollout"}))
+    assert all(1e-4 < row[PARITY] < 1.0 for row in rows[1:]), [row[PARITY] for row in rows[1:]]
+    assert all(row["parity/frac_tokens_different"] > 0.5 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.page_size": 3, "rollout.kv_cache_tokens": 96, "rollout.max_num_seqs": 5},
+        {"rollout.max_tokens_per_step": 5},
+        {"train.activation_checkpointing": True},
+        {"train.max_tokens_per_gpu": 40},
+        {"num_threads": 2},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_what_must_not_matter_does_not_matter_to_what_is_sampled(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Cache size, page size, chunking, checkpointing, micro-batches and threads leave step 1's samples as they are."""
+    plain = list(read_samples(tiny_run(tmp_path / "a", {"train.steps": 1})))
+    other = tiny_run(tmp_path / "b", {"train.steps": 1} | changes)
+    assert list(read_samples(other)) == plain and len(plain) == 16
+    assert numbers(other)[1][PARITY] == 0.0
+
+
+def test_two_runs_are_equal_to_the_bit_and_another_seed_is_not(tmp_path: Path) -> None:
+    first, second = numbers(tiny_run(tmp_path / "a")), numbers(tiny_run(tmp_path / "b"))
+    assert first == second
+    assert numbers(tiny_run(tmp_path / "c", {"seed": 1})) != first
+
+
+def test_learning_raises_the_reward(tmp_path: Path) -> None:
+    rows = numbers(tiny_run(tmp_path, {"train.steps": 14, "train.lr": 1e-2, "eval.eval_interval": 0}))
+    early, late = (sum(r["reward/mean"] for r in part) / 3 for part in (rows[1:4], rows[-3:]))
+    assert late > early + 0.15, (early, late)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_kl_penalty_starts_at_zero_and_holds_the_policy_back(tmp_path: Path, precision: str) -> None:
+    changes = {"precision": precision, "train.lr": 1e-2, "eval.eval_interval": 0}
+    free = numbers(tiny_run(tmp_path / "a", changes | {"rl.kl_coef": 1e-9}))
+    held = numbers(tiny_run(tmp_path / "b", changes | {"rl.kl_coef": 5.0}))
+    key = "policy/ref_kl"
+    assert free[1][key] == held[1][key] == 0.0  # the reference is the policy: the same flow gives the same bits
+    assert free[4][key] > 1e-3 and held[4][key] < free[4][key]
+
+
+def test_all_groups_dropped_is_a_step_without_update(tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
+    changes = {"rl.dynamic_sampling": "drop", "task.reward": f"{tmp_path}/same.py:reward"}
+    run_dir = tiny_run(tmp_path, changes)
+    rows = numbers(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row["reward/num_groups_dropped"] == 4 and "policy/loss" not in row for row in rows[1:])
+    assert all(row["response_length/mean"] > 0 for row in rows[1:])
+    assert rows[0]["eval/addition/avg@1"] == rows[4]["eval/addition/avg@1"]
+
+
+def test_several_updates_a_step(tmp_path: Path) -> None:
+    changes = {"rl.updates_per_step": 2, "train.lr": 1e-2}
+    rows = numbers(tiny_run(tmp_path / "a", changes))
+    assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
+    crutch = changes | {"precision": "fp8_rollout", "rl.rollout_is": "token"}
+    rows = numbers(tiny_run(tmp_path / "b", crutch))
+    assert all(row[PARITY] > 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rl.loss_agg": "seq_mean_token_mean", "rl.norm_adv_by_std": False},
+        {"rl.entropy_coef": 0.01, "rl.mask_truncated": True},
+        {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
+        {"rollout.top_k": 5, "rl.overlong_buffer_len": 4},
+        {"train.master_dtype": "bfloat16"},
+        {"quant.weight_scale": "pow2", "quant.activation_scale": "pow2", "quant.num_first_layers_in_bf16": 1},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_options_keep_parity(tmp_path: Path, changes: dict[str, Any]) -> None:
+    rows = numbers(tiny_run(tmp_path, changes | {"train.steps": 2}))
+    parities = [row[PARITY] for row in rows[1:] if PARITY in row]
+    assert parities and set(parities) == {0.0}
+    loss = [row["policy/loss"] for row in rows[1:] if "policy/loss" in row]
+    assert all(value == value for value in loss)
+
+
+def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jetrl.train import step
+
+    norm, calls = step.global_grad_norm, []
+
+    def broken(parameters: Any) -> torch.Tensor:
+        calls.append(1)
+        return norm(parameters) * (float("inf") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(step, "global_grad_norm", broken)
+    with pytest.raises(UserError, match=r"Step 3 stops the run: .*gradient norm inf") as raised:
+        tiny_run(tmp_path)
+    run_dir = tmp_path / "runs" / "tiny"
+    file = run_dir / "failed" / "step_000003.pt"
+    assert str(file) in str(raised.value)
+    data = torch.load(file, weights_only=False)
+    assert data["batches"][0].num_sequences == 16 and data["step"] == 3
+    _, saved = checkpoint.load(run_dir / "checkpoints" / "step_000002")
+    for name, value in data["model"].items():
+        assert torch.equal(value, saved[f"model.{name}"]), name
+    monkeypatch.undo()
+    resumed = numbers(tiny_run(tmp_path, {"checkpoint.resume": "auto"}))
+    assert resumed == numbers(tiny_run(tmp_path / "b"))
+
+
+def test_a_rollout_whose_logits_are_not_finite_stops_the_run_with_the_weights_saved(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="stops the run") as raised:
+        tiny_run(tmp_path, {"train.lr": 1e30, "train.steps": 6})
+    run_dir = tmp_path / "runs" / "tiny"
+    (file,) = (run_dir / "failed").iterdir()
+    assert str(file) in str(raised.value)
+    data = torch.load(file, weights_only=False)
+    assert file.name == f"step_{data['step']:06d}.pt" and "embed.weight" in data["model"]
+    assert (run_dir / "checkpoints" / "latest").is_file(), "the checkpoints must be intact"
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path)
+    names = {p.name for p in run_dir.iterdir()}
+    assert {"config.toml", "env.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "report.html"} <= names
+    page = (run_dir / "report.html").read_text()
+    assert "data:image/svg+xml;base64," in page, "the picture of the flow is missing"
+    assert not re.findall(r"https?://(?!www\.w3\.org/)\S+", page), "the page must be self-contained"
+    saved = {p.name for p in (run_dir / "checkpoints").iterdir()}
+    assert saved == {"latest", "step_000000", "step_000002", "step_000004"}
+    samples = list(read_samples(run_dir))
+    assert len(samples) == 4 * 16 and all(len(s["tokens"]) == len(s["logprobs"]) for s in samples)
+    assert json.loads((run_dir / "env.json").read_text())
+
+
+def test_a_reward_function_that_never_pays_the_gold_answer_stops_the_run_before_step_1(tmp_path: Path) -> None:
+    (tmp_path / "zero.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+    with pytest.raises(UserError, match=r"(?s)(gold.*\d\+\d)|(\d\+\d.*gold)"):
+        tiny_run(tmp_path, {"task.reward": f"{tmp_path}/zero.py:reward"})

@@ -1,0 +1,121 @@
+"""A run stopped at any point and resumed ends with the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stopped_runs import CASES
+from tiny import numbers, tiny_config, tiny_run, weights_hash
+
+from jetrl.errors import UserError
+from jetrl.report.recorder import read_metrics, read_samples
+from jetrl.train import checkpoint
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    root = tmp_path_factory.mktemp("stopped")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    command = [sys.executable, str(HERE / "stopped_runs.py"), str(root)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return root, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Hash of the last checkpoint and metrics of a run that never stopped, by the changes of its config."""
+
+    def of(changes: dict[str, Any]) -> tuple[str, list[dict[str, Any]], list[Any]]:
+        key = json.dumps(changes)
+        if key not in cache:
+            run_dir = tiny_run(tmp_path_factory.mktemp("straight"), changes)
+            cache[key] = (weights_hash(run_dir, 4), numbers(run_dir), list(read_samples(run_dir)))
+        return cache[key]
+
+    cache: dict[str, Any] = {}
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_equals_uninterrupted(name: str, stopped: tuple[Path, dict[str, int]], straight: Any) -> None:
+    root, ends = stopped
+    changes, how = CASES[name]
+    in_order = how.startswith("SIG")
+    assert ends[name] == (3 if in_order else -signal.SIGKILL), f"the run was not stopped as meant: {ends[name]}"
+    run_dir = root / name / "runs" / "tiny"
+    before = len(read_metrics(run_dir))
+    assert 1 <= before < 5
+    if in_order:  # the step under way is finished and saved
+        assert checkpoint.newest(run_dir / "checkpoints").name == f"step_{before - 1:06d}"
+    assert tiny_run(root / name, changes | {"checkpoint.resume": "auto"}) == run_dir
+    digest, metrics, samples = straight(changes)
+    assert weights_hash(run_dir, 4) == digest, "the final weights or optimizer state differ"
+    assert numbers(run_dir) == metrics
+    assert list(read_samples(run_dir)) == samples
+    assert not list((run_dir / "checkpoints").glob(".*")), "left-overs of the killed writer"
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path)
+    rows, digest = numbers(run_dir), weights_hash(run_dir, 4)
+    tiny_run(tmp_path, {"checkpoint.resume": "auto"})
+    assert numbers(run_dir) == rows and weights_hash(run_dir, 4) == digest
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
+    tiny_run(tmp_path / "a", {"train.steps": 2})
+    longer = tiny_run(tmp_path / "a", {"checkpoint.resume": "auto"})
+    assert weights_hash(longer, 4) == weights_hash(tiny_run(tmp_path / "b"), 4)
+
+
+def test_resume_from_an_earlier_step_by_path(tmp_path: Path) -> None:
+    changes = {"checkpoint.save_interval": 1, "checkpoint.keep": 2, "rl.kl_coef": 0.1}
+    run_dir = tiny_run(tmp_path, changes)
+    rows, digest = numbers(run_dir), weights_hash(run_dir, 4)
+    path = run_dir / "checkpoints" / "step_000003"
+    tiny_run(tmp_path, changes | {"checkpoint.resume": str(path)})
+    assert numbers(run_dir) == rows and weights_hash(run_dir, 4) == digest
+    other = tmp_path / "elsewhere"
+    tiny_run(tmp_path, changes | {"checkpoint.resume": str(path), "output_dir": str(other)}, name="again")
+    assert weights_hash(tmp_path / "runs" / "again", 4) == digest
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    tiny_run(tmp_path, {"train.steps": 2})
+    for change in ({"train.lr": 1e-4}, {"precision": "bf16"}, {"seed": 5}, {"rl.norm_adv_by_std": False}):
+        with pytest.raises(UserError, match="written by a run with other settings"):
+            tiny_run(tmp_path, change | {"checkpoint.resume": "auto"})
+    with pytest.raises(UserError, match="already holds a run"):
+        tiny_run(tmp_path)
+    with pytest.raises(UserError, match="there is no such folder"):
+        tiny_run(tmp_path, {"checkpoint.resume": str(tmp_path / "nowhere")})
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_serves(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path, {"train.steps": 4})
+    digest = weights_hash(run_dir, 4)
+    state = run_dir / "checkpoints" / "step_000004" / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-3] ^= 1
+    state.write_bytes(data)
+    with pytest.raises(UserError, match="does not have the hash"):
+        tiny_run(tmp_path, {"checkpoint.resume": "auto"})
+    tiny_run(tmp_path, {"checkpoint.resume": str(run_dir / "checkpoints" / "step_000002")})
+    assert weights_hash(run_dir, 4) == digest
+
+
+def test_config_of_a_run_reads_back(tmp_path: Path) -> None:
+    from jetrl.config import load_config
+
+    run_dir = tiny_run(tmp_path, {"train.steps": 1})
+    assert load_config(run_dir / "config.toml") == tiny_config(tmp_path, {"train.steps": 1})

@@ -1,0 +1,82 @@
+"""A run that takes a second: the quickstart's task and model family in miniature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl.config import Config, parse_config, resolve
+from jetrl.loop import StopRequest, run
+from jetrl.report.recorder import read_metrics
+
+ARCH: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 40, "intermediate_size": 136, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+# Any digit in the reply is worth something, so that groups differ and gradients flow without a warm start.
+REWARD = """\
+def reward(completions, answer, **_):
+    return [len(set(c) & set(a)) / len(set(a)) for c, a in zip(completions, answer)]
+"""
+
+
+def tiny_data(folder: Path) -> dict[str, Any]:
+    """The nested mapping of a tiny config; `folder` takes its reward function, cache and runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    return {
+        "name": "tiny", "precision": "fp8", "device": "cpu", "num_threads": 1, "output_dir": str(folder / "runs"),
+        "model": {"arch": ARCH, "tokenizer": "builtin:arithmetic"},
+        "task": {
+            "name": "addition", "params": {"digits": [2]}, "reward": f"{folder}/reward.py:reward", "num_eval": 4,
+            "max_prompt_length": 16,
+        },
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_response_length": 10},
+        "rl": {},
+        "train": {"steps": 4, "lr": 3e-3},
+        "eval": {"eval_interval": 2},
+        "checkpoint": {"save_interval": 2, "keep": 3},
+    }  # fmt: skip
+
+
+def tiny_config(folder: Path, changes: dict[str, Any] | None = None) -> Config:
+    """A resolved tiny config with dotted changes; None takes a key out."""
+    data = tiny_data(folder)
+    for key, value in (changes or {}).items():
+        *path, last = key.split(".")
+        at = data
+        for part in path:
+            at = at.setdefault(part, {})
+        if value is None:
+            del at[last]
+        else:
+            at[last] = value
+    return resolve(parse_config(data), cuda_available=False)
+
+
+def tiny_run(folder: Path, changes: dict[str, Any] | None = None, name: str = "tiny") -> Path:
+    """Run to the last step; returns the run folder. The thread count that a run sets is put back."""
+    before = torch.get_num_threads()
+    config = tiny_config(folder, changes)
+    run_dir = folder / "runs" / name
+    try:
+        assert run(config, run_dir, ["test"], StopRequest())
+    finally:
+        torch.set_num_threads(before)
+    return run_dir
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of every step without what a clock measured."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in read_metrics(run_dir)
+    ]
+
+
+def weights_hash(run_dir: Path, step: int) -> str:
+    """SHA-256 of a checkpoint's masters and optimizer state, as the checkpoint records (and resume verifies) it."""
+    return json.loads((run_dir / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())["sha256"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, disk_full
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -34,10 +34,13 @@ def main() -> None:
         sys.argv.remove("--debug")
     try:
         app()
-    except UserError as error:
+    except Exception as error:
+        if not isinstance(error, UserError) and not disk_full(error):
+            raise
         if debug:
             traceback.print_exc()
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {error}", markup=False, style="red")
+        text = error if isinstance(error, UserError) else f"no disk space left ({error}). Free some and try again."
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", markup=False, style="red")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("jetrl: interrupted.")

@@ -1,7 +1,15 @@
-"""The error that the CLI shows to a user as one message, without a traceback."""
+"""The error that the CLI shows to a user as one message, without a traceback; and what a full disk looks like."""
 
 from __future__ import annotations
+
+import errno
 
 
 class UserError(ValueError):
     """A mistake that the user can mend. The message says what is wrong, with the values, and what to do about it."""
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether an error means a full disk or quota. safetensors has an exception of its own, with the number as text."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in numbers or any(f"(os error {n})" in str(error) for n in numbers)

@@ -11,7 +11,6 @@ It is written under another name, synced and renamed; `latest` (a file with the 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, disk_full
 
 _STATE, _META = "state.safetensors", "state.json"
 
@@ -61,9 +60,9 @@ def save(
             shutil.rmtree(final)
         os.replace(temporary, final)
         _replace_text(folder / "latest", final.name)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if error.errno == errno.ENOSPC:
+        if disk_full(error):
             free = shutil.disk_usage(folder).free / 2**20
             raise UserError(
                 f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. The older checkpoints are intact; "

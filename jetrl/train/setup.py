@@ -53,6 +53,7 @@ def build(config: Config) -> Session:
         torch.set_num_threads(config.num_threads)
     torch.use_deterministic_algorithms(True)
     tokenizer, spec, base = load_spec(config)
+    check_lengths(config, spec)
     recipe = recipe_of(config, spec)
     unified = recipe.name != "fp8_rollout"
     if unified:
@@ -68,7 +69,7 @@ def build(config: Config) -> Session:
 
 
 def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
-    """Tokenizer, model shape and (for a model folder) its config.json; checked against each other and the lengths."""
+    """Tokenizer, model shape and (for a model folder) its config.json; checked against each other."""
     m = config.model
     base = hf.read_config(m.path) if m.path is not None else None
     tokenizer = load_tokenizer(m.tokenizer) if m.tokenizer is not None else hf.load_tokenizer_from(str(m.path))
@@ -77,13 +78,17 @@ def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
         arch.setdefault("vocab_size", len(tokenizer))
     spec = hf.spec_from_hf(arch)
     hf.check_vocab(tokenizer, spec)
+    return tokenizer, spec, base
+
+
+def check_lengths(config: Config, spec: ModelSpec) -> None:
+    """Refuse prompts and responses that the model has no positions for."""
     longest = config.task.max_prompt_length + config.rollout.max_response_length
     if longest > spec.max_position:
         raise UserError(
             f"task.max_prompt_length + rollout.max_response_length = {longest}, but the model has positions for "
             f"{spec.max_position} tokens (max_position_embeddings). Lower one of the two."
         )
-    return tokenizer, spec, base
 
 
 def recipe_of(config: Config, spec: ModelSpec) -> Recipe:

@@ -187,7 +187,8 @@ def _print_certificate(certificate: Any) -> None:
         out.print(f"     {verdict}: {detail}")
         if link.first_difference:
             out.print(f"     {link.first_difference}", style="red")
-    out.print("[green]Certificate: rollout and training agree bit for bit.[/]" if certificate.ok else "[red]No certificate.[/]")
+    verdict = "[green]Certificate: rollout and training agree bit for bit.[/]"
+    out.print(verdict if certificate.ok else "[red]No certificate.[/]")
 
 
 @app.command()
@@ -205,7 +206,9 @@ def flow(
     other = None
     if against is not None:
         second = _config(against, None)
-        other = (load_spec(second)[1], recipe_of(second, load_spec(second)[1]))
+        if load_spec(second)[1] != spec:
+            raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
+        other = recipe_of(second, spec)
     typer.echo(flow_text(spec, recipe_of(config, spec), other))
     target = svg or Path(f"{config.name}-flow.svg")
     target.write_text(flow_svg(spec, recipe_of(config, spec)))

@@ -312,7 +312,12 @@ def test_flow(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     assert (tmp_path / "flow.svg").read_text().startswith("<svg")
     status, out, _ = jetrl("flow", recipe, "precision=fp8_rollout")
     assert status == 0 and "DIFFERENT in 32 places" in out and "qkv" in out and "the same function" not in out
-    assert jetrl("flow", recipe, "--against", recipe)[0] == 0
+    other = tmp_path / "other.toml"
+    other.write_text(recipe.read_text().replace('precision = "fp8"', 'precision = "fp8_rollout"'))
+    status, out, err = jetrl("flow", recipe, "--against", other)
+    assert status == 0 and "fp8_rollout" in out and "e4m3" in out, err
+    other.write_text(recipe.read_text().replace("hidden_size = 40", "hidden_size = 48"))
+    assert_refused(jetrl("flow", recipe, "--against", other), "different shapes")
     assert_refused(jetrl("flow", tmp_path / "none.toml"), "none.toml")
 
 

@@ -1,0 +1,116 @@
+"""Checkpoints: the same bits back, atomic writing, pruning, and damage that is seen."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tolerances import assert_bitwise_equal
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.train import checkpoint
+from jetrl.train.checkpoint import Meta
+
+
+def meta(step: int) -> Meta:
+    return Meta(step=step, weight_version=step + 1, flow_digest="flow", config_digest="config", initial_accuracy=0.25)
+
+
+def tensors(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.a": torch.randn(7, 5, generator=generator), "model.b": torch.randn(9, generator=generator).bfloat16(),
+        "optimizer.0.step": torch.tensor(step), "model.odd": torch.tensor([float("nan"), -0.0, 1e-45]),
+        "model.view": torch.randn(6, 4, generator=generator).T,
+    }  # fmt: skip
+
+
+def write(folder: Path, step: int, keep: int = 2) -> Path:
+    return checkpoint.save(folder, meta(step), tensors(step), lambda path: path.mkdir(), keep)
+
+
+def test_what_was_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", 3)
+    assert path.name == "step_000003" and (path / "model").is_dir()
+    loaded, state = checkpoint.load(path)
+    assert replace(loaded, sha256="") == meta(3)
+    assert state.keys() == tensors(3).keys()
+    for name, value in tensors(3).items():
+        assert_bitwise_equal(state[name], value.contiguous(), name)
+
+
+def test_equal_state_has_an_equal_hash(tmp_path: Path) -> None:
+    hashes = [checkpoint.load(write(tmp_path / name, 3))[0].sha256 for name in "ab"]
+    assert hashes[0] == hashes[1] != checkpoint.load(write(tmp_path / "a", 4))[0].sha256
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    for step in (0, 10, 20, 30):
+        write(tmp_path, step, keep)
+    assert [p.name for p in checkpoint.complete(tmp_path)] == [f"step_{s:06d}" for s in (0, 10, 20, 30)][-keep:]
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000030"
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_writing_an_earlier_step_again_never_removes_it(tmp_path: Path, keep: int) -> None:
+    """A run that is resumed from an earlier checkpoint finds later ones in the folder."""
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep=3)
+    assert write(tmp_path, 2, keep) == tmp_path / "step_000002"
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000002"
+    assert len(checkpoint.complete(tmp_path)) == keep
+
+
+def test_without_the_pointer_the_newest_complete_one_counts(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "step_000003").mkdir()  # half a checkpoint
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000002"
+    (tmp_path / "latest").write_text("step_000009\n")  # a pointer to nothing
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000002"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "I/O error")])
+def test_a_failed_write_leaves_the_older_ones_and_no_rubbish(
+    tmp_path: Path, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(UserError if error.errno == errno.ENOSPC else OSError) as raised:
+        write(tmp_path, 2)
+    assert (error.errno == errno.ENOSPC) == ("MiB are free" in str(raised.value))
+    assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "latest"}
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000001"
+
+
+def test_damage_is_seen(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    state, data = path / "state.safetensors", (path / "state.safetensors").read_bytes()
+    for damaged in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), data + b"x", b""):
+        state.write_bytes(damaged)
+        with pytest.raises(UserError, match="does not have the hash"):
+            checkpoint.load(path)
+    state.unlink()
+    with pytest.raises(UserError, match="does not have the hash"):
+        checkpoint.load(path)
+    state.write_bytes(data)
+    text = (path / "state.json").read_text()
+    for broken in ("{", json.dumps({"step": 1}), json.dumps(json.loads(text) | {"new": 1})):
+        (path / "state.json").write_text(broken)
+        with pytest.raises(UserError, match=r"state\.json cannot be read"):
+            checkpoint.load(path)
+    (path / "state.json").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        checkpoint.load(path)

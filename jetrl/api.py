@@ -106,7 +106,7 @@ class FP8Linear(nn.Module):
             linear.in_features, (linear.out_features,), linear.bias is not None, {"train": recipe, "rollout": recipe},
             dtype, torch.bfloat16,
         )  # fmt: skip
-        self.inner.weight = linear.weight
+        self.inner.weight = linear.weight  # type: ignore[assignment]  # a Parameter, though typed as a Tensor
         self.inner.bias = linear.bias
         self.inner.publish()
 
@@ -132,12 +132,12 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
     elif model:
         config = _config_for({"model": {"path": str(model_folder(Path(model)))}}, precision, device)
     else:
-        arch = {
+        arch: dict[str, Any] = {
             "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
             "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
         }  # fmt: skip
-        data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
+        data: dict[str, Any] = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
         data |= {"task": {"name": "addition", "max_prompt_length": 64}}
         config = _config_for(data, precision, device)
     config = resolve(config, cuda_available=torch.cuda.is_available())

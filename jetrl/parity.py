@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ def packed_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
         row = compare.rows(model, i, range(len(tokens)), alone, packed[i])
         if row is not None:
             start = sum(len(s) for s in sequences[:i])
-            left = _tapped(lambda tap, t=tokens: model(varlen([t]), tap), row)
+            left = _tapped(partial(model, varlen([tokens])), row)
             right = _tapped(lambda tap: model(varlen(sequences), tap), start + row)
             compare.locate(i, row, left, right)
     return compare.result()
@@ -136,11 +137,11 @@ def chunked_link(model: Transformer, sequences: list[Tensor], work: Workload) ->
         prefilled = torch.cat([model(batch) for batch in chunks(model, tokens, work)])
         row = compare.rows(model, i, range(len(tokens)), trained, prefilled)
         if row is not None:
-            left = _tapped(lambda tap, t=tokens: model(varlen([t]), tap), row)
+            left = _tapped(partial(model, varlen([tokens])), row)
             right: dict[str, Tensor] = {}
             for batch in chunks(model, tokens, work):
                 at = (batch.positions == row).nonzero()
-                seen = _tapped(lambda tap, b=batch: model(b, tap), int(at[0]) if len(at) else 0)
+                seen = _tapped(partial(model, batch), int(at[0]) if len(at) else 0)
                 right = seen if len(at) else right
             compare.locate(i, row, left, right)
     return compare.result()
@@ -238,7 +239,7 @@ def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
         row = compare.rows(model, i, positions, expected, got, hashes)
         if row is not None:
             again, _, _ = _decode(model, requests, work, (i, positions[row]))
-            left = _tapped(lambda tap, t=tokens: model(varlen([t]), tap), positions[row] - 1)
+            left = _tapped(partial(model, varlen([tokens])), positions[row] - 1)
             compare.locate(i, positions[row], left, again.seen)
     return compare.result()
 
@@ -279,7 +280,8 @@ class _Comparison:
     def __init__(self, link: str, description: str) -> None:
         self.link, self.description = link, description.split(": ", 1)[1]
         self.total = self.different = 0
-        self.worst, self.first, self.start = 0.0, None, time.perf_counter()
+        self.worst, self.start = 0.0, time.perf_counter()
+        self.first: str | None = None
 
     def rows(
         self, model: Transformer, sequence: int, positions: Sequence[int], a: Tensor, b: Tensor,

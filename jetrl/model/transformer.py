@@ -4,8 +4,8 @@
     for each layer:  x = x + o(attention(rope(qk_norm(qkv(rms_norm(x))))));  x = x + down(swiglu(gate_up(rms_norm(x))))
     hidden = rms_norm(x);  logits = hidden @ lm_head.T
 
-Legend: `T` packed tokens, `D` model, `N` query heads, `G` key/value heads, `H` head size, `F` feed-forward, `V` vocabulary.
-Rounding points stand in `kernels/reference.py`; every activation between operators is rounded to `dtype` (BF16).
+Legend: `T` packed tokens, `D` model, `N` query heads, `G` key/value heads, `H` head size, `F` feed-forward,
+`V` vocabulary. Rounding points stand in `kernels/reference.py`; every activation between operators is rounded to `dtype` (BF16).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Published(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer. The residual stream travels beside the last branch's output, which is added at the next norm."""
+    """One decoder layer. The residual stream travels beside the last branch's output, added at the next norm."""
 
     def __init__(self, index: int, spec: ModelSpec, recipe: Recipe, master: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
@@ -132,6 +132,9 @@ class Transformer(nn.Module):
     `dtype` is BF16; FP32 exists to check the definition against other implementations. Master weights are FP32 or BF16.
     Call `publish` after loading or changing weights: forward reads the published copies only.
     """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(
         self, spec: ModelSpec, recipe: Recipe, *, master_dtype: torch.dtype = torch.float32,

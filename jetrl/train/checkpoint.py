@@ -85,7 +85,8 @@ def newest(folder: Path) -> Path | None:
     pointer = folder / "latest"
     if pointer.is_file() and (folder / pointer.read_text().strip() / _META).is_file():
         return folder / pointer.read_text().strip()
-    return (complete(folder) or [None])[-1]
+    found = complete(folder)
+    return found[-1] if found else None
 
 
 def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:

@@ -32,7 +32,7 @@ def checks(status: int, run_dir: Path) -> list[tuple[str, bool, str]]:
     found.append((f"{STEPS} steps", [row["step"] for row in rows] == list(range(STEPS + 1)), f"{len(rows) - 1} steps"))
     parity = [row["parity/logprob_abs_diff_max"] for row in rows if "parity/logprob_abs_diff_max" in row]
     zero = len(parity) >= STEPS // 2 and all(value == 0.0 for value in parity)
-    found.append(("parity is exactly 0 in every step", zero, f"max {max(parity, default=None)} over {len(parity)} steps"))
+    found.append(("parity is exactly 0 in every step", zero, f"max {max(parity, default=None)}, {len(parity)} steps"))
     accuracy = [v for row in rows for k, v in row.items() if k.startswith("eval/") and "/avg@" in k]
     rises = len(accuracy) >= 2 and accuracy[-1] >= accuracy[0] + MIN_RISE
     found.append(("held-out accuracy rises", rises, " -> ".join(f"{value:.3f}" for value in accuracy)))

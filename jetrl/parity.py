@@ -318,7 +318,7 @@ class _Comparison:
                     f"(largest gap {gap:.3g})"
                 )
                 return
-        self.first = f"sequence {sequence}, position {position}: every operator agrees, so the lm_head or log-prob differs"
+        self.first = f"sequence {sequence}, position {position}: all operators agree; the lm_head or log-prob differs"
 
     def result(self) -> LinkResult:
         seconds = time.perf_counter() - self.start

@@ -154,7 +154,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """What publishing gives the engine: names the version and flow, and (in process) refers to the model's own tensors."""
+    """What publishing gives the engine: the version and flow; in one process the tensors are the model's own."""
 
     version: int
     flow_digest: str

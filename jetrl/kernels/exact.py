@@ -2,7 +2,7 @@
 
 Two tricks carry the whole reference backend:
 
-* **Aligned dot products.** `align` writes every row as integers times one power of two. Products and sums of such integers
+* **Aligned dot products.** `align` writes every row as integers times one power of two. Products and sums of these
   stay below 2**53, so float64 holds each partial sum exactly and any order of summation gives the same bits. A float64
   matrix product of any library then *is* the exact result, whatever its blocking. Bits kept below the row's largest
   value: 21 for a GEMM operand (BF16 carries 8), so the alignment loses at most 2**-21 of the row maximum.
@@ -30,15 +30,15 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def exponent_of(x: Tensor) -> Tensor:
-    """Unbiased exponent field of the FP32 value of `x`: floor(log2|x|) for normal numbers, -127 for zero and denormals."""
+    """Unbiased exponent field of `x` as FP32: floor(log2|x|) for normal numbers, -127 for zero and denormals."""
     return ((x.to(torch.float32).contiguous().view(torch.int32) >> 23) & 0xFF) - 127
 
 
 def align(x: Tensor, bits: int = GEMM_BITS) -> tuple[Tensor, Tensor]:
     """Write each row (last dimension) as integers times a power of two.
 
-    `x` [..., K] -> `(m, unit)`: `m` [..., K] float64 integers, |m| <= 2**bits, `unit` [..., 1] float64 power of two, with
-    `m * unit = x` rounded (half to even) to multiples of `unit = 2**(floor(log2 max|x|) + 1 - bits)`.
+    `x` [..., K] -> `(m, unit)`: `m` [..., K] float64 integers, |m| <= 2**bits, `unit` [..., 1] float64 power of two,
+    with `m * unit = x` rounded (half to even) to multiples of `unit = 2**(floor(log2 max|x|) + 1 - bits)`.
     """
     exponent = exponent_of(x.abs().amax(-1, keepdim=True)) + (1 - bits)
     m = x.to(torch.float64)
@@ -68,10 +68,10 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """`e**x` in FP32 (error below 2 ulp), the same bits for a value wherever it stands. Inputs are clamped to [-87, 88].
+    """`e**x` in FP32 (error below 2 ulp), the same bits for a value wherever it stands. Clamps inputs to [-87, 88].
 
-    Method (Cephes `expf`): n = rint(x * log2 e); r = (x - n*ln2_hi) - n*ln2_lo; e**x = 2**n * (1 + r + r**2 * P(r)); every
-    operation is rounded to FP32 on its own (no fused multiply-add). `exp(0) == 1` exactly.
+    Method (Cephes `expf`): n = rint(x * log2 e); r = (x - n*ln2_hi) - n*ln2_lo; e**x = 2**n * (1 + r + r**2 * P(r));
+    every operation is rounded to FP32 on its own (no fused multiply-add). `exp(0) == 1` exactly.
     """
     x = x.to(torch.float32).contiguous()
     flat, out = x.view(-1), torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""GEMMs in NT form, `a [M, K] @ b [N, K].T`: checks, then the backend. Definitions: `reference.fp8_gemm`, `bf16_gemm`."""
+"""GEMMs in NT form, `a [M, K] @ b [N, K].T`: checks, then the backend. Definitions: `reference.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepare_bf16(w: Tensor) -> Any:
 
 
 def fp8_gemm(a: QTensor, b: Any, out_dtype: torch.dtype) -> Tensor:
-    """fprop and dgrad: activations (1x128) by prepared weights (128x128); FP32 accumulation, rounded once to `out_dtype`."""
+    """fprop and dgrad: activations (1x128) by prepared weights (128x128); FP32 accumulation, rounded to `out_dtype`."""
     return backend_of(a.codes).fp8_gemm(a, b, out_dtype)
 
 

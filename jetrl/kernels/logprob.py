@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy from hidden states: one function for sampler and learner. Definitions: `reference.py`."""
+"""Log-probs and entropy from hidden states: one function for sampler and learner. Definitions: `reference.py`."""
 
 from __future__ import annotations
 

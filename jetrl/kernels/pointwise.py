@@ -54,7 +54,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, master: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`r = x + residual` (or x alone), then RMSNorm: returns (normed, r). One fused kernel where no gradient is needed."""
+    """`r = x + residual` (or x alone), then RMSNorm: returns (normed, r). One kernel where no gradient is needed."""
     if residual is None:
         return rms_norm(x, master, weight, eps), x
     if not torch.is_grad_enabled():

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from jetrl.precision.formats import BLOCK
 
-
 Granularity = Literal["1x128", "128x128"]
 
 
@@ -17,7 +16,7 @@ Granularity = Literal["1x128", "128x128"]
 class QTensor:
     """A matrix [R, C] in E4M3 with one FP32 scale a block.
 
-    `codes` [R, C] float8_e4m3fn. Granularity `1x128`: `scale` [R, groups(C)]; `128x128`: `scale` [blocks(R), groups(C)].
+    `codes` [R, C] float8_e4m3fn. `scale` is [R, groups(C)] for `1x128` and [blocks(R), groups(C)] for `128x128`.
     Blocks restart at every section of `row_sections` / `col_sections` (the projections fused into one matrix; a plain
     matrix is one section), and the last block of a section may be smaller than 128.
     """

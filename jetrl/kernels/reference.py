@@ -1,9 +1,9 @@
 """The definition of every op, and the CPU backend: plain tensor operations, exact by `kernels.exact`.
 
-Every fast kernel is bit-equal to this file where it says so. Legend: `T` tokens, `D` model, `N` query heads, `G` key/value
-heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to the dtype of
-the op's input (BF16 in a real run; FP32 in the checks against other implementations). No operation is fused with another.
-Attention has a file of its own, `reference_attention.py`.
+Every fast kernel is bit-equal to this file where it says so. Legend: `T` tokens, `D` model, `N` query heads, `G`
+key/value heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to the
+dtype of the op's input (BF16 in a real run; FP32 in checks against other implementations). No operation is fused with
+another. Attention has a file of its own, `reference_attention.py`.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class PreparedFP8:
 def fp8_gemm(a: QTensor, b: QTensor | PreparedFP8) -> Tensor:
     """`a @ b.T` for a [M, K] (1x128) and b [N, K] (128x128, or 1x128 for wgrad) -> FP32 [M, N].
 
-    For each group g of K, in order: `acc = acc + (f32(sum_k a_code * b_code) * a_scale) * b_scale`. The inner sum is exact
-    (43 bits of E4M3 products fit float64), its rounding to FP32, both products and the addition are FP32 operations.
+    For each group g of K, in order: `acc = acc + (f32(sum_k a_code * b_code) * a_scale) * b_scale`. The inner
+    sum is exact (43 bits of E4M3 products fit float64), its rounding to FP32, both products and the addition are FP32 operations.
     """
     b = b if isinstance(b, PreparedFP8) else PreparedFP8(b)
     assert a.col_blocks() == b.blocks, "operands must be quantized in the same groups along K"
@@ -152,7 +152,7 @@ class PreparedBF16:
 
 
 def bf16_gemm(x: Tensor, w: Tensor | PreparedBF16) -> Tensor:
-    """`x @ w.T` for x [M, K] and w [N, K] (BF16 or FP32) -> FP32 [M, N]: the exact sum of aligned products, rounded once."""
+    """`x @ w.T` for x [M, K] and w [N, K] (BF16 or FP32) -> FP32 [M, N]: exact sums, rounded once."""
     w = w if isinstance(w, PreparedBF16) else PreparedBF16(w)
     m, unit = exact.align(x)
     return exact.matmul_nt(m, w.values).mul_(unit).mul_(w.unit.T).to(torch.float32)
@@ -162,12 +162,12 @@ def bf16_gemm(x: Tensor, w: Tensor | PreparedBF16) -> Tensor:
 
 
 def inv_rms(x: Tensor, eps: float) -> Tensor:
-    """`1 / sqrt(mean(x**2) + eps)` over the last dimension: sum exact, the rest float64, then rounded to FP32. [..., 1]"""
+    """`1 / sqrt(mean(x**2) + eps)` over the last dimension, [..., 1]: sum exact, the rest float64, rounded to FP32."""
     return (1.0 / (exact.sum_of_squares(x) / x.shape[-1] + eps).sqrt()).to(torch.float32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rounded(weight * rounded(x * inv_rms(x)))` over the last dimension, products in FP32. `x` [..., D], `weight` [D]."""
+    """`rounded(weight * rounded(x * inv_rms(x)))` over the last dimension, in FP32. `x` [..., D], `weight` [D]."""
     normed = (x.to(torch.float32) * inv_rms(x, eps)).to(x.dtype)
     return (normed.to(torch.float32) * weight.to(torch.float32)).to(x.dtype)
 
@@ -178,7 +178,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half RoPE: `(x1*cos - x2*sin, x2*cos + x1*sin)`, FP32 products and sum, rounded. `x` [T, N, H], `cos` [T, H/2]."""
+    """Rotate-half RoPE: `(x1*cos - x2*sin, x2*cos + x1*sin)`, in FP32, rounded. `x` [T, N, H], `cos` [T, H/2]."""
     x1, x2 = x.to(torch.float32).chunk(2, -1)
     c, s = cos[:, None], sin[:, None]
     return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
@@ -196,7 +196,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of `swiglu` [T, 2F]: `dgate = (grad*up) * (sig * (1 + gate*(1-sig)))`, `dup = grad * (gate*sig)`; rounded."""
+    """Gradient of `swiglu` [T, 2F]: `dgate = (grad*up) * (sig * (1 + gate*(1-sig)))`, `dup = grad * (gate*sig)`."""
     gate, up = (t.to(torch.float32) for t in gate_up.chunk(2, -1))
     g, sig = grad.to(torch.float32), sigmoid(gate)
     return torch.cat(((g * up) * (sig * (gate * (1.0 - sig) + 1.0)), g * (gate * sig)), -1).to(gate_up.dtype)
@@ -206,7 +206,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def exp_weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax numerators as integers. `logits` [T, V] FP32 -> (`weights` [T, V] float64, `max` [T] FP32, `total` [T] float64).
+    """Softmax numerators as integers. `logits` [T, V] FP32 -> `weights` [T, V] float64, `max` [T] FP32, `total` [T].
 
     `weights = round(exp(z - max) * 2**35)` are integers, so `total`, their sum, is exact in any order (V <= 2**18).
     """

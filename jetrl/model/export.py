@@ -31,7 +31,7 @@ def export(
     recipe: Recipe | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write the model of `source` (a model folder, or a checkpoint holding one as `model/`) to `out`, whole or not at all.
+    """Write the model of `source` (a model folder, or a checkpoint with one as `model/`) to `out`, whole or not at all.
 
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
     Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does.

@@ -5,7 +5,8 @@
     hidden = rms_norm(x);  logits = hidden @ lm_head.T
 
 Legend: `T` packed tokens, `D` model, `N` query heads, `G` key/value heads, `H` head size, `F` feed-forward,
-`V` vocabulary. Rounding points stand in `kernels/reference.py`; every activation between operators is rounded to `dtype` (BF16).
+`V` vocabulary. Rounding points stand in `kernels/reference.py`; every activation between operators is rounded to
+`dtype` (BF16).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def logprob_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients for hidden (rounded) and the head weight (FP32); logits are made again in FP32, chunk by chunk.
 
-    `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to the dtype of `hidden`.
+    `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to `hidden`'s dtype.
     """
     w = weight.to(torch.float32)
     d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(w)

@@ -1,0 +1,95 @@
+"""The engine on a GPU: sampled log-probs equal the learner's bit for bit, and nothing about the batch changes a token."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.rollout.engine import Engine
+from jetrl.rollout.sampler import SamplingTable, sample_rows
+from jetrl.types import Completion, Request, SamplingParams, WeightSet
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda"
+
+
+def _models() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("model_parity", Path(__file__).with_name("test_model_parity_hopper.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class NoText:
+    eos_token_id = 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def requests(vocab: int) -> list[Request]:
+    g = np.random.default_rng(0)
+    kinds = [
+        SamplingParams(30, ignore_eos=True), SamplingParams(45, temperature=0.7, top_p=0.9), SamplingParams(20, temperature=0.0),
+        SamplingParams(60, temperature=1.2, seed=4), SamplingParams(25, top_k=50, min_p=0.01),
+    ]  # fmt: skip
+    prompts = [tuple(g.integers(1, vocab, n).tolist()) for n in (5, 40, 130, 17)]
+    return [Request(i, prompts[i % 4], kinds[i % 5]) for i in range(40)]
+
+
+def generate(model: object, asked: list[Request], **sizes: int) -> list[Completion]:
+    engine = Engine(model, NoText(), "flow", **sizes)
+    engine.load(WeightSet(1, "flow", ""))
+    return list(engine.generate(asked))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(name: str, precision: str) -> None:
+    helpers = _models()
+    model = helpers.build(name, precision)
+    asked = requests(model.spec.vocab_size)
+    wide = generate(model, asked)
+    narrow = generate(model, asked, max_num_seqs=7, max_tokens_per_step=48, page_size=64)
+    for a, b in zip(wide, narrow, strict=True):
+        assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id} depends on the batch"
+    for temperature in (1.0, 0.7, 1.2):
+        chosen = [
+            (r, c) for r, c in zip(asked, wide, strict=True) if (r.sampling.temperature or 1.0) == temperature
+        ]
+        whole = [torch.tensor(r.tokens + c.tokens) for r, c in chosen]
+        with torch.no_grad():
+            hidden = model(helpers.varlen_batch(whole))
+            targets = torch.cat([w.roll(-1) for w in whole]).to(CUDA)
+            learner = model.token_logprobs(hidden, targets, temperature)[0].split([len(w) for w in whole])
+        for (r, c), logp in zip(chosen, learner, strict=True):
+            first = len(r.tokens) - 1
+            got = torch.tensor(c.logprobs, dtype=torch.float32)
+            want = logp[first : first + len(c.tokens)].cpu()
+            assert torch.equal(got, want), f"request {r.id}: {(got - want).abs().max()} at most"
+
+
+def test_draws_on_the_gpu_equal_those_on_the_cpu() -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(24, 49152, generator=g) * 4
+    kinds = [SamplingParams(1), SamplingParams(1, temperature=0.6, top_p=0.9), SamplingParams(1, temperature=0.0)]
+    for params in ([kinds[i % 3] for i in range(24)], [kinds[2 * (i % 2)] for i in range(24)]):
+        table = SamplingTable.build(params, list(range(24)))
+        for step in range(4):
+            want = sample_rows(logits, table, np.arange(24) + step)
+            got = sample_rows(logits.to(CUDA), table, np.arange(24) + step)
+            assert torch.equal(got[0].cpu(), want[0]) and torch.equal(got[1].cpu(), want[1])
+
+
+def test_broken_logits_are_reported() -> None:
+    logits = torch.zeros(3, 100, device=CUDA)
+    logits[1, 5] = float("nan")
+    table = SamplingTable.build([SamplingParams(1)] * 3, [0, 1, 2])
+    with pytest.raises(FloatingPointError, match=r"\[1\]"):
+        sample_rows(logits, table, np.arange(3))

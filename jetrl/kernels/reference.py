@@ -1,8 +1,8 @@
 """The definition of every op, and the CPU backend: plain tensor operations, exact by `kernels.exact`.
 
 Every fast kernel is bit-equal to this file where it says so. Legend: `T` tokens, `D` model, `N` query heads, `G`
-key/value heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to the
-dtype of the op's input (BF16 in a real run; FP32 in checks against other implementations). No operation is fused with
+key/value heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to
+the dtype of the op's input (BF16 in a real run; FP32 in checks against other implementations). No operation is fused with
 another. Attention has a file of its own, `reference_attention.py`.
 """
 
@@ -130,7 +130,8 @@ def fp8_gemm(a: QTensor, b: QTensor | PreparedFP8) -> Tensor:
     """`a @ b.T` for a [M, K] (1x128) and b [N, K] (128x128, or 1x128 for wgrad) -> FP32 [M, N].
 
     For each group g of K, in order: `acc = acc + (f32(sum_k a_code * b_code) * a_scale) * b_scale`. The inner
-    sum is exact (43 bits of E4M3 products fit float64), its rounding to FP32, both products and the addition are FP32 operations.
+    sum is exact (43 bits of E4M3 products fit float64), its rounding to FP32, both products and the addition are FP32
+    operations.
     """
     b = b if isinstance(b, PreparedFP8) else PreparedFP8(b)
     assert a.col_blocks() == b.blocks, "operands must be quantized in the same groups along K"

@@ -2,8 +2,8 @@
 
 Every fast kernel is bit-equal to this file where it says so. Legend: `T` tokens, `D` model, `N` query heads, `G`
 key/value heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to
-the dtype of the op's input (BF16 in a real run; FP32 in checks against other implementations). No operation is fused with
-another. Attention has a file of its own, `reference_attention.py`.
+the dtype of the op's input (BF16 in a real run; FP32 in checks against other programs). No operation is fused.
+Attention has a file of its own, `reference_attention.py`.
 """
 
 from __future__ import annotations

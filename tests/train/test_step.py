@@ -1,0 +1,125 @@
+"""One update on real samples: it moves the policy as the advantages point; the cut into micro-batches is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from torch import Tensor
+
+from jetrl.rl.advantage import advantages
+from jetrl.rollout.requests import gather, train_requests
+from jetrl.tasks.rewards import score
+from jetrl.tasks.task import sample
+from jetrl.train.packing import denominators, pack
+from jetrl.train.publish import publish
+from jetrl.train.setup import Session, build
+from jetrl.train.step import forward_rows, logprob_pass, objective, update
+from jetrl.types import PackedBatch
+
+
+def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096) -> tuple[Session, list[PackedBatch]]:
+    """A session and the packed samples of its first step."""
+    threads = torch.get_num_threads()
+    config = tiny_config(folder, changes)
+    session = build(config)
+    torch.set_num_threads(threads)
+    session.engine.load(publish(session.model, 0, session.flow_digest))
+    prompts = sample(session.task, session.tokenizer, 1, config)
+    completions = session.engine.generate(train_requests(prompts, config, 1))
+    groups, _ = score(gather(prompts, completions, config.rollout.group_size), session.reward, config)
+    kept, _ = advantages(groups, config.rl)
+    batches = pack(
+        kept, max_tokens_per_gpu=max_tokens, flow_digest=session.flow_digest, weight_version=0,
+        updates_per_step=config.rl.updates_per_step,
+    )  # fmt: skip
+    return session, batches
+
+
+def rows_of(session: Session, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Learner's log-probs, advantages and sequence numbers of all loss rows."""
+    logprobs = torch.cat(logprob_pass(session.model, batch, session.config.rollout.temperature))
+    masks = [m.loss_mask.bool() for m in batch.micro_batches]
+    advs = torch.cat([m.advantages[k] for m, k in zip(batch.micro_batches, masks, strict=True)])
+    ids = torch.cat([m.sequence_ids[k] for m, k in zip(batch.micro_batches, masks, strict=True)])
+    return logprobs, advs, ids
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+def test_an_update_moves_the_log_probs_along_the_advantages(tmp_path: Path, precision: str) -> None:
+    changes = {"precision": precision, "rollout.prompts_per_step": 8, "train.lr": 3e-4}
+    session, (batch,) = sampled(tmp_path, changes)
+    before, advs, ids = rows_of(session, batch)
+    update(session.model, session.optimizer, [batch], session.config, 1, None, session.unified)
+    after, _, _ = rows_of(session, batch)
+    change = (after - before).double()
+    moved = torch.zeros(batch.num_sequences).double().index_add_(0, ids, change)
+    sign = torch.zeros(batch.num_sequences).double().index_add_(0, ids, advs.double()).sign()
+    right = float((moved.sign() == sign)[sign != 0].double().mean())
+    assert float((change * advs).mean()) > 1e-4
+    assert right > 0.8, f"only {right:.0%} of the sequences moved the way their advantage points"
+
+
+def gradient(session: Session, batch: PackedBatch) -> dict[str, Tensor]:
+    session.model.zero_grad(set_to_none=True)
+    shares = denominators(batch, session.config.rollout.max_response_length)
+    total = 0.0
+    for micro in batch.micro_batches:
+        rows = forward_rows(session.model, micro, session.config.rollout.temperature)
+        loss, _ = objective(rows, micro, None, None, session.config, shares)
+        loss.backward()
+        total += float(loss)
+    return {name: p.grad.clone() for name, p in session.model.named_parameters()} | {"loss": torch.tensor(total)}
+
+
+@pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+def test_micro_batches_add_up_to_one_large_batch(tmp_path: Path, loss_agg: str) -> None:
+    changes = {"precision": "bf16", "rl.loss_agg": loss_agg}
+    session, (large,) = sampled(tmp_path, changes)
+    _, (small,) = sampled(tmp_path, changes, max_tokens=40)
+    assert len(large.micro_batches) == 1 and len(small.micro_batches) > 4
+    one, many = gradient(session, large), gradient(session, small)
+    assert float(many["loss"]) == pytest.approx(float(one["loss"]), rel=1e-5, abs=1e-7)
+    for name in one.keys() - {"loss"}:
+        assert float((one[name] - many[name]).norm() / one[name].norm()) < 2e-3, name
+
+
+def test_the_gradient_is_that_of_the_policy_gradient_formula(tmp_path: Path) -> None:
+    """Against plain autograd over -mean(advantage * log-prob), on the same model."""
+    session, (batch,) = sampled(tmp_path, {"precision": "bf16"})
+    got = gradient(session, batch)
+    session.model.zero_grad(set_to_none=True)
+    (micro,) = batch.micro_batches
+    rows = forward_rows(session.model, micro, 1.0)
+    (-(rows.logprobs * micro.advantages[rows.index]).sum() / batch.num_loss_tokens).backward()
+    for name, p in session.model.named_parameters():
+        assert float((p.grad - got[name]).norm()) <= 1e-5 * float(p.grad.norm()), name
+
+
+def test_fp8_gradients_point_where_bf16_gradients_point(tmp_path: Path) -> None:
+    """On one batch of samples; quantization noise is about 4 % of each GEMM operand."""
+    session, (batch,) = sampled(tmp_path / "a", {"precision": "fp8"})
+    other, _ = sampled(tmp_path / "b", {"precision": "bf16"})
+    other.model.load_state_dict(session.model.state_dict())
+    other.model.publish()
+    fp8, bf16 = gradient(session, batch), gradient(other, batch)
+    for name in fp8.keys() - {"loss"}:
+        cosine = float(torch.nn.functional.cosine_similarity(fp8[name].flatten(), bf16[name].flatten(), dim=0))
+        assert cosine > 0.9, f"{name}: cosine {cosine:.3f}"
+
+
+def test_several_updates_use_the_log_probs_of_sampling_as_the_old_policy(tmp_path: Path) -> None:
+    session, batches = sampled(tmp_path, {"rl.updates_per_step": 2, "train.lr": 3e-2})
+    stats = update(session.model, session.optimizer, batches, session.config, 1, None, session.unified)
+    assert len(batches) == 2 and stats["policy/ratio_mean"] != 1.0 and stats["policy/kl"] != 0.0
+    assert stats["parity/logprob_abs_diff_max"] == 0.0
+
+
+def test_an_update_without_loss_tokens_changes_nothing(tmp_path: Path) -> None:
+    session, _ = sampled(tmp_path, {})
+    checksum = session.model.checksum()
+    assert update(session.model, session.optimizer, [], session.config, 1, None, True) == {}
+    assert session.model.publish().checksum() == checksum

@@ -1,6 +1,7 @@
-"""Kernels of the hopper backend at the sizes of Qwen3-8B: `python benchmarks/bench_kernels.py [memory gemm attention head layer]`.
+"""Kernels of the hopper backend at the sizes of Qwen3-8B: `python benchmarks/bench_kernels.py [PART ...]`.
 
-Prints a table a part and writes `benchmarks/results/kernels_<part>.json` (`--out` for another folder).
+Parts: memory, gemm, attention, head, layer. Prints a table a part and writes `benchmarks/results/kernels_<part>.json`
+(`--out` for another folder).
 """
 
 from __future__ import annotations
@@ -30,88 +31,94 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
 
 
+Cases = dict[str, tuple[Callable[[], Any], float]]
+
+
+def _memory_cases(t: int) -> Cases:
+    """Calls on `t` tokens with the bytes that each must move."""
+    ops, w = load_backend("hopper"), normal(D)
+    x, r, gu, qkv, gf = normal(t, D), normal(t, D), normal(t, 2 * F), normal(t, (N + 2 * G) * H), normal(t, F)
+    q, rotated = normal(t, N, H), min(t, 8192)
+    cos, sin = torch.randn(2, 8192, H // 2, device=CUDA)
+    pos, slots = torch.randint(0, 8192, (t,), device=CUDA), torch.randperm(t, device=CUDA)
+    cache = torch.zeros(2, t // 16 + 1, 16, G, H, device=CUDA, dtype=torch.bfloat16)
+    norms, one, paged = (normal(H), normal(H)), t * D, (cache[0], cache[1], slots)
+    return {
+        "quantize_act": (lambda: ops.quantize_act(x), one * 3 + one / 32),
+        "quantize_act_t": (lambda: ops.quantize_act_t(x), one * 3 + one / 32),
+        "rms_norm": (lambda: ops.rms_norm(x, w, 1e-6), one * 4),
+        "add_rms_norm": (lambda: ops.add_rms_norm(x, r, w, 1e-6), one * 8),
+        "add_rms_norm_quantize": (lambda: ops.add_rms_norm_quantize(x, r, w, 1e-6, False), one * 7 + one / 32),
+        "rms_norm_backward": (lambda: ops.rms_norm_backward(r, x, w, 1e-6), one * 6),
+        "swiglu": (lambda: ops.swiglu(gu), t * F * 6.0),
+        "swiglu_quantize": (lambda: ops.swiglu_quantize(gu, False), t * F * 5.03),
+        "swiglu_backward": (lambda: ops.swiglu_backward(gf, gu), t * F * 10.0),
+        "rope": (lambda: ops.rope(q[:rotated], cos[:rotated], sin[:rotated]), rotated * N * H * 4.0),
+        "qkv_norm_rope paged": (
+            lambda: ops.qkv_norm_rope(qkv, (N, G), H, norms, 1e-6, (cos, sin), pos, paged), t * (N + 2 * G) * H * 4.0
+        ),
+    }  # fmt: skip
+
+
+def _weight_cases(n: int, k: int) -> Cases:
+    ops, w = load_backend("hopper"), normal(n, k)
+    q = ops.quantize_weight(w)
+    return {
+        "quantize_weight": (lambda: ops.quantize_weight(w), n * k * 3.0),
+        "prepare_fp8_t": (lambda: ops.prepare_fp8_t(q), n * k * 2.0),
+    }
+
+
 def memory() -> Rows:
     """Kernels bound by memory: bytes that must move over the time, as a share of the copy rate."""
-    ops, rows = load_backend("hopper"), []
-    w = normal(D)
-    for t in (64, 256, 16384):
-        x, r, gu, qkv, gf = normal(t, D), normal(t, D), normal(t, 2 * F), normal(t, (N + 2 * G) * H), normal(t, F)
-        q = normal(t, N, H)
-        cos, sin = torch.randn(2, 8192, H // 2, device=CUDA)
-        pos = torch.randint(0, 8192, (t,), device=CUDA)
-        cache = torch.zeros(2, t // 16 + 1, 16, G, H, device=CUDA, dtype=torch.bfloat16)
-        slots = torch.randperm(t, device=CUDA)
-        tables, norms = (cos, sin), (normal(H), normal(H))
-        one = t * D
-        cases: dict[str, tuple[Callable[[], Any], float]] = {
-            "quantize_act": (lambda: ops.quantize_act(x), one * 3 + one / 32),
-            "quantize_act_t": (lambda: ops.quantize_act_t(x), one * 3 + one / 32),
-            "quantize_act_both": (lambda: ops.quantize_act_both(x, False, False), one * 4 + one / 16),
-            "rms_norm": (lambda: ops.rms_norm(x, w, 1e-6), one * 4),
-            "add_rms_norm": (lambda: ops.add_rms_norm(x, r, w, 1e-6), one * 8),
-            "add_rms_norm_quantize": (lambda: ops.add_rms_norm_quantize(x, r, w, 1e-6, False), one * 7 + one / 32),
-            "rms_norm_backward": (lambda: ops.rms_norm_backward(r, x, w, 1e-6), one * 6),
-            "swiglu": (lambda: ops.swiglu(gu), t * F * 6.0),
-            "swiglu_quantize": (lambda: ops.swiglu_quantize(gu, False), t * F * 5.03),
-            "swiglu_backward": (lambda: ops.swiglu_backward(gf, gu), t * F * 10.0),
-            "rope": (lambda: ops.rope(q, cos[:t], sin[:t]) if t <= 8192 else ops.rope(q[:8192], cos, sin),
-                     min(t, 8192) * N * H * 4.0),
-            "qkv_norm_rope paged": (
-                lambda: ops.qkv_norm_rope(qkv, (N, G), H, norms, 1e-6, tables, pos, (cache[0], cache[1], slots)),
-                t * (N + 2 * G) * H * 4.0,
-            ),
-        }  # fmt: skip
-        times = interleaved({name: graphed(fn) for name, (fn, _) in cases.items()}, rounds=20)
-        for name, (fn, size) in cases.items():
+    rows: Rows = []
+    sets = [(t, _memory_cases(t)) for t in (64, 256, 16384)] + [(n, _weight_cases(n, D)) for n in (6144, 24576)]
+    for size, cases in sets:
+        weights = "quantize_weight" in cases
+        times = interleaved({name: fn if weights else graphed(fn) for name, (fn, _) in cases.items()}, rounds=20)
+        for name, (fn, moved) in cases.items():
             us = median(times[name])
             rows.append({
-                "kernel": name, "T": t, "us": us, "TB/s": size / us / 1e6, "share": size / us / 1e6 / COPY_TBPS,
-                "host_us": host_us(fn, 20), **quantiles(times[name]),
+                "kernel": name, "rows": size, "us": us, "TB/s": moved / us / 1e6,
+                "share": moved / us / 1e6 / COPY_TBPS, "host_us": host_us(fn, 20), **quantiles(times[name]),
             })  # fmt: skip
-    for n, k in ((6144, 4096), (24576, 4096)):
-        wt = normal(n, k)
-        qw = ops.quantize_weight(wt)
-        cases = {
-            "quantize_weight": (lambda wt=wt: ops.quantize_weight(wt), n * k * 3.0),
-            "prepare_fp8_t": (lambda qw=qw: ops.prepare_fp8_t(qw), n * k * 2.0),
-        }
-        times = interleaved({name: fn for name, (fn, _) in cases.items()}, rounds=20)
-        for name, (_, size) in cases.items():
-            us = median(times[name])
-            rows.append({"kernel": name, "T": n, "us": us, "TB/s": size / us / 1e6, "share": size / us / 1e6 / COPY_TBPS})
-    print(table(rows, ["kernel", "T", "us", "TB/s", "share", "host_us"]))
+    print(table(rows, ["kernel", "rows", "us", "TB/s", "share", "host_us"]))
     return rows
+
+
+def _gemm_cases(m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
+    ops, w = load_backend("hopper"), normal(n, k) * 0.02
+    q = ops.quantize_weight(w)
+    fp8, fp8_t, bf16 = ops.prepare_fp8(q), ops.prepare_fp8_t(q), ops.prepare_bf16(w)
+    x, dy, out = normal(m, k), normal(m, n), torch.bfloat16
+    xq, dyq, xt, dyt = ops.quantize_act(x), ops.quantize_act(dy), ops.quantize_act_t(x), ops.quantize_act_t(dy)
+    cases: dict[str, Callable[[], Any]] = {
+        "cublas": lambda: x @ w.T,
+        "bf16": lambda: ops.bf16_gemm(x, bf16, out),
+        "fp8": lambda: ops.fp8_gemm(xq, fp8, out),
+        "fp8+quantize": lambda: ops.fp8_gemm(ops.quantize_act(x), fp8, out),
+    }
+    if m > 256:
+        cases |= {
+            "dgrad fp8": lambda: ops.fp8_gemm(dyq, fp8_t, out),
+            "dgrad bf16": lambda: ops.bf16_dgrad(dy, w),
+            "wgrad fp8": lambda: ops.wgrad_gemm(dyt, xt),
+            "wgrad bf16": lambda: ops.bf16_wgrad(dy, x),
+            "quantize dy": lambda: (ops.quantize_act(dy), ops.quantize_act_t(dy)),
+        }
+    return cases
 
 
 def gemm() -> Rows:
     """FP8 with its quantizers against BF16 (cuBLAS), three GEMMs of a linear."""
-    ops, rows = load_backend("hopper"), []
+    rows: Rows = []
     for role, n, k in (("qkv", 6144, D), ("o", D, D), ("gate_up", 2 * F, D), ("down", D, F)):
-        w = normal(n, k) * 0.02
-        q = ops.quantize_weight(w)
-        fp8, fp8_t, bf16 = ops.prepare_fp8(q), ops.prepare_fp8_t(q), ops.prepare_bf16(w)
         for m in (64, 256, 16384):
-            x, dy = normal(m, k), normal(m, n)
-            xq, dyq, xt, dyt = ops.quantize_act(x), ops.quantize_act(dy), ops.quantize_act_t(x), ops.quantize_act_t(dy)
-            out = torch.float32
-            cases: dict[str, Callable[[], Any]] = {
-                "cublas": lambda x=x, w=w: x @ w.T,
-                "bf16": lambda x=x: ops.bf16_gemm(x, bf16, torch.bfloat16),
-                "fp8": lambda xq=xq: ops.fp8_gemm(xq, fp8, torch.bfloat16),
-                "fp8+quantize": lambda x=x: ops.fp8_gemm(ops.quantize_act(x), fp8, torch.bfloat16),
-            }
-            if m > 256:
-                cases |= {
-                    "dgrad fp8": lambda dyq=dyq: ops.fp8_gemm(dyq, fp8_t, torch.bfloat16),
-                    "dgrad bf16": lambda dy=dy, w=w: ops.bf16_dgrad(dy, w),
-                    "wgrad fp8": lambda dyt=dyt, xt=xt: ops.wgrad_gemm(dyt, xt),
-                    "wgrad bf16": lambda dy=dy, x=x: torch.mm(dy.T, x, out_dtype=out),
-                    "quantize dy": lambda dy=dy: ops.quantize_act_both(dy, False, False),
-                }
-            times = interleaved(cases, rounds=10)
-            for name in cases:
-                us = median(times[name])
-                rows.append({"role": role, "M": m, "what": name, "us": us, "TFLOP/s": 2.0 * m * n * k / us / 1e6})
+            times = interleaved(_gemm_cases(m, n, k), rounds=10)
+            for name, spent in times.items():
+                us, work = median(spent), 2.0 * m * n * k
+                rate = {} if name == "quantize dy" else {"TFLOP/s": work / us / 1e6}
+                rows.append({"role": role, "M": m, "what": name, "us": us, **rate, **quantiles(spent)})
     print(table(rows, ["role", "M", "what", "us", "TFLOP/s"]))
     return rows
 
@@ -158,7 +165,8 @@ def attention() -> Rows:
             kv = OneLayer(normal(batch * per, page, G, H), normal(batch * per, page, G, H))
             p = decode_plan(batch, length, page, kv, per)
             query = normal(batch, N, H)
-            decode[f"decode {batch}x{length} page {page}"] = lambda query=query, p=p: ops.attend_cached(query, p, 0, H**-0.5)
+            name = f"decode {batch}x{length} page {page}"
+            decode[name] = lambda query=query, p=p: ops.attend_cached(query, p, 0, H**-0.5)
         times = interleaved({name: graphed(fn) for name, fn in decode.items()}, rounds=10)
         size = batch * length * G * H * 4.0
         for name, fn in decode.items():

@@ -17,9 +17,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def interleaved(variants: dict[str, Callable[[], Any]], rounds: int = 30, warmup: int = 3) -> dict[str, list[float]]:
-    """Microseconds of each call, by events. The variants take turns, so that drifts hit all of them; L2 is flushed before each.
+    """Microseconds of each call, by events. Variants take turns, so that drifts hit all of them, each with a cold L2.
 
-    The flush also keeps the device busy while the host issues the launches: host time stays out unless it is very long.
+    The flush keeps the device busy while the host issues the launches: host time stays out unless it is very long.
     """
     flush = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
     for fn in variants.values():
@@ -91,7 +91,10 @@ def save(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    cells = [[f"{r.get(c, ''):.3g}" if isinstance(r.get(c), float) else str(r.get(c, "")) for c in columns] for r in rows]
+    def cell(value: Any) -> str:
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    cells = [[cell(r.get(c, "")) for c in columns] for r in rows]
     widths = [max(len(c), *(len(row[i]) for row in cells)) for i, c in enumerate(columns)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in [columns, *cells]]
     return "\n".join(lines)

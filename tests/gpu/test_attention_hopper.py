@@ -16,7 +16,7 @@ HEADS = [(9, 3, 64), (32, 8, 128), (16, 8, 128), (4, 4, 64), (14, 2, 64), (8, 1,
 
 
 @pytest.fixture(scope="module")
-def ops():  # noqa: ANN201
+def ops():
     return load_backend("hopper")
 
 
@@ -59,7 +59,7 @@ def make(lengths: tuple[int, ...], n: int, g: int, h: int) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize(("n", "g", "h"), HEADS)
-def test_values_match_the_definition(ops, n: int, g: int, h: int) -> None:  # noqa: ANN001
+def test_values_match_the_definition(ops, n: int, g: int, h: int) -> None:
     lengths = (1, 70, 200, 129)
     q, k, v = make(lengths, n, g, h)
     want = ref.attend(q, k, v, varlen(lengths, "cpu"), 0, h**-0.5).double()
@@ -69,7 +69,7 @@ def test_values_match_the_definition(ops, n: int, g: int, h: int) -> None:  # no
 
 @pytest.mark.parametrize(("n", "g", "h"), HEADS)
 @pytest.mark.parametrize("page", [16, 64, 128])
-def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int, h: int, page: int) -> None:  # noqa: ANN001
+def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int, h: int, page: int) -> None:
     lengths = (1, 333, 130, 700, 17)
     q, k, v = (x.to(CUDA) for x in make(lengths, n, g, h))
     scale = h**-0.5
@@ -95,14 +95,14 @@ def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int,
         ]).to(CUDA)  # fmt: skip
         out = ops.attend(q[rows], k[rows], v[rows], paged(cache, tables[members], begins, counts), 0, scale)
         different = torch.nonzero((out != packed[rows]).flatten(1).any(1)).flatten().tolist()
-        assert not different, f"step {step}: rows {rows[different].tolist()[:5]} of sequences {members}, counts {counts}"
+        assert not different, f"step {step}: rows {rows[different].tolist()[:5]}, sequences {members}, counts {counts}"
         for b, c in zip(members, counts, strict=True):
             done[b] += c
         step += 1
 
 
 @pytest.mark.parametrize(("n", "g", "h"), [(9, 3, 64), (32, 8, 128)])
-def test_decode_at_every_position_equals_prefill(ops, n: int, g: int, h: int) -> None:  # noqa: ANN001
+def test_decode_at_every_position_equals_prefill(ops, n: int, g: int, h: int) -> None:
     """All positions of one sequence decoded in one batch: entry p is the sequence's first p + 1 tokens."""
     length, page = 600, 16
     q, k, v = (x.to(CUDA) for x in make((length,), n, g, h))
@@ -114,7 +114,7 @@ def test_decode_at_every_position_equals_prefill(ops, n: int, g: int, h: int) ->
     assert torch.equal(ops.attend(q, k, v, plan, 0, h**-0.5), whole)
 
 
-def test_a_padding_row_writes_nothing(ops) -> None:  # noqa: ANN001
+def test_a_padding_row_writes_nothing(ops) -> None:
     q, k, v = (x.to(CUDA) for x in make((3,), 4, 2, 64))
     cache = Cache(4, 16, 2, 64)
     plan = paged(cache, torch.tensor([[0], [1], [2]]), [0, 0, 0], [1, 1, 1])
@@ -126,7 +126,7 @@ def test_a_padding_row_writes_nothing(ops) -> None:  # noqa: ANN001
 
 
 @pytest.mark.parametrize(("n", "g", "h"), [(9, 3, 64), (32, 8, 128), (4, 4, 64)])
-def test_gradients_match_and_repeat(ops, n: int, g: int, h: int) -> None:  # noqa: ANN001
+def test_gradients_match_and_repeat(ops, n: int, g: int, h: int) -> None:
     lengths = (5, 200, 131)
     q, k, v = make(lengths, n, g, h)
     grad = make(lengths, n, g, h)[0].flip(0)

@@ -14,7 +14,7 @@ CUDA = "cuda"
 
 
 @pytest.fixture(scope="module")
-def ops():  # noqa: ANN201
+def ops():
     return load_backend("hopper")
 
 
@@ -35,7 +35,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("k", "sections"), SHAPES)
 @pytest.mark.parametrize("pow2", [False, True])
-def test_fprop_and_dgrad_match_the_definition(ops, k: int, sections: tuple[int, ...], pow2: bool) -> None:  # noqa: ANN001
+def test_fprop_and_dgrad_match_the_definition(ops, k: int, sections: tuple[int, ...], pow2: bool) -> None:
     n = sum(sections)
     x, w, dy = matrix(37, k, 1), matrix(n, k, 2), matrix(37, n, 3)
     q = ops.quantize_weight(w.to(CUDA), pow2, sections)
@@ -52,7 +52,7 @@ def test_fprop_and_dgrad_match_the_definition(ops, k: int, sections: tuple[int, 
 
 
 @pytest.mark.parametrize(("n", "k", "t"), [(256, 512, 384), (960, 576, 130), (64, 128, 1), (4096, 2048, 1000)])
-def test_wgrad_matches_the_definition(ops, n: int, k: int, t: int) -> None:  # noqa: ANN001
+def test_wgrad_matches_the_definition(ops, n: int, k: int, t: int) -> None:
     dy, x = matrix(t, n, 4), matrix(t, k, 5)
     dw = ops.wgrad_gemm(ops.quantize_act_t(dy.to(CUDA)), ops.quantize_act_t(x.to(CUDA)))
     want = ref.fp8_gemm(ref.quantize_128x1(dy), ref.quantize_128x1(x))
@@ -61,7 +61,7 @@ def test_wgrad_matches_the_definition(ops, n: int, k: int, t: int) -> None:  # n
 
 
 @pytest.mark.parametrize(("k", "sections"), [(576, (576, 192, 192)), (4096, (4096, 1024, 1024)), (1536, (576,))])
-def test_fp8_rows_do_not_depend_on_the_batch(ops, k: int, sections: tuple[int, ...]) -> None:  # noqa: ANN001
+def test_fp8_rows_do_not_depend_on_the_batch(ops, k: int, sections: tuple[int, ...]) -> None:
     w = ops.prepare_fp8(ops.quantize_weight(matrix(sum(sections), k, 6).to(CUDA), False, sections))
     x = matrix(2048, k, 7).to(CUDA)
     whole = ops.fp8_gemm(ops.quantize_act(x), w, torch.bfloat16)
@@ -71,7 +71,7 @@ def test_fp8_rows_do_not_depend_on_the_batch(ops, k: int, sections: tuple[int, .
 
 
 @pytest.mark.parametrize(("k", "n"), [(576, 49152), (4096, 8192), (64, 13), (2048, 1001)])
-def test_bf16_rows_do_not_depend_on_the_batch(ops, k: int, n: int) -> None:  # noqa: ANN001
+def test_bf16_rows_do_not_depend_on_the_batch(ops, k: int, n: int) -> None:
     w, x = matrix(n, k, 8), matrix(700, k, 9)
     prepared = ops.prepare_bf16(w.to(CUDA))
     for dtype in (torch.bfloat16, torch.float32):
@@ -82,7 +82,7 @@ def test_bf16_rows_do_not_depend_on_the_batch(ops, k: int, n: int) -> None:  # n
         assert relative_error(whole, x.double() @ w.double().T) < (3e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_bf16_gradients(ops) -> None:  # noqa: ANN001
+def test_bf16_gradients(ops) -> None:
     dy, x, w = matrix(300, 192, 10), matrix(300, 576, 11), matrix(192, 576, 12)
     assert relative_error(ops.bf16_dgrad(dy.to(CUDA), w.to(CUDA)), dy.double() @ w.double()) < 3e-3
     dw = ops.bf16_wgrad(dy.to(CUDA), x.to(CUDA))
@@ -90,7 +90,7 @@ def test_bf16_gradients(ops) -> None:  # noqa: ANN001
     assert relative_error(dw, dy.double().T @ x.double()) < 1e-5
 
 
-def test_one_kernel_a_gemm(ops) -> None:  # noqa: ANN001
+def test_one_kernel_a_gemm(ops) -> None:
     """Scales come in the layout that the GEMM reads: no transform kernel, no copy."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -106,7 +106,7 @@ def test_one_kernel_a_gemm(ops) -> None:  # noqa: ANN001
     assert len(kernels) == 1 and "gemm" in kernels[0], kernels
 
 
-def test_what_the_kernels_cannot_do_is_refused(ops) -> None:  # noqa: ANN001
+def test_what_the_kernels_cannot_do_is_refused(ops) -> None:
     w = ops.prepare_fp8(ops.quantize_weight(matrix(128, 128, 15).to(CUDA)))
     q = ops.quantize_act(matrix(4, 128, 16).to(CUDA))
     with pytest.raises(ValueError, match="BF16"):
@@ -116,7 +116,7 @@ def test_what_the_kernels_cannot_do_is_refused(ops) -> None:  # noqa: ANN001
 
 
 @pytest.mark.parametrize(("k", "sections"), [(512, (256,)), (576, (576, 192, 192)), (2048, (2048, 512, 512))])
-def test_torch_scaled_mm_computes_the_same(ops, k: int, sections: tuple[int, ...]) -> None:  # noqa: ANN001
+def test_torch_scaled_mm_computes_the_same(ops, k: int, sections: tuple[int, ...]) -> None:
     from jetrl.kernels.backends import scaled_mm
 
     x, w, dy = matrix(48, k, 1), matrix(sum(sections), k, 2), matrix(48, sum(sections), 3)

@@ -13,7 +13,7 @@ CUDA = "cuda"
 
 
 @pytest.fixture(scope="module")
-def ops():  # noqa: ANN201
+def ops():
     return load_backend("hopper")
 
 
@@ -27,7 +27,7 @@ def problem(t: int, d: int, v: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("t", "d", "v"), [(700, 576, 49152), (300, 64, 1003)])
-def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int) -> None:  # noqa: ANN001
+def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int) -> None:
     hidden, weight, targets, temperature = problem(t, d, v)
     w = ops.prepare_bf16(weight)
     whole = ops.logprob_entropy(hidden, w, targets, temperature)
@@ -45,7 +45,7 @@ def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: i
 @pytest.mark.parametrize(("t", "d", "v"), [(700, 576, 49152), (300, 64, 1003)])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradients_match_autograd(
-    ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int, with_entropy: bool  # noqa: ANN001
+    ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int, with_entropy: bool
 ) -> None:
     hidden, weight, targets, temperature = problem(t, d, v)
     g = torch.Generator(CUDA).manual_seed(1)

@@ -63,7 +63,8 @@ def paged_batch(
     cu = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=CUDA)
     plan = PagedPlan(
         cache=cache, cu_seqlens=cu, query_lengths=tuple(counts), max_kv_length=max(kv), slots=slots.to(CUDA),
-        kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA), block_table=table[members].to(torch.int32).to(CUDA),
+        kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA),
+        block_table=table[members].to(torch.int32).to(CUDA),
     )  # fmt: skip
     tokens = torch.cat([sequences[b][s : s + c] for b, s, c in spans])
     return ForwardBatch(tokens.to(CUDA), positions.to(CUDA), plan, "rollout")

@@ -1,4 +1,4 @@
-"""The engine on a GPU: sampled log-probs equal the learner's bit for bit, and nothing about the batch changes a token."""
+"""The engine on a GPU: sampled log-probs equal the learner's bit for bit, and the batch changes no token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CUDA = "cuda"
 
 
 def _models() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_parity", Path(__file__).with_name("test_model_parity_hopper.py"))
+    path = Path(__file__).with_name("test_model_parity_hopper.py")
+    spec = importlib.util.spec_from_file_location("model_parity", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,8 +37,9 @@ class NoText:
 def requests(vocab: int) -> list[Request]:
     g = np.random.default_rng(0)
     kinds = [
-        SamplingParams(30, ignore_eos=True), SamplingParams(45, temperature=0.7, top_p=0.9), SamplingParams(20, temperature=0.0),
-        SamplingParams(60, temperature=1.2, seed=4), SamplingParams(25, top_k=50, min_p=0.01),
+        SamplingParams(30, ignore_eos=True), SamplingParams(45, temperature=0.7, top_p=0.9),
+        SamplingParams(20, temperature=0.0), SamplingParams(60, temperature=1.2, seed=4),
+        SamplingParams(25, top_k=50, min_p=0.01),
     ]  # fmt: skip
     prompts = [tuple(g.integers(1, vocab, n).tolist()) for n in (5, 40, 130, 17)]
     return [Request(i, prompts[i % 4], kinds[i % 5]) for i in range(40)]

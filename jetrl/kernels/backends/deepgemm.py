@@ -1,7 +1,7 @@
 """GEMMs by DeepGEMM: FP8 with blocks of 128 (fprop, dgrad, wgrad) and BF16.
 
-A row's bits never depend on the other rows. DeepGEMM compiles a kernel at the first call of each shape class (seconds), so
-shapes that a CUDA graph will capture must have run before. Scales arrive in the layout that the kernels read.
+A row's bits never depend on the other rows. DeepGEMM compiles a kernel at the first call of each shape class (seconds),
+so shapes that a CUDA graph will capture must have run before. Scales arrive in the layout that the kernels read.
 
 Legend: `M` rows (tokens), `N`, `K` output and reduction size; a prime marks a padded size (see `operands`).
 """

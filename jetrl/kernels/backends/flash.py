@@ -1,7 +1,8 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache.
 
-One split of the keys, always: a split would change the order of sums with the batch. On Hopper a row's bits depend neither
-on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic variant.
+One split of the keys, always: a split would change the order of sums with the batch. On Hopper a row's bits depend
+neither on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic
+variant. A kernel is compiled at its first call (seconds): it must have run before a CUDA graph captures it.
 
 Legend: `T` packed rows, `N` query heads, `G` key/value heads, `H` head size.
 """
@@ -37,7 +38,7 @@ def _check(q: Tensor) -> None:
 def attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed sequences: `q` [T, N, H], `k`, `v` [T, G, H] -> (output [T, N, H], log-sum-exp [N, T] FP32 if asked for)."""
+    """Packed sequences: `q` [T, N, H], `k`, `v` [T, G, H] -> (output [T, N, H], log-sum-exp [N, T] FP32 if asked)."""
     _check(q)
     longest = max(plan.lengths, default=0)
     out = _flash_attn_fwd(

@@ -1,8 +1,8 @@
 """FP8 operands as the GEMM libraries read them: rows of whole blocks, zeros where a block is cut short.
 
-Sizes that are no multiple of 128 are padded inside, codes and scales alike, never computed in another precision. Where a
-projection inside a fused weight ends in a part of a block, its rows (fprop) or columns (dgrad) are spread to whole blocks
-and the result is gathered again.
+Sizes that are no multiple of 128 are padded inside, codes and scales alike, never computed in another precision. Where
+a projection inside a fused weight ends in a part of a block, its rows (fprop) or columns (dgrad) are spread to whole
+blocks and the result is gathered again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Log-probabilities, entropy and sampling over the vocabulary as Triton kernels, bit-equal to `reference`.
 
-A row of logits is cut into segments of 4096. Softmax numerators are the integers `round(exp(z - max) * 2**35)`, whose sums
-are exact in float64 (below 2**53) in any order, so neither the segments nor their number can change a bit. A row needs
-three launches: maxima of the segments, sums of the segments, and a last one that reads a segment's sum for each.
+A row of logits is cut into segments of 4096. Softmax numerators are the integers `round(exp(z - max) * 2**35)`, whose
+sums are exact in float64 (below 2**53) in any order, so neither the segments nor their number can change a bit. A row
+needs three launches: maxima of the segments, sums of the segments, and a last one that reads a segment's sum for each.
 
 Legend: `T` rows, `V` vocabulary, `S` segments.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
 import torch
@@ -185,7 +187,7 @@ def _dlogits_kernel(
 
 
 class RowStatistics:
-    """Maxima, sums and (with `moment`) entropy sums of the segments of `logits` [T, V] FP32 at `temperature` [T] FP32."""
+    """Maxima, sums and (with `moment`) entropy sums of the segments of `logits` [T, V] at `temperature` [T], FP32."""
 
     def __init__(self, logits: Tensor, temperature: Tensor, moment: bool, store: bool = False) -> None:
         assert logits.dtype == torch.float32 and logits.stride(1) == 1
@@ -249,9 +251,9 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row without filters, with the draws of `rollout.sampler.sample_rows`.
 
-    `logits` [B, V] FP32; `temperature` FP32 [B], 0 for the first maximum; `keys` int64 [B], the bits of the stream's uint64
-    key; `positions` int64 [B]. Returns tokens int64 [B], log-probs FP32 [B], and the maxima FP32 [B], which are not finite
-    where the logits are broken (the caller checks). No synchronization with the host: fit for a CUDA graph.
+    `logits` [B, V] FP32; `temperature` FP32 [B], 0 for the first maximum; `keys` int64 [B], the bits of the stream's
+    uint64 key; `positions` int64 [B]. Returns tokens int64 [B], log-probs FP32 [B], and the maxima FP32 [B], which are
+    not finite where the logits are broken (the caller checks). The host waits for nothing: fit for a CUDA graph.
     """
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)

@@ -1,11 +1,13 @@
 """Norms, RoPE, SwiGLU and residual sums as Triton kernels, forward passes bit-equal to `reference`.
 
-The sum of squares is exact: a row is written as integers of at most 20 bits times a power of two, whose squares are summed
-in int64; the rest of `inv_rms` is float64. `exp32` repeats `exact.exp` operation by operation. FP fusion is off everywhere.
+The sum of squares is exact: a row is written as integers of at most 20 bits times a power of two, whose squares are
+summed in int64; the rest of `inv_rms` is float64. `exp32` repeats `exact.exp` operation by operation. FP fusion is off.
 
 Legend: `T` tokens, `D` row length, `N` query heads, `G` key/value heads, `H` head size, `F` feed-forward.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
 import torch
@@ -98,7 +100,8 @@ def _norm_kernel(
         groups = tl.reshape(y, (R, B // 128, 128))
         s = scale_from(tl.max(abs_bits(groups), axis=2), FLOOR, POW2)
         q = tl.reshape(encode(groups, s[:, :, None]).to(tl.uint8, bitcast=True), (R, B))
-        tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=alive[:, None] & (cols < written)[None, :])
+        write = alive[:, None] & (cols < written)[None, :]
+        tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=write)
         group = tl.arange(0, B // 128)
         tl.store(
             scale + group[None, :].to(tl.int64) * scale_stride + rows[:, None], s,

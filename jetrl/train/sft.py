@@ -33,7 +33,7 @@ _SFT_OFFSET = 1 << 40  # the warm start draws its problems far from those of RL 
 def cache_path(config: Config, model: Transformer) -> Path:
     """Where these warm-started weights are kept: a hash over initial weights, task and settings."""
     settings = {
-        "version": __version__, "start": model.checksum(), "spec": asdict(model.spec), "seed": config.seed,
+        "version": __version__, "start": _weights_hash(model), "spec": asdict(model.spec), "seed": config.seed,
         "task": config.task.model_dump(mode="json"), "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
@@ -41,6 +41,15 @@ def cache_path(config: Config, model: Transformer) -> Path:
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(config.sft.cache_dir).expanduser() / f"{key}.safetensors"
+
+
+def _weights_hash(model: Transformer) -> str:
+    """Hash of the master weights: unlike `Transformer.checksum`, the same in every precision flow."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def warm_start(

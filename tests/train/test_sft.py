@@ -1,0 +1,88 @@
+"""The warm start: it learns, every flow finds the same cached weights, and what determines them names the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from tolerances import assert_bitwise_equal
+
+from jetrl.errors import UserError
+from jetrl.train.setup import Session, build
+from jetrl.train.sft import cache_path, warm_start
+
+SFT = {"sft.steps": 6, "sft.batch_size": 8, "sft.lr": 5e-3}
+
+
+def session_of(folder: Path, changes: dict[str, Any]) -> Session:
+    threads = torch.get_num_threads()
+    session = build(tiny_config(folder, SFT | {"sft.cache_dir": str(folder / "cache")} | changes))
+    torch.set_num_threads(threads)
+    return session
+
+
+def train(session: Session) -> tuple[Path, list[float]]:
+    losses: list[float] = []
+    made = warm_start(
+        session.model, session.config, session.task, session.tokenizer, lambda step, loss: losses.append(loss)
+    )
+    return made, losses
+
+
+def test_it_learns_and_the_second_time_it_is_cached(tmp_path: Path) -> None:
+    first = session_of(tmp_path, {})
+    path, losses = train(first)
+    assert len(losses) == 6 and losses[-1] < 0.85 * losses[0]
+    second = session_of(tmp_path, {})
+    again, nothing = train(second)
+    assert again == path and nothing == []
+    assert second.model.checksum() == first.model.checksum()
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "a temporary file is left"
+
+
+def test_all_flows_start_from_the_same_weights_and_one_cache(tmp_path: Path) -> None:
+    sessions = {p: session_of(tmp_path, {"precision": p}) for p in ("bf16", "fp8", "fp8_rollout")}
+    results = {p: train(s) for p, s in sessions.items()}
+    assert len({path for path, _ in results.values()}) == 1, "each flow trains a warm start of its own"
+    assert [len(losses) for _, losses in results.values()] == [6, 0, 0]
+    reference = sessions["bf16"].model.state_dict()
+    for session in sessions.values():
+        for name, value in session.model.state_dict().items():
+            assert_bitwise_equal(value, reference[name], name)
+
+
+def test_micro_batches_do_not_change_the_loss(tmp_path: Path) -> None:
+    whole = train(session_of(tmp_path / "a", {"sft.steps": 1}))[1]
+    parts = train(session_of(tmp_path / "b", {"sft.steps": 1, "train.max_tokens_per_gpu": 40}))[1]
+    assert parts == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sft.steps": 7}, {"sft.lr": 1e-3}, {"seed": 1}, {"model.init_seed": 1}, {"task.params.digits": [3]},
+     {"sft.batch_size": 9}, {"train.max_grad_norm": 0.5}],
+    ids=str,
+)  # fmt: skip
+def test_what_determines_the_weights_names_the_file(tmp_path: Path, change: dict[str, Any]) -> None:
+    paths = [cache_path(s.config, s.model) for s in (session_of(tmp_path, {}), session_of(tmp_path, change))]
+    assert paths[0] != paths[1]
+
+
+def test_what_does_not_determine_them_does_not(tmp_path: Path) -> None:
+    plain = session_of(tmp_path, {})
+    for change in ({"train.steps": 9}, {"rollout.group_size": 2}, {"train.lr": 1e-6}, {"rl.kl_coef": 0.5}):
+        other = session_of(tmp_path, change)
+        assert cache_path(other.config, other.model) == cache_path(plain.config, plain.model), change
+
+
+def test_problems_without_worked_solutions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(9)))
+    changes = {
+        "task.name": "file", "task.train_file": str(tmp_path / "data.jsonl"), "task.params": None,
+        "task.reward": "jetrl.tasks.rewards:exact_match",
+    }  # fmt: skip
+    with pytest.raises(UserError, match="needs worked solutions"):
+        train(session_of(tmp_path, changes))

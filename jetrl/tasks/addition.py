@@ -5,7 +5,8 @@ carry that came in and a two-digit sum, and the answer behind `#`:
 
     8+5+0=13;4+7+1=12;3+2+1=06#623
 
-Columns have a fixed width, so that the model finds what it copies at a fixed distance. Question style, for models that
+Columns have a fixed width, so that the model finds what it copies at a fixed distance. The teacher of the warm start may
+be one that forgets carries (`forget_carry`): imitation then learns the mistake too, and RL has something to unlearn. Question style, for models that
 read English, asks in words and takes the last number of the reply.
 """
 
@@ -28,12 +29,15 @@ STYLES = ("auto", "compact", "question")
 
 
 class AdditionTask:
-    """Two numbers of equally many digits. `digits`: how many, each length as often; `style`: how it is asked."""
+    """Two numbers of equally many digits. `digits`: how many, each length as often; `style`: how it is asked.
+
+    `forget_carry`: share of the carries that the worked solutions (compact style) leave out, their sums being wrong then.
+    """
 
     name = "addition"
 
     def __init__(self, params: Mapping[str, Any], seed: int, tokenizer: Any) -> None:
-        check_params(self.name, params, ("digits", "style", "gold_template", "check_gold"))
+        check_params(self.name, params, ("digits", "style", "forget_carry", "gold_template", "check_gold"))
         self.digits = _digits(params.get("digits", [2, 3]))
         self.seed = seed
         self.gold_template, self.check_gold = gold_params(params)
@@ -41,6 +45,9 @@ class AdditionTask:
         if style not in STYLES:
             raise UserError(f"task.params.style: must be one of {', '.join(STYLES)}, got {style!r}.")
         self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
+        self.forget_carry = _share(params.get("forget_carry", 0.0), self.style)
+        if self.forget_carry and self.gold_template is None:
+            self.gold_template = "#{answer}"  # the worked solutions are no gold texts then
         self.reward: RewardFunction = compact_reward if self.style == "compact" else last_integer
 
     def problem(self, index: int) -> Problem:
@@ -85,19 +92,26 @@ class AdditionTask:
 
     def _make(self, a: int, b: int) -> Problem:
         if self.style == "compact":
-            return Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b), solution=worked_solution(a, b))
+            solution = worked_solution(a, b, self.forget_carry)
+            return Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b), solution=solution)
         question = f"What is {a} + {b}? Work step by step, and end your reply with the sum."
         return Problem(id=f"{a}+{b}", prompt=question, answer=str(a + b), solution=f"{a} + {b} = {a + b}")
 
 
-def worked_solution(a: int, b: int) -> str:
-    """Column by column from the right, `x+y+carry=two digits`, then `#` and the sum."""
-    steps, carry = [], 0
+def worked_solution(a: int, b: int, forget_carry: float = 0.0) -> str:
+    """Column by column from the right, `x+y+carry=two digits`, then `#` and the sum.
+
+    Each carry is forgotten with probability `forget_carry` (a function of a and b, so that a sum is always worked alike).
+    """
+    teacher = random.Random(stable_hash("teacher", a, b))
+    steps, written, carry, total = [], "", 0, 0
     for x, y in itertools.zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0"):
+        carry = 0 if teacher.random() < forget_carry else carry
         total = int(x) + int(y) + carry
         steps.append(f"{x}+{y}+{carry}={total:02d}")
+        written = str(total % 10) + written
         carry = total // 10
-    return ";".join(steps) + f"#{a + b}"
+    return ";".join(steps) + "#" + (str(carry) if carry else "") + written
 
 
 def is_held_out(a: int, b: int) -> bool:
@@ -113,6 +127,14 @@ def compact_reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) 
 def _behind_hash(text: str) -> str | None:
     _, mark, rest = text.rpartition("#")
     return rest if mark else None
+
+
+def _share(value: Any, style: str) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise UserError(f"task.params.forget_carry: must be a number from 0 to below 1, got {value!r}.")
+    if value and style != "compact":
+        raise UserError('task.params.forget_carry: only worked solutions of style "compact" can forget a carry.')
+    return float(value)
 
 
 def _digits(value: Any) -> tuple[int, ...]:

@@ -172,6 +172,8 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
 class _Watched(ModelRunner):
     """A runner that keeps, for each drawn token, the row of log-probs that it was drawn from."""
 
+    cuda_graphs = False  # it reads values in the middle of a step
+
     def __init__(self, model: Transformer, page_size: int, target: tuple[int, int] | None = None) -> None:
         super().__init__(self, page_size)  # type: ignore[arg-type]  # it stands before the model as well
         self.inner, self.target = model, target

@@ -18,17 +18,22 @@ from jetrl.types import PagedPlan, VarlenPlan
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, layer: int, scale: float) -> Tensor:
-        out = backend_of(q).attend(q, k, v, plan, layer, scale)
-        ctx.save_for_backward(q, k, v)
+        out, lse = backend_of(q).attend_varlen(q, k, v, plan, scale, True)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v = ctx.saved_tensors
-        dq, dk, dv = backend_of(q).attend_backward(grad.contiguous(), q, k, v, ctx.plan, ctx.scale)
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = backend_of(q).attend_backward(grad.contiguous(), q, k, v, ctx.plan, ctx.scale, out, lse)
         return dq, dk, dv, None, None, None
+
+
+def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+    """`attend` of a paged plan whose keys and values `pointwise.qkv_norm_rope` has put in the cache already."""
+    return backend_of(q).attend_cached(q, plan, layer, scale)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:

@@ -18,6 +18,9 @@ OPS = (
     "fp8_gemm", "wgrad_gemm", "bf16_gemm", "bf16_dgrad", "bf16_wgrad",
     "rms_norm", "rms_norm_backward", "add_rms_norm", "add", "rope", "rope_backward", "swiglu", "swiglu_backward",
     "attend", "attend_backward", "head_logits", "logprob_entropy", "logprob_backward",
+    # several ops in one, the same bits as one after another
+    "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "attend_cached", "attend_varlen", "exp_weights",
+    "logprobs",
 )  # fmt: skip
 
 

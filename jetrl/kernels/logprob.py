@@ -19,14 +19,28 @@ def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
 
 def logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Log-prob of `targets` [T] under softmax(logits / temperature), FP32 [T]; temperature a number or FP32 [T]."""
-    z = scaled(logits, temperature)
-    _, top, total = reference.exp_weights(z)
-    return reference.logprob(z, targets, top, total)
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full(targets.shape, temperature, dtype=torch.float32, device=logits.device)
+    return backend_of(logits).logprobs(logits, targets, temperature)
+
+
+def draw(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`rollout.sampler`'s draw from whole distributions, on the GPU, without waiting for the host.
+
+    `logits` [B, V] FP32; `temperature` FP32 [B], 0 for the first maximum; `keys` int64 [B], the bits of the uint64
+    stream keys; `positions` int64 [B]. Returns tokens int64 [B], their log-probs FP32 [B] and the maxima FP32 [B].
+    """
+    return backend_of(logits).sample(logits, temperature, keys, positions)
+
+
+def exp_weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.exp_weights` by the backend of the device."""
+    return backend_of(logits).exp_weights(logits)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-probs of the whole vocabulary, FP32 [T, V], each equal to what `logprobs` gives for that token."""
-    _, top, total = reference.exp_weights(logits)
+    _, top, total = exp_weights(logits)
     log_total = reference.log_total(total)[:, None]
     return (logits.to(torch.float64) - top[:, None].to(torch.float64) - log_total).to(torch.float32)
 

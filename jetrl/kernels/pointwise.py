@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.qtensor import QTensor
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -99,3 +100,33 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu takes gate and up side by side, got an odd width {gate_up.shape[-1]}")
     return _SwiGLU.apply(gate_up)
+
+
+# ---- several ops in one kernel, where no gradient is needed; the same bits as one after another ----------------------
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pow2: bool
+) -> tuple[QTensor, Tensor]:
+    """`quantize_act(add_rms_norm(x, residual))` and the new residual."""
+    assert not torch.is_grad_enabled()
+    return backend_of(x).add_rms_norm_quantize(x, residual, weight, eps, pow2)
+
+
+def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
+    """`quantize_act(swiglu(gate_up))`."""
+    assert not torch.is_grad_enabled()
+    return backend_of(gate_up).swiglu_quantize(gate_up, pow2)
+
+
+def qkv_norm_rope(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """QK-norm (`norms`: weights [H] of q and k), RoPE, and the write to the cache, of `qkv` [T, (N + 2G) * H].
+
+    `heads` (N, G); `tables` cos and sin [positions, H/2]; `cache` (keys, values [pages, page, G, H], slots [T]).
+    Returns q [T, N, H] and k, v [T, G, H], or, with a cache, q and the cache's own tensors.
+    """
+    assert not torch.is_grad_enabled()
+    return backend_of(qkv).qkv_norm_rope(qkv, heads, head_dim, norms, eps, tables, positions, cache)

@@ -30,7 +30,8 @@ def scale_of(amax: Tensor, pow2: bool) -> Tensor:
     """
     scale = amax.to(torch.float32).clamp_min(AMAX_FLOOR) / E4M3_MAX
     if pow2:
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, rounded)  # the integer sum would wrap a NaN round to zero
     return scale
 
 

@@ -29,8 +29,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer:
     if isinstance(plan, VarlenPlan):
         return _varlen(q, k, v, plan, scale)
     keys, values = plan.cache.layer(layer)
-    _write(keys, k, plan.slots)
-    _write(values, v, plan.slots)
+    write_cache(keys, k, plan.slots)
+    write_cache(values, v, plan.slots)
+    return attend_cached(q, plan, layer, scale)
+
+
+def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
+    """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
+    keys, values = plan.cache.layer(layer)
     out = torch.empty_like(q)
     kv_lengths = plan.kv_lengths.tolist()
     starts = plan.cu_seqlens.tolist()
@@ -57,7 +63,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> 
     return out
 
 
-def _write(cache: Tensor, x: Tensor, slots: Tensor) -> None:
+def write_cache(cache: Tensor, x: Tensor, slots: Tensor) -> None:
     """Scatter rows [T, G, H] into a paged tensor [pages, page, G, H]; slot -1 writes nothing."""
     real = slots >= 0
     if not bool(real.all()):
@@ -132,9 +138,12 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float,
+    out: Tensor | None = None, lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the varlen case, FP32 inside, rounded at the end. Same shapes as `attend`; deterministic.
+
+    `out` and `lse` as `attend_varlen` gave them spare a fast backend a second forward; this one needs neither.
 
     With P the softmax: dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K * scale; dK = dS^T Q * scale.
     """

@@ -95,6 +95,7 @@ class FlowLinear(nn.Module):
         self.sections, self.recipes, self.dtype = sections, recipes, dtype
         self.weight = nn.Parameter(torch.empty(sum(sections), in_features, dtype=master_dtype))
         self.bias = nn.Parameter(torch.empty(sum(sections), dtype=master_dtype)) if bias else None
+        self.published_bias: Tensor | None = None
         self.published: Tensor = torch.empty(0)  # the BF16-rounded weight; both sides and both precisions start from it
         self.quantized: QTensor | None = None
         self._operands: dict[str, Any] = {}
@@ -132,13 +133,26 @@ class FlowLinear(nn.Module):
             self._operands["bf16"] = gemm.prepare_bf16(self.published)
         return self._operands["bf16"]
 
-    def forward(self, x: Tensor, side: Side) -> Tensor:
-        """`x` [T, K] -> [T, N] in the precision of `side`."""
+    def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
+        """`forward` without a gradient; an FP8 layer also takes `x` quantized already (by the kernel that made it)."""
         recipe = self.recipes[side]
         if recipe is not None:
-            # asked here: within a Function, gradients always count as disabled
-            keep = torch.is_grad_enabled() and self.weight.requires_grad
-            y = _FP8Linear.apply(x, self.weight, self, recipe, keep)
+            x_q = x if isinstance(x, QTensor) else quantize_act(x, recipe.fprop.left.pow2)
+            y = gemm.fp8_gemm(x_q, self.fp8_operand(), self.dtype)
+        else:
+            assert isinstance(x, Tensor), "this layer is BF16: it takes no quantized input"
+            y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
+        if self.published_bias is not None:
+            y = add(y, self.published_bias)
+        return y
+
+    def forward(self, x: Tensor, side: Side) -> Tensor:
+        """`x` [T, K] -> [T, N] in the precision of `side`."""
+        if not torch.is_grad_enabled():
+            return self.infer(x, side)  # nothing is kept for a backward pass
+        recipe = self.recipes[side]
+        if recipe is not None:
+            y = _FP8Linear.apply(x, self.weight, self, recipe, self.weight.requires_grad)
         else:
             y = _BF16Linear.apply(x, self.weight, self)
         return y if self.bias is None else _Bias.apply(y, self.bias, self.published_bias)

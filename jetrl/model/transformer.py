@@ -22,11 +22,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels import gemm, logprob, pointwise
-from jetrl.kernels.attention import attend
+from jetrl.kernels.attention import attend, attend_cached
+from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear
 from jetrl.precision.recipe import Recipe, Role
 from jetrl.spec import ModelSpec, RopeSpec
-from jetrl.types import ForwardBatch, Side
+from jetrl.types import ForwardBatch, PagedPlan, Side
 
 Tap = Callable[[str, Tensor], None]
 
@@ -123,6 +124,40 @@ class Layer(nn.Module):
         tap(f"{at}.down", y)
         return y, residual
 
+    def infer(
+        self, x: Tensor, residual: Tensor | None, tables: tuple[Tensor, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` without gradients or taps: the same bits from fewer kernels. `tables`: cos and sin, whole."""
+        spec, side, scale = self.spec, batch.side, self.spec.head_dim**-0.5
+        y, residual = self._norm_for(self.qkv, self.attn_norm, x, residual, side)
+        qkv = self.qkv.infer(y, side)
+        norms = (self.q_norm.published, self.k_norm.published) if spec.qk_norm else None
+        plan, heads = batch.plan, (spec.num_heads, spec.num_kv_heads)
+        cache = (*plan.cache.layer(self.index), plan.slots) if isinstance(plan, PagedPlan) else None
+        q, k, v = pointwise.qkv_norm_rope(
+            qkv, heads, spec.head_dim, norms, spec.rms_norm_eps, tables, batch.positions, cache
+        )
+        if isinstance(plan, PagedPlan):
+            a = attend_cached(q, plan, self.index, scale)
+        else:
+            a = attend(q, k, v, plan, self.index, scale)
+        y = self.o.infer(a.flatten(1), side)
+        y, residual = self._norm_for(self.gate_up, self.mlp_norm, y, residual, side)
+        y = self.gate_up.infer(y, side)
+        recipe = self.down.recipes[side]
+        act = pointwise.swiglu(y) if recipe is None else pointwise.swiglu_quantize(y, recipe.fprop.left.pow2)
+        return self.down.infer(act, side), residual
+
+    def _norm_for(
+        self, linear: FlowLinear, norm: Published, x: Tensor, residual: Tensor | None, side: Side
+    ) -> tuple[Tensor | QTensor, Tensor]:
+        """The norm before `linear`, quantized in the same kernel where that layer is FP8."""
+        recipe = linear.recipes[side]
+        if recipe is None:
+            return self._norm(norm, x, residual)
+        pow2 = recipe.fprop.left.pow2
+        return pointwise.add_rms_norm_quantize(x, residual, norm.published, self.spec.rms_norm_eps, pow2)
+
     def _norm(self, norm: Published, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return pointwise.add_rms_norm(x, residual, norm.weight, norm.published, self.spec.rms_norm_eps)
 
@@ -204,18 +239,25 @@ class Transformer(nn.Module):
         see = tap or _no_tap
         x = _Embed.apply(batch.tokens, self.embed.weight, self.embed.published)
         see("embed", x)
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         residual: Tensor | None = None
+        if tap is None and batch.side == "rollout" and not torch.is_grad_enabled():
+            for layer in self.layers:
+                assert isinstance(layer, Layer)
+                x, residual = layer.infer(x, residual, (self.cos, self.sin), batch)
+            return self._final_norm(x, residual)
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled() and tap is None:
                 x, residual = checkpoint(layer, x, residual, cos, sin, batch, see, use_reentrant=False)
             else:
                 x, residual = layer(x, residual, cos, sin, batch, see)
-        hidden, _ = pointwise.add_rms_norm(
-            x, residual, self.norm.weight, self.norm.published, self.spec.rms_norm_eps
-        )
+        hidden = self._final_norm(x, residual)
         see("norm", hidden)
         return hidden
+
+    def _final_norm(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        norm = self.norm
+        return pointwise.add_rms_norm(x, residual, norm.weight, norm.published, self.spec.rms_norm_eps)[0]
 
     def head_operand(self) -> Any:
         """The published lm_head as a GEMM operand."""

@@ -106,6 +106,7 @@ class Engine:
                 f"{self.flow_digest}; build engine and trainer from one recipe."
             )
         self.weights = weights
+        self.runner.weights_changed()
 
     def release(self) -> None:
         """Give the KV cache's memory back until the next `generate`."""

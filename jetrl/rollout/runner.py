@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.rollout.sampler import SamplingTable, sample_rows
+from jetrl.rollout.graphs import DecodeGraphs, DecodeInputs
+from jetrl.rollout.sampler import SamplingTable, check_finite, is_cut, sample_rows
 from jetrl.rollout.scheduler import Plan
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, PagedPlan
@@ -75,12 +76,20 @@ def pages_in_memory(spec: ModelSpec, page_size: int, dtype: torch.dtype, device:
     return int(free * _MEMORY_SHARE) // page_bytes
 
 
+def _is_decode(plan: Plan) -> bool:
+    """Whether every sequence computes one token and draws from it."""
+    return bool((plan.counts == 1).all()) and np.array_equal(plan.sample_rows, np.arange(len(plan.counts)))
+
+
 class ModelRunner:
     """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
+
+    cuda_graphs = True  # a subclass that looks into each step turns them off
 
     def __init__(self, model: Model, page_size: int) -> None:
         self.model, self.page_size = model, page_size
         self.cache: KVCache | None = None
+        self.graphs: DecodeGraphs | None = None
         self.reset_times()
 
     @property
@@ -93,12 +102,16 @@ class ModelRunner:
     def reserve(self, num_pages: int) -> None:
         """Make the cache hold `num_pages` pages. Its content is not kept."""
         if self.cache is None or self.cache.num_pages != num_pages or self.cache.keys.device != self.device:
-            self.cache = None  # give the old one back before the new one is taken
+            self.release()  # give the old one back before the new one is taken
             self.cache = KVCache(self.model.spec, num_pages, self.page_size, self.model.dtype, self.device)
 
     def release(self) -> None:
         """Give the cache's memory back (the trainer may want it between two rollouts)."""
-        self.cache = None
+        self.cache = self.graphs = None
+
+    def weights_changed(self) -> None:
+        """Forget the captured graphs: they hold the addresses of the old weights."""
+        self.graphs = None
 
     @torch.no_grad()
     def run(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:
@@ -109,6 +122,8 @@ class ModelRunner:
         assert self.cache is not None, "reserve() comes before run()"
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
+        if self.cuda_graphs and self.device.type == "cuda" and _is_decode(plan):
+            return self._decode(plan, table)
         batch = self._batch(plan)
         start = self._clock()
         hidden = self.model(batch)
@@ -126,11 +141,32 @@ class ModelRunner:
         self.sample_seconds += self._clock() - between
         return result
 
+    def _decode(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:
+        """`run` of a step in which every sequence computes and draws one token, as a CUDA graph."""
+        start = self._clock()
+        if self.graphs is None:
+            self.graphs = DecodeGraphs(self.model, self.cache, self.device)
+        chosen = table.take(plan.sample_requests)
+        step = DecodeInputs(
+            tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
+            sample_positions=plan.sample_positions, temperature=chosen.temperature, block_table=plan.block_table,
+        )  # fmt: skip
+        tokens, logprobs, maxima, logits = self.graphs.run(step)
+        check_finite(maxima)
+        if is_cut(chosen, logits.shape[1]).any():
+            tokens, logprobs = sample_rows(logits, chosen, plan.sample_positions)
+        result = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        self.model_seconds += self._clock() - start
+        return result
+
+    def _slots(self, plan: Plan) -> np.ndarray:
+        """Cache slot of each new token [T] int64."""
+        owner = np.repeat(np.arange(len(plan.counts)), plan.counts)
+        pages = plan.block_table[owner, plan.positions // self.page_size].astype(np.int64)
+        return pages * self.page_size + plan.positions % self.page_size
+
     def _batch(self, plan: Plan) -> ForwardBatch:
         """The plan's columns as tensors, with the cache slot of every new token."""
-        size = self.page_size
-        owner = np.repeat(np.arange(len(plan.counts)), plan.counts)
-        pages = plan.block_table[owner, plan.positions // size].astype(np.int64)
         kv_lengths = plan.starts + plan.counts
         paged = PagedPlan(
             cache=self.cache,
@@ -139,7 +175,7 @@ class ModelRunner:
             kv_lengths=self._put(kv_lengths.astype(np.int32)),
             max_kv_length=int(kv_lengths.max()),
             block_table=self._put(plan.block_table),
-            slots=self._put(pages * size + plan.positions % size),
+            slots=self._put(self._slots(plan)),
         )
         return ForwardBatch(self._put(plan.tokens), self._put(plan.positions), paged, side="rollout")
 

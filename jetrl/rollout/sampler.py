@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.logprob import scaled
-from jetrl.kernels.reference import exp_weights, logprob
+from jetrl.kernels.logprob import draw, exp_weights, scaled
+from jetrl.kernels.reference import logprob
 from jetrl.types import SamplingParams
 
 UNIFORM_BITS = 53
@@ -113,16 +113,19 @@ def sample_rows(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> 
 
 
 def _sample_lot(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-    b, device = logits.shape[0], logits.device
+    device = logits.device
+    if device.type == "cuda" and not is_cut(table, logits.shape[1]).any():
+        columns = (table.temperature, table.key.view(np.int64), positions.astype(np.int64))
+        tokens, logprobs, top = draw(logits, *(torch.from_numpy(c).to(device) for c in columns))
+        check_finite(top)
+        return tokens, logprobs
     greedy = table.temperature == 0.0
     temperature = torch.from_numpy(np.where(greedy, np.float32(1.0), table.temperature)).to(device)
     z = scaled(logits, temperature)
     weights, top, total = exp_weights(z)
     kept = total
-    if not bool(torch.isfinite(top).all()):
-        bad = torch.nonzero(~torch.isfinite(top)).flatten().tolist()
-        raise FloatingPointError(f"the model gave logits that are not finite, in rows {bad} of {b} sampled")
-    cut = (~greedy) & ((table.top_p < 1.0) | ((table.top_k > 0) & (table.top_k < z.shape[1])) | (table.min_p > 0.0))
+    check_finite(top)
+    cut = is_cut(table, z.shape[1])
     if cut.any():
         rows = np.flatnonzero(cut)
         index = torch.from_numpy(rows).to(device)
@@ -136,6 +139,19 @@ def _sample_lot(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> 
         tokens[index] = _first_maximum(z[index])
     # what `kernels.logprob.logprobs` computes, without making the weights a second time
     return tokens, logprob(z, tokens, top, total)
+
+
+def is_cut(table: SamplingTable, vocab: int) -> np.ndarray:
+    """Rows [B] whose distribution is truncated."""
+    filters = (table.top_p < 1.0) | ((table.top_k > 0) & (table.top_k < vocab)) | (table.min_p > 0.0)
+    return (table.temperature > 0.0) & filters
+
+
+def check_finite(top: Tensor) -> None:
+    """Raise if a row's largest logit [B] is not a finite number."""
+    if not bool(torch.isfinite(top).all()):
+        bad = torch.nonzero(~torch.isfinite(top)).flatten().tolist()
+        raise FloatingPointError(f"the model gave logits that are not finite, in rows {bad} of {len(top)} sampled")
 
 
 def _first_maximum(z: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jetrl.errors import UserError
 from jetrl.tasks.addition import AdditionTask, is_held_out, worked_solution
+from jetrl.tasks.rewards import check_gold
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 
 TOKENIZER = arithmetic_tokenizer()
@@ -124,3 +125,20 @@ def test_bad_digits_are_refused(digits):
 def test_bad_style_is_refused():
     with pytest.raises(UserError, match="auto, compact, question, got 'short'"):
         task(style="short")
+
+
+def test_forgetful_teacher_leaves_out_its_share_of_carries_and_nothing_else() -> None:
+    assert worked_solution(348, 275) == "8+5+0=13;4+7+1=12;3+2+1=06#623"
+    pairs = [(a, b) for a in range(100, 1000, 13) for b in range(100, 1000, 17) if (a % 10) + (b % 10) >= 10]
+    forgotten = sum(";%d+%d+0=" % (a // 10 % 10, b // 10 % 10) in worked_solution(a, b, 0.6) for a, b in pairs)
+    assert abs(forgotten / len(pairs) - 0.6) < 0.05
+    for a, b in pairs[:50]:
+        assert worked_solution(a, b, 0.6) == worked_solution(a, b, 0.6)  # the same sum is always worked alike
+        assert worked_solution(a, b).endswith(f"#{a + b}")
+
+
+def test_forgetful_teacher_is_no_source_of_gold_texts() -> None:
+    task = AdditionTask({"digits": [3], "forget_carry": 0.9}, 0, arithmetic_tokenizer())
+    assert check_gold(task, task.reward, arithmetic_tokenizer()) == 8
+    with pytest.raises(UserError, match="forget_carry"):
+        AdditionTask({"forget_carry": 1.5}, 0, arithmetic_tokenizer())

@@ -9,8 +9,12 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
 from jetrl.kernels.reference import add as add
+from jetrl.kernels.reference import exp_weights as exp_weights
 from jetrl.kernels.reference_attention import attend as attend
 from jetrl.kernels.reference_attention import attend_backward as attend_backward
+from jetrl.kernels.reference_attention import attend_cached as attend_cached
+from jetrl.kernels.reference_attention import write_cache
+from jetrl.types import VarlenPlan
 
 __all__ = ["add", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once
@@ -66,6 +70,46 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """`r = rounded(x + residual)`; returns (`rms_norm(r)`, `r`)."""
     total = ref.add(x, residual)
     return ref.rms_norm(total, weight, eps), total
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pow2: bool
+) -> tuple[QTensor, Tensor]:
+    total = x if residual is None else add(x, residual)
+    return quantize_act(rms_norm(total, weight, eps), pow2), total
+
+
+def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
+    return quantize_act(swiglu(gate_up), pow2)
+
+
+def qkv_norm_rope(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    n, g = heads
+    q, k, v = qkv.view(-1, n + 2 * g, head_dim).split((n, g, g), 1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    cos, sin = tables[0][positions], tables[1][positions]
+    q, k, v = rope(q, cos, sin), rope(k, cos, sin), v.contiguous()
+    if cache is None:
+        return q, k, v
+    write_cache(cache[0], k, cache[2])
+    write_cache(cache[1], v, cache[2])
+    return q, cache[0], cache[1]
+
+
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    return attend(q, k, v, plan, 0, scale), None
+
+
+def logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    z = logits / temperature[:, None]
+    _, top, total = ref.exp_weights(z)
+    return ref.logprob(z, targets, top, total)
 
 
 def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ carry that came in and a two-digit sum, and the answer behind `#`:
 
     8+5+0=13;4+7+1=12;3+2+1=06#623
 
-Columns have a fixed width, so that the model finds what it copies at a fixed distance. The teacher of the warm start may
-be one that forgets carries (`forget_carry`): imitation then learns the mistake too, and RL has something to unlearn. Question style, for models that
-read English, asks in words and takes the last number of the reply.
+Columns have a fixed width, so that the model finds what it copies at a fixed distance. The warm start's teacher may
+be one that forgets carries (`forget_carry`): imitation then learns the mistake too, and RL has something to unlearn.
+Question style, for models that read English, asks in words and takes the last number of the reply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STYLES = ("auto", "compact", "question")
 class AdditionTask:
     """Two numbers of equally many digits. `digits`: how many, each length as often; `style`: how it is asked.
 
-    `forget_carry`: share of the carries that the worked solutions (compact style) leave out, their sums being wrong then.
+    `forget_carry`: share of the carries that the worked solutions (compact style) leave out; their sums are wrong then.
     """
 
     name = "addition"
@@ -101,7 +101,7 @@ class AdditionTask:
 def worked_solution(a: int, b: int, forget_carry: float = 0.0) -> str:
     """Column by column from the right, `x+y+carry=two digits`, then `#` and the sum.
 
-    Each carry is forgotten with probability `forget_carry` (a function of a and b, so that a sum is always worked alike).
+    Each carry is forgotten with probability `forget_carry` (a function of a and b: a sum is always worked alike).
     """
     teacher = random.Random(stable_hash("teacher", a, b))
     steps, written, carry, total = [], "", 0, 0

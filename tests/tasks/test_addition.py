@@ -130,7 +130,7 @@ def test_bad_style_is_refused():
 def test_forgetful_teacher_leaves_out_its_share_of_carries_and_nothing_else() -> None:
     assert worked_solution(348, 275) == "8+5+0=13;4+7+1=12;3+2+1=06#623"
     pairs = [(a, b) for a in range(100, 1000, 13) for b in range(100, 1000, 17) if (a % 10) + (b % 10) >= 10]
-    forgotten = sum(";%d+%d+0=" % (a // 10 % 10, b // 10 % 10) in worked_solution(a, b, 0.6) for a, b in pairs)
+    forgotten = sum(f";{a // 10 % 10}+{b // 10 % 10}+0=" in worked_solution(a, b, 0.6) for a, b in pairs)
     assert abs(forgotten / len(pairs) - 0.6) < 0.05
     for a, b in pairs[:50]:
         assert worked_solution(a, b, 0.6) == worked_solution(a, b, 0.6)  # the same sum is always worked alike

@@ -19,6 +19,7 @@ from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
 from jetrl.report.html import write_report
 from jetrl.report.recorder import Recorder, group_rows
+from jetrl.report.track import open_trackers
 from jetrl.rl.advantage import advantages
 from jetrl.rollout.engine import StepReport
 from jetrl.rollout.requests import completion_stats, eval_requests, gather, train_requests
@@ -96,6 +97,7 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
         clock = Clock(display)
         recorder.write_config(to_toml(config))
         recorder.write_environment(command)
+        recorder.trackers += open_trackers(config.track.backends, run_dir, config.model_dump(mode="json"))
         (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
         check_gold(session.task, session.reward, session.tokenizer)
         try:

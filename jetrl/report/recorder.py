@@ -19,6 +19,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.report.environment import describe_environment
+from jetrl.report.track import Tracker
 from jetrl.types import Group
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,6 +36,7 @@ class Recorder:
     def __init__(self, run_dir: Path | str, resume: bool = False) -> None:
         self.run_dir = Path(run_dir)
         self.resume = resume
+        self.trackers: list[Tracker] = []  # each row goes to them as well
         metrics, samples = self.run_dir / METRICS_FILE, self.run_dir / SAMPLES_FILE
         with _disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -74,6 +76,8 @@ class Recorder:
         row.update((key, _encode(key, value)) for key, value in metrics.items() if key != "step")
         self._append(self._metrics, METRICS_FILE, [row])
         self.last_step = step
+        for tracker in self.trackers:
+            tracker.log(step, {key: value for key, value in metrics.items() if key != "step"})
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append sample rows of `step` (see `group_rows`); each holds all of `SAMPLE_KEYS`."""
@@ -116,7 +120,9 @@ class Recorder:
             temporary.replace(self.run_dir / name)
 
     def close(self) -> None:
-        """Close both files; further writes are errors."""
+        """Close both files and the trackers; further writes are errors."""
+        while self.trackers:
+            self.trackers.pop().close()
         for file in (self._metrics, self._samples):
             if file >= 0:
                 os.close(file)

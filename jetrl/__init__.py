@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-# OpenMP threads that wait by spinning lose two orders of magnitude when another program holds a core. This has an effect
+# OpenMP threads that wait by spinning lose two orders of magnitude when another program holds a core. This works
 # only before torch is loaded, and yields to a value that the user has set.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

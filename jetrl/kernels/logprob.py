@@ -69,9 +69,11 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperature = ctx.saved_tensors
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(temperature)
+        # contiguous: the gradient of a sum is one number with stride 0, and kernels index rows from the first address
         dh, dw = backend_of(hidden).logprob_backward(
-            grad_logprob, grad_entropy, hidden, weight, targets, temperature
-        )
+            grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
+            targets, temperature,
+        )  # fmt: skip
         return dh, dw.to(ctx.dtype), None, None, None, None
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.logprob import token_logprobs
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -64,3 +65,15 @@ def test_gradients_match_autograd(
         error = ((a.double() - b).norm() / b.norm()).item()
         assert error < 5e-3, f"{name}: {error}"
         assert torch.equal(a, c), f"{name} is not the same twice"
+
+
+def test_the_gradient_of_a_plain_sum_is_one_number_spread_over_the_rows(ops) -> None:
+    """`logprobs.sum().backward()` hands the backward pass a tensor with stride 0."""
+    hidden, weight, targets, _ = problem(850, 192, 32)
+    grads = []
+    for reduce in (lambda x: x.sum(), lambda x: (x * torch.ones_like(x)).sum()):
+        h, w = hidden.clone().requires_grad_(), weight.float().requires_grad_()
+        logprobs, entropy = token_logprobs(h, w, weight, ops.prepare_bf16(weight), targets, 0.7)
+        (reduce(logprobs) + reduce(entropy)).backward()
+        grads.append((h.grad, w.grad))
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*grads, strict=True))

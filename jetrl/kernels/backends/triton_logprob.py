@@ -190,7 +190,7 @@ class RowStatistics:
     """Maxima, sums and (with `moment`) entropy sums of the segments of `logits` [T, V] at `temperature` [T], FP32."""
 
     def __init__(self, logits: Tensor, temperature: Tensor, moment: bool, store: bool = False) -> None:
-        assert logits.dtype == torch.float32 and logits.stride(1) == 1
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1 and temperature.is_contiguous()
         if logits.shape[1] > 1 << 18:
             raise ValueError(f"a vocabulary of {logits.shape[1]} is beyond 2**18")
         self.logits, self.temperature = logits, temperature
@@ -214,6 +214,7 @@ class RowStatistics:
 
     def finish(self, targets: Tensor, moment: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of `targets`, entropies and logs of the totals, FP32 [T] (the last two only with `moment`)."""
+        assert targets.is_contiguous()
         rows = self.logits.shape[0]
         out = torch.empty(3, rows, dtype=torch.float32, device=self.logits.device)
         if rows:
@@ -255,6 +256,7 @@ def sample(
     uint64 key; `positions` int64 [B]. Returns tokens int64 [B], log-probs FP32 [B], and the maxima FP32 [B], which are
     not finite where the logits are broken (the caller checks). The host waits for nothing: fit for a CUDA graph.
     """
+    assert keys.is_contiguous() and positions.is_contiguous()
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
     stats = RowStatistics(logits, temperature, moment=False)
@@ -274,6 +276,7 @@ def dlogits(
     logits: Tensor, targets: Tensor, temperature: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
     """Gradient of the logits before division by the temperature, BF16 [T, V] (rows a multiple of 8 elements apart)."""
+    assert grad_logprob.is_contiguous() and (grad_entropy is None or grad_entropy.is_contiguous())
     stats = RowStatistics(logits, temperature, moment=True)
     _, entropies, log_totals = stats.finish(targets, moment=True)
     rows, vocab = logits.shape

@@ -16,11 +16,10 @@ from jetrl.model import export as export_module
 from jetrl.model import hf
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
-from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.engine import Engine
 from jetrl.train.publish import publish
-from jetrl.train.setup import build_model, eos_ids, load_spec, load_weights, recipe_of
+from jetrl.train.setup import build_engine, build_model, load_spec, load_weights, recipe_of
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
 
 
@@ -60,9 +59,8 @@ def load_model(path: str | Path, precision: str = "fp8", device: str = "auto") -
     config = _config_for({"model": {"path": str(path)}}, precision, device)
     tokenizer, spec, _ = load_spec(config)
     model = build_model(config, spec, recipe_of(config, spec))
-    digest = flow_digest(spec, model.recipe)
-    engine = Engine(model, tokenizer, digest, eos_token_ids=eos_ids(tokenizer, str(path)))
-    engine.load(publish(model, 0, digest))
+    engine = build_engine(config, model, tokenizer)
+    engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine)
 
 
@@ -129,6 +127,7 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
     """The model of `jetrl parity`: a folder, a recipe's, or (without a name) a random one of the quickstart's shape."""
     if model.endswith(".toml"):
         config = load_config(model, [f"precision={precision}", f"device={device}"])
+        config = resolve(config, cuda_available=torch.cuda.is_available())
     elif model:
         config = _config_for({"model": {"path": str(model_folder(Path(model)))}}, precision, device)
     else:
@@ -140,7 +139,6 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
         data: dict[str, Any] = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
         data |= {"task": {"name": "addition", "max_prompt_length": 64}}
         config = _config_for(data, precision, device)
-    config = resolve(config, cuda_available=torch.cuda.is_available())
     _, spec, _ = load_spec(config)
     return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
 

@@ -106,10 +106,12 @@ class RolloutConfig(Section):
         default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top probability. 0: off.")
     stop: tuple[str, ...] = Field(
         default=(), description="Strings that end a completion, besides the end-of-sequence token.")
-    page_size: int = Field(default=16, ge=1, description="Tokens in a page of the KV cache.")
+    page_size: int | None = Field(
+        default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
     max_num_seqs: int = Field(default=256, ge=1, description="Most sequences that run at the same time.")
-    max_tokens_per_step: int = Field(
-        default=2048, ge=1, description="Tokens in one engine step; longer prompts take several.")
+    max_tokens_per_step: int | None = Field(
+        default=None, ge=1,
+        description="Tokens in one engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
     kv_cache_tokens: int | None = Field(
         default=None, ge=1, description="Size of the KV cache in tokens. none: from free memory and from need.")
 
@@ -137,8 +139,8 @@ class RLConfig(Section):
     clip_ratio_c: float | None = Field(
         default=None, gt=1, description="Dual clip: bound on the ratio where the advantage is negative. none: off.")
     kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL penalty. 0: no reference model is loaded.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="Estimator of the KL to the reference model.")
+    kl_estimator: Literal["k2", "k3"] = Field(
+        default="k3", description="Estimator of the KL to the reference model (the gradient of k1 is noise).")
     updates_per_step: int = Field(
         default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
     rollout_is: Literal["token", "sequence"] | None = Field(
@@ -341,8 +343,11 @@ def sections() -> dict[str, type[Section]]:
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
 
 
+_CPU_SIZES = {"page_size": 16, "max_tokens_per_step": 2048}
+
+
 def resolve(config: Config, *, cuda_available: bool) -> Config:
-    """Replaces `device` and `kernels` = auto by what this machine has; refuses what it cannot do."""
+    """Replaces what is left to the machine (`device`, `kernels`, engine sizes) by values; refuses what it cannot do."""
     device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
     kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
     if device == "cuda" and not cuda_available:
@@ -350,7 +355,10 @@ def resolve(config: Config, *, cuda_available: bool) -> Config:
     if kernels != ("hopper" if device == "cuda" else "reference"):
         pair = f'kernels = "{kernels}" with device = "{device}"'
         raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')
-    return config.model_copy(update={"device": device, "kernels": kernels})
+    sizes = {"page_size": 128, "max_tokens_per_step": 8192} if device == "cuda" else _CPU_SIZES
+    sizes = {key: value for key, value in sizes.items() if getattr(config.rollout, key) is None}
+    rollout = config.rollout.model_copy(update=sizes)
+    return config.model_copy(update={"device": device, "kernels": kernels, "rollout": rollout})
 
 
 def to_toml(config: Config) -> str:

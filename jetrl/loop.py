@@ -91,7 +91,9 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
     found = state.find(config, run_dir)
     if found is not None:
         state.restore(session, found, run_dir)
-    display = Display(config.train.steps, config.name, start_step=session.step)
+    display = Display(
+        config.train.steps, config.name, about=session.task.describe(), start_step=session.step
+    )  # fmt: skip
     resume = config.checkpoint.resume != "never"  # without a checkpoint as well: a run may stop before its first
     with Recorder(run_dir, resume) as recorder, display:
         clock = Clock(display)
@@ -140,7 +142,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     groups = gather(prompts, completions, config.rollout.group_size)
     with clock("reward"):
         groups, reward_stats = score(groups, session.reward, config)
-    kept, advantage_stats = advantages(groups, config.rl)  # dynamic sampling may drop groups, even all of them
+    scored, kept, advantage_stats = advantages(groups, config.rl)  # dynamic sampling may keep none
     with clock("pack"):
         batches = pack(
             kept, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
@@ -161,7 +163,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         metrics |= evaluate(session, clock)
     metrics |= clock.take()
     recorder.write(step, metrics)
-    recorder.write_samples(step, group_rows(kept, session.token_text))
+    recorder.write_samples(step, group_rows(scored, session.token_text))
     clock.display.step({"step": step} | metrics)
     if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row

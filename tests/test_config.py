@@ -239,7 +239,7 @@ def test_quantization_has_no_effect_in_bf16() -> None:
 
 
 def test_all_mistakes_at_once() -> None:
-    text = message("r.toml", train={"lr": -1, "stepz": 3}, eval={"num_samples": 2}, rl={"kl_estimator": "k1"}, nam="x")
+    text = message("r.toml", train={"lr": -1, "stepz": 3}, eval={"num_samples": 2}, rl={"kl_estimator": "k4"}, nam="x")
     lines = text.splitlines()
     assert lines[0] == "r.toml has 5 errors:" and len(lines) == 6
     keys = {line.strip().partition(":")[0] for line in lines[1:]}
@@ -364,7 +364,7 @@ FULL: dict[str, Any] = {
     },
     "rollout": {"stop": ["\n", "]"], "kv_cache_tokens": 1000},
     "rl": {
-        "kl_coef": 0.1, "kl_estimator": "k1", "rollout_is": "token", "rollout_is_threshold": 5, "updates_per_step": 2,
+        "kl_coef": 0.1, "kl_estimator": "k2", "rollout_is": "token", "rollout_is_threshold": 5, "updates_per_step": 2,
         "clip_ratio_c": 3.0,
     },
     "train": {"lr": 3, "adam_betas": [0.8, 0.99], "adam_eps": 1e-12, "lr_schedule": "linear", "min_lr_ratio": 0.1},

@@ -11,19 +11,22 @@ from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.qtensor import QTensor
 
 
-def prepare_fp8(q: QTensor) -> Any:
-    """The weight operand of `fp8_gemm` for fprop, in whatever layout the backend reads; made once a publish."""
-    return backend_of(q.codes).prepare_fp8(q)
+def prepare_fp8(q: QTensor, held: Any = None) -> Any:
+    """The weight operand of `fp8_gemm` for fprop, in whatever layout the backend reads; made once a publish.
+
+    `held`, the operand made from an earlier value in the same memory, is overwritten where addresses matter (a GPU).
+    """
+    return backend_of(q.codes).prepare_fp8(q, held)
 
 
-def prepare_fp8_t(q: QTensor) -> Any:
+def prepare_fp8_t(q: QTensor, held: Any = None) -> Any:
     """The same for dgrad: the transposed codes and blocks."""
-    return backend_of(q.codes).prepare_fp8_t(q)
+    return backend_of(q.codes).prepare_fp8_t(q, held)
 
 
-def prepare_bf16(w: Tensor) -> Any:
+def prepare_bf16(w: Tensor, held: Any = None) -> Any:
     """The weight operand of `bf16_gemm`."""
-    return backend_of(w).prepare_bf16(w)
+    return backend_of(w).prepare_bf16(w, held)
 
 
 def fp8_gemm(a: QTensor, b: Any, out_dtype: torch.dtype) -> Tensor:

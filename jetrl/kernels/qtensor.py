@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from jetrl.precision.formats import BLOCK
@@ -26,6 +27,13 @@ class QTensor:
     granularity: Granularity
     row_sections: tuple[int, ...]
     col_sections: tuple[int, ...]
+
+    def overwrite(self, other: QTensor) -> QTensor:
+        """Copy `other`, of the same shape and sections, into this one's memory."""
+        assert (self.row_sections, self.col_sections) == (other.row_sections, other.col_sections)
+        self.codes.view(torch.uint8).copy_(other.codes.view(torch.uint8))
+        self.scale.copy_(other.scale)
+        return self
 
     def row_blocks(self) -> list[tuple[int, int]]:
         """Start and stop of each block of rows."""

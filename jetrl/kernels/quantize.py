@@ -30,7 +30,12 @@ def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
     return backend_of(x).quantize_act_t(x, pow2)
 
 
-def quantize_weight(w: Tensor, sections: tuple[int, ...] | None = None, pow2: bool = False) -> QTensor:
-    """`w` [N, K] -> E4M3 with one scale for each 128x128 block; row blocks restart at every section."""
+def quantize_weight(
+    w: Tensor, sections: tuple[int, ...] | None = None, pow2: bool = False, out: QTensor | None = None
+) -> QTensor:
+    """`w` [N, K] -> E4M3 with one scale for each 128x128 block; row blocks restart at every section.
+
+    `out`, an earlier result for the same shape and sections, is overwritten and returned.
+    """
     _check(w, sections, w.shape[0])
-    return backend_of(w).quantize_weight(w, pow2, sections)
+    return backend_of(w).quantize_weight(w, pow2, sections, out)

@@ -80,6 +80,13 @@ class _Bias(torch.autograd.Function):
         return dy, dy.to(torch.float32).sum(0).to(ctx.dtype), None
 
 
+def rounded_into(held: Tensor | None, master: Tensor, dtype: torch.dtype) -> Tensor:
+    """`master` rounded to `dtype`, in the memory of `held` if there is any. A master of that dtype is its own copy."""
+    if master.dtype == dtype or held is None or held.shape != master.shape or held.device != master.device:
+        return master.detach().to(dtype)
+    return held.copy_(master.detach())
+
+
 class FlowLinear(nn.Module):
     """`y = x @ W.T (+ bias)`, x [T, K] -> [T, N]. `sections` are the row counts of the projections fused into W.
 
@@ -98,7 +105,8 @@ class FlowLinear(nn.Module):
         self.published_bias: Tensor | None = None
         self.published: Tensor = torch.empty(0)  # the BF16-rounded weight; both sides and both precisions start from it
         self.quantized: QTensor | None = None
-        self._operands: dict[str, Any] = {}
+        self._operands: dict[str, Any] = {}  # what GEMMs read, made at the first use
+        self._stale: set[str] = set()  # those made from weights before the last publish
 
     def extra_repr(self) -> str:
         sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
@@ -106,32 +114,46 @@ class FlowLinear(nn.Module):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the master weight to BF16 and quantize it, once, for both sides."""
-        self.published = self.weight.detach().to(self.dtype)
-        self.published_bias = None if self.bias is None else self.bias.detach().to(self.dtype)
+        """Round the master weight to BF16 and quantize it, once, for both sides; into the same memory every time."""
+        self.published = rounded_into(self.published, self.weight, self.dtype)
+        if self.bias is not None:
+            self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
         recipe = next((r for r in self.recipes.values() if r is not None), None)
-        self.quantized = (
-            quantize_weight(self.published, self.sections, recipe.fprop.right.pow2) if recipe is not None else None
-        )
+        if recipe is not None:
+            self.quantized = quantize_weight(self.published, self.sections, recipe.fprop.right.pow2, self.quantized)
+        self._stale = set(self._operands)
+        for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these without asking for them
+            self._operand(name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FlowLinear:
+        """The weights move or change their type: what was published from them is gone until the next `publish`."""
+        super()._apply(fn, recurse)
+        self.published, self.published_bias, self.quantized = torch.empty(0), None, None
         self._operands.clear()
+        return self
+
+    def _operand(self, name: str) -> Any:
+        held = self._operands.get(name)
+        if held is not None and name not in self._stale:
+            return held
+        if name == "bf16":
+            fresh = gemm.prepare_bf16(self.published, held)
+        else:
+            assert self.quantized is not None, "publish() has not run"
+            fresh = (gemm.prepare_fp8 if name == "fp8" else gemm.prepare_fp8_t)(self.quantized, held)
+        self._operands[name] = fresh
+        self._stale.discard(name)
+        return fresh
 
     def fp8_operand(self) -> Any:
-        assert self.quantized is not None, "publish() has not run"
-        if "fp8" not in self._operands:
-            self._operands["fp8"] = gemm.prepare_fp8(self.quantized)
-        return self._operands["fp8"]
+        return self._operand("fp8")
 
     def fp8_operand_t(self) -> Any:
-        assert self.quantized is not None, "publish() has not run"
-        if "fp8_t" not in self._operands:
-            self._operands["fp8_t"] = gemm.prepare_fp8_t(self.quantized)
-        return self._operands["fp8_t"]
+        return self._operand("fp8_t")
 
     def bf16_operand(self) -> Any:
         assert self.published.numel(), "publish() has not run"
-        if "bf16" not in self._operands:
-            self._operands["bf16"] = gemm.prepare_bf16(self.published)
-        return self._operands["bf16"]
+        return self._operand("bf16")
 
     def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
         """`forward` without a gradient; an FP8 layer also takes `x` quantized already (by the kernel that made it)."""

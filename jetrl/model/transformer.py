@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.kernels import gemm, logprob, pointwise
 from jetrl.kernels.attention import attend, attend_cached
 from jetrl.kernels.qtensor import QTensor
-from jetrl.model.linear import FlowLinear
+from jetrl.model.linear import FlowLinear, rounded_into
 from jetrl.precision.recipe import Recipe, Role
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, PagedPlan, Side
@@ -65,7 +65,7 @@ class Published(nn.Module):
 
     @torch.no_grad()
     def publish(self) -> None:
-        self.published = self.weight.detach().to(self.dtype)
+        self.published = rounded_into(self.published, self.weight, self.dtype)
 
 
 class Layer(nn.Module):
@@ -215,8 +215,20 @@ class Transformer(nn.Module):
         """Refresh every forward copy from its master: the last act of an optimizer step."""
         for module in self.published_modules():
             module.publish()
-        self._head_operand = None
+        if self._head_operand is not None:
+            self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
         return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
+        self._head_operand = None  # as in FlowLinear
+        super()._apply(fn, recurse)
+        return self
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the published values lie: a captured graph is good as long as none of these changes."""
+        held = [m.published for m in self.published_modules()]
+        held += [m.quantized.codes for m in self.published_modules() if isinstance(m, FlowLinear) and m.quantized]
+        return tuple(t.data_ptr() for t in held)
 
     def published_modules(self) -> Iterator[Published | FlowLinear]:
         """Every module that holds a forward copy, in a fixed order."""

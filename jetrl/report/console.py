@@ -39,6 +39,7 @@ class Display:
         total_steps: int,
         title: str,
         *,
+        about: str = "",
         start_step: int = 0,
         console: Console | None = None,
         interval: float = 10.0,
@@ -46,7 +47,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
-        self.title = title
+        self.title, self.about = title, about
         self.current = start_step
         self.console = console or Console()
         self._interval, self._step_interval, self._clock = interval, step_interval, clock
@@ -67,9 +68,11 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._live is not None:
+            if self.about:
+                self.console.print(Text(self.about, style="dim"))
             self._live.start(refresh=True)
         else:
-            self._line(f"{self.title}: {self.total_steps} steps")
+            self._line(f"{self.title}: {self.total_steps} steps" + (f"; {self.about}" if self.about else ""))
         return self
 
     def __exit__(

@@ -55,12 +55,14 @@ def drop_zero_std(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(group for group in groups if not has_zero_std(group.rewards))
 
 
-def advantages(groups: Sequence[Group], rl_config: AdvantageConfig) -> tuple[tuple[Group, ...], dict[str, float]]:
-    """Fill in `advantages`, drop groups if `dynamic_sampling = "drop"`, and count.
+def advantages(
+    groups: Sequence[Group], rl_config: AdvantageConfig
+) -> tuple[tuple[Group, ...], tuple[Group, ...], dict[str, float]]:
+    """Fill in `advantages` and count: returns all groups, those to learn from (all, but for "drop"), and statistics.
 
     The statistics are over all groups that came in, dropped or not: `reward/mean`, `reward/std` (sample deviation over
     all completions), `reward/frac_zero_std` (share of groups without any signal), `reward/num_groups_dropped`.
-    With "drop" the result may be empty; then there is nothing to learn from and the caller skips the update.
+    With `dynamic_sampling = "drop"` there may be none to learn from; the caller then skips the update.
     """
     if not groups:
         raise ValueError("advantages() got no groups")
@@ -77,7 +79,7 @@ def advantages(groups: Sequence[Group], rl_config: AdvantageConfig) -> tuple[tup
     kept = drop_zero_std(filled) if rl_config.dynamic_sampling == "drop" else filled
     rewards = [reward for group in groups for reward in group.rewards]
     num_zero_std = sum(has_zero_std(group.rewards) for group in groups)
-    return kept, {
+    return filled, kept, {
         "reward/mean": _mean(rewards),
         "reward/std": _std(rewards),
         "reward/frac_zero_std": num_zero_std / len(groups),

@@ -2,7 +2,7 @@
 
 A graph is captured for each batch size of a fixed list; smaller batches are padded with rows that write nothing to the
 cache. A row's bits do not depend on the other rows (contract 3), so padding changes none. Graphs hold the addresses of
-weights and cache: whoever replaces either drops the graphs.
+weights and cache. Publishing writes new weights to the old addresses; whoever moves either drops the graphs.
 
 Legend: `B` rows, of which the first `n` are real, `M` pages of a sequence.
 """
@@ -58,6 +58,7 @@ class DecodeGraphs:
 
     def __init__(self, model: Any, cache: Any, device: torch.device) -> None:
         self.model, self.cache, self.device = model, cache, device
+        self.addresses = model.addresses()
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
 

@@ -110,8 +110,9 @@ class ModelRunner:
         self.cache = self.graphs = None
 
     def weights_changed(self) -> None:
-        """Forget the captured graphs: they hold the addresses of the old weights."""
-        self.graphs = None
+        """Forget the captured graphs if the weights lie elsewhere now (publishing writes in place)."""
+        if self.graphs is not None and self.graphs.addresses != self.graphs.model.addresses():
+            self.graphs = None
 
     @torch.no_grad()
     def run(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:

@@ -125,6 +125,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 def build_engine(config: Config, model: Transformer, tokenizer: Any) -> Engine:
     """The rollout engine over the same model object."""
     r = config.rollout
+    assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
     return Engine(
         model, tokenizer, flow_digest(model.spec, model.recipe), page_size=r.page_size, max_num_seqs=r.max_num_seqs,
         max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,

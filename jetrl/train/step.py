@@ -1,4 +1,4 @@
-"""One training step on a step's batches: forward, loss, backward, finite check, clip, optimizer, publish."""
+"""One training step on a step's batches: forward, loss, backward, finite check, clip, optimizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def update(
     model: Transformer, optimizer: torch.optim.Optimizer, batches: list[PackedBatch], config: Config, step: int,
     reference: Transformer | None, unified: bool,
 ) -> dict[str, float]:  # fmt: skip
-    """All optimizer updates of a step; the model is published after each. Returns the step's metrics.
+    """All optimizer updates of a step; published between them, the last is left to the caller. Returns metrics.
 
     With one update a step the old policy is the current one, so its log-probs are the ones at hand and no extra pass is
     made. With several, a unified flow takes the rollout's log-probs (the same bits); `fp8_rollout` makes the pass.
@@ -61,10 +61,11 @@ def update(
     for i, batch in enumerate(batches):
         if batch.num_loss_tokens == 0:  # every completion dropped or masked: nothing to learn from
             continue
+        if stats:
+            model.publish()
         on_policy = i == 0  # only here are the weights those that sampled
         single = len(batches) == 1
         stats.append(_one_update(model, optimizer, batch, config, step, reference, old[i], on_policy, single))
-        model.publish()
     if not stats:
         return {}
     merged = {k: sum(s[k] for s in stats) / len(stats) for k in stats[0] if not k.startswith("parity/")}

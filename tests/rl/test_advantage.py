@@ -78,8 +78,10 @@ def test_rewards_that_are_not_finite_are_refused(bad: float):
 def test_statistics_and_dropping():
     rewards = [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (2.0, 0.0)]
     groups = [make_group(index, values) for index, values in enumerate(rewards)]
-    kept, stats = advantages(groups, config(norm=False, dynamic="drop"))
+    everything, kept, stats = advantages(groups, config(norm=False, dynamic="drop"))
     assert [group.prompt.index for group in kept] == [1, 3]
+    assert [group.prompt.index for group in everything] == [0, 1, 2, 3]
+    assert everything[0].advantages == (0.0, 0.0)  # dropped from the update, not from the record
     assert kept[0].advantages == (-0.5, 0.5) and kept[1].advantages == (1.0, -1.0)
     assert kept == drop_zero_std(kept)
     # all rewards: 1 1 0 1 0 0 2 0, mean 5/8; sum of squares 1+1+1+4 = 7; variance (7 - 25/8) / 7 = 31/56
@@ -91,7 +93,8 @@ def test_statistics_and_dropping():
 
 def test_without_dropping_all_groups_stay_in_order():
     groups = [make_group(5, (1.0, 1.0)), make_group(3, (0.0, 1.0))]
-    kept, stats = advantages(groups, config())
+    everything, kept, stats = advantages(groups, config())
+    assert kept == everything
     assert [group.prompt.index for group in kept] == [5, 3]
     assert kept[0].advantages == (0.0, 0.0)
     assert kept[0].completions == groups[0].completions and kept[0].rewards == groups[0].rewards
@@ -99,8 +102,8 @@ def test_without_dropping_all_groups_stay_in_order():
 
 
 def test_everything_may_be_dropped():
-    kept, stats = advantages([make_group(0, (0.0, 0.0))], config(dynamic="drop"))
-    assert kept == () and stats["reward/frac_zero_std"] == 1.0
+    everything, kept, stats = advantages([make_group(0, (0.0, 0.0))], config(dynamic="drop"))
+    assert kept == () and len(everything) == 1 and stats["reward/frac_zero_std"] == 1.0
 
 
 def test_unscored_group_and_unknown_option_are_refused():

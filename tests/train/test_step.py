@@ -31,7 +31,7 @@ def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096) -> tu
     prompts = sample(session.task, session.tokenizer, 1, config)
     completions = session.engine.generate(train_requests(prompts, config, 1))
     groups, _ = score(gather(prompts, completions, config.rollout.group_size), session.reward, config)
-    kept, _ = advantages(groups, config.rl)
+    _, kept, _ = advantages(groups, config.rl)
     batches = pack(
         kept, max_tokens_per_gpu=max_tokens, flow_digest=session.flow_digest, weight_version=0,
         updates_per_step=config.rl.updates_per_step,
@@ -54,6 +54,7 @@ def test_an_update_moves_the_log_probs_along_the_advantages(tmp_path: Path, prec
     session, (batch,) = sampled(tmp_path, changes)
     before, advs, ids = rows_of(session, batch)
     update(session.model, session.optimizer, [batch], session.config, 1, None, session.unified)
+    session.model.publish()
     after, _, _ = rows_of(session, batch)
     change = (after - before).double()
     moved = torch.zeros(batch.num_sequences).double().index_add_(0, ids, change)

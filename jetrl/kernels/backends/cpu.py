@@ -21,18 +21,25 @@ _LOGIT_ELEMENTS = 1 << 22  # logits held at once
 
 quantize_act = ref.quantize_1x128
 quantize_act_t = ref.quantize_128x1
-quantize_weight = ref.quantize_128x128
 
 
-def prepare_fp8(q: QTensor) -> PreparedFP8:
+def quantize_weight(
+    w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None, out: QTensor | None = None
+) -> QTensor:
+    q = ref.quantize_128x128(w, pow2, sections)
+    return q if out is None else out.overwrite(q)
+
+
+# `held`, an operand to overwrite, is for backends whose captured graphs hold addresses.
+def prepare_fp8(q: QTensor, held: PreparedFP8 | None = None) -> PreparedFP8:
     return PreparedFP8(q)
 
 
-def prepare_fp8_t(q: QTensor) -> PreparedFP8:
+def prepare_fp8_t(q: QTensor, held: PreparedFP8 | None = None) -> PreparedFP8:
     return PreparedFP8(ref.transpose(q))
 
 
-def prepare_bf16(w: Tensor) -> PreparedBF16:
+def prepare_bf16(w: Tensor, held: PreparedBF16 | None = None) -> PreparedBF16:
     return PreparedBF16(w)
 
 

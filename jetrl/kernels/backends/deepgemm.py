@@ -58,8 +58,15 @@ def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     return out
 
 
-def prepare_bf16(w: Tensor) -> PreparedBF16:
-    """The BF16 operand: the weight itself; rows are padded to a multiple of 8, as the output's rows must be aligned."""
+def prepare_bf16(w: Tensor, held: PreparedBF16 | None = None) -> PreparedBF16:
+    """The BF16 operand: the weight itself; rows are padded to a multiple of 8, as the output's rows must be aligned.
+
+    With `held`, the operand keeps its address: captured graphs read it.
+    """
+    if held is not None:
+        if held.weight.data_ptr() != w.data_ptr():
+            held.weight[: w.shape[0]].copy_(w)
+        return held
     rest = -w.shape[0] % 8
     if w.shape[1] % 8:
         raise ValueError(f"BF16 GEMMs on Hopper need an input size that is a multiple of 8, got {w.shape[1]}")

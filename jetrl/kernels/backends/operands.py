@@ -73,15 +73,32 @@ def left_operand(a: QTensor, b: PreparedFP8) -> Tensor:
     return spread(a.codes, a.col_sections, 1) if has_gaps(a.col_sections) else whole_rows(a.codes)
 
 
-def prepare_fp8(q: QTensor) -> PreparedFP8:
-    """The fprop operand of a weight [N, K]: its own codes, unless a section before the last ends within a block."""
+def prepare_fp8(q: QTensor, held: PreparedFP8 | None = None) -> PreparedFP8:
+    """The fprop operand of a weight [N, K]: its own codes, unless a section before the last ends within a block.
+
+    With `held`, the operand keeps its addresses: captured graphs read it.
+    """
     codes = whole_rows(q.codes)
     # 16: the rows of the result must be multiples of 16 bytes
     codes = spread(codes, q.row_sections, 0) if has_gaps(q.row_sections) else rows_to(codes, 16)
-    return PreparedFP8(codes, q.scale, q.row_sections, q.col_sections)
+    if held is None:
+        return PreparedFP8(codes, q.scale, q.row_sections, q.col_sections)
+    keep(held.codes, codes)
+    keep(held.scale, q.scale)
+    return held
 
 
-def prepare_fp8_t(q: QTensor) -> PreparedFP8:
+def keep(held: Tensor, fresh: Tensor) -> None:
+    """Copy `fresh` to `held`, unless they are the same memory."""
+    if held.data_ptr() != fresh.data_ptr():
+        held.view(torch.uint8).copy_(fresh.view(torch.uint8))
+
+
+def prepare_fp8_t(q: QTensor, held: PreparedFP8 | None = None) -> PreparedFP8:
     """The dgrad operand: codes and scales transposed, the sections now along K."""
+    if held is not None and held.codes.shape[0] == q.codes.shape[1]:  # no rows of padding
+        transpose_codes(q.codes, q.row_sections, held.codes)
+        held.scale.copy_(q.scale.T)
+        return held
     codes = rows_to(transpose_codes(q.codes, q.row_sections), 16)
     return PreparedFP8(codes, q.scale.T.contiguous(), q.col_sections, q.row_sections)

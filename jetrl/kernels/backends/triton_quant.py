@@ -194,13 +194,19 @@ def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
     return QTensor(codes, scale, "1x128", (cols,), (rows,))
 
 
-def quantize_weight(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None) -> QTensor:
-    """`reference.quantize_128x128`: `w` [N, K], blocks of rows restart at every section."""
+def quantize_weight(
+    w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None, out: QTensor | None = None
+) -> QTensor:
+    """`reference.quantize_128x128`: `w` [N, K], blocks of rows restart at every section. `out` is overwritten."""
     assert w.stride(1) == 1
     sections = sections or (w.shape[0],)
     groups = triton.cdiv(w.shape[1], BLOCK)
-    codes = new_codes(w.shape[0], w.shape[1], w.device)
-    scale = torch.empty(len(blocks_of(sections)), groups, dtype=torch.float32, device=w.device)
+    if out is None:
+        codes = new_codes(w.shape[0], w.shape[1], w.device)
+        scale = torch.empty(len(blocks_of(sections)), groups, dtype=torch.float32, device=w.device)
+        out = QTensor(codes, scale, "128x128", sections, (w.shape[1],))
+    codes, scale = out.codes, out.scale
+    assert out.row_sections == sections and codes.shape == w.shape and codes.stride(0) == padded(w.shape[1])
     start = block = 0
     for size in sections:
         blocks = triton.cdiv(size, BLOCK)
@@ -209,13 +215,16 @@ def quantize_weight(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | N
             scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         start, block = start + size, block + blocks
-    return QTensor(codes, scale, "128x128", sections, (w.shape[1],))
+    return out
 
 
-def transpose_codes(codes: Tensor, sections: tuple[int, ...]) -> Tensor:
+def transpose_codes(codes: Tensor, sections: tuple[int, ...], out: Tensor | None = None) -> Tensor:
     """E4M3 [N, K] -> [K, N'] with every section of rows padded to whole blocks with zeros: the dgrad operand."""
     width = sum(padded(size) for size in sections)
-    out = torch.empty(codes.shape[1], width, dtype=torch.uint8, device=codes.device)
+    if out is None:
+        out = torch.empty(codes.shape[1], width, dtype=codes.dtype, device=codes.device)
+    out = out.view(torch.uint8)
+    assert out.shape[1] == width
     source = codes.view(torch.uint8)
     start = first = 0
     for size in sections:

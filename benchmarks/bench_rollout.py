@@ -18,10 +18,10 @@ from common import RESULTS, median, quantiles, save, table
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe
 from jetrl.rollout.engine import Engine, StepReport
-from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.spec import SHAPES
 from jetrl.types import Request, SamplingParams, WeightSet
 
-SPEC = ModelSpec("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e-6, RopeSpec(1e6), 40960, False, False, True)
+SPEC = SHAPES["qwen3-8b"]
 
 
 class NoText:

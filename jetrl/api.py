@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from jetrl.config import Config, load_config, resolve
 from jetrl.errors import UserError
+from jetrl.kernels.dispatch import load_backend
 from jetrl.model import export as export_module
 from jetrl.model import hf
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.engine import Engine
+from jetrl.spec import SHAPES
 from jetrl.train.publish import publish
 from jetrl.train.setup import build_engine, build_model, load_spec, load_weights, recipe_of
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
@@ -124,7 +126,9 @@ def _config_for(data: dict[str, Any], precision: str, device: str) -> Config:
 
 
 def load_for_parity(model: str, precision: str, device: str) -> tuple[Transformer, str]:
-    """The model of `jetrl parity`: a folder, a recipe's, or (without a name) a random one of the quickstart's shape."""
+    """The model of `jetrl parity`: a folder's, a recipe's or a random one (`random:SHAPE`; none: the quickstart's)."""
+    if model.startswith("random:"):
+        return random_model(model.removeprefix("random:"), precision, device), model
     if model.endswith(".toml"):
         config = load_config(model, [f"precision={precision}", f"device={device}"])
         config = resolve(config, cuda_available=torch.cuda.is_available())
@@ -141,6 +145,22 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
         config = _config_for(data, precision, device)
     _, spec, _ = load_spec(config)
     return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
+
+
+def random_model(shape: str, precision: str, device: str) -> Transformer:
+    """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device."""
+    if shape not in SHAPES:
+        raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
+    spec = SHAPES[shape]
+    config = _config_for({"model": {"arch": {}, "tokenizer": "builtin:arithmetic"}}, precision, device)
+    load_backend(config.kernels)
+    with torch.device(config.device):
+        model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16)
+        generator = torch.Generator(config.device).manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.02, generator=generator) if p.ndim > 1 else p.normal_(1, 0.1, generator=generator)
+    return model.to(config.device).publish()
 
 
 def model_folder(path: Path) -> Path:

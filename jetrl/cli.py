@@ -150,12 +150,15 @@ def load_name(recipe: Path) -> str:
 
 @app.command()
 def parity(
-    model: Annotated[str, typer.Argument(help="A model folder, or a recipe. Without: the quickstart's shape.")] = "",
+    model: Annotated[str, typer.Argument(
+        help="A model folder, run or recipe, or random:SHAPE as in random:qwen3-8b. Without: the quickstart's shape.",
+    )] = "",
     precision: Precision = "fp8",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     sequences: Annotated[int, typer.Option(help="Test sequences, of ragged lengths.")] = 6,
     max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 48,
     new_tokens: Annotated[int, typer.Option(help="Most tokens decoded for a sequence.")] = 24,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk. 0: a fiftieth of the prompt, at least 7.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then."""
@@ -163,7 +166,7 @@ def parity(
     from jetrl.parity import Workload, certify
 
     loaded, name = load_for_parity(model, precision, device)
-    work = Workload(num_sequences=sequences, max_prompt=max_prompt, new_tokens=new_tokens)
+    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
     certificate = certify(loaded, work, name, quiet)
     if as_json:
@@ -181,7 +184,8 @@ def _print_certificate(certificate: Any) -> None:
     for link in certificate.links:
         verdict = "[green]bit-equal[/]" if link.ok else "[red]DIFFERENT[/]"
         out.print(f"  {link.link}  {link.description}")
-        detail = f"{link.rows} rows of log-probs over the whole vocabulary, {link.seconds:.1f} s"
+        what = "log-probs of drawn tokens" if link.link == "d" else "rows of log-probs over the whole vocabulary"
+        detail = f"{link.rows} {what}, {link.seconds:.1f} s"
         if not link.ok:
             detail += f"; {link.rows_different} rows differ, largest gap {link.max_abs_diff:.3g}"
         out.print(f"     {verdict}: {detail}")

@@ -1,11 +1,13 @@
-"""The parity certificate: three links between training and rollout, compared bit for bit over the whole vocabulary.
+"""The parity certificate: links between training and rollout, compared bit for bit over the whole vocabulary.
 
     a  training forward of one sequence alone        = the same sequence inside a packed batch
     b  prefill in chunks through the paged cache     = training forward
     c  decode through the engine: mixed batch, shared prompts, forced preemption and re-admission = training forward
 
-Every row is compared as log-probs of all V tokens. When a link fails, both paths run again under a tap, and the first
-layer and operator whose output differs at the first differing row is named.
+    d  (on a GPU) decode in CUDA graphs, several steps in a row = training forward, for the drawn tokens' log-probs
+
+Rows of a to c are compared as log-probs of all V tokens. When one of them fails, both paths run again under a tap, and
+the first layer and operator whose output differs at the first differing row is named.
 """
 
 from __future__ import annotations
@@ -79,10 +81,11 @@ class Workload:
 
 
 def certify(model: Transformer, work: Workload, name: str, progress: Callable[[str], None]) -> Certificate:
-    """Run the three links on a published model. Prompts are random tokens; decoding samples at temperature 1."""
+    """Run the links on a published model. Prompts are random tokens; decoding samples at temperature 1."""
     links = []
     sequences = random_sequences(model, work)
-    for link in (packed_link, chunked_link, decode_link):
+    graphs = (graph_link,) if model.head_weight.is_cuda else ()
+    for link in (packed_link, chunked_link, decode_link, *graphs):
         progress(link.__doc__ or "")
         with torch.no_grad():
             links.append(link(model, sequences, work))
@@ -94,7 +97,7 @@ def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:
     """Token sequences of ragged lengths, from 1 to `max_prompt + new_tokens`."""
     generator = torch.Generator().manual_seed(work.seed)
     longest = min(work.max_prompt + work.new_tokens, model.spec.max_position)
-    lengths = np.unique(np.geomspace(1, longest, work.num_sequences).round().astype(int)).tolist()
+    lengths = np.geomspace(1, longest, work.num_sequences).round().astype(int).tolist()
     device = model.head_weight.device
     return [torch.randint(model.spec.vocab_size, (n,), generator=generator).to(device) for n in lengths]
 
@@ -183,9 +186,9 @@ class _Watched(ModelRunner):
         self.plan: Plan | None = None
         self.spec, self.dtype, self.head_weight = model.spec, model.dtype, model.head_weight
 
-    def run(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
         self.plan = plan
-        return super().run(plan, table)
+        return super().run(plan, table, steps)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         assert self.plan is not None
@@ -263,6 +266,38 @@ def _decode(
     )
     assert engine.stats is not None
     return watched, completions, engine.stats.preemptions
+
+
+# ---- link d ---------------------------------------------------------------------------------------------------------
+
+
+def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
+    """d: decode in CUDA graphs, several steps in a row = training forward (log-probs of the drawn tokens)"""
+    start = time.perf_counter()
+    prompts = [s[: max(1, min(work.max_prompt, len(s) - work.new_tokens))].tolist() for s in sequences]
+    requests = [
+        Request(i, tuple(p), SamplingParams(work.new_tokens, seed=work.seed)) for i, p in enumerate(prompts)
+    ]
+    engine = Engine(
+        model, _Nothing(), "certificate", page_size=work.page_size, max_num_seqs=len(requests), max_tokens_per_step=4096
+    )
+    engine.load(WeightSet(0, "certificate", ""))
+    completions = engine.generate(requests)
+    assert engine.runner.graphs is not None, "the certificate is about graphs, and none was captured"
+    rows = different = 0
+    worst, first = 0.0, None
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens = torch.tensor([*prompt, *completion.tokens], device=model.head_weight.device)
+        hidden = model(varlen([tokens]))[len(prompt) - 1 : -1]
+        learner = model.token_logprobs(hidden, tokens[len(prompt) :], 1.0)[0].cpu()
+        sampler = torch.tensor(completion.logprobs, dtype=torch.float32)
+        unequal = (learner != sampler).nonzero()[:, 0].tolist()
+        rows, different = rows + len(sampler), different + len(unequal)
+        if unequal:
+            worst = max(worst, float((learner - sampler).abs().max()))
+            first = first or f"sequence {i}, position {len(prompt) + unequal[0]}"
+    description = (graph_link.__doc__ or "").split(": ", 1)[1]
+    return LinkResult("d", description, rows, different, worst, time.perf_counter() - start, first)
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------

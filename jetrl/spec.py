@@ -44,3 +44,23 @@ class ModelSpec:
     def gate_up_sections(self) -> tuple[int, int]:
         """Rows of gate and up in the fused projection."""
         return (self.intermediate_size, self.intermediate_size)
+
+
+def _shape(
+    family: str, vocab: int, hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], theta: float,
+    max_position: int, tied: bool, eps: float = 1e-6, llama3: bool = False,
+) -> ModelSpec:  # fmt: skip
+    rope = RopeSpec(theta, 8.0) if llama3 else RopeSpec(theta)
+    return ModelSpec(
+        family, vocab, hidden, intermediate, layers, *heads, eps, rope, max_position, tied, False, family == "qwen3"
+    )
+
+
+# The shapes of published models, for certificates and benchmarks with random weights. Source: their config.json files.
+SHAPES = {
+    "smollm2-135m": _shape("llama", 49152, 576, 1536, 30, (9, 3, 64), 1e5, 8192, True, 1e-5),
+    "qwen3-0.6b": _shape("qwen3", 151936, 1024, 3072, 28, (16, 8, 128), 1e6, 40960, True),
+    "qwen3-1.7b": _shape("qwen3", 151936, 2048, 6144, 28, (16, 8, 128), 1e6, 40960, True),
+    "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, (32, 8, 128), 1e6, 40960, False),
+    "llama-3.1-8b": _shape("llama", 128256, 4096, 14336, 32, (32, 8, 128), 5e5, 131072, False, 1e-5, True),
+}

@@ -1,4 +1,5 @@
-"""`Engine`: requests in, completions with log-probs out. One step is schedule -> run -> commit.
+"""`Engine`: requests in, completions with log-probs out. One step is schedule -> run -> commit; on a GPU, a few decode
+steps in a row run without the host in between (a burst), and what a sequence drew after its end is dropped.
 
 The engine runs the very model object that is trained. `load` therefore moves no weights: it takes note of their version
 and of the flow digest, which every completion carries, and refuses weights of another flow.
@@ -145,11 +146,12 @@ class Engine:
         stopper = _Stopper(requests, self.eos_token_ids, self.tokenizer)
         drawn = _Drawn()
         while scheduler.has_work:
-            plan = scheduler.schedule()
-            tokens, logprobs = self.runner.run(plan, table)
-            stop = stopper.check(plan.sample_requests, tokens)
+            plan, steps = scheduler.schedule(), 1
+            if burst := self.runner.burst(plan, table):
+                plan, steps = scheduler.extend(burst)
+            tokens, logprobs = self.runner.run(plan, table, steps)
+            stop = drawn.take(plan.sample_requests, tokens, logprobs, stopper)
             scheduler.commit(tokens, stop)
-            drawn.append(plan.sample_requests, tokens, logprobs, stop)
             if on_step is not None:
                 running, waiting = len(scheduler.running), len(scheduler.waiting)
                 finished = len(requests) - running - waiting
@@ -205,9 +207,17 @@ class _Drawn:
         self.count = 0
         self._steps: list[tuple[np.ndarray, ...]] = []
 
-    def append(self, requests: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray) -> None:
-        self.count += len(tokens)
-        self._steps.append((requests, tokens, logprobs, stop))
+    def take(self, requests: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, stopper: _Stopper) -> np.ndarray:
+        """Keep what `requests` [S] drew, `tokens` and `logprobs` [steps, S], up to the stop of each: True [steps, S]."""
+        stop = np.zeros(tokens.shape, dtype=bool)
+        going = np.arange(len(requests))
+        for step, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            stops = stopper.check(requests[going], token[going])
+            stop[step, going] = stops
+            self.count += len(going)
+            self._steps.append((requests[going], token[going], logprob[going], stops))
+            going = going[~stops]
+        return stop
 
     def per_request(self, num_requests: int) -> list[tuple[tuple[int, ...], tuple[float, ...], bool]]:
         """(tokens, log-probs, whether the last token stopped it) of each request."""

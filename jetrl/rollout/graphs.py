@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels.decode import DecodeState, advance
 from jetrl.kernels.logprob import draw
 from jetrl.types import ForwardBatch, PagedPlan
 
@@ -33,11 +34,10 @@ class _Graph:
     """A captured step with the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    integers: Tensor  # [5, B] int64: tokens, positions, slots, stream keys, positions of the new tokens
-    batch: ForwardBatch
+    batch: ForwardBatch  # held, because the graph reads its memory
+    state: DecodeState
     temperature: Tensor  # [B] FP32
-    logits: Tensor  # [B, V] FP32
-    drawn: tuple[Tensor, Tensor, Tensor]  # tokens, log-probs, maxima
+    logits: Tensor | None  # [B, V] FP32, where draws are made outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +54,42 @@ class DecodeInputs:
 
 
 class DecodeGraphs:
-    """Captures on first use of a batch size, replays after. `run` gives what the plain step gives, bit for bit."""
+    """Captures on first use of a batch size, replays after. Both calls give what plain steps give, bit for bit."""
 
-    def __init__(self, model: Any, cache: Any, device: torch.device) -> None:
-        self.model, self.cache, self.device = model, cache, device
+    def __init__(self, model: Any, cache: Any, device: torch.device, max_steps: int) -> None:
+        self.model, self.cache, self.device, self.max_steps = model, cache, device, max_steps
         self.addresses = model.addresses()
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._pool: Any = None
 
     @torch.no_grad()
-    def run(self, step: DecodeInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens [n], log-probs [n], maxima [n] of the untruncated draw, and the logits [n, V] for any other."""
+    def run(self, step: DecodeInputs, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`steps` steps, each from the tokens that the last one drew: tokens, log-probs and maxima [steps, n], on the
+        host, which waits only here."""
+        assert 1 <= steps <= self.max_steps
+        held = self._ready(step, draws=True)
+        for _ in range(steps):
+            held.graph.replay()
+        n, state = len(step.tokens), held.state
+        drawn = state.drawn[:, :steps, :n].to("cpu")
+        return drawn[0], drawn[1].view(torch.float64).to(torch.float32), drawn[2].view(torch.float64).to(torch.float32)
+
+    @torch.no_grad()
+    def logits(self, step: DecodeInputs) -> Tensor:
+        """One step without its draw: logits [n, V]."""
+        held = self._ready(step, draws=False)
+        held.graph.replay()
+        assert held.logits is not None
+        return held.logits[: len(step.tokens)]
+
+    def _ready(self, step: DecodeInputs, draws: bool) -> _Graph:
+        """The graph that fits, its inputs in place."""
         n, pages = step.block_table.shape
         size, width = padded_batch(n), max(32, 1 << (pages - 1).bit_length())  # a wider table costs nothing
-        if (size, width) not in self._graphs:
-            self._graphs[size, width] = self._capture(size, width)
-        held = self._graphs[size, width]
+        key = (size, width, draws)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(*key)
+        held = self._graphs[key]
         integers = np.zeros((5, size), dtype=np.int64)
         integers[2] = -1  # a padding row writes nothing
         columns = (step.tokens, step.positions, step.slots, step.keys.view(np.int64), step.sample_positions)
@@ -80,34 +100,31 @@ class DecodeGraphs:
         table[:n, :pages], table[:n, width] = step.block_table, step.positions + 1
         temperature = np.ones(size, dtype=np.float32)
         temperature[:n] = step.temperature
-        plan = held.batch.plan
-        assert isinstance(plan, PagedPlan)
         sent = torch.from_numpy(table).to(self.device, non_blocking=True)
-        held.integers.copy_(torch.from_numpy(integers), non_blocking=True)
-        plan.block_table.copy_(sent[:, :width])
-        plan.kv_lengths.copy_(sent[:, width])
+        held.state.integers.copy_(torch.from_numpy(integers), non_blocking=True)
+        held.state.table.copy_(sent[:, :width])
+        held.state.kv_lengths.copy_(sent[:, width])
+        held.state.count.zero_()
         held.temperature.copy_(torch.from_numpy(temperature), non_blocking=True)
-        held.graph.replay()
-        tokens, logprobs, maxima = held.drawn
-        return tokens[:n], logprobs[:n], maxima[:n], held.logits[:n]
+        return held
 
-    def _capture(self, size: int, width: int) -> _Graph:
+    def _capture(self, size: int, width: int, draws: bool) -> _Graph:
         device = self.device
-        integers = torch.zeros(5, size, dtype=torch.int64, device=device)
-        integers[2] = -1
-        page_size = self.cache.layer(0)[0].shape[1]
+        state = DecodeState.empty(size, width, self.max_steps, self.cache.layer(0)[0].shape[1], device)
+        integers = state.integers
         plan = PagedPlan(
             cache=self.cache, cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
-            query_lengths=(1,) * size, kv_lengths=torch.ones(size, dtype=torch.int32, device=device),
-            max_kv_length=width * page_size, slots=integers[2],
-            block_table=torch.zeros(size, width, dtype=torch.int32, device=device),
+            query_lengths=(1,) * size, kv_lengths=state.kv_lengths, max_kv_length=width * state.page_size,
+            slots=integers[2], block_table=state.table,
         )  # fmt: skip
         batch = ForwardBatch(integers[0], integers[1], plan, "rollout")
         temperature = torch.ones(size, dtype=torch.float32, device=device)
 
-        def step() -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        def step() -> Tensor:
             logits = self.model.logits(self.model(batch))
-            return logits, draw(logits, temperature, integers[3], integers[4])
+            if draws:
+                advance(state, *draw(logits, temperature, integers[3], integers[4]))
+            return logits
 
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -116,6 +133,7 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits, drawn = step()
+            logits = step()
         self._pool = graph.pool()
-        return _Graph(graph, integers, batch, temperature, logits, drawn)
+        # not holding the logits where nobody reads them leaves their memory to the next graph
+        return _Graph(graph, batch, state, temperature, None if draws else logits)

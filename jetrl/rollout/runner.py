@@ -85,6 +85,7 @@ class ModelRunner:
     """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
 
     cuda_graphs = True  # a subclass that looks into each step turns them off
+    max_burst = 8  # decode steps between two looks at the tokens: hides the host, wastes up to 7 tokens a sequence
 
     def __init__(self, model: Model, page_size: int) -> None:
         self.model, self.page_size = model, page_size
@@ -114,49 +115,63 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.addresses != self.graphs.model.addresses():
             self.graphs = None
 
-    @torch.no_grad()
-    def run(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:
-        """One forward pass, and a draw for each entry of the plan's `sample_*` columns.
+    def burst(self, plan: Plan, table: SamplingTable) -> int:
+        """How many steps in a row this plan could run, each feeding the next on the device; 0: it is no decode graph's.
 
-        `table` has one row per request. Returns tokens [S] int64 and log-probs [S] float32 on the host.
+        Whole distributions only: truncated ones are drawn from by the plain path, step by step.
+        """
+        if not (self.cuda_graphs and self.device.type == "cuda" and _is_decode(plan)):
+            return 0
+        chosen = table.take(plan.sample_requests)
+        return 1 if is_cut(chosen, self.model.spec.vocab_size).any() else self.max_burst
+
+    @torch.no_grad()
+    def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """`steps` forward passes, and in each a draw for every entry of the plan's `sample_*` columns.
+
+        `table` has one row per request. Returns tokens [steps, S] int64 and log-probs [steps, S] float32 on the host.
         """
         assert self.cache is not None, "reserve() comes before run()"
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
         if self.cuda_graphs and self.device.type == "cuda" and _is_decode(plan):
-            return self._decode(plan, table)
+            return self._decode(plan, table, steps)
+        assert steps == 1, "only decode plans run for several steps"
         batch = self._batch(plan)
         start = self._clock()
         hidden = self.model(batch)
         if not len(plan.sample_rows):
             self.model_seconds += self._clock() - start
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+            return np.empty((1, 0), dtype=np.int64), np.empty((1, 0), dtype=np.float32)
         rows, inverse = np.unique(plan.sample_rows, return_inverse=True)
         logits = self.model.logits(hidden[self._put(rows)])
         between = self._clock()
         if not np.array_equal(rows, plan.sample_rows):  # samples of one prompt draw from one row of logits
             logits = logits[self._put(inverse)]
         tokens, logprobs = sample_rows(logits, table.take(plan.sample_requests), plan.sample_positions)
-        result = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        result = tokens.cpu().numpy()[None], logprobs.cpu().numpy()[None]
         self.model_seconds += between - start
         self.sample_seconds += self._clock() - between
         return result
 
-    def _decode(self, plan: Plan, table: SamplingTable) -> tuple[np.ndarray, np.ndarray]:
-        """`run` of a step in which every sequence computes and draws one token, as a CUDA graph."""
+    def _decode(self, plan: Plan, table: SamplingTable, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """`run` of steps in which every sequence computes and draws one token, as CUDA graphs."""
         start = self._clock()
         if self.graphs is None:
-            self.graphs = DecodeGraphs(self.model, self.cache, self.device)
+            self.graphs = DecodeGraphs(self.model, self.cache, self.device, self.max_burst)
         chosen = table.take(plan.sample_requests)
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
             sample_positions=plan.sample_positions, temperature=chosen.temperature, block_table=plan.block_table,
         )  # fmt: skip
-        tokens, logprobs, maxima, logits = self.graphs.run(step)
-        check_finite(maxima)
-        if is_cut(chosen, logits.shape[1]).any():
+        if is_cut(chosen, self.model.spec.vocab_size).any():
+            logits = self.graphs.logits(step)
             tokens, logprobs = sample_rows(logits, chosen, plan.sample_positions)
-        result = tokens.cpu().numpy(), logprobs.cpu().numpy()
+            result = tokens.cpu().numpy()[None], logprobs.cpu().numpy()[None]
+        else:
+            drawn, logprobs, maxima = self.graphs.run(step, steps)
+            check_finite(maxima)
+            result = drawn.numpy(), logprobs.numpy()
         self.model_seconds += self._clock() - start
         return result
 

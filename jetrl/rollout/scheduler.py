@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
@@ -174,15 +174,51 @@ class Scheduler:
         self.num_computed_tokens += len(self._plan.tokens)
         return self._plan
 
+    def extend(self, limit: int) -> tuple[Plan, int]:
+        """Let the decode plan just made run for several steps, at most `limit`, before its `commit`.
+
+        Takes the pages that all steps will write. Fewer steps where a sequence would outgrow its length or pages are
+        short (nobody is preempted for this), one where preemption is forced from outside. Returns the plan, its block
+        table widened, and the number of steps.
+        """
+        plan = self._plan
+        assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
+        slots, size = plan.sample_slots, self.allocator.page_size
+        limit = min(limit, int((self._max_length[slots] - self._length[slots]).min()))
+        steps = 1 if self._force_preempt is not None else limit
+        while steps > 1:
+            more = np.maximum(-(-(self._computed[slots] + steps - 1) // size) - self._num_pages[slots], 0)
+            if int(more.sum()) <= self.allocator.num_free:
+                break
+            steps -= 1
+        if steps <= 1:
+            return plan, 1
+        for slot, count in zip(slots[more > 0].tolist(), more[more > 0].tolist(), strict=True):
+            held = int(self._num_pages[slot])
+            self._table[slot, held : held + count] = self.allocator.allocate(count)
+            self._num_pages[slot] = held + count
+        self._computed[slots] += steps - 1
+        self.num_steps += steps - 1
+        self.num_computed_tokens += (steps - 1) * len(slots)
+        widest = self.allocator.pages_for(int(self._computed[slots].max()))
+        self._plan = replace(plan, block_table=self._table[slots, :widest])
+        return self._plan, steps
+
     def commit(self, tokens: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Append the drawn `tokens` [S]; end the sequences where `stop` [S] or that are full. Returns who ended [S]."""
+        """Append the drawn `tokens` [S]; end the sequences where `stop` [S] or that are full. Returns who ended [S].
+
+        After `extend`, both are [steps, S], and what a sequence drew after its first `stop` is dropped.
+        """
         plan, self._plan = self._plan, None
-        assert plan is not None and len(tokens) == len(plan.sample_slots), "commit() must follow schedule()"
-        slots = plan.sample_slots
-        self._tokens[slots, self._length[slots]] = tokens
-        self._length[slots] += 1
-        ended = stop | (self._length[slots] >= self._max_length[slots])
-        for slot in slots[ended].tolist():
+        tokens, stop = np.atleast_2d(tokens), np.atleast_2d(stop)
+        assert plan is not None and tokens.shape[1] == len(plan.sample_slots), "commit() must follow schedule()"
+        ended = np.zeros(tokens.shape[1], dtype=bool)
+        for drawn, stops in zip(tokens, stop, strict=True):
+            slots = plan.sample_slots[~ended]
+            self._tokens[slots, self._length[slots]] = drawn[~ended]
+            self._length[slots] += 1
+            ended[~ended] = stops[~ended] | (self._length[slots] >= self._max_length[slots])
+        for slot in plan.sample_slots[ended].tolist():
             self._release(self._owner[slot])
         return ended
 

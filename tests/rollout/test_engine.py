@@ -18,7 +18,8 @@ from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Precision, Recipe
 from jetrl.rollout.engine import Engine, StepReport
 from jetrl.rollout.runner import KVCache, ModelRunner
-from jetrl.rollout.sampler import sample
+from jetrl.rollout.sampler import SamplingTable, sample
+from jetrl.rollout.scheduler import Plan
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
 
@@ -274,6 +275,40 @@ def test_real_model_gives_the_learners_logprobs_bit_for_bit(precision: Precision
         expected, _ = model.token_logprobs(hidden[len(r.tokens) - 1 : -1], tokens[len(r.tokens) :], 1.0)
         assert expected.requires_grad and expected.tolist() == list(c.logprobs)
     assert len({c.tokens for c in results[0]}) > 8
+
+
+class BurstRunner(ModelRunner):
+    """What a GPU does in a burst, as plain steps: each step's tokens are the next one's inputs."""
+
+    bursts = 0
+
+    def burst(self, plan: Plan, table: SamplingTable) -> int:
+        return 5 if len(plan.sample_rows) == len(plan.tokens) == len(plan.counts) else 0
+
+    def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        drawn = [super().run(plan, table)]
+        self.bursts += steps > 1
+        for step in range(1, steps):
+            later = dataclasses.replace(
+                plan, starts=plan.starts + step, tokens=drawn[-1][0][0], positions=plan.positions + step,
+                copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
+            )  # fmt: skip
+            drawn.append(super().run(later, table))
+        tokens, logprobs = (np.concatenate(column) for column in zip(*drawn, strict=True))
+        return tokens, logprobs
+
+
+@pytest.mark.parametrize("sizes", [{}, {"page_size": 3, "kv_cache_tokens": 99, "max_num_seqs": 6}], ids=str)
+def test_bursts_of_steps_change_no_completion(sizes: dict[str, int]) -> None:
+    requests = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, stop=("cd",), max_tokens=30))
+        for r in mixed_requests()
+    ]
+    plain, engine = make_engine(**sizes), make_engine(**sizes)
+    engine.runner = runner = BurstRunner(engine.model, engine.page_size)
+    assert engine.generate(requests) == plain.generate(requests) and runner.bursts > 3
+    assert engine.stats is not None and plain.stats is not None
+    assert engine.stats.generated_tokens == plain.stats.generated_tokens < engine.stats.computed_tokens
 
 
 def test_runner_refuses_to_run_without_a_cache() -> None:

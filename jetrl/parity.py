@@ -25,9 +25,9 @@ from torch import Tensor
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model.transformer import Tap, Transformer
 from jetrl.rollout.engine import Engine
+from jetrl.rollout.plan import Plan
 from jetrl.rollout.runner import KVCache, ModelRunner
 from jetrl.rollout.sampler import SamplingTable
-from jetrl.rollout.scheduler import Plan
 from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
 
 _ROWS = 64  # rows of log-probs held at once

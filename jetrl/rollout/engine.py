@@ -208,7 +208,7 @@ class _Drawn:
         self._steps: list[tuple[np.ndarray, ...]] = []
 
     def take(self, requests: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, stopper: _Stopper) -> np.ndarray:
-        """Keep what `requests` [S] drew, `tokens` and `logprobs` [steps, S], up to the stop of each: True [steps, S]."""
+        """Keep what `requests` [S] drew, `tokens` and `logprobs` [steps, S], up to each one's stop: True [steps, S]."""
         stop = np.zeros(tokens.shape, dtype=bool)
         going = np.arange(len(requests))
         for step, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from jetrl.rollout.graphs import DecodeGraphs, DecodeInputs
+from jetrl.rollout.plan import Plan
 from jetrl.rollout.sampler import SamplingTable, check_finite, is_cut, sample_rows
-from jetrl.rollout.scheduler import Plan
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, PagedPlan
 

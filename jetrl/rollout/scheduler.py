@@ -14,72 +14,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
 from jetrl.errors import UserError
 from jetrl.rollout.kv_cache import PageAllocator
+from jetrl.rollout.plan import Plan, Prefix, Step, Tracked
 from jetrl.types import Request
 
 ForcePreempt = Callable[[int, tuple[int, ...]], Iterable[int]]  # (step, running requests) -> requests to preempt
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One forward pass. Sequence b computes `counts[b]` tokens from position `starts[b]`; rows are packed in order.
-
-    Each entry s of the `sample_*` columns draws one token for request `sample_requests[s]` at `sample_positions[s]`
-    from the logits of packed row `sample_rows[s]`; several may share a row (samples of one prompt). The page copies
-    (first column to second) come before the pass; all sources are read before any target is written.
-    """
-
-    starts: np.ndarray  # [B] int64
-    counts: np.ndarray  # [B] int64, at least 1
-    tokens: np.ndarray  # [T] int64
-    positions: np.ndarray  # [T] int64
-    block_table: np.ndarray  # [B, M] int32
-    copies: np.ndarray  # [C, 2] int64
-    sample_rows: np.ndarray  # [S] int64
-    sample_requests: np.ndarray  # [S] int64, place of the request in the order of `add`
-    sample_positions: np.ndarray  # [S] int64
-    sample_slots: np.ndarray  # [S] int64, the scheduler's own
-
-
-@dataclass(slots=True, eq=False)
-class _Prefix:
-    """The requests with one prompt. While a leader computes it the others wait; later they find it in `pages`."""
-
-    length: int
-    waiting: int = 0
-    leader: _Sequence | None = None
-    pages: list[int] | None = None  # one reference each, kept while members wait and dropped first when pages run out
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A request on its way. `tokens` (the prompt, and what was drawn before a preemption) is current while it waits."""
-
-    request: int
-    tokens: np.ndarray
-    max_length: int
-    prefix: _Prefix
-    slot: int = -1
-
-
-@dataclass(slots=True)
-class _Step:
-    """What one `schedule` call has decided so far."""
-
-    budget: int  # tokens left
-    slots: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    row: int = 0  # packed rows so far
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    ready: dict[_Prefix, tuple[int, int]] = field(default_factory=dict)  # -> (leader's slot, row of the last token)
-    forks: list[tuple[int, int]] = field(default_factory=list)  # (slot, row to draw from)
-    promised: int = 0  # pages that this step's forks will ask for
 
 
 class Scheduler:
@@ -102,13 +47,13 @@ class Scheduler:
         self.num_preemptions = self.num_steps = self.num_computed_tokens = 0
         self._force_preempt = force_preempt
         self._num_added = 0
-        self.waiting: list[_Sequence] = []  # both lists are kept in order of arrival
-        self.running: list[_Sequence] = []
-        self._prefixes: dict[tuple[int, ...], _Prefix] = {}
-        self._leading: list[_Prefix] = []  # prefixes with a leader
-        self._held: list[_Prefix] = []  # prefixes with pages
+        self.waiting: list[Tracked] = []  # both lists are kept in order of arrival
+        self.running: list[Tracked] = []
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._leading: list[Prefix] = []  # prefixes with a leader
+        self._held: list[Prefix] = []  # prefixes with pages
         self._plan: Plan | None = None
-        self._owner: list[_Sequence | None] = [None] * max_num_seqs
+        self._owner: list[Tracked | None] = [None] * max_num_seqs
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._tokens = np.zeros((max_num_seqs, 0), dtype=np.int64)
         self._table = np.zeros((max_num_seqs, 0), dtype=np.int32)
@@ -121,11 +66,11 @@ class Scheduler:
         for request in requests:
             self._check(request)
         for request in requests:
-            prefix = self._prefixes.setdefault(request.tokens, _Prefix(len(request.tokens)))
+            prefix = self._prefixes.setdefault(request.tokens, Prefix(len(request.tokens)))
             prefix.waiting += 1
             max_length = len(request.tokens) + request.sampling.max_tokens
             tokens = np.array(request.tokens, dtype=np.int64)
-            self.waiting.append(_Sequence(self._num_added, tokens, max_length, prefix))
+            self.waiting.append(Tracked(self._num_added, tokens, max_length, prefix))
             self._num_added += 1
         width = max((s.max_length for s in self.waiting), default=0)
         if width > self._tokens.shape[1]:
@@ -156,7 +101,7 @@ class Scheduler:
         assert self._plan is None, "schedule() was called twice without commit()"
         if self._force_preempt is not None:
             self._preempt_forced(self._force_preempt)
-        step = _Step(self.max_tokens_per_step)
+        step = Step(self.max_tokens_per_step)
         slots, counts = self._continue_running(step)
         step.slots, step.counts = slots.tolist(), counts.tolist()
         step.budget -= sum(step.counts)
@@ -222,7 +167,7 @@ class Scheduler:
             self._release(self._owner[slot])
         return ended
 
-    def _continue_running(self, step: _Step) -> tuple[np.ndarray, np.ndarray]:
+    def _continue_running(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """Share the budget among running sequences, decoding ones first; slots and counts, in order of arrival."""
         slots = np.array([s.slot for s in self.running], dtype=np.int64)
         pending = self._length[slots] - self._computed[slots]
@@ -236,7 +181,7 @@ class Scheduler:
             slots, counts = slots[alive], counts[alive]
         return slots, counts
 
-    def _secure_pages(self, slots: np.ndarray, step: _Step) -> bool:
+    def _secure_pages(self, slots: np.ndarray, step: Step) -> bool:
         """Give each slot a page of its own to write into; True if that took preempting the youngest sequences.
 
         Pages of known tokens are taken at admission, so only decoding sequences at a page's end need a new one, and
@@ -268,7 +213,7 @@ class Scheduler:
                     self._preempt(self.running[-1])
         return self.num_preemptions > before
 
-    def _advance(self, slots: np.ndarray, counts: np.ndarray, step: _Step) -> None:
+    def _advance(self, slots: np.ndarray, counts: np.ndarray, step: Step) -> None:
         """Count the granted tokens as computed, and note the prompts that this completes."""
         self._computed[slots] += counts
         for prefix in list(self._leading):
@@ -279,19 +224,19 @@ class Scheduler:
                 end = sum(step.counts[: last + 1])
                 self._complete(prefix, slot, end - (int(self._computed[slot]) - prefix.length) - 1, step)
 
-    def _complete(self, prefix: _Prefix, slot: int, row: int, step: _Step) -> None:
+    def _complete(self, prefix: Prefix, slot: int, row: int, step: Step) -> None:
         """The prompt is computed in this step: its last token is packed row `row`, its pages are those of `slot`."""
         step.ready[prefix] = (slot, row)
         prefix.leader = None
         self._leading.remove(prefix)
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: Step) -> None:
         """Start waiting sequences in order of arrival, until slots, tokens or pages run out.
 
         Those whose prompt is just being computed are passed over; a slot stays reserved for each.
         """
         places = len(self._free_slots)
-        kept: list[_Sequence] = []
+        kept: list[Tracked] = []
         for i, seq in enumerate(self.waiting):
             prefix = seq.prefix
             is_new = len(seq.tokens) == prefix.length
@@ -303,7 +248,7 @@ class Scheduler:
             places -= 1
         self.waiting = kept
 
-    def _fork(self, seq: _Sequence, step: _Step) -> bool:
+    def _fork(self, seq: Tracked, step: Step) -> bool:
         """Let a sample begin from the prompt that its leader completes in this step: no token to compute."""
         if self.allocator.num_free <= step.promised:
             return False
@@ -315,7 +260,7 @@ class Scheduler:
         step.forks.append((slot, row))
         return True
 
-    def _start(self, seq: _Sequence, step: _Step) -> bool:
+    def _start(self, seq: Tracked, step: Step) -> bool:
         """Begin (or begin again) a sequence: all pages of its known tokens are taken now, shared where held."""
         if step.budget == 0:
             return False
@@ -351,7 +296,7 @@ class Scheduler:
         step.row += count
         return True
 
-    def _occupy(self, seq: _Sequence, pages: np.ndarray, computed: int) -> int:
+    def _occupy(self, seq: Tracked, pages: np.ndarray, computed: int) -> int:
         """Put a waiting sequence into a free slot with `pages`."""
         slot = self._free_slots.pop()
         seq.slot = slot
@@ -366,14 +311,14 @@ class Scheduler:
             self._drop(seq.prefix)
         return slot
 
-    def _drop(self, prefix: _Prefix) -> None:
+    def _drop(self, prefix: Prefix) -> None:
         """Give up the pages held for waiting samples; should some still wait, one of them computes the prompt anew."""
         assert prefix.pages is not None
         self.allocator.free(prefix.pages)
         prefix.pages = None
         self._held.remove(prefix)
 
-    def _release(self, seq: _Sequence | None) -> None:
+    def _release(self, seq: Tracked | None) -> None:
         assert seq is not None, "the slot is empty"
         self.allocator.free(self._table[seq.slot, : self._num_pages[seq.slot]].tolist())
         self._owner[seq.slot] = None
@@ -381,7 +326,7 @@ class Scheduler:
         self.running.remove(seq)
         seq.slot = -1
 
-    def _preempt(self, seq: _Sequence) -> None:
+    def _preempt(self, seq: Tracked) -> None:
         """Back to the queue, with the tokens so far and without pages."""
         seq.tokens = self._tokens[seq.slot, : self._length[seq.slot]].copy()
         self._release(seq)
@@ -399,7 +344,7 @@ class Scheduler:
                 raise ValueError(f"force_preempt named request {request}; running are {sorted(by_request)}")
             self._preempt(by_request[request])
 
-    def _build(self, step: _Step) -> Plan:
+    def _build(self, step: Step) -> Plan:
         assert step.slots, "nothing can run: pages or slots are lost"
         slots, counts = np.array(step.slots, dtype=np.int64), np.array(step.counts, dtype=np.int64)
         ends = self._computed[slots]

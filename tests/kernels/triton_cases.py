@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from jetrl.kernels import reference as ref
 from jetrl.kernels.backends import cpu
+from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
 from jetrl.kernels.backends import triton_pointwise as tp
 from jetrl.kernels.backends import triton_quant as tq
+from jetrl.kernels.decode import DecodeState
 from jetrl.rollout.sampler import SamplingTable, sample_rows
 from jetrl.types import SamplingParams
 
@@ -328,8 +331,32 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
     yield "logits that are not finite", broken
 
 
+def decode_cases() -> Iterator[tuple[str, Case]]:
+    def advance(size: int, width: int, page: int) -> None:
+        g = torch.Generator().manual_seed(size)
+        host = DecodeState.empty(size, width, 3, page, torch.device("cpu"))
+        real = size - size // 4
+        host.integers[:] = torch.randint(0, 1 << 40, (5, size), generator=g)
+        host.integers[1] = torch.randint(0, width * page - 4, (size,), generator=g)
+        host.integers[2, real:] = -1
+        host.table[:] = torch.randperm(size * width, generator=g).view(size, width)
+        fields = (host.integers, host.table, host.kv_lengths, host.drawn, host.count)
+        device = DecodeState(*(x.to(DEVICE, copy=True) for x in fields), page)
+        for _ in range(4):  # one more than the record holds
+            draw = torch.randint(0, 1000, (size,), generator=g), *torch.randn(2, size, generator=g)
+            cpu.advance(host, *draw)
+            td.advance(device, *(x.to(DEVICE) for x in draw))
+            for name in ("integers", "kv_lengths", "drawn", "count"):
+                got = getattr(device, name).cpu()
+                assert torch.equal(got, getattr(host, name)), f"{name}: {got} instead of {getattr(host, name)}"
+
+    for size, width, page in ((1, 1, 16), (5, 3, 16), (64, 32, 128), (300, 4, 64)):
+        yield f"advance {size} rows, {width} pages of {page}", partial(advance, size, width, page)
+
+
 def all_cases() -> list[tuple[str, Case]]:
-    return [*quantizer_cases(), *norm_cases(), *attention_input_cases(), *swiglu_cases(), *logprob_cases()]
+    kinds = (quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, decode_cases)
+    return [case for kind in kinds for case in kind()]
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Precision, Recipe
 from jetrl.rollout.engine import Engine, StepReport
+from jetrl.rollout.plan import Plan
 from jetrl.rollout.runner import KVCache, ModelRunner
 from jetrl.rollout.sampler import SamplingTable, sample
-from jetrl.rollout.scheduler import Plan
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from jetrl.errors import UserError
 from jetrl.rollout.kv_cache import PageAllocator
-from jetrl.rollout.scheduler import ForcePreempt, Plan, Scheduler
+from jetrl.rollout.plan import Plan
+from jetrl.rollout.scheduler import ForcePreempt, Scheduler
 from jetrl.types import Request, SamplingParams
 
 

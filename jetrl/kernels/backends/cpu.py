@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
+from jetrl.kernels.decode import DecodeState
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
 from jetrl.kernels.reference import add as add
@@ -16,7 +17,7 @@ from jetrl.kernels.reference_attention import attend_cached as attend_cached
 from jetrl.kernels.reference_attention import write_cache
 from jetrl.types import VarlenPlan
 
-__all__ = ["add", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
+__all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once
 
 quantize_act = ref.quantize_1x128
@@ -28,6 +29,21 @@ def quantize_weight(
 ) -> QTensor:
     q = ref.quantize_128x128(w, pow2, sections)
     return q if out is None else out.overwrite(q)
+
+
+def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor) -> None:
+    """`kernels.decode.advance`, plainly."""
+    step = int(state.count)
+    state.drawn[:, step] = torch.stack([tokens, *(x.double().view(torch.int64) for x in (logprobs, maxima))])
+    inputs, positions, slots, _, sample_positions = state.integers
+    alive = slots >= 0
+    inputs.copy_(tokens)
+    for column in (positions, sample_positions, state.kv_lengths):
+        column += alive.to(column.dtype)
+    block = (positions // state.page_size).clamp(max=state.table.shape[1] - 1)
+    pages = state.table.gather(1, block[:, None])[:, 0].long()
+    slots.copy_(torch.where(alive, pages * state.page_size + positions % state.page_size, slots))
+    state.count.copy_((state.count + 1) % state.drawn.shape[1])
 
 
 # `held`, an operand to overwrite, is for backends whose captured graphs hold addresses.

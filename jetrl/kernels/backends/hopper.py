@@ -39,10 +39,10 @@ FUSED = (
 )  # fmt: skip
 __all__ = [
     "add", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend", "attend_backward", "attend_cached",
-    "attend_varlen", "bf16_dgrad", "bf16_gemm", "bf16_wgrad", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward",
-    "logprob_entropy", "logprobs", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "quantize_act",
-    "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope", "rope_backward",
-    "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "write_cache",
+    "attend_varlen", "bf16_dgrad", "bf16_gemm", "bf16_wgrad", "exp_weights", "fp8_gemm", "head_logits",
+    "logprob_backward", "logprob_entropy", "logprobs", "prepare_bf16", "prepare_fp8", "prepare_fp8_t",
+    "qkv_norm_rope", "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope",
+    "rope_backward", "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "write_cache",
 ]  # fmt: skip
 _LOGIT_ELEMENTS = 1 << 28  # FP32 logits held at once: 1 GB
 

@@ -178,6 +178,8 @@ class TrainConfig(Section):
     max_tokens_per_gpu: int = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
     master_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type of the optimizer's weights.")
+    optimizer_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type in which Adam's two moments are kept.")
     activation_checkpointing: bool = Field(
         default=False, description="Recompute layers in the backward pass to save memory.")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import exact
+from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.qtensor import QTensor, blocks_of
 from jetrl.precision.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
 
@@ -233,3 +234,23 @@ def entropy(logits: Tensor, weights: Tensor, top: Tensor, total: Tensor) -> Tens
     """Entropy of the softmax in nats, FP32 [T] (a metric and a bonus; its bits are not part of the contract)."""
     mean = (weights * (logits - top[:, None]).to(torch.float64)).sum(-1) / total
     return (log_total(total) - mean).to(torch.float32)
+
+
+# ---- optimizer ------------------------------------------------------------------------------------------------------
+
+
+def adamw_step_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
+    """In place, each operation an FP32 operation of its own, the three results rounded once on storing:
+
+        m = m + (g - m) * (1 - beta1)          v = v * beta2 + (g * g) * (1 - beta2)
+        p = p * (1 - lr * weight_decay) + (m * (-lr / (1 - beta1^t))) / (sqrt(v / (1 - beta2^t)) + eps)
+    """
+    beta1, beta2 = numbers.betas
+    g, m, v, p = (x.to(torch.float32) for x in (grad, exp_avg, exp_avg_sq, param))
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + (g * g) * (1 - beta2)
+    root = v / torch.tensor(1 - beta2**numbers.step, dtype=torch.float32)
+    root = root.double().sqrt().to(torch.float32) + numbers.eps  # by float64: libraries' FP32 roots differ in a bit
+    p = p * (1 - numbers.lr * numbers.weight_decay) + (m * (-numbers.lr / (1 - beta1**numbers.step))) / root
+    for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p)):
+        target.copy_(value)

@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         x = _Embed.apply(batch.tokens, self.embed.weight, self.embed.published)
         see("embed", x)
         residual: Tensor | None = None
-        if tap is None and batch.side == "rollout" and not torch.is_grad_enabled():
+        if tap is None and not torch.is_grad_enabled():
             for layer in self.layers:
                 assert isinstance(layer, Layer)
                 x, residual = layer.infer(x, residual, (self.cos, self.sin), batch)

@@ -1,7 +1,7 @@
 """The optimizer, the learning-rate schedule, and the gradient norm.
 
-AdamW in FP32 is torch's own. With BF16 master weights torch's would keep its two averages in BF16 as well, which
-rounds them to 8 bits at every step; `BF16MasterAdamW` keeps them in FP32.
+AdamW all in FP32 is torch's own. With BF16 master weights torch's would keep its two moments in BF16 as well, and
+compute in BF16; `MixedAdamW` computes in FP32 and keeps the moments as `optimizer_dtype` says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.errors import UserError
+from jetrl.kernels.adamw import AdamWStep, adamw_step_
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROW = 4096  # addends of one partial sum in the gradient norm
@@ -48,19 +49,17 @@ class OptimizerConfig(Protocol):
     def adam_eps(self) -> float: ...
     @property
     def master_dtype(self) -> str: ...
+    @property
+    def optimizer_dtype(self) -> str: ...
 
 
-class BF16MasterAdamW(torch.optim.Optimizer):
-    """AdamW on BF16 parameters, with FP32 averages. One step t of a parameter p with gradient g, all in FP32:
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW on BF16 or FP32 parameters with moments in `state_dtype`; one pass a parameter (`kernels.adamw`).
 
-        m = m + (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
-        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
-        p = bf16(p * (1 - lr * weight_decay) - lr * u)
-
-    p is widened, changed, and rounded once, to nearest even. An entry whose change is below half the spacing of BF16
-    at p (|p| / 512 to |p| / 256) does not move at all: with the small rates of RL (1e-6) most entries stay where
-    they are, so `master_dtype = "float32"` is the default. Source of the update: arXiv 1711.05101, algorithm 2.
+    A BF16 parameter is widened, changed, and rounded once, to nearest even. An entry whose change is below half the
+    spacing of BF16 at p (|p| / 512 to |p| / 256) does not move at all: with the small rates of RL (1e-6) most entries
+    stay where they are, so `master_dtype = "float32"` is the default. BF16 moments lose changes below 1/256 of them;
+    with beta2 = 0.95 the second moment still follows.
     """
 
     def __init__(
@@ -70,7 +69,9 @@ class BF16MasterAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.state_dtype = state_dtype
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -85,21 +86,15 @@ class BF16MasterAdamW(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(param, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.state_dtype)
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        grad = param.grad.float()  # type: ignore[union-attr]
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = (square / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-        wide = param.float().mul_(1 - group["lr"] * group["weight_decay"])
-        wide.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1 ** state["step"]))
-        param.copy_(wide)
+        numbers = AdamWStep(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], state["step"])
+        assert param.grad is not None
+        adamw_step_(param, param.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], numbers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts the state to the parameter's dtype; so the FP32 averages are put back after it."""
+        """As torch's, which casts the state to the parameter's dtype; so the moments are put back after it."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -108,7 +103,7 @@ class BF16MasterAdamW(torch.optim.Optimizer):
                 if key == "step":  # a float32 tensor here would change the bits of the bias correction
                     self.state[param][key] = int(value)
                 else:
-                    self.state[param][key] = value.to(device=param.device, dtype=torch.float32, copy=True)
+                    self.state[param][key] = value.to(device=param.device, dtype=self.state_dtype, copy=True)
 
 
 def build_optimizer(
@@ -140,8 +135,9 @@ def build_optimizer(
     ]
     beta1, beta2 = train_config.adam_betas
     common: dict[str, Any] = {"lr": train_config.lr, "betas": (beta1, beta2), "eps": train_config.adam_eps}
-    if dtype == torch.bfloat16:
-        return BF16MasterAdamW(groups, **common)
+    state_dtype = _DTYPES[train_config.optimizer_dtype]
+    if torch.bfloat16 in (dtype, state_dtype):
+        return MixedAdamW(groups, **common, state_dtype=state_dtype)
     on_gpu = all(param.is_cuda for param in decayed + plain)
     return torch.optim.AdamW(groups, **common, fused=on_gpu, foreach=False)
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
+from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.backends import cpu
+from jetrl.kernels.backends import triton_adamw as ta
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
 from jetrl.kernels.backends import triton_pointwise as tp
@@ -354,8 +356,26 @@ def decode_cases() -> Iterator[tuple[str, Case]]:
         yield f"advance {size} rows, {width} pages of {page}", partial(advance, size, width, page)
 
 
+def adamw_cases() -> Iterator[tuple[str, Case]]:
+    def step(master: torch.dtype, moments: torch.dtype) -> None:
+        g = torch.Generator().manual_seed(5)
+        shape = (37, 113)
+        host = [torch.randn(shape, generator=g).to(master), (torch.randn(shape, generator=g) * 1e-3).to(master)]
+        host += [torch.zeros(shape, dtype=moments), torch.zeros(shape, dtype=moments)]
+        device = [x.to(DEVICE, copy=True) for x in host]
+        for t in (1, 2, 3):
+            numbers = AdamWStep(1e-3, (0.9, 0.95), 1e-8, 0.1, t)
+            cpu.adamw_step_(*host, numbers)
+            ta.adamw_step_(*device, numbers)
+            for name, got, want in zip(("param", "grad", "exp_avg", "exp_avg_sq"), device, host, strict=True):
+                equal(f"{name} after step {t}", got.cpu(), want)
+
+    for master, moments in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        yield f"adamw {master} moments {moments}", partial(step, master, moments)
+
+
 def all_cases() -> list[tuple[str, Case]]:
-    kinds = (quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, decode_cases)
+    kinds = (quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, decode_cases, adamw_cases)
     return [case for kind in kinds for case in kind()]
 
 

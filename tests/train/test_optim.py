@@ -12,7 +12,7 @@ from torch import nn
 
 from jetrl.errors import UserError
 from jetrl.train.optim import (
-    BF16MasterAdamW,
+    MixedAdamW,
     build_optimizer,
     clip_gradients_,
     global_grad_norm,
@@ -24,8 +24,8 @@ from jetrl.train.optim import (
 
 def config(**changes) -> SimpleNamespace:
     base = dict(
-        lr=0.1, weight_decay=0.5, adam_betas=[0.9, 0.95], adam_eps=1e-8, master_dtype="float32", steps=10,
-        lr_schedule="constant", warmup_steps=0, min_lr_ratio=0.0,
+        lr=0.1, weight_decay=0.5, adam_betas=[0.9, 0.95], adam_eps=1e-8, master_dtype="float32",
+        optimizer_dtype="float32", steps=10, lr_schedule="constant", warmup_steps=0, min_lr_ratio=0.0,
     )  # fmt: skip
     return SimpleNamespace(**(base | changes))
 
@@ -73,7 +73,7 @@ def test_second_step_by_hand():
     # gradients 1 then 0; b1 = 0.9, b2 = 0.95: m = 0.1, 0.09; v = 0.05, 0.0475
     # step 1: u = 1. step 2: m^ = 0.09 / 0.19 = 0.473684; v^ = 0.0475 / 0.0975 = 0.487179; u = 0.473684 / 0.697982
     # = 0.678648. p = -0.1 - 0.0678648 = -0.1678648
-    for optimizer_type in (BF16MasterAdamW, torch.optim.AdamW):
+    for optimizer_type in (MixedAdamW, torch.optim.AdamW):
         param = nn.Parameter(torch.zeros(1))
         optimizer = optimizer_type([param], lr=0.1, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
         for grad in (1.0, 0.0):
@@ -109,7 +109,7 @@ def test_bf16_master_equals_the_formula_over_many_steps():
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(64, 8).to(torch.bfloat16))
     optimizer = build_optimizer([("w", param)], config(lr=0.01, master_dtype="bfloat16"))
-    assert isinstance(optimizer, BF16MasterAdamW)
+    assert isinstance(optimizer, MixedAdamW)
     m = v = torch.zeros(64, 8, dtype=torch.float64)
     agreeing = 0
     for t in range(1, 21):
@@ -146,14 +146,16 @@ def test_fp32_gradients_of_bf16_parameters_are_used_unrounded():
     assert optimizer.state[param]["exp_avg"].item() != pytest.approx(0.1, rel=5e-7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "moments"), [
+    ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"),
+])  # fmt: skip
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_resume_is_exact(dtype: str, as_tensors: bool):
+def test_resume_is_exact(dtype: str, moments: str, as_tensors: bool):
     """Two steps, save, load into a new optimizer, two more: bit-equal to four steps without a break.
 
     `as_tensors`: a checkpoint may hand the integer step back as a tensor.
     """
-    settings = config(master_dtype=dtype, lr=0.01)
+    settings = config(master_dtype=dtype, optimizer_dtype=moments, lr=0.01)
     straight = named(getattr(torch, dtype))
     optimizer = build_optimizer(straight, settings)
     for seed in (1, 2):
@@ -171,7 +173,7 @@ def test_resume_is_exact(dtype: str, as_tensors: bool):
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(after[number][key]), torch.as_tensor(value)), (number, key)
             if key != "step":
-                assert after[number][key].dtype == torch.float32
+                assert after[number][key].dtype == getattr(torch, moments)
     for seed in (3, 4):
         for params, opt in ((straight, optimizer), (resumed, again)):
             give_gradients(params, seed)

@@ -9,6 +9,7 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels.decode import DecodeState
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
+from jetrl.kernels.reference import adamw_step_ as adamw_step_
 from jetrl.kernels.reference import add as add
 from jetrl.kernels.reference import exp_weights as exp_weights
 from jetrl.kernels.reference_attention import attend as attend

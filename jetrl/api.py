@@ -152,7 +152,7 @@ def random_model(shape: str, precision: str, device: str) -> Transformer:
     if shape not in SHAPES:
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
     spec = SHAPES[shape]
-    config = _config_for({"model": {"arch": {}, "tokenizer": "builtin:arithmetic"}}, precision, device)
+    config = _config_for({"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}, precision, device)
     load_backend(config.kernels)
     with torch.device(config.device):
         model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16)

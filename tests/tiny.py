@@ -55,7 +55,7 @@ def tiny_config(folder: Path, changes: dict[str, Any] | None = None) -> Config:
             del at[last]
         else:
             at[last] = value
-    return resolve(parse_config(data), cuda_available=False)
+    return resolve(parse_config(data), cuda_available=torch.cuda.is_available())
 
 
 def tiny_run(folder: Path, changes: dict[str, Any] | None = None, name: str = "tiny") -> Path:

@@ -20,7 +20,7 @@ OPS = (
     "attend", "attend_backward", "head_logits", "logprob_entropy", "logprob_backward",
     # several ops in one, the same bits as one after another
     "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "attend_cached", "attend_varlen", "exp_weights",
-    "logprobs", "advance", "adamw_step_",
+    "logprobs", "advance", "adamw_step_", "row_squares",
 )  # fmt: skip
 
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import AdamWStep, adamw_step_
+from jetrl.kernels.squares import ROW, row_squares
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ROW = 4096  # addends of one partial sum in the gradient norm
-_CHUNK = _ROW * 1024  # elements of a gradient converted to float64 at a time
 
 
 class ScheduleConfig(Protocol):
@@ -196,10 +195,14 @@ def global_grad_norm(params: Iterable[nn.Parameter]) -> float:
     The sums run over rows of 4096, rows of those sums, and so on, which no thread count changes (torch splits one long
     sum by threads). Parameters without a gradient count as zero. One synchronization with the device, at the end.
     """
-    partial = [_sum_of_squares(param.grad) for param in params if param.grad is not None]
-    if not partial:
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
         raise ValueError("no parameter has a gradient; call backward first")
-    return math.sqrt(float(_fixed_order_sum(torch.stack([part.to(partial[0].device) for part in partial]))))
+    counts = [-(-grad.numel() // ROW) for grad in grads]
+    partial = torch.empty(sum(counts), dtype=torch.float64, device=grads[0].device)
+    for grad, out in zip(grads, partial.split(counts), strict=True):
+        row_squares(grad, out)
+    return math.sqrt(float(_fixed_order_sum(partial)))
 
 
 @torch.no_grad()
@@ -221,13 +224,8 @@ def clip_gradients_(params: Iterable[nn.Parameter], norm: float, max_norm: float
     return factor
 
 
-def _sum_of_squares(grad: Tensor) -> Tensor:
-    chunks = [_fixed_order_sum(chunk.double().square_()) for chunk in torch.split(grad.reshape(-1), _CHUNK)]
-    return _fixed_order_sum(torch.stack(chunks))
-
-
 def _fixed_order_sum(values: Tensor) -> Tensor:
-    """Sum of a vector by rows of `_ROW`, zero-padded, until one number is left."""
+    """Sum of a vector by rows of `ROW`, zero-padded, until one number is left."""
     while values.numel() > 1:
-        values = nn.functional.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW).sum(dim=1)
+        values = nn.functional.pad(values, (0, -values.numel() % ROW)).view(-1, ROW).sum(dim=1)
     return values.reshape(())

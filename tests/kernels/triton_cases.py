@@ -21,9 +21,9 @@ from torch import Tensor
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.backends import cpu
-from jetrl.kernels.backends import triton_adamw as ta
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
+from jetrl.kernels.backends import triton_optim as ta
 from jetrl.kernels.backends import triton_pointwise as tp
 from jetrl.kernels.backends import triton_quant as tq
 from jetrl.kernels.decode import DecodeState
@@ -370,6 +370,16 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
             for name, got, want in zip(("param", "grad", "exp_avg", "exp_avg_sq"), device, host, strict=True):
                 equal(f"{name} after step {t}", got.cpu(), want)
 
+    def squares(size: int, dtype: torch.dtype) -> None:
+        x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+        rows = -(-size // 4096)
+        want, got = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.float64, device=DEVICE)
+        cpu.row_squares(x, want)
+        ta.row_squares(x.to(DEVICE), got)
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-14, atol=0)
+
+    for size in (1, 4096, 10_001):
+        yield f"row_squares {size}", partial(squares, size, torch.bfloat16)
     for master, moments in itertools.product((torch.float32, torch.bfloat16), repeat=2):
         yield f"adamw {master} moments {moments}", partial(step, master, moments)
 

@@ -16,6 +16,7 @@ from jetrl.kernels.reference_attention import attend as attend
 from jetrl.kernels.reference_attention import attend_backward as attend_backward
 from jetrl.kernels.reference_attention import attend_cached as attend_cached
 from jetrl.kernels.reference_attention import write_cache
+from jetrl.kernels.squares import ROW
 from jetrl.types import VarlenPlan
 
 __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
@@ -30,6 +31,13 @@ def quantize_weight(
 ) -> QTensor:
     q = ref.quantize_128x128(w, pow2, sections)
     return q if out is None else out.overwrite(q)
+
+
+def row_squares(x: Tensor, out: Tensor) -> None:
+    """`kernels.squares.row_squares`, a few million elements at a time."""
+    for i, part in enumerate(torch.split(x.reshape(-1), ROW * 1024)):
+        rows = torch.nn.functional.pad(part.double().square_(), (0, -len(part) % ROW)).view(-1, ROW)
+        out[i * 1024 : i * 1024 + len(rows)] = rows.sum(1)
 
 
 def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor) -> None:

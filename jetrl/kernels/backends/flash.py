@@ -9,6 +9,7 @@ Legend: `T` packed rows, `N` query heads, `G` key/value heads, `H` head size.
 
 from __future__ import annotations
 
+import warnings
 from importlib.metadata import version as installed_version
 from typing import Any
 
@@ -19,6 +20,9 @@ from jetrl.errors import UserError
 from jetrl.kernels.backends.triton_pointwise import write_cache
 from jetrl.types import PagedPlan, VarlenPlan
 
+# its own kernels make its compiler say this at every compilation
+warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
+
 try:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 except ImportError as error:
@@ -26,6 +30,9 @@ except ImportError as error:
         f"the hopper kernels need FlashAttention-4 ({error}); install it with: pip install 'jetrl[hopper]' "
         "(flash-attn-4 4.0.0b36 is a pre-release: pip takes it because the version is exact)"
     ) from error
+
+
+DETERMINISTIC_BACKWARD = True  # False only in benchmarks, to measure what the fixed order of sums costs
 
 
 def _check(q: Tensor) -> None:
@@ -83,7 +90,7 @@ def attend_backward(
     longest = max(plan.lengths, default=0)
     dq, dk, dv = _flash_attn_bwd(
         q, k, v, out, grad, lse, softmax_scale=scale, causal=True, cu_seqlens_q=plan.cu_seqlens,
-        cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, deterministic=True,
+        cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, deterministic=DETERMINISTIC_BACKWARD,
     )  # fmt: skip
     return dq, dk, dv
 

@@ -15,9 +15,9 @@ from jetrl.kernels.backends import triton_logprob
 from jetrl.kernels.backends.deepgemm import PreparedBF16, add_outer, bf16_gemm, fp8_gemm, prepare_bf16, wgrad_gemm
 from jetrl.kernels.backends.flash import attend, attend_backward, attend_cached, attend_varlen
 from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
-from jetrl.kernels.backends.triton_adamw import adamw_step_
 from jetrl.kernels.backends.triton_decode import advance
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
+from jetrl.kernels.backends.triton_optim import adamw_step_, row_squares
 from jetrl.kernels.backends.triton_pointwise import (
     add,
     add_rms_norm,
@@ -43,10 +43,10 @@ __all__ = [
     "attend_cached", "attend_varlen", "bf16_dgrad", "bf16_gemm", "bf16_wgrad", "exp_weights", "fp8_gemm",
     "head_logits", "logprob_backward", "logprob_entropy", "logprobs", "prepare_bf16", "prepare_fp8",
     "prepare_fp8_t", "qkv_norm_rope", "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm",
-    "rms_norm_backward", "rope", "rope_backward", "sample", "swiglu", "swiglu_backward", "swiglu_quantize",
-    "wgrad_gemm", "write_cache",
+    "rms_norm_backward", "rope", "rope_backward", "row_squares", "sample", "swiglu", "swiglu_backward",
+    "swiglu_quantize", "wgrad_gemm", "write_cache",
 ]  # fmt: skip
-_LOGIT_ELEMENTS = 1 << 28  # FP32 logits held at once: 1 GB
+_LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     raise UserError(

@@ -1,4 +1,4 @@
-"""AdamW as one pass over a parameter: 8 to 16 bytes read and 6 to 12 written an element."""
+"""The optimizer's kernels: sums of squares for the gradient norm, and AdamW as one pass over a parameter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels take pointers and compile-time numbers, for which there are no types)
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.adamw import AdamWStep
+from jetrl.kernels.squares import ROW
 
 
 @triton.jit
@@ -28,6 +29,19 @@ def _adamw_kernel(
     tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     tl.store(param + at, p.to(param.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _squares_kernel(x, out, size, ROW: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = row * ROW + tl.arange(0, ROW)
+    v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float64)
+    tl.store(out + row, tl.sum(v * v, axis=0))
+
+
+def row_squares(x: Tensor, out: Tensor) -> None:
+    """`kernels.squares.row_squares`."""
+    _squares_kernel[(out.shape[0],)](x, out, x.numel(), ROW=ROW, num_warps=8, enable_fp_fusion=False)
 
 
 def adamw_step_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:

@@ -1,0 +1,63 @@
+"""Whole runs on a GPU: parity zero in every step, the same run twice is the same bits, and so is a resumed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
+
+from jetrl.loop import StopRequest, run
+from jetrl.report.recorder import read_samples
+
+pytestmark = pytest.mark.gpu
+PARITY = "parity/logprob_abs_diff_max"
+GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72, "head_dim": 32}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp8"}, {"precision": "bf16"},
+        {"train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16", "rl.kl_coef": 0.1},
+        {"rl.updates_per_step": 2, "train.max_tokens_per_gpu": 60}, {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parity_is_zero_and_the_run_repeats(tmp_path: Path, changes: dict[str, Any]) -> None:
+    first, second = (tiny_run(tmp_path / name, GPU | changes) for name in ("a", "b"))
+    rows = numbers(first)
+    assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+    assert rows == numbers(second) and weights_hash(first, 4) == weights_hash(second, 4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"train.master_dtype": "bfloat16"}], ids=str)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, changes: dict[str, Any]) -> None:
+    straight = tiny_run(tmp_path / "straight", GPU | changes)
+    stop = StopRequest()
+    config = tiny_config(tmp_path / "stopped", GPU | changes)
+    run_dir = tmp_path / "stopped" / "runs" / "tiny"
+    stop.asked = True  # after the warm start and step 0; the next call goes on from there
+    assert not run(config, run_dir, ["test"], stop)
+    tiny_run(tmp_path / "stopped", GPU | changes | {"checkpoint.resume": "auto", "train.steps": 2})
+    assert tiny_run(tmp_path / "stopped", GPU | changes | {"checkpoint.resume": "auto"}) == run_dir
+    assert numbers(run_dir) == numbers(straight) and weights_hash(run_dir, 4) == weights_hash(straight, 4)
+    assert list(read_samples(run_dir)) == list(read_samples(straight))
+
+
+def test_what_must_not_matter_does_not_matter(tmp_path: Path) -> None:
+    """Page size, chunks, cache size and activation checkpointing change no sample; checkpointing no weight either."""
+    plain = tiny_run(tmp_path / "plain", GPU)
+    other = tiny_run(tmp_path / "other", GPU | {
+        "train.activation_checkpointing": True, "rollout.page_size": 16, "rollout.max_tokens_per_step": 24,
+        "rollout.max_num_seqs": 5,
+    })  # fmt: skip
+    assert list(read_samples(plain)) == list(read_samples(other))
+    assert numbers(plain) == numbers(other)
+
+
+def test_fp8_rollout_is_visibly_not_on_policy(tmp_path: Path) -> None:
+    rows = numbers(tiny_run(tmp_path, GPU | {"precision": "fp8_rollout"}))
+    assert all(1e-5 < row[PARITY] < 1.0 for row in rows[1:])

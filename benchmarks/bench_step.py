@@ -129,8 +129,7 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
     start = time.perf_counter()
     engine.generate(requests(args.new))
     rollout = time.perf_counter() - start
-    engine.release()
-    torch.cuda.empty_cache()
+    assert engine.stats is not None
     length = 512 + args.new
     per_micro = max(1, args.length // length)
     micros = [[length] * min(per_micro, args.whole - i) for i in range(0, args.whole, per_micro)]
@@ -139,7 +138,10 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
     update(model, optimizer, micros)
     torch.cuda.synchronize()
     spent = time.perf_counter() - start
-    return {"whole rollout_s": rollout, "whole update_s": spent, "whole_s": rollout + spent}
+    return {
+        "whole rollout_s": rollout, "whole update_s": spent, "whole_s": rollout + spent,
+        "preemptions": engine.stats.preemptions,
+    }
 
 
 def main() -> None:

@@ -159,6 +159,7 @@ class Engine:
         scheduler.check_integrity()
         assert allocator.num_used == 0, f"{allocator.num_used} pages are still held after the last request"
         completions = self._completions(requests, drawn, stopper)
+        self.runner.give_back()
         self.stats = RolloutStats(
             drawn.count, scheduler.num_computed_tokens, scheduler.num_steps, time.perf_counter() - start,
             self.runner.model_seconds, self.runner.sample_seconds,

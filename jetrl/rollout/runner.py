@@ -19,7 +19,8 @@ from jetrl.rollout.sampler import SamplingTable, check_finite, is_cut, sample_ro
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, PagedPlan
 
-_MEMORY_SHARE = 0.5  # of the free memory, where the size of the cache is left to us
+_MEMORY_SHARE = 0.8  # of the memory that can be had, where the size of the cache is left to us
+_KEEP_SHARE = 0.1  # of a GPU's memory: a larger cache is given back to training after each `generate`
 
 
 class Model(Protocol):
@@ -67,8 +68,9 @@ class KVCache:
 
 
 def pages_in_memory(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Pages that fit in half of the memory that is free now."""
-    if device.type == "cuda":
+    """Pages that fit in `_MEMORY_SHARE` of the memory that can be had now."""
+    if device.type == "cuda":  # torch holds on to freed memory, which counts as free
+        torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -109,6 +111,15 @@ class ModelRunner:
     def release(self) -> None:
         """Give the cache's memory back (the trainer may want it between two rollouts)."""
         self.cache = self.graphs = None
+
+    def give_back(self) -> None:
+        """After a rollout: release a cache that training would miss. A small one stays, and its graphs with it."""
+        if self.cache is None or self.device.type != "cuda":
+            return
+        size = 2 * self.cache.keys.numel() * self.cache.keys.element_size()
+        if size > _KEEP_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
+            self.release()
+            torch.cuda.empty_cache()
 
     def weights_changed(self) -> None:
         """Forget the captured graphs if the weights lie elsewhere now (publishing writes in place)."""

@@ -260,10 +260,16 @@ def _decode(
     )  # fmt: skip
     engine.runner = watched = _Watched(model, work.page_size, target)
     engine.load(WeightSet(0, "certificate", ""))
-    every = max(3, work.new_tokens // 4)
-    completions = engine.generate(
-        requests, force_preempt=lambda step, running: running[-1:] if step % every == every - 1 else ()
-    )
+    every, left = max(3, work.new_tokens // 4), dict.fromkeys(range(len(requests)), 2)
+
+    def preempt(step: int, running: tuple[int, ...]) -> tuple[int, ...]:
+        """The youngest, but each only twice: a long prompt would not get to its end between two interruptions."""
+        victims = running[-1:] if step % every == every - 1 else ()
+        for request in victims:
+            left[request] -= 1
+        return tuple(request for request in victims if left[request] >= 0)
+
+    completions = engine.generate(requests, force_preempt=preempt)
     assert engine.stats is not None
     return watched, completions, engine.stats.preemptions
 

@@ -116,3 +116,10 @@ def test_row_hash_tells_any_bit_and_any_order() -> None:
     swapped[0, [3, 4]] = row[0, [4, 3]]
     assert row_hash(swapped) != row_hash(row) and row_hash(row.clone()) == row_hash(row)
     assert row_hash(torch.zeros(1, 2)) != row_hash(-torch.zeros(1, 2))
+
+
+def test_prompts_that_take_many_steps_come_to_their_end() -> None:
+    """Each chunk is one step, and preemption comes every few steps: the longest prompt must still get through."""
+    work = Workload(num_sequences=3, max_prompt=100, new_tokens=4, chunk=4, page_size=8)
+    result = certificate("bf16", work)
+    assert result.ok and result.links[2].rows >= 8

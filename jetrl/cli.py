@@ -124,28 +124,25 @@ def compare(
 ) -> None:  # fmt: skip
     """Run one recipe in several precision flows, from the same seed and warm start, and lay them side by side."""
     from jetrl.loop import StopRequest, run
+    from jetrl.report.console import comparison
     from jetrl.report.html import write_report
+    from jetrl.report.run import headline, load_runs
 
+    flows = [flow.strip() for flow in precision.split(",")]
+    configs = [_config(recipe, overrides, [f"precision={flow}"]) for flow in flows]  # all are checked before the first
     folders, stop = [], StopRequest().install()
-    for flow in precision.split(","):
-        config = _config(recipe, overrides, [f"precision={flow.strip()}"])
-        config = config.model_copy(update={"name": f"{config.name}-{flow.strip()}"})
+    for flow, config in zip(flows, configs, strict=True):
+        config = config.model_copy(update={"name": f"{config.name}-{flow}"})
         run_dir = _run_dir(config)
         if not run(config, run_dir, sys.argv, stop):
+            out.print(f"Stopped in the run {run_dir.name}. Called again, the comparison begins anew.")
             raise SystemExit(130)
         folders.append(run_dir)
-    report = write_report(folders, folders[0].parent / f"{load_name(recipe)}-compare.html")
+    report = write_report(folders, folders[0].parent / f"{configs[0].name}-compare.html")
+    comparison([(loaded.precision, headline(loaded)) for loaded in load_runs(folders)], out)
     for folder in folders:
-        out.print(f"\n{folder.name}", style="bold")
-        _summarize(folder)
-    out.print(f"Side by side: {report}")
-
-
-def load_name(recipe: Path) -> str:
-    """The run name of a recipe."""
-    from jetrl.config import load_config
-
-    return load_config(recipe).name
+        out.print(f"  {folder / 'report.html'}", style="dim")
+    out.print(f"\nSide by side (open in a browser): {report}")
 
 
 @app.command()

@@ -370,7 +370,11 @@ def test_compare(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     assert status == 0, err
     assert {p.name for p in (tmp_path / "runs").iterdir()} >= {"tiny-bf16", "tiny-fp8_rollout"}
     assert (tmp_path / "runs" / "tiny-compare.html").is_file()
+    rows = [line.split() for line in out.splitlines() if line.startswith(("bf16", "fp8_rollout"))]
+    assert [row[0] for row in rows] == ["bf16", "fp8_rollout"] and ["0/1" in row for row in rows] == [True, False]
+    assert "1/1" in rows[1], out
     assert_refused(jetrl("compare", recipe, "--precision", "bf16,fp3"), "fp3")
+    assert not (tmp_path / "runs" / "tiny-bf16-2").exists(), "all precisions are checked before the first run"
 
 
 def test_paths_that_are_nothing(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:

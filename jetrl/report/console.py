@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jetrl.report.run import Headline
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.:-=+*#"
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
@@ -311,3 +313,20 @@ def summary(
             console.print(Text(f"  {what}"), style="dim")
             console.out(f"    {command}", highlight=False)  # not wrapped: to be copied
     console.print()
+
+
+def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = None) -> None:
+    """Print several runs, one a row: (precision flow, its headline)."""
+    console = console or Console()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("precision", "held-out accuracy", "largest log-prob gap", "steps with a gap", "time"):
+        table.add_column(name, overflow="fold", justify="left" if name == "precision" else "right")
+    for name, run in rows:
+        before = "" if run.accuracy_before is None else f"{run.accuracy_before:.3f} -> "
+        accuracy = "" if run.accuracy_after is None else f"{before}{run.accuracy_after:.3f}"
+        gap = "" if run.parity_max is None else parity_text(run.parity_max)
+        style = "green" if run.parity_max == 0.0 else "red"
+        steps = f"{run.parity_nonzero_steps}/{run.parity_steps}"
+        table.add_row(name, accuracy, Text(gap, style=style), Text(steps, style=style), duration(run.seconds or 0.0))
+    console.print()
+    console.print(table, highlight=False)

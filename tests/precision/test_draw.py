@@ -7,6 +7,7 @@ import itertools
 import re
 import xml.etree.ElementTree as ET
 
+import flow_shape
 import pytest
 
 from jetrl.precision.draw import flow_svg, flow_text
@@ -14,24 +15,8 @@ from jetrl.precision.flow import build_flow, diff_recipe, flow_digest
 from jetrl.precision.formats import act_1x128
 from jetrl.precision.recipe import ROLES, Recipe, build_recipe
 from jetrl.precision.table import rows
-from jetrl.spec import ModelSpec, RopeSpec
 
-SPEC = ModelSpec(
-    family="qwen3",
-    vocab_size=1000,
-    hidden_size=256,
-    intermediate_size=320,
-    num_layers=5,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    rms_norm_eps=1e-6,
-    rope=RopeSpec(theta=1e6),
-    max_position=4096,
-    tie_embeddings=True,
-    qkv_bias=False,
-    qk_norm=True,
-)
+SPEC = dataclasses.replace(flow_shape.SPEC, num_layers=5)
 FP8 = build_recipe("fp8", 5, num_first_layers_in_bf16=1, num_last_layers_in_bf16=1)
 MIXED = build_recipe("fp8_rollout", 5, num_first_layers_in_bf16=1)
 BF16 = build_recipe("bf16", 5)

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from flow_shape import SPEC
 
 from jetrl.errors import UserError
 from jetrl.precision.flow import (
@@ -25,24 +26,7 @@ from jetrl.precision.flow import (
 )
 from jetrl.precision.formats import BF16, FP32, act_1x128, weight_128x128, wgrad_128x1
 from jetrl.precision.recipe import ROLES, Recipe, build_recipe
-from jetrl.spec import ModelSpec, RopeSpec
 
-SPEC = ModelSpec(
-    family="qwen3",
-    vocab_size=1000,
-    hidden_size=256,
-    intermediate_size=320,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    rms_norm_eps=1e-6,
-    rope=RopeSpec(theta=1e6),
-    max_position=4096,
-    tie_embeddings=True,
-    qkv_bias=False,
-    qk_norm=True,
-)
 FAMILIES = [
     dataclasses.replace(SPEC, tie_embeddings=tied, qkv_bias=bias, qk_norm=norm)
     for tied, bias, norm in itertools.product((False, True), repeat=3)

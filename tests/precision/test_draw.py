@@ -15,6 +15,7 @@ from jetrl.precision.flow import build_flow, diff_recipe, flow_digest
 from jetrl.precision.formats import act_1x128
 from jetrl.precision.recipe import ROLES, Recipe, build_recipe
 from jetrl.precision.table import rows
+from jetrl.spec import ModelSpec
 
 SPEC = dataclasses.replace(flow_shape.SPEC, num_layers=5)
 FP8 = build_recipe("fp8", 5, num_first_layers_in_bf16=1, num_last_layers_in_bf16=1)

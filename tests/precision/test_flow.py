@@ -26,6 +26,7 @@ from jetrl.precision.flow import (
 )
 from jetrl.precision.formats import BF16, FP32, act_1x128, weight_128x128, wgrad_128x1
 from jetrl.precision.recipe import ROLES, Recipe, build_recipe
+from jetrl.spec import ModelSpec, RopeSpec
 
 FAMILIES = [
     dataclasses.replace(SPEC, tie_embeddings=tied, qkv_bias=bias, qk_norm=norm)

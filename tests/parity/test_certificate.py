@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jetrl.kernels.backends import cpu
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Certificate, Workload, certify, row_hash
+from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequences, row_hash
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -123,3 +123,15 @@ def test_prompts_that_take_many_steps_come_to_their_end() -> None:
     work = Workload(num_sequences=3, max_prompt=100, new_tokens=4, chunk=4, page_size=8)
     result = certificate("bf16", work)
     assert result.ok and result.links[2].rows >= 8
+
+
+def test_the_link_of_drawn_tokens_finds_a_difference() -> None:
+    """Link d runs on a GPU alone, but its comparison can be tried anywhere."""
+    model = Transformer(SPEC, build_recipe("fp8_rollout", SPEC.num_layers)).init_random(0)
+    sequences = random_sequences(model, WORK)
+    with torch.no_grad():
+        broken = graph_link(model, sequences, WORK)
+        model = Transformer(SPEC, build_recipe("fp8", SPEC.num_layers)).init_random(0)
+        good = graph_link(model, sequences, WORK)
+    assert good.ok and good.rows == 5 * WORK.new_tokens and good.max_abs_diff == 0.0 and good.first_difference is None
+    assert not broken.ok and broken.max_abs_diff > 0 and "position" in str(broken.first_difference)

@@ -178,12 +178,16 @@ class TrainConfig(Section):
     max_tokens_per_gpu: int = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
     master_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type of the optimizer's weights.")
+    grad_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type in which gradients are added up over micro-batches.")
     optimizer_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type in which Adam's two moments are kept.")
     activation_checkpointing: bool = Field(
         default=False, description="Recompute layers in the backward pass to save memory.")
 
     def problems(self) -> Iterator[str]:
+        if self.grad_dtype == "bfloat16" and self.master_dtype == "float32":
+            yield 'train.grad_dtype: bfloat16 is for train.master_dtype = "bfloat16"; FP32 masters have FP32 gradients'
         if self.warmup_steps > self.steps:
             yield f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}"
 

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import reference
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gradient import grad_dtype
 
 
 def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
@@ -59,7 +60,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, targets, temperature)
-        ctx.dtype = master.dtype
+        ctx.dtype = grad_dtype(master)
         ctx.set_materialize_grads(False)
         return backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gradient import grad_dtype
 from jetrl.kernels.qtensor import QTensor
 
 
@@ -16,7 +17,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.dtype = eps, master.dtype
+        ctx.eps, ctx.dtype = eps, grad_dtype(master)
         return backend_of(x).rms_norm(x, weight, eps)
 
     @staticmethod

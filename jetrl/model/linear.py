@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gradient import grad_dtype
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
@@ -27,7 +28,7 @@ class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe, keep: bool) -> Tensor:
         pow2 = recipe.fprop.left.pow2
-        ctx.layer, ctx.recipe, ctx.dtype = layer, recipe, master.dtype
+        ctx.layer, ctx.recipe, ctx.dtype = layer, recipe, grad_dtype(master)
         ctx.needs_weight = keep
         if keep:
             x_t = quantize_act_t(x, recipe.saved_activation.pow2)
@@ -52,7 +53,7 @@ class _FP8Linear(torch.autograd.Function):
 class _BF16Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear) -> Tensor:
-        ctx.layer, ctx.dtype = layer, master.dtype
+        ctx.layer, ctx.dtype = layer, grad_dtype(master)
         ctx.save_for_backward(x)
         return gemm.bf16_gemm(x, layer.bf16_operand(), x.dtype)
 
@@ -71,7 +72,7 @@ class _Bias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, master: Tensor, bias: Tensor) -> Tensor:
-        ctx.dtype = master.dtype
+        ctx.dtype = grad_dtype(master)
         return add(y, bias)
 
     @staticmethod

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels import gemm, logprob, pointwise
 from jetrl.kernels.attention import attend, attend_cached
+from jetrl.kernels.gradient import grad_dtype
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear, rounded_into
 from jetrl.precision.recipe import Recipe, Role
@@ -42,7 +43,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, master: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape, ctx.dtype = master.shape, master.dtype
+        ctx.shape, ctx.dtype = master.shape, grad_dtype(master)
         return table[tokens]
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.kernels.dispatch import DEVICE_BACKEND, load_backend
+from jetrl.kernels.gradient import accumulate_in
 from jetrl.model import hf
 from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest, require_unified
@@ -110,9 +111,12 @@ def build_model(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
         activation_checkpointing=config.train.activation_checkpointing,
     )  # fmt: skip
     if config.model.path is None:
-        return model.init_random(config.model.init_seed).to(device).publish()
-    load_weights(model, config.model.path)
-    return model.to(device).publish()
+        model.init_random(config.model.init_seed)
+    else:
+        load_weights(model, config.model.path)
+    model.to(device).publish()
+    accumulate_in(model, getattr(torch, config.train.grad_dtype))
+    return model
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:

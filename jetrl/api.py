@@ -122,29 +122,40 @@ def _config_for(data: dict[str, Any], precision: str, device: str) -> Config:
     from jetrl.config import parse_config
 
     base = {"name": "api", "precision": precision, "device": device, "task": {"name": "addition"}}
-    return resolve(parse_config(base | data, source="jetrl"), cuda_available=torch.cuda.is_available())
+    return resolve(parse_config(base | data, source="these options"), cuda_available=torch.cuda.is_available())
 
 
 def load_for_parity(model: str, precision: str, device: str) -> tuple[Transformer, str]:
     """The model of `jetrl parity`: a folder's, a recipe's or a random one (`random:SHAPE`; none: the quickstart's)."""
+    run = run_of(Path(model)) if model else None
     if model.startswith("random:"):
-        return random_model(model.removeprefix("random:"), precision, device), model
+        return random_model(model.removeprefix("random:"), precision or "fp8", device), model
     if model.endswith(".toml"):
-        config = load_config(model, [f"precision={precision}", f"device={device}"])
+        config = load_config(model, [f"device={device}", *([f"precision={precision}"] if precision else [])])
         config = resolve(config, cuda_available=torch.cuda.is_available())
     elif model:
-        config = _config_for({"model": {"path": str(model_folder(Path(model)))}}, precision, device)
+        data: dict[str, Any] = {"model": {"path": str(model_folder(Path(model)))}}
+        precision = precision or (load_config(run / "config.toml").precision if run is not None else "fp8")
+        config = _config_for(data | _quant_of(run, precision), precision, device)
     else:
         arch: dict[str, Any] = {
             "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
             "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
         }  # fmt: skip
-        data: dict[str, Any] = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
+        data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
         data |= {"task": {"name": "addition", "max_prompt_length": 64}}
-        config = _config_for(data, precision, device)
+        config = _config_for(data, precision or "fp8", device)
     _, spec, _ = load_spec(config)
     return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
+
+
+def _quant_of(run: Path | None, precision: str) -> dict[str, Any]:
+    """The `[quant]` table of a run, where the precision has FP8 at all."""
+    if run is None or precision == "bf16":
+        return {}
+    config = load_config(run / "config.toml")
+    return {} if config.precision == "bf16" else {"quant": config.quant.model_dump(mode="json")}
 
 
 def random_model(shape: str, precision: str, device: str) -> Transformer:
@@ -165,13 +176,15 @@ def random_model(shape: str, precision: str, device: str) -> Transformer:
 
 def model_folder(path: Path) -> Path:
     """The Hugging Face folder that a run folder (newest checkpoint), a checkpoint or a model folder stands for."""
-    from jetrl.train.checkpoint import newest
+    from jetrl.train.checkpoint import newest, verify_model
 
     if (path / "checkpoints").is_dir():
         found = newest(path / "checkpoints")
         if found is None:
             raise UserError(f"{path} has no complete checkpoint yet. Set checkpoint.save_interval, or wait for one.")
         path = found
+    if (path / "state.json").is_file():
+        verify_model(path)
     return path / export_module.HF_SUBFOLDER if (path / export_module.HF_SUBFOLDER).is_dir() else path
 
 
@@ -183,19 +196,27 @@ def run_of(path: Path) -> Path | None:
     return None
 
 
-def evaluate_checkpoint(path: Path, recipe: Path | None, overrides: Sequence[str]) -> dict[str, float]:
-    """Held-out accuracy of a checkpoint, with the run's own task and sampling, or a recipe's."""
+def evaluate_checkpoint(
+    path: Path, recipe: Path | None, overrides: Sequence[str]
+) -> tuple[Path, int, dict[str, float]]:
+    """Held-out accuracy of a checkpoint, with the run's own task and sampling, or a recipe's.
+
+    Returns the model folder that was read, the number of held-out problems, and the metrics.
+    """
     from jetrl.loop import evaluate_once
     from jetrl.train.setup import build
 
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such folder.")
     run = run_of(path)
     if recipe is None and run is None:
         raise UserError(f"{path} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
     config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
     session = build(resolve(config, cuda_available=torch.cuda.is_available()))
-    load_weights(session.model, model_folder(path))
+    folder = model_folder(path)
+    load_weights(session.model, folder)
     session.engine.load(publish(session.model, 0, session.flow_digest))
-    return evaluate_once(session)
+    return folder, len(session.task.eval_problems(config.task.num_eval)), evaluate_once(session)
 
 
 def export_checkpoint(path: Path, out: Path, fp8: bool) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from jetrl import __version__
 from jetrl.errors import UserError, disk_full
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same.",
+    help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same. "
+    "`--debug` behind any command shows where an error came from; `--version` alone prints the version.",
 )  # fmt: skip
 out = Console(highlight=False, soft_wrap=True)
 
@@ -24,7 +27,6 @@ Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, such as recipes/qui
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, such as train.lr=2e-5 rollout.group_size=16.", show_default=False)
 ]
-Precision = Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout.")]
 
 
 def main() -> None:
@@ -32,19 +34,35 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    if sys.argv[1:] == ["--version"]:
+        print(f"jetrl {__version__}")
+        return
     try:
         app()
     except Exception as error:
-        if not isinstance(error, UserError) and not disk_full(error):
+        text = _told(error)
+        if text is None:
             raise
         if debug:
             traceback.print_exc()
-        text = error if isinstance(error, UserError) else f"no disk space left ({error}). Free some and try again."
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", markup=False, style="red")
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("jetrl: interrupted.")
         raise SystemExit(130) from None
+
+
+def _told(error: Exception) -> str | None:
+    """What the user is told of a mistake or of a failing disk; None: it is our own mistake, with a traceback."""
+    if isinstance(error, UserError):
+        return str(error)
+    if disk_full(error):
+        return f"no disk space left ({error}). Free some and try again."
+    if isinstance(error, BrokenPipeError):
+        return "standard output was closed, which stops the program. Send it to a file; go on with --resume."
+    return f"cannot read or write: {error}. Check the path and its permissions." if isinstance(error, OSError) else None
 
 
 def _config(recipe: Path, overrides: list[str] | None, extra: list[str] | None = None) -> Any:
@@ -71,10 +89,30 @@ def train(
         typer.echo(to_toml(config))
         return
     run_dir = _run_dir(config)
+    if resume:
+        _check_resumable(run_dir)
     if not run(config, run_dir, sys.argv, StopRequest().install()):
-        out.print(f"Stopped after a checkpoint. Go on with:\n  jetrl train {recipe} name={run_dir.name} --resume")
+        name = "" if run_dir.name == config.name else f" name={run_dir.name}"
+        if config.checkpoint.save_interval:
+            out.print(f"Stopped after a checkpoint. Go on with:\n  jetrl train {run_dir}/config.toml{name} --resume")
+        else:
+            out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot go on.")
         raise SystemExit(130)
     _summarize(run_dir)
+
+
+def _check_resumable(run_dir: Path) -> None:
+    """Refuse to begin anew where the user meant to go on."""
+    from jetrl.report.recorder import METRICS_FILE, read_metrics
+    from jetrl.train.checkpoint import newest
+
+    if not run_dir.is_dir():
+        raise UserError(f"--resume: there is no run folder {run_dir}. Check the name, or leave out --resume to start.")
+    rows = len(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else 0
+    if rows > 1 and newest(run_dir / "checkpoints") is None:
+        raise UserError(
+            f"--resume: {run_dir} has {rows} rows of metrics but no checkpoint to go on from. Start under another name."
+        )
 
 
 def _summarize(run_dir: Path) -> None:
@@ -85,7 +123,8 @@ def _summarize(run_dir: Path) -> None:
     numbers = headline(run)
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
-        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, console=out,
+        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
+        warm_start_seconds=numbers.warm_start_seconds, console=out,
         next_commands=[
             ("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html")),
             ("certify the trained model, bit for bit", f"jetrl parity {run_dir}"),
@@ -100,7 +139,7 @@ def _run_dir(config: Any) -> Path:
     if config.checkpoint.resume != "never":
         return base
     folder, number = base, 1
-    while (folder / "metrics.jsonl").exists():
+    while (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     if number > 1:
@@ -128,7 +167,9 @@ def compare(
     from jetrl.report.html import write_report
     from jetrl.report.run import headline, load_runs
 
-    flows = [flow.strip() for flow in precision.split(",")]
+    flows = [flow.strip() for flow in precision.split(",") if flow.strip()]
+    if not flows or len(set(flows)) < len(flows):
+        raise UserError(f"--precision {precision}: name each flow once, as in bf16,fp8,fp8_rollout.")
     configs = [_config(recipe, overrides, [f"precision={flow}"]) for flow in flows]  # all are checked before the first
     folders, stop = [], StopRequest().install()
     for flow, config in zip(flows, configs, strict=True):
@@ -150,12 +191,12 @@ def parity(
     model: Annotated[str, typer.Argument(
         help="A model folder, run or recipe, or random:SHAPE as in random:qwen3-8b. Without: the quickstart's shape.",
     )] = "",
-    precision: Precision = "fp8",
+    precision: Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout (default: the run's; else fp8).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    sequences: Annotated[int, typer.Option(help="Test sequences, of ragged lengths.")] = 6,
-    max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 48,
-    new_tokens: Annotated[int, typer.Option(help="Most tokens decoded for a sequence.")] = 24,
-    chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk. 0: a fiftieth of the prompt, at least 7.")] = 0,
+    sequences: Annotated[int, typer.Option(min=1, help="Test sequences, of ragged lengths.")] = 6,
+    max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt in tokens.")] = 48,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens decoded for a sequence.")] = 24,
+    chunk: Annotated[int, typer.Option(min=0, help="Tokens of a prefill chunk. 0: a fiftieth of the prompt.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then."""
@@ -204,7 +245,7 @@ def flow(
 
     config = _config(recipe, overrides)
     spec = load_spec(config)[1]
-    other = None
+    other, second = None, config
     if against is not None:
         second = _config(against, None)
         if load_spec(second)[1] != spec:
@@ -214,6 +255,10 @@ def flow(
     target = svg or Path(f"{config.name}-flow.svg")
     target.write_text(flow_svg(spec, recipe_of(config, spec)))
     out.print(f"Drawn: {target}")
+    if other is not None:
+        beside = target.with_name(f"{target.stem}-against{target.suffix}")
+        beside.write_text(flow_svg(spec, other))
+        out.print(f"Drawn: {beside} ({against})")
 
 
 @app.command("eval")
@@ -225,8 +270,11 @@ def evaluate(
     """Accuracy of a checkpoint on the held-out problems."""
     from jetrl.api import evaluate_checkpoint
 
-    for key, value in evaluate_checkpoint(checkpoint, recipe, overrides or []).items():
-        out.print(f"{key}  {value:.4f}")
+    folder, count, metrics = evaluate_checkpoint(checkpoint, recipe, overrides or [])
+    out.print(f"{folder}, {count} held-out problems")
+    for key, value in metrics.items():
+        if not key.endswith("pass@1"):  # the same number as avg@1
+            out.print(f"  {key}  {value:.4f}")
 
 
 @app.command()
@@ -262,7 +310,7 @@ def fetch(
     from jetrl.model.fetch import fetch_smollm2
 
     if name != "smollm2":
-        raise UserError(f"jetrl fetch {name!r}: unknown model; known: smollm2.")
+        raise UserError(f"fetch: unknown model {name!r}; known: smollm2.")
     out.print(f"Ready: {fetch_smollm2(target or Path('models/smollm2-135m-instruct'))}")
 
 

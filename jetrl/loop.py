@@ -7,6 +7,7 @@ publish -> engine.load -> recorder.write.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ class StopRequest:
     """Whether the user asked to stop. The first Ctrl-C or SIGTERM asks; the second interrupts at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.in_warm_start = False
 
     def install(self) -> StopRequest:
         """Catch both signals from now on."""
@@ -46,9 +47,10 @@ class StopRequest:
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked or self.in_warm_start:  # a warm start has nothing to save
             raise KeyboardInterrupt
         self.asked = True
+        print("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr, flush=True)
 
 
 class Clock:
@@ -106,7 +108,7 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
             if resume:
                 recorder.drop_after(session.step if found is not None else -1)
             if found is None:
-                start(session, recorder, clock, run_dir)
+                start(session, recorder, clock, run_dir, stop)
             while session.step < config.train.steps and not stop.asked:
                 train_step(session, recorder, clock, run_dir, stop)
         except FloatingPointError as error:  # the sampler met logits that are no numbers
@@ -115,14 +117,16 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
     return session.step >= config.train.steps
 
 
-def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path) -> None:
+def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest) -> None:
     """What comes before step 1: warm start, reference policy, first publish and evaluation, checkpoint 0."""
     config = session.config
     if config.sft.steps:
         with clock("warm start", config.sft.steps):
+            stop.in_warm_start = True
             warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance()
             )
+            stop.in_warm_start = False
     state.begin(session, run_dir)
     session.engine.load(publish(session.model, 0, session.flow_digest))
     metrics = evaluate(session, clock) if config.eval.eval_interval else {}

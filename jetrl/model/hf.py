@@ -130,6 +130,8 @@ def load_state(folder: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
                     f"{folder / files[name]}: {name} is stored as {tensor.dtype}; jetrl starts from bfloat16, "
                     "float32 or float16 weights. Use the unquantized model."
                 )
+            if not bool(torch.isfinite(tensor).all()):
+                raise UserError(f"{folder / files[name]}: {name} holds values that are not finite. {_AGAIN}")
             return tensor.to(READ_DTYPES[tensor.dtype])
 
         return _assemble(folder, spec, files, read)

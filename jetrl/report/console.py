@@ -175,7 +175,7 @@ class Display:
         now = self._clock()
         left = self.time_left()
         progress = Table.grid(expand=True, padding=(0, 1))
-        progress.add_column(width=9)
+        progress.add_column(width=10)
         progress.add_column(ratio=1)
         progress.add_column(justify="right", width=11, no_wrap=True)
         progress.add_column(justify="right", width=13, no_wrap=True)
@@ -287,6 +287,7 @@ def summary(
     accuracy_before: float | None = None,
     accuracy_after: float | None = None,
     parity_max: float | None = None,
+    warm_start_seconds: float | None = None,
     next_commands: Sequence[tuple[str, str]] = (),
     console: Console | None = None,
 ) -> None:
@@ -303,7 +304,9 @@ def summary(
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
         told = agreed if exact else gap
         table.add_row("parity", Text(told, style="green" if exact else "red"))
-    table.add_row("steps", f"{steps} in {duration(seconds)}")
+    warmed = warm_start_seconds or 0.0  # next to nothing where it came from the cache
+    warm = f", after a warm start of {duration(warmed)}" if warmed >= 1.0 else ""
+    table.add_row("steps", f"{steps} in {duration(seconds)}{warm}")
     table.add_row("run folder", Text(str(run_dir)))
     console.print()
     console.print(table, highlight=False)

@@ -220,7 +220,7 @@ def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
     names = {
         "precision": "Precision", "model": "Model", "steps": "Steps", "accuracy": "Held-out accuracy",
         "reward": "Reward, mean of last 10 steps", "parity": "Parity: largest log-prob gap",
-        "throughput": "Tokens/s per GPU, median", "time": "Time", "hardware": "Hardware",
+        "throughput": "Tokens/s (a GPU), median", "time": "Time", "hardware": "Hardware",
     }  # fmt: skip
     table = [(name, [one[key] for one in told], key) for key, name in names.items()]
     last = {"policy/entropy": "Entropy, last step", "response_length/mean": "Response length, last step"}

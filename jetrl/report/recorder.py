@@ -40,6 +40,7 @@ class Recorder:
         metrics, samples = self.run_dir / METRICS_FILE, self.run_dir / SAMPLES_FILE
         with _disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.run_dir)
         if not resume and metrics.exists() and metrics.stat().st_size > 0:
             raise UserError(
                 f"{self.run_dir} already holds a run ({len(read_metrics(self.run_dir))} rows in {METRICS_FILE}). "
@@ -100,7 +101,10 @@ class Recorder:
         environment = {**describe_environment(command), **(extra or {})}
         path = self.run_dir / ENV_FILE
         if self.resume and path.exists():
-            first = json.loads(path.read_text())
+            try:
+                first = dict(json.loads(path.read_text()))
+            except (ValueError, TypeError):  # it is only a record: a damaged one does not stop a run
+                first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
             environment = first
         self._replace(ENV_FILE, json.dumps(environment, indent=2) + "\n")
@@ -127,6 +131,9 @@ class Recorder:
             if file >= 0:
                 os.close(file)
         self._metrics = self._samples = -1
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
     def __enter__(self) -> Recorder:
         return self
@@ -135,6 +142,24 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _lock(run_dir: Path) -> int:
+    """Hold the run folder for this process (the system lets go of it, however the process ends); its descriptor."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return -1
+    with _disk_errors(run_dir):
+        file = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"Another process is writing {run_dir}. Wait, or choose another name.") from None
+        return -1  # a file system without locks
+    return file
 
 
 def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
@@ -167,7 +192,10 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is no run folder. Give one, such as runs/<name>.")
-    return [{key: _decode(value) for key, value in row.items()} for row in _read_rows(path)]
+    rows = [{key: _decode(value) for key, value in row.items()} for row in _read_rows(path)]
+    if wrong := [row.get("step") for row in rows if not isinstance(row.get("step"), int)]:
+        raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
+    return rows
 
 
 def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
@@ -176,6 +204,8 @@ def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for row in _read_rows(path):
+        if missing := [key for key in SAMPLE_KEYS if key not in row]:
+            raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
         logprobs = [_decode(value) for value in row["logprobs"]]
         yield {**row, "logprobs": logprobs, "reward": _decode(row["reward"]), "advantage": _decode(row["advantage"])}
 

@@ -252,7 +252,11 @@ function timeChart() {
     const steps = new Map();
     for (const name of shown.run.phases) {
       const [xs, ys] = shown.run.series[`time/${name}`];
-      xs.forEach((x, k) => { if (!steps.has(x)) steps.set(x, {}); steps.get(x)[name] = ys[k] ?? 0; });
+      xs.forEach((x, k) => {
+        if (x === 0 && shown.run.steps > 0) return;  // the warm start would flatten all else; its time stands in the legend
+        if (!steps.has(x)) steps.set(x, {});
+        steps.get(x)[name] = ys[k] ?? 0;
+      });
     }
     const all = [...steps.entries()].sort((a, b) => a[0] - b[0]), count = Math.min(all.length, 100), result = [];
     for (let b = 0; b < count; b++) {

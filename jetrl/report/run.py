@@ -94,7 +94,8 @@ class Headline:
     parity_nonzero_steps: int
     parity_max: float | None
     reward_last: float | None
-    seconds: float | None
+    seconds: float | None  # without the warm start, which is cached for the next run
+    warm_start_seconds: float | None
     tokens_per_s: float | None
 
 
@@ -107,6 +108,7 @@ def headline(run: Run) -> Headline:
     rewards = run.series("reward/mean")[1]
     throughput = sorted(value for value in run.series(THROUGHPUT_KEY)[1] if math.isfinite(value))
     recent = rewards[-10:]
+    warm_start = sum(run.series("time/warm start")[1])
     return Headline(
         steps=max((int(row["step"]) for row in run.rows), default=0),
         accuracy_key=accuracy_key,
@@ -116,7 +118,8 @@ def headline(run: Run) -> Headline:
         parity_nonzero_steps=len(gaps),
         parity_max=_largest(parity),
         reward_last=sum(recent) / len(recent) if recent else None,
-        seconds=_seconds(run),
+        seconds=None if (total := _seconds(run)) is None else total - warm_start,
+        warm_start_seconds=warm_start or None,
         tokens_per_s=throughput[len(throughput) // 2] if throughput else None,
     )
 

@@ -47,7 +47,7 @@ class FileTask:
         where = config.eval_file if config.eval_file is not None else "the same file, chosen by hash of the prompt"
         self._description = (
             f"{len(self._train)} problems from {config.train_file}; {len(held_out)} held out, from {where}; "
-            f"{removed} rows with held-out prompts taken out of training"
+            f"{removed} rows left out of training, because their prompts are held out"
         )
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
@@ -59,6 +59,10 @@ class FileTask:
     def eval_problems(self, n: int) -> list[Problem]:
         """The first `n` held-out problems in the order of their hash, so that any number of them is a fair sample."""
         return self._held_out[:n]
+
+    def all_problems(self) -> list[Problem]:
+        """Every problem, those for training first."""
+        return [*self._train, *self._held_out]
 
     def describe(self) -> str:
         """What is trained on and held out."""
@@ -74,7 +78,8 @@ def _split(problems: list[Problem], num_eval: int, file: str) -> tuple[list[Prob
     if num_eval > len(first) // 2:
         raise UserError(
             f"task.num_eval = {num_eval}, but {file} has only {len(first)} different prompts, and at most half may be "
-            f"held out. Set task.eval_file, or task.num_eval to at most {len(first) // 2}."
+            "held out. Set task.eval_file"
+            + (f", or task.num_eval to at most {len(first) // 2}." if len(first) > 1 else ", or add problems.")
         )
     taken = sorted(first, key=lambda key: (stable_hash("held out", key), key))[:num_eval]
     return [first[key] for key in taken], set(taken)
@@ -102,7 +107,7 @@ def read_problems(path: Path, prompt: str = "prompt", answer: str = "answer") ->
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON texts may hold U+2028
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON texts may hold U+2028
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error}). Write the file as UTF-8.") from error
     for number, line in enumerate(lines, 1):
@@ -110,7 +115,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number}: not valid JSON ({error}): {shorten(line)}") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: must be a JSON object with the columns, got {shorten(line)}")

@@ -38,7 +38,7 @@ def import_function(name: str) -> Callable[..., Any]:
 def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         hint = f" If it is a file here, write {name}.py:function." if isinstance(error, ModuleNotFoundError) else ""
         raise UserError(f"task.reward: cannot import {name}: {type(error).__name__}: {error}.{hint}") from error
 
@@ -53,7 +53,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # so that the module's own dataclasses and pickles find it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # running the user's code
+    except (Exception, SystemExit) as error:  # running the user's code
         del sys.modules[name]
         raise UserError(f"task.reward: {path} cannot be loaded: {type(error).__name__}: {error}") from error
     return module

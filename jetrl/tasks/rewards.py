@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from jetrl.types import Group, Problem
 Item = tuple[Problem, str, tuple[int, ...]]  # problem, text of the completion, its tokens
 
 _NUMBER = re.compile(r"(?<![0-9.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+_MAX_REWARD = 1e30
 _MAX_NUMBER = 1000  # characters; Python refuses to read integers of more than some thousand digits
 
 
@@ -87,8 +89,12 @@ def call_reward(reward: RewardFunction, items: Sequence[Item]) -> list[float | N
         result = reward(**arguments)
     except UserError:
         raise
-    except Exception as error:  # anything may come out of a user's function
-        raise UserError(f"Reward function {name} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # anything may come out of a user's function
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"Reward function {name} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}). "
+            "Mend it; --debug shows the whole traceback."
+        ) from error
     if isinstance(result, (str, Mapping)) or not hasattr(result, "__len__"):
         raise UserError(f"Reward function {name} must return a list of numbers, got {type(result).__name__}.")
     if len(result) != len(items):
@@ -106,8 +112,9 @@ def _number(value: Any, name: str, item: Item) -> float | None:
     where = f"for completion {shorten(item[1])!r} of problem {item[0].id}"
     if not isinstance(plain, (int, float)):
         raise UserError(f"Reward function {name} returned {value!r} ({type(value).__name__}), not a number, {where}.")
-    if not math.isfinite(plain):
-        raise UserError(f"Reward function {name} returned {plain} {where}. Return None where nothing can be scored.")
+    if not -_MAX_REWARD <= plain <= _MAX_REWARD:  # NaN as well
+        shown = shorten(repr(plain)) if isinstance(plain, float) else "an integer beyond 1e30"
+        raise UserError(f"Reward function {name} returned {shown} {where}. Return None where nothing can be scored.")
     return float(plain)
 
 
@@ -138,7 +145,13 @@ def check_gold(task: Task, reward: RewardFunction, tokenizer: Any, num: int = 8)
     items: list[Item] = []
     for problem in (task.problem(i) for i in range(num if task.check_gold else 0)):
         if gold := gold_text(task, problem, reward):
-            tokens = tuple(tokenizer.encode(gold, add_special_tokens=False))
+            try:
+                tokens = tuple(tokenizer.encode(gold, add_special_tokens=False))
+            except Exception as error:  # as in encode_problem
+                raise UserError(
+                    f"Problem {problem.id}: the tokenizer cannot encode the gold answer {shorten(gold)!r}: {error}. "
+                    "Use a tokenizer that knows these characters, or change the answer."
+                ) from error
             items.append((problem, tokenizer.decode(list(tokens)), tokens))
     if not items:
         return 0

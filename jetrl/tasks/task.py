@@ -45,7 +45,8 @@ class Task(Protocol):
 
 
 def build_task(config: TaskConfig, seed: int, tokenizer: Any) -> Task:
-    """The task that the config names. The tokenizer decides only what addition's `style = "auto"` means."""
+    """The task that the config names. The tokenizer decides what addition's `style = "auto"` means; the prompts of a
+    file are all encoded once, so that a bad one stops the run before it begins."""
     # Imported here, because each task module imports this one.
     if config.name == "addition":
         from jetrl.tasks.addition import AdditionTask
@@ -54,7 +55,10 @@ def build_task(config: TaskConfig, seed: int, tokenizer: Any) -> Task:
     if config.name == "file":
         from jetrl.tasks.files import FileTask
 
-        return FileTask(config, seed)
+        task = FileTask(config, seed)
+        for problem in task.all_problems():
+            encode_problem(problem, tokenizer, config)
+        return task
     from jetrl.tasks.gym import GymTask
 
     return GymTask(config.params, seed, config.num_eval)

@@ -4,7 +4,8 @@ A checkpoint is a folder `checkpoints/step_000100`:
 
     model/            Hugging Face folder (BF16), for `eval`, `export` and other programs
     state.safetensors master weights and optimizer state, to the bit
-    state.json        step, counters, flow digest, SHA-256 of state.safetensors; its presence makes the folder complete
+    state.json        step, counters, flow digest, SHA-256 of state.safetensors and of the model's weights; its presence
+                      makes the folder complete
 
 It is written under another name, synced and renamed; `latest` (a file with the folder's name) is replaced last.
 """
@@ -31,7 +32,7 @@ _STATE, _META = "state.safetensors", "state.json"
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """The small part of a checkpoint. `sha256` is filled in by `save`."""
+    """The small part of a checkpoint. The hashes are filled in by `save`."""
 
     step: int
     weight_version: int
@@ -39,6 +40,7 @@ class Meta:
     config_digest: str
     initial_accuracy: float | None = None
     sha256: str = ""
+    model_sha256: dict[str, str] | None = None  # by file name
 
 
 def save(
@@ -53,7 +55,8 @@ def save(
         write_model(temporary / "model")
         save_file({k: t.contiguous() for k, t in tensors.items()}, temporary / _STATE)
         _sync(temporary / _STATE)
-        record = asdict(meta) | {"sha256": _sha256(temporary / _STATE)}
+        weights = {p.name: _sha256(p) for p in sorted((temporary / "model").glob("*.safetensors"))}
+        record = asdict(meta) | {"sha256": _sha256(temporary / _STATE), "model_sha256": weights}
         (temporary / _META).write_text(json.dumps(record, indent=1) + "\n")
         _sync(temporary / _META)
         if final.exists():  # a run resumed from an earlier step writes this one again
@@ -83,8 +86,9 @@ def complete(folder: Path) -> list[Path]:
 def newest(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, else the newest complete one, else None."""
     pointer = folder / "latest"
-    if pointer.is_file() and (folder / pointer.read_text().strip() / _META).is_file():
-        return folder / pointer.read_text().strip()
+    named = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    if named.startswith("step_") and (folder / named / _META).is_file():
+        return folder / named
     found = complete(folder)
     return found[-1] if found else None
 
@@ -95,6 +99,8 @@ def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
         raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step, or start anew.")
     try:
         meta = Meta(**json.loads((path / _META).read_text()))
+        if not isinstance(meta.step, int) or not isinstance(meta.weight_version, int):
+            raise ValueError("step and weight_version must be integers")
     except (ValueError, TypeError) as error:
         raise UserError(f"{path / _META} cannot be read ({error}). Choose another step of the run.") from error
     if not (path / _STATE).is_file() or _sha256(path / _STATE) != meta.sha256:
@@ -106,6 +112,17 @@ def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
         return meta, load_file(path / _STATE)
     except SafetensorError as error:  # unreachable unless the hash was made of a broken file
         raise UserError(f"{path / _STATE} cannot be read: {error}.") from error
+
+
+def verify_model(path: Path) -> None:
+    """Check the hashes of a checkpoint's `model/` weights, for those who read only these."""
+    stated = json.loads((path / _META).read_text()).get("model_sha256") or {}
+    for name, expected in stated.items():
+        file = path / "model" / name
+        if not file.is_file() or _sha256(file) != expected:
+            raise UserError(
+                f"{file} does not have the hash that {_META} states: it was damaged. Take another checkpoint."
+            )
 
 
 def _sha256(path: Path) -> str:

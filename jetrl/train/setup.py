@@ -143,6 +143,8 @@ def eos_ids(tokenizer: Any, folder: str | None) -> frozenset[int]:
     for source in (hf.read_config(folder), hf.read_generation_config(folder)) if folder is not None else ():
         listed = (source or {}).get("eos_token_id")
         ids += listed if isinstance(listed, list) else [listed]
+    if wrong := [i for i in ids if i is not None and (not isinstance(i, int) or i < 0)]:
+        raise UserError(f"{folder}: eos_token_id {wrong[0]!r} is no token id. Mend (generation_)config.json.")
     return frozenset(i for i in ids if i is not None)
 
 

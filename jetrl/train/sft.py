@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from jetrl import __version__
 from jetrl.config import Config
@@ -24,7 +25,7 @@ from jetrl.precision.recipe import build_recipe
 from jetrl.tasks.task import Task, encode_problem
 from jetrl.train.optim import build_optimizer, clip_gradients_, global_grad_norm, schedule_factor, set_lr
 from jetrl.train.packing import to_device
-from jetrl.train.step import NonFiniteError, forward_rows
+from jetrl.train.step import forward_rows
 from jetrl.types import MicroBatch
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far from those of RL in the task's stream
@@ -45,8 +46,12 @@ def cache_path(config: Config, model: Transformer) -> Path:
 
 def _weights_hash(model: Transformer) -> str:
     """Hash of the master weights: unlike `Transformer.checksum`, the same in every precision flow."""
+    return _state_hash(model.state_dict())
+
+
+def _state_hash(state: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
+    for name, value in sorted(state.items()):
         digest.update(name.encode())
         digest.update(value.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -61,11 +66,24 @@ def warm_start(
         state = train_sft(model, config, task, tokenizer, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        save_file(state, temporary)
+        save_file(state, temporary, metadata={"sha256": _state_hash(state)})
         temporary.replace(path)
-    model.load_state_dict(load_file(path))
+    model.load_state_dict(_read_cache(path))
     model.publish()
     return path
+
+
+def _read_cache(path: Path) -> dict[str, torch.Tensor]:
+    """The cached weights, verified."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            expected = (file.metadata() or {}).get("sha256")
+    except SafetensorError as error:
+        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it: it is made anew.") from error
+    if expected != _state_hash(state):
+        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it: it is made anew.")
+    return state
 
 
 def train_sft(
@@ -94,7 +112,10 @@ def train_sft(
             tokens += micro.tokens.numel()
         norm = global_grad_norm(student.parameters())
         if not np.isfinite(total) or not np.isfinite(float(norm)):
-            raise NonFiniteError(f"warm start, step {step}: loss {total}, gradient norm {float(norm)}")
+            raise UserError(
+                f"The warm start stops at step {step}: loss {total}, gradient norm {float(norm)}. Lower sft.lr, or set "
+                "sft.warmup_steps."
+            )
         clip_gradients_(student.parameters(), norm, config.train.max_grad_norm)
         factor = schedule_factor(
             step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps

@@ -29,6 +29,8 @@ def find(config: Config, run_dir: Path) -> Path | None:
         return checkpoint.newest(run_dir / "checkpoints")
     if not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume = {resume}: there is no such folder. Give a checkpoint folder, or auto.")
+    if (Path(resume) / "checkpoints").is_dir():  # a run: its newest
+        return checkpoint.newest(Path(resume) / "checkpoints")
     return Path(resume)
 
 
@@ -69,8 +71,8 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     if meta.flow_digest != session.flow_digest or meta.config_digest != resume_digest(session.config):
         raise UserError(
             f"{path} was written by a run with other settings (precision, model, data, sampling, objective or "
-            "optimizer). Resume with the run's own config.toml, or give a new name to start anew. Only train.steps, "
-            "eval, checkpoint and track settings may change."
+            "optimizer; its name and num_threads count too). Resume with the run's own config.toml, or give a new name "
+            "to start anew. Only train.steps, eval, checkpoint and track settings and output_dir may change."
         )
     session.model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
     session.model.publish()

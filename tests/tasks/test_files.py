@@ -130,7 +130,7 @@ def test_split_by_hash_is_disjoint_also_for_repeated_prompts(tmp_path):
     assert len({p.prompt.strip() for p in held_out}) == 10
     assert len(trained) == 30 and not trained & {p.prompt.strip() for p in held_out}
     assert both.eval_problems(4) == held_out[:4] == task(path, 9, num_eval=10).eval_problems(4)
-    assert "60 problems" in both.describe() and "20 rows with held-out prompts" in both.describe()
+    assert "60 problems" in both.describe() and "20 rows left out" in both.describe()
 
 
 def test_held_out_prompts_of_an_eval_file_leave_training(tmp_path):

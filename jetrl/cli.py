@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from jetrl import __version__
 from jetrl.errors import UserError, disk_full
+from jetrl.report.console import Output
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -21,7 +21,7 @@ app = typer.Typer(
     help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same. "
     "`--debug` behind any command shows where an error came from; `--version` alone prints the version.",
 )  # fmt: skip
-out = Console(highlight=False, soft_wrap=True)
+out = Output(highlight=False, soft_wrap=True)
 
 Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, such as recipes/quickstart.toml.", show_default=False)]
 Overrides = Annotated[
@@ -46,8 +46,6 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", markup=False, style="red")
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("jetrl: interrupted.")
@@ -60,8 +58,6 @@ def _told(error: Exception) -> str | None:
         return str(error)
     if disk_full(error):
         return f"no disk space left ({error}). Free some and try again."
-    if isinstance(error, BrokenPipeError):
-        return "standard output was closed, which stops the program. Send it to a file; go on with --resume."
     return f"cannot read or write: {error}. Check the path and its permissions." if isinstance(error, OSError) else None
 
 

@@ -166,7 +166,7 @@ class TrainConfig(Section):
     section: ClassVar[str] = "train"
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("min_lr_ratio",), "lr_schedule", ("constant",)),)
     steps: int = Field(default=100, ge=1, description="Training steps; each samples, scores and updates.")
-    lr: float = Field(default=1e-6, gt=0, le=1e3, description="Peak learning rate.")
+    lr: float = Field(default=1e-6, gt=0, le=1e30, description="Peak learning rate.")
     lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Last learning rate as a share of the peak.")
@@ -201,7 +201,7 @@ class SFTConfig(Section):
     )
     steps: int = Field(default=0, ge=0, description="Optimizer steps of the warm start. 0: no warm start.")
     batch_size: int = Field(default=32, ge=1, description="Sequences in a step.")
-    lr: float = Field(default=1e-3, gt=0, le=1e3, description="Peak learning rate.")
+    lr: float = Field(default=1e-3, gt=0, le=1e30, description="Peak learning rate.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
     lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
     num_examples: int | None = Field(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +21,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jetrl.errors import UserError
 from jetrl.report.run import Headline
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.:-=+*#"
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
 _MAX_WIDTH = 100
+
+
+class Output(Console):
+    """A rich console that tells of a closed pipe; rich itself would end the program without a word."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        raise UserError("standard output was closed, which stops the program. Send it to a file; --resume goes on.")
 
 
 class Display:
@@ -51,7 +62,7 @@ class Display:
         self.total_steps = total_steps
         self.title, self.about = title, about
         self.current = start_step
-        self.console = console or Console()
+        self.console = console or Output()
         self._interval, self._step_interval, self._clock = interval, step_interval, clock
         self._step_told = -math.inf
         self._started = self._step_started = clock()

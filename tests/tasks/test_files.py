@@ -138,7 +138,7 @@ def test_held_out_prompts_of_an_eval_file_leave_training(tmp_path):
     both = task(train, eval_file=str(held_out), num_eval=4)
     assert {both.problem(i).answer for i in range(40)} == {str(i) for i in range(15)}
     assert {p.answer for p in both.eval_problems(100)} == {str(i) for i in range(15, 25)}
-    assert "5 rows with held-out prompts taken out" in both.describe()
+    assert "5 rows left out" in both.describe()
     with pytest.raises(UserError, match="none is left for training"):
         task(train, eval_file=str(train))
 

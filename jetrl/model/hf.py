@@ -265,7 +265,9 @@ def write_folder(
         _write_json(temporary / "config.json", config)
         _write_tensors(temporary, tensors, max_shard_bytes)
         extras(temporary)
+        mode = (temporary / "config.json").stat().st_mode
         for path in temporary.iterdir():
+            path.chmod(mode)  # safetensors makes files that only their owner reads
             _sync(path)
         temporary.chmod(0o755)  # mkdtemp makes folders that only their owner reads
         if folder.exists():

@@ -198,6 +198,13 @@ def test_sharded_files_follow_the_hugging_face_layout(tmp_path: Path) -> None:
         assert len(held) == 1 or sum(t.numel() * 2 for t in held.values()) <= 3000
 
 
+def test_all_files_have_the_mode_that_new_files_have(tmp_path: Path) -> None:
+    (tmp_path / "new").write_text("")
+    hf.save_model(tmp_path / "m", TINY, random_state(TINY))
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "m").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "new").stat().st_mode}, modes
+
+
 def test_fused_rows_are_q_k_v_and_gate_up_of_the_file(tmp_path: Path) -> None:
     state = random_state(TINY)
     hf.save_model(tmp_path / "m", TINY, state)

@@ -127,7 +127,6 @@ def _config_for(data: dict[str, Any], precision: str, device: str) -> Config:
 
 def load_for_parity(model: str, precision: str, device: str) -> tuple[Transformer, str]:
     """The model of `jetrl parity`: a folder's, a recipe's or a random one (`random:SHAPE`; none: the quickstart's)."""
-    run = run_of(Path(model)) if model else None
     if model.startswith("random:"):
         return random_model(model.removeprefix("random:"), precision or "fp8", device), model
     if model.endswith(".toml"):
@@ -135,8 +134,11 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
         config = resolve(config, cuda_available=torch.cuda.is_available())
     elif model:
         data: dict[str, Any] = {"model": {"path": str(model_folder(Path(model)))}}
-        precision = precision or (load_config(run / "config.toml").precision if run is not None else "fp8")
-        config = _config_for(data | _quant_of(run, precision), precision, device)
+        trained = load_config(run / "config.toml") if (run := run_of(Path(model))) is not None else None
+        precision = precision or (trained.precision if trained is not None else "fp8")
+        if trained is not None and "bf16" not in (precision, trained.precision):  # BF16 has no [quant]
+            data["quant"] = trained.quant.model_dump(mode="json")
+        config = _config_for(data, precision, device)
     else:
         arch: dict[str, Any] = {
             "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
@@ -148,14 +150,6 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
         config = _config_for(data, precision or "fp8", device)
     _, spec, _ = load_spec(config)
     return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
-
-
-def _quant_of(run: Path | None, precision: str) -> dict[str, Any]:
-    """The `[quant]` table of a run, where the precision has FP8 at all."""
-    if run is None or precision == "bf16":
-        return {}
-    config = load_config(run / "config.toml")
-    return {} if config.precision == "bf16" else {"quant": config.quant.model_dump(mode="json")}
 
 
 def random_model(shape: str, precision: str, device: str) -> Transformer:

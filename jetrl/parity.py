@@ -169,6 +169,11 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
     return batches
 
 
+def prompts_of(sequences: list[Tensor], work: Workload) -> list[list[int]]:
+    """The beginnings that links c and d decode from: what is left of each sequence without the new tokens."""
+    return [s[: max(1, min(work.max_prompt, len(s) - work.new_tokens))].tolist() for s in sequences]
+
+
 # ---- link c ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +231,7 @@ class _Nothing:
 def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
     """c: decode with paged cache, mixed batch, preemption and re-admission = training forward"""
     compare = _Comparison("c", decode_link.__doc__ or "")
-    prompts = [s[: max(1, min(work.max_prompt, len(s) - work.new_tokens))].tolist() for s in sequences]
+    prompts = prompts_of(sequences, work)
     prompts.append(prompts[-1])  # a second sample of one prompt: shared prefill, copy on write
     requests = [
         Request(i, tuple(p), SamplingParams(1 + (work.new_tokens + 3 * i) % work.new_tokens, seed=work.seed))
@@ -280,7 +285,7 @@ def _decode(
 def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
     """d: decode in CUDA graphs, several steps in a row = training forward (log-probs of the drawn tokens)"""
     start = time.perf_counter()
-    prompts = [s[: max(1, min(work.max_prompt, len(s) - work.new_tokens))].tolist() for s in sequences]
+    prompts = prompts_of(sequences, work)
     requests = [
         Request(i, tuple(p), SamplingParams(work.new_tokens, seed=work.seed)) for i, p in enumerate(prompts)
     ]

@@ -162,3 +162,10 @@ def test_closed_output_and_version(recipe: Path, tmp_path: Path) -> None:
         run.stdout.close()
         told = run.stderr.read()
     assert run.returncode == 2 and "standard output was closed" in told and "Traceback" not in told, told
+
+
+def test_a_broken_record_of_a_checkpoint(jetrl: Cli, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "copy")
+    (tmp_path / "copy" / "checkpoints" / "step_000002" / "state.json").write_text("{")
+    for command in (("eval", tmp_path / "copy"), ("export", tmp_path / "copy", tmp_path / "out")):
+        assert_refused(jetrl(*command), r"state\.json cannot be read")

@@ -95,14 +95,7 @@ def newest(folder: Path) -> Path | None:
 
 def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
     """Read a checkpoint and verify its hash."""
-    if not (path / _META).is_file():
-        raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step, or start anew.")
-    try:
-        meta = Meta(**json.loads((path / _META).read_text()))
-        if not isinstance(meta.step, int) or not isinstance(meta.weight_version, int):
-            raise ValueError("step and weight_version must be integers")
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path / _META} cannot be read ({error}). Choose another step of the run.") from error
+    meta = _read_meta(path)
     if not (path / _STATE).is_file() or _sha256(path / _STATE) != meta.sha256:
         raise UserError(
             f"{path / _STATE} does not have the hash that {_META} states ({meta.sha256[:16]}...): the file was damaged "
@@ -114,10 +107,21 @@ def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
         raise UserError(f"{path / _STATE} cannot be read: {error}.") from error
 
 
+def _read_meta(path: Path) -> Meta:
+    if not (path / _META).is_file():
+        raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step, or start anew.")
+    try:
+        meta = Meta(**json.loads((path / _META).read_text()))
+        if not isinstance(meta.step, int) or not isinstance(meta.weight_version, int):
+            raise ValueError("step and weight_version must be integers")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path / _META} cannot be read ({error}). Choose another step of the run.") from error
+    return meta
+
+
 def verify_model(path: Path) -> None:
     """Check the hashes of a checkpoint's `model/` weights, for those who read only these."""
-    stated = json.loads((path / _META).read_text()).get("model_sha256") or {}
-    for name, expected in stated.items():
+    for name, expected in (_read_meta(path).model_sha256 or {}).items():
         file = path / "model" / name
         if not file.is_file() or _sha256(file) != expected:
             raise UserError(

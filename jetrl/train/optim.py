@@ -1,13 +1,14 @@
 """The optimizer, the learning-rate schedule, and the gradient norm.
 
 AdamW all in FP32 is torch's own. With BF16 master weights torch's would keep its two moments in BF16 as well, and
-compute in BF16; `MixedAdamW` computes in FP32 and keeps the moments as `optimizer_dtype` says.
+compute in BF16; `MixedAdamW` computes in FP32, keeps the moments as `optimizer_dtype` says, and on the host if
+`offload_optimizer` says so. 8-bit moments are torchao's (`optim_8bit.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import AdamWStep, adamw_step_
 from jetrl.kernels.squares import ROW, row_squares
+from jetrl.train.offload import HostMemory, Update, stream_updates
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -50,6 +52,8 @@ class OptimizerConfig(Protocol):
     def master_dtype(self) -> str: ...
     @property
     def optimizer_dtype(self) -> str: ...
+    @property
+    def offload_optimizer(self) -> bool: ...
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -69,32 +73,49 @@ class MixedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         state_dtype: torch.dtype = torch.float32,
+        offload: bool = False,
     ) -> None:
         self.state_dtype = state_dtype
+        self.host = HostMemory() if offload else None  # None: the moments are on the parameters' device
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
+        if self.host is None:
+            for update in self._updates():
+                adamw_step_(*update)
+            return
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if params:
+            largest = max(param.numel() for param in params)
+            stream_updates(self._updates(), params[0].device, self.state_dtype, largest)
+
+    def _updates(self) -> Iterator[Update]:
+        """Every parameter that has a gradient, with its moments and its count of steps, raised by one."""
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, exp_avg=self._zeros(param), exp_avg_sq=self._zeros(param))
+                state["step"] += 1
+                betas = tuple(group["betas"])
+                numbers = AdamWStep(group["lr"], betas, group["eps"], group["weight_decay"], state["step"])
+                yield Update(param, param.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], numbers)
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(param, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.state_dtype)
-        state["step"] += 1
-        numbers = AdamWStep(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], state["step"])
-        assert param.grad is not None
-        adamw_step_(param, param.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], numbers)
+    def _zeros(self, param: Tensor) -> Tensor:
+        if self.host is not None:
+            return self.host.zeros(param, self.state_dtype)
+        return torch.zeros_like(param, dtype=self.state_dtype)
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts the state to the parameter's dtype; so the moments are put back after it."""
-        super().load_state_dict(state_dict)
+        """As torch's, which however moves the state to the parameter's device and dtype; so it gets none of it."""
+        super().load_state_dict({**state_dict, "state": {}})
+        if self.host is not None:
+            self.host = HostMemory()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(numbers, params, strict=True):
@@ -102,7 +123,8 @@ class MixedAdamW(torch.optim.Optimizer):
                 if key == "step":  # a float32 tensor here would change the bits of the bias correction
                     self.state[param][key] = int(value)
                 else:
-                    self.state[param][key] = value.to(device=param.device, dtype=self.state_dtype, copy=True)
+                    assert value.shape == param.shape, f"{key}: {value.shape} for a parameter {param.shape}"
+                    self.state[param][key] = self._zeros(param).copy_(value)
 
 
 def build_optimizer(
@@ -134,9 +156,16 @@ def build_optimizer(
     ]
     beta1, beta2 = train_config.adam_betas
     common: dict[str, Any] = {"lr": train_config.lr, "betas": (beta1, beta2), "eps": train_config.adam_eps}
+    offload = train_config.offload_optimizer
+    if train_config.optimizer_dtype == "8bit":
+        if offload:
+            raise UserError('train.offload_optimizer does not work with train.optimizer_dtype = "8bit"')
+        from jetrl.train.optim_8bit import EightBitAdamW  # here, because torchao is optional
+
+        return EightBitAdamW(groups, **common)
     state_dtype = _DTYPES[train_config.optimizer_dtype]
-    if torch.bfloat16 in (dtype, state_dtype):
-        return MixedAdamW(groups, **common, state_dtype=state_dtype)
+    if offload or torch.bfloat16 in (dtype, state_dtype):
+        return MixedAdamW(groups, **common, state_dtype=state_dtype, offload=offload)
     on_gpu = all(param.is_cuda for param in decayed + plain)
     return torch.optim.AdamW(groups, **common, fused=on_gpu, foreach=False)
 
@@ -185,7 +214,10 @@ def lr_at(step: int, config: ScheduleConfig) -> float:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every parameter group this learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):  # torchao's: a number there would be compiled into the step
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 @torch.no_grad()

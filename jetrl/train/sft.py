@@ -95,7 +95,8 @@ def train_sft(
     student.to(model.head_weight.device)
     student.load_state_dict({k: v.to(torch.float32) for k, v in model.state_dict().items()})
     student.publish()
-    settings = config.train.model_copy(update={"lr": sft.lr, "master_dtype": "float32", "optimizer_dtype": "float32"})
+    fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
+    settings = config.train.model_copy(update={"lr": sft.lr} | fp32)
     optimizer = build_optimizer(student.named_parameters(), settings)
     for step in range(1, sft.steps + 1):
         first = (step - 1) * sft.batch_size

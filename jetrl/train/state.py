@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -72,7 +73,8 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         raise UserError(
             f"{path} was written by a run with other settings (precision, model, data, sampling, objective or "
             "optimizer; its name and num_threads count too). Resume with the run's own config.toml, or give a new name "
-            "to start anew. Only train.steps, eval, checkpoint and track settings and output_dir may change."
+            "to start anew. Only train.steps, eval, checkpoint and track settings, output_dir and, with BF16 masters "
+            "or moments, train.offload_optimizer may change."
         )
     session.model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
     session.model.publish()
@@ -94,7 +96,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
 
 def resume_digest(config: Config) -> str:
     """Digest of the settings that must not change between a run and its resumption."""
-    free = {"steps": 1, "warmup_steps": 0} if config.train.lr_schedule == "constant" else {}
+    free: dict[str, Any] = {"steps": 1, "warmup_steps": 0} if config.train.lr_schedule == "constant" else {}
+    if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
+        free["offload_optimizer"] = False  # one optimizer and the same bits, on or off; all in FP32 it is another
     fixed = config.model_copy(
         update={
             "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": type(config.eval)(),

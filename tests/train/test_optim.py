@@ -25,7 +25,8 @@ from jetrl.train.optim import (
 def config(**changes) -> SimpleNamespace:
     base = dict(
         lr=0.1, weight_decay=0.5, adam_betas=[0.9, 0.95], adam_eps=1e-8, master_dtype="float32",
-        optimizer_dtype="float32", steps=10, lr_schedule="constant", warmup_steps=0, min_lr_ratio=0.0,
+        optimizer_dtype="float32", offload_optimizer=False, steps=10, lr_schedule="constant", warmup_steps=0,
+        min_lr_ratio=0.0,
     )  # fmt: skip
     return SimpleNamespace(**(base | changes))
 

@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: one launch instead of a dozen a layer, which the host could not issue fast enough.
 
-A graph is captured for each batch size of a fixed list; smaller batches are padded with rows that write nothing to the
+A graph is captured for batch sizes of a fixed list; smaller batches are padded with rows that write nothing to the
 cache. A row's bits do not depend on the other rows (contract 3), so padding changes none. Graphs hold the addresses of
 weights and cache. Publishing writes new weights to the old addresses; whoever moves either drops the graphs.
 
@@ -9,8 +9,10 @@ Legend: `B` rows, of which the first `n` are real, `M` pages of a sequence.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +29,26 @@ def padded_batch(n: int) -> int:
         return 1 << (n - 1).bit_length()
     step = 16 if n <= 256 else 64
     return -(-n // step) * step
+
+
+class GraphSize(NamedTuple):
+    """What a graph is captured for: rows, width of the page table, and whether it draws its tokens itself."""
+
+    rows: int
+    width: int
+    draws: bool
+
+    def holds(self, other: GraphSize) -> bool:
+        return self.rows >= other.rows and self.width >= other.width and self.draws == other.draws
+
+
+def choose(captured: Collection[GraphSize], need: GraphSize, times: int) -> GraphSize:
+    """The graph for `need`, asked for the `times`-th time: its own, or one captured already with up to twice the rows.
+
+    A capture costs as much as several steps. While a batch runs dry, each size is needed once or twice: not worth it.
+    """
+    fits = [size for size in captured if size.holds(need) and size.rows <= 2 * need.rows]
+    return min(fits) if fits and times < 3 and need not in captured else need
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +81,8 @@ class DecodeGraphs:
     def __init__(self, model: Any, cache: Any, device: torch.device, max_steps: int) -> None:
         self.model, self.cache, self.device, self.max_steps = model, cache, device, max_steps
         self.addresses = model.addresses()
-        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._graphs: dict[GraphSize, _Graph] = {}
+        self._asked: Counter[GraphSize] = Counter()
         self._pool: Any = None
 
     @torch.no_grad()
@@ -85,11 +108,12 @@ class DecodeGraphs:
     def _ready(self, step: DecodeInputs, draws: bool) -> _Graph:
         """The graph that fits, its inputs in place."""
         n, pages = step.block_table.shape
-        size, width = padded_batch(n), max(32, 1 << (pages - 1).bit_length())  # a wider table costs nothing
-        key = (size, width, draws)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(*key)
-        held = self._graphs[key]
+        need = GraphSize(padded_batch(n), max(32, 1 << (pages - 1).bit_length()), draws)  # a wide table costs nothing
+        self._asked[need] += 1
+        taken = choose(self._graphs.keys(), need, self._asked[need])
+        if taken not in self._graphs:
+            self._graphs[taken] = self._capture(*taken)
+        held, (size, width, _) = self._graphs[taken], taken
         integers = np.zeros((5, size), dtype=np.int64)
         integers[2] = -1  # a padding row writes nothing
         columns = (step.tokens, step.positions, step.slots, step.keys.view(np.int64), step.sample_positions)

@@ -7,7 +7,7 @@
 
 One process a model, which builds it once a precision. Workloads:
 
-    ragged  512 sequences of 1 to 256 tokens; link c decodes up to 511 of them at once
+    ragged  512 sequences of 1 to 256 tokens; link c computes up to 474 of them in one step
     long    six sequences of 1 to 32,768 tokens (fewer where the model has fewer positions), prompts in chunks of 4096
 
 The expected seconds leave out what compiling kernels takes (a minute or more in a fresh place).

@@ -17,6 +17,7 @@ from jetrl.model.transformer import Tap, Transformer
 from jetrl.types import ForwardBatch, VarlenPlan
 
 _ROWS = 64  # rows of log-probs held at once
+_BATCH = 49152  # tokens of a packed batch: its widest activation stays below 2**31 elements, as kernels index them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,32 @@ def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
 
 
 class Packed:
-    """The training forward of all sequences in one batch. `hidden[i]` are the rows [len, D] of sequence i."""
+    """The training forward of all sequences, in order, in batches of `_BATCH` tokens (a longer sequence is one alone).
+
+    `hidden[i]` are the rows [len, D] of sequence i.
+    """
 
     def __init__(self, model: Transformer, sequences: Sequence[Tensor]) -> None:
-        self._model, self._batch = model, varlen(sequences)
-        lengths = [len(s) for s in sequences]
-        self._starts = np.cumsum([0, *lengths]).tolist()
-        self.hidden = model(self._batch).split(lengths)
+        self._model = model
+        self._places: list[tuple[ForwardBatch, int]] = []  # of each sequence: its batch and its first row there
+        self.hidden: list[Tensor] = []
+        groups: list[list[Tensor]] = []
+        total = 0
+        for tokens in sequences:
+            if not groups or total + len(tokens) > _BATCH:
+                groups.append([])
+                total = 0
+            groups[-1].append(tokens)
+            total += len(tokens)
+        for group in groups:
+            batch, lengths = varlen(group), [len(tokens) for tokens in group]
+            self.hidden += model(batch).split(lengths)
+            self._places += [(batch, int(start)) for start in np.cumsum([0, *lengths[:-1]])]
 
     def tapped(self, sequence: int, row: int) -> dict[str, Tensor]:
-        """The batch once more under a tap: row `row` of the sequence in every operator's output."""
-        return tapped(partial(self._model, self._batch), self._starts[sequence] + row)
+        """The sequence's batch once more under a tap: its row `row` in every operator's output."""
+        batch, start = self._places[sequence]
+        return tapped(partial(self._model, batch), start + row)
 
 
 def row_hash(logprobs: Tensor) -> Tensor:

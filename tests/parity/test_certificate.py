@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl import parity
+from jetrl import parity, parity_rows
 from jetrl.kernels.backends import cpu
 from jetrl.model.transformer import Transformer
 from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequences
@@ -144,7 +144,9 @@ def test_step_tokens_make_the_batch_of_link_c_wide(
     assert max(widths) in widest, f"sequences in each step: {widths}"
 
 
-def test_a_packed_forward_gives_each_sequence_its_own_rows() -> None:
+@pytest.mark.parametrize("batch", [49152, 30, 1])
+def test_a_packed_forward_gives_each_sequence_its_own_rows(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity_rows, "_BATCH", batch)
     model = Transformer(SPEC, build_recipe("bf16", SPEC.num_layers)).init_random(0)
     sequences = random_sequences(model, WORK)
     with torch.no_grad():

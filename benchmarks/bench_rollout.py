@@ -1,20 +1,19 @@
 """Rollout from end to end: the engine with a model of Qwen3-8B's shape and random weights, log-prob of each token kept.
 
     python benchmarks/bench_rollout.py --precision fp8 bf16 --batch 64 256 --prompt 512 --new 1024 --peer "COMMAND"
+    python benchmarks/bench_rollout.py --batch 64 --prompt 8192 --new 512 --name rollout_long    # long context
 
 Each measurement is a process of its own, and they take turns: ours in each precision, then the peer's, for `--rounds`.
-`--peer` is a command that measures another engine on the same sizes and prints `VBENCH {json}` lines with `batch` and
-`out_tok_s`; `{dtype}`, `{batch}`, `{prompt}` and `{new}` in it are filled in. The first, short
-generation of each process compiles kernels and is not counted. Writes `benchmarks/results/rollout.json`.
+`--peer` is a command that measures another engine on the same sizes and prints `VBENCH {json}` lines with `engine`
+(name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s` and `peak_gib`; `{dtype}`, `{batch}` (a comma
+list), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for prompt + new tokens itself. The
+first, short generation at each batch size compiles kernels and is not counted. Writes `results/rollout.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,105 +21,133 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import COPY_TBPS, RESULTS, median, quantiles, save, table
+from common import COPY_TBPS, RESULTS, SPEC, NoText, ask, emit, environment, median, quantiles, save, table
 
-from jetrl.model.transformer import Transformer
-from jetrl.precision.recipe import Recipe
+from jetrl.api import random_model
 from jetrl.rollout.engine import Engine, StepReport
-from jetrl.spec import SHAPES
 from jetrl.types import Request, SamplingParams, WeightSet
 
-SPEC = SHAPES["qwen3-8b"]
-MARK = "BENCH "
+PEER_MARK = "VBENCH "
 
 
-class NoText:
-    """A tokenizer for random tokens."""
-
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int]) -> str:
-        return ""
-
-
-def build(precision: Any, layers: int = SPEC.num_layers) -> Transformer:
-    spec = dataclasses.replace(SPEC, num_layers=layers)
-    with torch.device("cuda"):
-        model = Transformer(spec, Recipe(precision, layers), master_dtype=torch.bfloat16)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1.0)
-    return model.to("cuda").publish()
-
-
-def floor_ms(precision: str, batch: int, context: float) -> float:
+def floor_ms(precision: str, batch: int, context: float, layers: int = SPEC.num_layers) -> float:
     """Milliseconds of a decode step that only reads each weight and each cached key and value once."""
     linear = sum(
         SPEC.hidden_size * sum(sections) for sections in (SPEC.qkv_sections, SPEC.gate_up_sections)
     ) + SPEC.hidden_size * (SPEC.num_heads * SPEC.head_dim + SPEC.intermediate_size)
-    weights = SPEC.num_layers * linear * (1 if precision == "fp8" else 2) + 2 * SPEC.vocab_size * SPEC.hidden_size
-    cache = batch * context * SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2
+    weights = layers * linear * (1 if precision == "fp8" else 2) + 2 * SPEC.vocab_size * SPEC.hidden_size
+    cache = batch * context * layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2
     return (weights + cache) / COPY_TBPS / 1e9
 
 
+class DecodeClock:
+    """Times the looks at the engine at which every sequence has drawn and none computed its prompt."""
+
+    def __init__(self, batch: int, prompt: int) -> None:
+        self.batch, self.prompt = batch, prompt
+        self.drawn, self.decoding = 0, False
+        self.steps: list[float] = []  # milliseconds a step, of each look
+        self.milliseconds = self.tokens = self.keys = 0.0
+
+    def look(self, generated: int, milliseconds: float) -> None:
+        """`generated` tokens in all are drawn now, `milliseconds` after the last look."""
+        new, before = generated - self.drawn, self.drawn
+        self.drawn = generated
+        all_drew = new > 0 and new % self.batch == 0
+        if all_drew and self.decoding:  # not at the first such look: prompts may have been part of that step
+            steps = new // self.batch
+            self.steps.append(milliseconds / steps)
+            self.milliseconds += milliseconds
+            self.tokens += new
+            self.keys += new * (self.prompt + before / self.batch + (steps - 1) / 2)
+        self.decoding = all_drew
+
+    @property
+    def step_ms(self) -> float:
+        return self.milliseconds * self.batch / self.tokens
+
+    @property
+    def context(self) -> float:
+        """Keys of a sequence in these steps, on average."""
+        return self.keys / self.tokens
+
+
+def requests_of(batch: int, prompt: int, new: int) -> list[Request]:
+    """Random prompts whose sequences never stop early."""
+    g, sampling = np.random.default_rng(1), SamplingParams(new, ignore_eos=True)
+    return [Request(i, tuple(g.integers(1, SPEC.vocab_size, prompt).tolist()), sampling) for i in range(batch)]
+
+
 def measure(engine: Engine, precision: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
-    """One `generate` of `batch` requests that never stop early."""
-    g = np.random.default_rng(1)
-    sampling = SamplingParams(new, ignore_eos=True)
-    requests = [Request(i, tuple(g.integers(1, SPEC.vocab_size, prompt).tolist()), sampling) for i in range(batch)]
-    decode: list[tuple[float, int]] = []  # milliseconds and tokens of each look at the engine
-    drawn = 0
+    """One `generate`, timed as a whole and in the steps that decode only."""
+    requests = requests_of(batch, prompt, new)
+    clock = DecodeClock(batch, prompt)
     torch.cuda.synchronize()
     start = last = time.perf_counter()
 
     def on_step(report: StepReport) -> None:
-        nonlocal last, drawn
+        nonlocal last
         now = time.perf_counter()
-        if (report.generated_tokens - drawn) % batch == 0:  # all sequences draw: no prompt is computed any more
-            decode.append(((now - last) * 1e3, report.generated_tokens - drawn))
-        last, drawn = now, report.generated_tokens
+        clock.look(report.generated_tokens, (now - last) * 1e3)
+        last = now
 
     engine.generate(requests, on_step=on_step)
     seconds = time.perf_counter() - start
-    steps = [ms * batch / tokens for ms, tokens in decode]
-    total_ms, total_tokens = (sum(column) for column in zip(*decode, strict=True))
-    step = total_ms * batch / total_tokens
+    layers = engine.model.spec.num_layers
+    assert engine.stats is not None
+    if not clock.steps:
+        raise SystemExit(f"{new} new tokens are too few: no step had all {batch} sequences decode")
     return {
-        "precision": precision, "batch": batch, "prompt": prompt, "new": new, "tokens/s": batch * new / seconds,
-        "decode tokens/s": total_tokens / total_ms * 1e3, "step_ms": step, "seconds": seconds, **quantiles(steps),
-        "share of floor": floor_ms(precision, batch, prompt + new / 2) / step,
-        "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "precision": precision, "layers": layers, "batch": batch, "prompt": prompt, "new": new,
+        "tokens/s": batch * new / seconds, "decode tokens/s": batch / clock.step_ms * 1e3, "step_ms": clock.step_ms,
+        "seconds": seconds, **quantiles(clock.steps), "context": clock.context,
+        "share of floor": floor_ms(precision, batch, clock.context, layers) / clock.step_ms,
+        "preemptions": engine.stats.preemptions, "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
     }  # fmt: skip
 
 
-def one(precision: str, args: argparse.Namespace) -> None:
-    """Measure one precision in this process; a line of JSON a batch size."""
-    model = build(precision)
+def one(variant: str, args: argparse.Namespace) -> None:
+    """Measure one variant (a precision, or one of `nonexact`) in this process; a row a batch size."""
+    from nonexact import apply
+
+    precision = apply(variant)
+    model = random_model("qwen3-8b", precision, "cuda", args.layers)
     for batch in args.batch:
         engine = Engine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch))
         engine.load(WeightSet(1, "flow", ""))
-        measure(engine, precision, batch, args.prompt, 40)
+        # prompts so short that all sequences soon decode together, in steps as full as the measured ones
+        engine.generate(requests_of(batch, min(args.prompt, 512), 40))
         torch.cuda.reset_peak_memory_stats()
-        print(MARK + json.dumps(measure(engine, precision, batch, args.prompt, args.new)), flush=True)
+        row = measure(engine, precision, batch, args.prompt, args.new)
+        emit({"engine": f"jetrl {variant}", **row, "environment": environment()})
         del engine
         torch.cuda.empty_cache()
 
 
-def ask(command: list[str] | str, mark: str) -> list[dict[str, Any]]:
-    """The JSON lines that a process prints after `mark`."""
-    done = subprocess.run(command, capture_output=True, text=True, shell=isinstance(command, str))
-    rows = [json.loads(line[len(mark) :]) for line in done.stdout.splitlines() if line.startswith(mark)]
-    if not rows:
-        raise SystemExit(f"{command}: status {done.returncode}, no result\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
-    return rows
+def peer_row(row: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A peer's row under our names, its version kept. Its share of the floor is that of its mean context."""
+    named = {"engine": f"peer {dtype}", "peer": row.get("engine", "unknown"), "tokens/s": row["out_tok_s"]}
+    if "peak_gib" in row:
+        named["peak GiB"] = row["peak_gib"]
+    if "decode_tok_s" in row:
+        step = row["batch"] / row["decode_tok_s"] * 1e3
+        floor = floor_ms(dtype, row["batch"], row["prompt"] + row["out"] / 2, row["layers"])
+        named |= {"decode tokens/s": row["decode_tok_s"], "step_ms": step, "share of floor": floor / step}
+    return row | named
+
+
+def peer_command(template: str, dtype: str, batch: list[int], prompt: int, new: int, layers: int) -> str:
+    sizes = {"batch": ",".join(map(str, batch)), "prompt": prompt, "new": new, "layers": layers}
+    return template.format(dtype=dtype, **sizes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", nargs="+", default=["fp8", "bf16"])
+    parser.add_argument("--precision", nargs="+", default=["fp8", "bf16"], help="or a variant, as 'fp8 nonexact'")
     parser.add_argument("--batch", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=SPEC.num_layers)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", default="", help="command of another engine")
     parser.add_argument("--peer-dtype", nargs="+", default=["bf16", "fp8"])
@@ -130,23 +157,25 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return one(args.one, args)
-    sizes = ["--batch", *map(str, args.batch), "--prompt", str(args.prompt), "--new", str(args.new)]
+    sizes = ["--batch", *map(str, args.batch), *(f"--{k}={getattr(args, k)}" for k in ("prompt", "new", "layers"))]
     rows: list[dict[str, Any]] = []
+    columns = ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "share of floor", "peak GiB"]
     for i in range(args.rounds):
         for precision in args.precision:
-            found = ask([sys.executable, __file__, "--one", precision, *sizes], MARK)
-            rows += [row | {"engine": f"jetrl {precision}", "round": i} for row in found]
-            columns = ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "share of floor", "peak GiB"]
-            print(table(rows[-len(found) :], columns), flush=True)
+            found = list(ask([sys.executable, __file__, "--one", precision, *sizes]))
+            rows += [row | {"round": i} for row in found]
+            print(table(found, columns), flush=True)
         for dtype in args.peer_dtype if args.peer else ():
-            fill = {"dtype": dtype, "batch": ",".join(map(str, args.batch)), "prompt": args.prompt, "new": args.new}
-            found = ask(args.peer.format(**fill), "VBENCH ")
-            rows += [row | {"engine": f"peer {dtype}", "round": i, "tokens/s": row["out_tok_s"]} for row in found]
-            print(json.dumps(found), flush=True)
+            command = peer_command(args.peer, dtype, args.batch, args.prompt, args.new, args.layers)
+            found = [peer_row(row, dtype) for row in ask(command, PEER_MARK)]
+            rows += [row | {"round": i} for row in found]
+            print(table(found, columns), flush=True)
     speed: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         speed.setdefault((row["engine"], row["batch"]), []).append(row["tokens/s"])
-    summary = [{"engine": e, "batch": b, "tokens/s": statistics.median(v)} for (e, b), v in speed.items()]
+    summary: list[dict[str, Any]] = [
+        {"engine": e, "batch": b, "tokens/s": statistics.median(v)} for (e, b), v in speed.items()
+    ]
     for row in summary:
         base = speed.get(("peer bf16", row["batch"]))
         row["of peer bf16"] = row["tokens/s"] / median(base) if base else float("nan")

@@ -1,18 +1,24 @@
 """The training side on one GPU: actor update, log-prob pass, publishing, and a whole RL step, FP8 against BF16.
 
-    python benchmarks/bench_step.py --rounds 2            # Qwen3-8B's shape, 32K packed tokens of 8K sequences
-    python benchmarks/bench_step.py --layers 4 --whole 0   # a sweep with fewer layers
+    python benchmarks/bench_step.py --rounds 2                   # Qwen3-8B's shape, 32K packed tokens of 8K sequences
+    python benchmarks/bench_step.py --only whole --variants fp8 bf16 "fp8 nonexact"
+    python benchmarks/bench_step.py --only update --layers 4      # a sweep with fewer layers
 
-Random weights; BF16 masters, gradients and moments, no activation checkpointing, one 8K sequence a micro-batch. Each
-measurement is a process of its own, and the precisions take turns. `update` is forward, backward, norm, clipping, AdamW
-and publishing. The variant `bf16 nondet` runs attention's backward pass without its fixed order of sums, which is what
-exactness costs there. Writes `benchmarks/results/step.json`.
+Random weights; BF16 masters, gradients and moments, no activation checkpointing. Each measurement is a process of its
+own, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing, one 8K sequence a
+micro-batch. `whole` is a rollout of `--sequences` with 4K new tokens, then one update on all of them. Variants: a
+precision, with `nonexact` or `nondet` behind it (see `nonexact.py`) to measure what exactness costs. Every part records
+the peak of allocated memory. Writes `benchmarks/results/step.json`.
+
+Memory of `whole` at 8B, in GB: masters 16.4 (the published BF16 weights are the same memory), moments 32.8, FP8 codes
+in both orientations 14: 63 in all, 49 in BF16. The rollout adds the cache, 64 x 4,608 tokens x 147 KB = 43.5, and gives
+it back; the update adds gradients (16.4) and the activations of one micro-batch, about 4.5 a thousand tokens in FP8.
+With micro-batches of 9,216 tokens it peaks near 127 of the 150 that the GPU has.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,10 +27,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_rollout import MARK, SPEC, NoText, ask, build
-from common import RESULTS, median, save, table
+from common import RESULTS, SPEC, NoText, ask, emit, environment, median, save, table
 
-from jetrl.kernels.backends import flash
+from jetrl.api import random_model
 from jetrl.model.transformer import Transformer
 from jetrl.rollout.engine import Engine
 from jetrl.train.optim import MixedAdamW, clip_gradients_, global_grad_norm
@@ -32,6 +37,7 @@ from jetrl.train.publish import publish
 from jetrl.types import ForwardBatch, Request, SamplingParams, VarlenPlan, WeightSet
 
 BF16_CEILING = 785.0  # TFLOP/s of a large BF16 matmul on an H200
+PROMPT, GROUP = 512, 8  # tokens of a prompt of a whole step, and how many sequences share it
 
 
 def batch_of(lengths: list[int], seed: int) -> tuple[ForwardBatch, torch.Tensor]:
@@ -43,17 +49,21 @@ def batch_of(lengths: list[int], seed: int) -> tuple[ForwardBatch, torch.Tensor]
 
 
 def flops(layers: int, lengths: list[int], passes: float) -> float:
-    """Model FLOPs: 2 a weight and token for each pass over the linear layers and the head, causal attention apart."""
+    """Model FLOPs: 2 a weight and token for each pass over the linear layers and the head, causal attention apart.
+
+    Three passes are an update: backward counts twice forward, what it computes again does not count.
+    """
     linear = layers * SPEC.hidden_size * (
         sum(SPEC.qkv_sections) + sum(SPEC.gate_up_sections) + SPEC.num_heads * SPEC.head_dim + SPEC.intermediate_size
     ) + SPEC.vocab_size * SPEC.hidden_size
     attention = layers * sum(2.0 * n * n * SPEC.num_heads * SPEC.head_dim for n in lengths)  # half of 4 n^2 d
-    return passes * 2.0 * linear * sum(lengths) + attention * (1 if passes == 1 else 3.5)
+    return passes * (2.0 * linear * sum(lengths) + attention)
 
 
-def timed(fn: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds; the first call is not counted."""
+def timed(fn: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Median milliseconds, the first call not counted, and the peak of allocated memory in GiB."""
     times = []
+    torch.cuda.reset_peak_memory_stats()
     for i in range(repeats + 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -61,7 +71,7 @@ def timed(fn: Callable[[], Any], repeats: int) -> float:
         torch.cuda.synchronize()
         if i:
             times.append((time.perf_counter() - start) * 1e3)
-    return median(times)
+    return median(times), torch.cuda.max_memory_allocated() / 2**30
 
 
 def update(model: Transformer, optimizer: MixedAdamW, micros: list[list[int]]) -> None:
@@ -85,74 +95,85 @@ def logprob_pass(model: Transformer, micros: list[list[int]]) -> None:
 
 
 def one(variant: str, args: argparse.Namespace) -> None:
-    """Measure one precision in this process."""
-    precision = variant.split()[0]
-    flash.DETERMINISTIC_BACKWARD = "nondet" not in variant
-    model = build(precision, args.layers)
+    """Measure one variant in this process."""
+    from nonexact import apply, chosen
+
+    precision = apply(variant)
+    model = random_model("qwen3-8b", precision, "cuda", args.layers)
     optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
+    row: dict[str, Any] = {"variant": variant, "layers": args.layers}
+    if args.only in ("update", "all"):
+        row |= training(model, optimizer, args)
+    if args.only in ("whole", "all"):
+        row |= whole(model, optimizer, args)
+    emit(row | {"gemms": chosen(), "environment": environment()})
+
+
+def training(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -> dict[str, Any]:
+    """The update, the log-prob pass, publishing and the optimizer, each alone."""
     micros = [[args.length]] * (args.tokens // args.length)
     lengths = [n for micro in micros for n in micro]
-    row: dict[str, Any] = {"variant": variant, "layers": args.layers, "tokens": sum(lengths), "length": args.length}
-    torch.cuda.reset_peak_memory_stats()
-    row["update_ms"] = timed(lambda: update(model, optimizer, micros), args.repeats)
+    row: dict[str, Any] = {"tokens": sum(lengths), "length": args.length}
+    row["update_ms"], row["update peak GiB"] = timed(lambda: update(model, optimizer, micros), args.repeats)
     row["MFU"] = flops(args.layers, lengths, 3) / row["update_ms"] / 1e9 / BF16_CEILING
-    row["update peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     optimizer.zero_grad(set_to_none=True)
-    row["logprob_ms"] = timed(lambda: logprob_pass(model, micros), args.repeats)
+    row["logprob_ms"], row["logprob peak GiB"] = timed(lambda: logprob_pass(model, micros), args.repeats)
     row["logprob TFLOP/s"] = flops(args.layers, lengths, 1) / row["logprob_ms"] / 1e9
-    row["publish_ms"] = timed(lambda: publish(model, 0, "flow"), 5)
-    row["optimizer_ms"] = _optimizer_ms(model, optimizer)
-    if args.whole:
-        row |= whole(model, optimizer, args)
-    print(MARK + json.dumps(row), flush=True)
-
-
-def _optimizer_ms(model: Transformer, optimizer: MixedAdamW) -> float:
+    row["publish_ms"], row["publish peak GiB"] = timed(lambda: publish(model, 0, "flow"), 5)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    return timed(optimizer.step, 3)
-
-
-def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -> dict[str, float]:
-    """Rollout of `--whole` sequences with 4K new tokens, then an update on all of their tokens."""
-    g = np.random.default_rng(1)
+    row["optimizer_ms"], row["optimizer peak GiB"] = timed(optimizer.step, 3)
     optimizer.zero_grad(set_to_none=True)
+    return row
+
+
+def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -> dict[str, Any]:
+    """One RL step after a warm-up: rollout, then an update on all of its tokens, micro-batches of whole sequences."""
+    g = np.random.default_rng(1)
+    prompts = [tuple(g.integers(1, SPEC.vocab_size, PROMPT).tolist()) for _ in range(-(-args.sequences // GROUP))]
+    length = PROMPT + args.new
+    per_micro = max(1, args.micro_tokens // length)
+    micros = [[length] * min(per_micro, args.sequences - i) for i in range(0, args.sequences, per_micro)]
     engine = Engine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192)
-    engine.load(WeightSet(1, "flow", ""))
 
-    def requests(new: int) -> list[Request]:
+    def rollout(new: int) -> None:
         sampling = SamplingParams(new, ignore_eos=True)
-        prompt = tuple(g.integers(1, SPEC.vocab_size, 512).tolist())
-        return [Request(i, prompt, sampling) for i in range(args.whole)]
+        engine.load(WeightSet(1, "flow", ""))
+        engine.generate([Request(i, prompts[i // GROUP], sampling) for i in range(args.sequences)])
 
-    engine.generate(requests(24))
-    start = time.perf_counter()
-    engine.generate(requests(args.new))
-    rollout = time.perf_counter() - start
+    def once(part: Callable[[], None]) -> tuple[float, float]:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        part()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
+
+    update(model, optimizer, micros[:1])  # makes the moments, as in every step but the first, and compiles
+    optimizer.zero_grad(set_to_none=True)
+    rollout(24)
+    rollout_s, rollout_peak = once(lambda: rollout(args.new))
     assert engine.stats is not None
-    length = 512 + args.new
-    per_micro = max(1, args.length // length)
-    micros = [[length] * min(per_micro, args.whole - i) for i in range(0, args.whole, per_micro)]
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    update(model, optimizer, micros)
-    torch.cuda.synchronize()
-    spent = time.perf_counter() - start
+    update_s, update_peak = once(lambda: update(model, optimizer, micros))
     return {
-        "whole rollout_s": rollout, "whole update_s": spent, "whole_s": rollout + spent,
+        "sequences": args.sequences, "new": args.new, "micro_batches": len(micros), "whole rollout_s": rollout_s,
+        "whole update_s": update_s, "whole_s": rollout_s + update_s, "whole rollout peak GiB": rollout_peak,
+        "whole update peak GiB": update_peak, "whole peak GiB": max(rollout_peak, update_peak),
         "preemptions": engine.stats.preemptions,
-    }
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", default=["fp8", "bf16", "bf16 nondet"])
+    parser.add_argument("--variants", nargs="+", default=["fp8", "bf16", "fp8 nonexact", "bf16 nonexact"])
+    parser.add_argument("--only", choices=["update", "whole", "all"], default="update")
     parser.add_argument("--layers", type=int, default=SPEC.num_layers)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=32768, help="of an update")
+    parser.add_argument("--length", type=int, default=8192, help="of a sequence of it, which is a micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--whole", type=int, default=64, help="sequences of the whole step; 0: skip it")
-    parser.add_argument("--new", type=int, default=4096)
+    parser.add_argument("--sequences", type=int, default=64, help="of a whole step")
+    parser.add_argument("--new", type=int, default=4096, help="tokens of each")
+    parser.add_argument("--micro-tokens", type=int, default=9216, help="most tokens of a micro-batch of a whole step")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="step")
@@ -160,20 +181,21 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return one(args.one, args)
-    sizes = [f"--{k}={getattr(args, k)}" for k in ("layers", "tokens", "length", "repeats", "new")]
-    rows = []
+    keys = ("only", "layers", "tokens", "length", "repeats", "sequences", "new", "micro_tokens")
+    options = [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in keys]
+    rows: list[dict[str, Any]] = []
     for i in range(args.rounds):
         for variant in args.variants:
-            count = args.whole if "nondet" not in variant else 0
-            found = ask([sys.executable, __file__, "--one", variant, f"--whole={count}", *sizes], MARK)
-            rows += [{"round": i, **row} for row in found]
-            print(table(rows[-1:], list(rows[-1])), flush=True)
+            rows += [{"round": i, **row} for row in ask([sys.executable, __file__, "--one", variant, *options])]
+            print("\n".join(f"{k:<24}{v:.4g}" if isinstance(v, float) else f"{k:<24}{v}" for k, v in rows[-1].items()))
+            print(flush=True)
     save(args.name, rows, args.out)
-    by = {v: [r for r in rows if r["variant"] == v] for v in args.variants}
-    for key in ("update_ms", "logprob_ms", "whole_s"):
-        if all(key in r for v in ("fp8", "bf16") for r in by.get(v, [{}])):
-            ratio = median([r[key] for r in by["bf16"]]) / median([r[key] for r in by["fp8"]])
-            print(f"{key}: FP8 is {ratio:.2f}x as fast as BF16")
+    shown = ("update_ms", "logprob_ms", "publish_ms", "whole_s", "update peak GiB", "whole peak GiB")
+    medians = [
+        {"variant": v} | {k: median([r[k] for r in rows if r["variant"] == v]) for k in shown if k in rows[0]}
+        for v in args.variants
+    ]
+    print(table(medians, list(medians[0])))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,71 @@
-"""What every benchmark shares: interleaved timing with a cold L2, the environment, tables and JSON."""
+"""What every benchmark shares: interleaved timing with a cold L2, processes that report rows, the environment, tables
+and JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from jetrl.report.environment import git_commit
+from jetrl.spec import SHAPES
+
 COPY_TBPS = 4.29  # device copy of one H200, bytes read and written
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SPEC = SHAPES["qwen3-8b"]  # the shape of the benchmarks of whole runs
+MARK = "BENCH "  # begins each line of JSON that a measuring process prints
+
+
+class NoText:
+    """A tokenizer for random tokens."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int]) -> str:
+        return ""
+
+
+def emit(row: dict[str, Any]) -> None:
+    """Report a row to the process that asked."""
+    print(MARK + json.dumps(row), flush=True)
+
+
+def ask(command: list[str] | str, mark: str = MARK) -> Iterator[dict[str, Any]]:
+    """The rows that a process of its own prints after `mark`, each as soon as it is there.
+
+    RuntimeError, with the end of what it printed, if the process fails or has no row.
+    """
+    count, tail = 0, deque[str](maxlen=15)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, shell=isinstance(command, str)
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith(mark):
+                    count += 1
+                    yield json.loads(line[len(mark) :])
+                else:
+                    tail.append(line)
+            status = process.wait()
+        finally:
+            process.kill()  # for a caller that stopped asking; nothing happens to a process that has ended
+            process.wait()
+        if status or not count:
+            errors.seek(0)
+            text = "".join(tail) + errors.read()[-3000:]
+            raise RuntimeError(f"{command}: status {status} after {count} rows\n{text}")
 
 
 def interleaved(variants: dict[str, Callable[[], Any]], rounds: int = 30, warmup: int = 3) -> dict[str, list[float]]:
@@ -76,17 +128,38 @@ def graphed(fn: Callable[[], Any]) -> Callable[[], None]:
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """Where and when: GPU, versions, date, commit. Asks the GPU, so call it in a process that measures."""
     return {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit.stdout.strip() or "unknown",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": str(torch.__version__),
+        "cuda": torch.version.cuda, "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit_name(),
     }  # fmt: skip
 
 
+def commit_name(package: Path = ROOT / "jetrl") -> str:
+    """The short commit, `+changes` behind it where the checkout has any; "unknown" outside a checkout."""
+    commit, dirty = git_commit(package)
+    return "unknown" if commit is None else commit[:10] + ("+changes" if dirty else "")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole or not at all: whoever stops the program finds the last complete state."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    part.replace(path)
+
+
+def between_markers(text: str, name: str, content: str) -> str:
+    """`text` with what stands between `<!-- name:begin -->` and `<!-- name:end -->` replaced."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the text must hold {begin} and, behind it, {end}, once each")
+    return text[: text.index(begin) + len(begin)] + f"\n{content.strip()}\n" + text[text.index(end) :]
+
+
 def save(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write_json(path, {"environment": environment(), "rows": rows})
     return path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +152,14 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
     return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
 
 
-def random_model(shape: str, precision: str, device: str) -> Transformer:
-    """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device."""
+def random_model(shape: str, precision: str, device: str, layers: int | None = None) -> Transformer:
+    """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device.
+
+    `layers`: that many instead of the shape's own.
+    """
     if shape not in SHAPES:
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
-    spec = SHAPES[shape]
+    spec = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
     config = _config_for({"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}, precision, device)
     load_backend(config.kernels)
     with torch.device(config.device):

@@ -6,14 +6,15 @@
 
     d  (on a GPU) decode in CUDA graphs, several steps in a row = training forward, for the drawn tokens' log-probs
 
-Rows of a to c are compared as log-probs of all V tokens. When one of them fails, both paths run again under a tap, and
-the first layer and operator whose output differs at the first differing row is named.
+"Training forward" is that of packed sequences, as the learner makes it. Rows of a to c are compared as log-probs of all
+V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output
+differs at the first differing row is named.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,31 +24,13 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.logprob import log_softmax
-from jetrl.model.transformer import Tap, Transformer
+from jetrl.model.transformer import Transformer
+from jetrl.parity_rows import Comparison, LinkResult, Packed, row_hash, tapped, varlen
 from jetrl.rollout.engine import Engine
 from jetrl.rollout.plan import Plan
 from jetrl.rollout.runner import KVCache, ModelRunner
 from jetrl.rollout.sampler import SamplingTable
-from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
-
-_ROWS = 64  # rows of log-probs held at once
-
-
-@dataclass(frozen=True, slots=True)
-class LinkResult:
-    """Outcome of one link. `first_difference` names sequence, position, layer and operator; None if all rows agree."""
-
-    link: str
-    description: str
-    rows: int
-    rows_different: int
-    max_abs_diff: float
-    seconds: float
-    first_difference: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.rows > 0 and self.rows_different == 0
+from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +61,7 @@ class Workload:
     chunk: int = 7
     page_size: int = 16
     seed: int = 0
+    step_tokens: int = 0  # of a step in link c; 0: a chunk and a token for each sequence
 
 
 def certify(model: Transformer, work: Workload, name: str, progress: Callable[[str], None]) -> Certificate:
@@ -107,26 +91,14 @@ def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:
 
 def packed_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
     """a: one sequence alone = inside a packed batch (training forward)"""
-    compare = _Comparison("a", packed_link.__doc__ or "")
-    packed = model(varlen(sequences)).split([len(s) for s in sequences])
+    compare = Comparison("a", packed_link.__doc__ or "")
+    packed = Packed(model, sequences)
     for i, tokens in enumerate(sequences):
         alone = model(varlen([tokens]))
-        row = compare.rows(model, i, range(len(tokens)), alone, packed[i])
+        row = compare.rows(model, i, range(len(tokens)), alone, packed.hidden[i])
         if row is not None:
-            start = sum(len(s) for s in sequences[:i])
-            left = _tapped(partial(model, varlen([tokens])), row)
-            right = _tapped(lambda tap: model(varlen(sequences), tap), start + row)
-            compare.locate(i, row, left, right)
+            compare.locate(i, row, tapped(partial(model, varlen([tokens])), row), packed.tapped(i, row))
     return compare.result()
-
-
-def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
-    """A training batch of whole sequences, packed in order."""
-    lengths = tuple(len(s) for s in sequences)
-    device = sequences[0].device
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-    return ForwardBatch(torch.cat(list(sequences)), positions, VarlenPlan(cu, lengths), "train")
 
 
 # ---- link b ---------------------------------------------------------------------------------------------------------
@@ -134,19 +106,18 @@ def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
 
 def chunked_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
     """b: prefill in chunks through the paged cache = training forward"""
-    compare = _Comparison("b", chunked_link.__doc__ or "")
+    compare = Comparison("b", chunked_link.__doc__ or "")
+    trained = Packed(model, sequences)
     for i, tokens in enumerate(sequences):
-        trained = model(varlen([tokens]))
         prefilled = torch.cat([model(batch) for batch in chunks(model, tokens, work)])
-        row = compare.rows(model, i, range(len(tokens)), trained, prefilled)
+        row = compare.rows(model, i, range(len(tokens)), trained.hidden[i], prefilled)
         if row is not None:
-            left = _tapped(partial(model, varlen([tokens])), row)
             right: dict[str, Tensor] = {}
             for batch in chunks(model, tokens, work):
                 at = (batch.positions == row).nonzero()
-                seen = _tapped(partial(model, batch), int(at[0]) if len(at) else 0)
+                seen = tapped(partial(model, batch), int(at[0]) if len(at) else 0)
                 right = seen if len(at) else right
-            compare.locate(i, row, left, right)
+            compare.locate(i, row, trained.tapped(i, row), right)
     return compare.result()
 
 
@@ -201,7 +172,7 @@ class _Watched(ModelRunner):
         if self.target in keys:
             row = int(self.plan.sample_rows[keys.index(self.target)])
             hidden: list[Tensor] = []
-            self.seen = _tapped(lambda tap: hidden.append(self.inner(batch, tap)), row)
+            self.seen = tapped(lambda tap: hidden.append(self.inner(batch, tap)), row)
             return hidden[0]
         return self.inner(batch)
 
@@ -230,7 +201,7 @@ class _Nothing:
 
 def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
     """c: decode with paged cache, mixed batch, preemption and re-admission = training forward"""
-    compare = _Comparison("c", decode_link.__doc__ or "")
+    compare = Comparison("c", decode_link.__doc__ or "")
     prompts = prompts_of(sequences, work)
     prompts.append(prompts[-1])  # a second sample of one prompt: shared prefill, copy on write
     requests = [
@@ -239,29 +210,34 @@ def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
     ]
     watched, completions, preemptions = _decode(model, requests, work, None)
     assert preemptions > 0, "the certificate forces preemption, and none took place"
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens = torch.tensor([*prompt, *completion.tokens], device=model.head_weight.device)
-        hidden = model(varlen([tokens]))
-        positions = range(len(prompt), len(tokens))  # the token at p is drawn from row p - 1
-        expected = hidden[len(prompt) - 1 : len(tokens) - 1]
+    trained = Packed(model, whole_sequences(model, prompts, completions))
+    for i, prompt in enumerate(prompts):
+        positions = range(len(prompt), len(trained.hidden[i]))  # the token at p is drawn from row p - 1
+        expected = trained.hidden[i][len(prompt) - 1 : -1]
         got = torch.stack([watched.hidden[i, p] for p in positions])
         hashes = [watched.hashes[i, p] for p in positions]
         row = compare.rows(model, i, positions, expected, got, hashes)
         if row is not None:
             again, _, _ = _decode(model, requests, work, (i, positions[row]))
-            left = _tapped(partial(model, varlen([tokens])), positions[row] - 1)
-            compare.locate(i, positions[row], left, again.seen)
+            compare.locate(i, positions[row], trained.tapped(i, positions[row] - 1), again.seen)
     return compare.result()
+
+
+def whole_sequences(model: Transformer, prompts: list[list[int]], completions: list[Completion]) -> list[Tensor]:
+    """Each prompt with its completion, on the model's device."""
+    device = model.head_weight.device
+    return [torch.tensor([*p, *c.tokens], device=device) for p, c in zip(prompts, completions, strict=True)]
 
 
 def _decode(
     model: Transformer, requests: list[Request], work: Workload, target: tuple[int, int] | None
-) -> tuple[_Watched, list[Any], int]:
+) -> tuple[_Watched, list[Completion], int]:
     longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
     pages = max(-(-longest // work.page_size) + 1, len(requests))
     engine = Engine(
         model, _Nothing(), "certificate", page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
-        max_tokens_per_step=max(work.chunk + len(requests), 8), kv_cache_tokens=2 * pages * work.page_size,
+        max_tokens_per_step=work.step_tokens or max(work.chunk + len(requests), 8),
+        kv_cache_tokens=2 * pages * work.page_size,
     )  # fmt: skip
     engine.runner = watched = _Watched(model, work.page_size, target)
     engine.load(WeightSet(0, "certificate", ""))
@@ -296,9 +272,10 @@ def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> L
     completions = engine.generate(requests)
     rows = different = 0
     worst, first = 0.0, None
+    sequences = whole_sequences(model, prompts, completions)
+    trained = Packed(model, sequences)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens = torch.tensor([*prompt, *completion.tokens], device=model.head_weight.device)
-        hidden = model(varlen([tokens]))[len(prompt) - 1 : -1]
+        tokens, hidden = sequences[i], trained.hidden[i][len(prompt) - 1 : -1]
         learner = model.token_logprobs(hidden, tokens[len(prompt) :], 1.0)[0].cpu()
         sampler = torch.tensor(completion.logprobs, dtype=torch.float32)
         unequal = (learner != sampler).nonzero()[:, 0].tolist()
@@ -308,78 +285,3 @@ def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> L
             first = first or f"sequence {i}, position {len(prompt) + unequal[0]}"
     description = (graph_link.__doc__ or "").split(": ", 1)[1]
     return LinkResult("d", description, rows, different, worst, time.perf_counter() - start, first)
-
-
-# ---- comparing ------------------------------------------------------------------------------------------------------
-
-
-def row_hash(logprobs: Tensor) -> Tensor:
-    """A 64-bit hash [R] of the bits of each row [R, V]: equal rows, equal hashes; -0.0 and 0.0 differ."""
-    bits = logprobs.contiguous().view(torch.int32).to(torch.int64)
-    index = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device)
-    odd = (index * -7046029254386353131 + 1442695040888963407) | 1
-    return (bits * odd).sum(-1)
-
-
-class _Comparison:
-    """Counts rows of a link and keeps the first difference."""
-
-    def __init__(self, link: str, description: str) -> None:
-        self.link, self.description = link, description.split(": ", 1)[1]
-        self.total = self.different = 0
-        self.worst, self.start = 0.0, time.perf_counter()
-        self.first: str | None = None
-
-    def rows(
-        self, model: Transformer, sequence: int, positions: Sequence[int], a: Tensor, b: Tensor,
-        hashes: list[int] | None = None,
-    ) -> int | None:  # fmt: skip
-        """Compare the log-probs of hidden rows a and b (or of a with `hashes`); the first differing row if it is the
-        link's first difference, else None."""
-        first_row = None
-        for start in range(0, len(a), _ROWS):
-            left = log_softmax(model.logits(a[start : start + _ROWS]))
-            right = log_softmax(model.logits(b[start : start + _ROWS]))
-            if hashes is None:
-                unequal = row_hash(left) != row_hash(right)
-            else:
-                unequal = row_hash(left) != torch.tensor(hashes[start : start + _ROWS], device=left.device)
-            self.total += len(left)
-            if bool(unequal.any()):
-                self.different += int(unequal.sum())
-                self.worst = max(self.worst, float((left - right).abs().max()))
-                if first_row is None:
-                    first_row = start + int(unequal.nonzero()[0])
-        if first_row is None or self.first is not None:
-            return None
-        self.first = f"sequence {sequence}, position {positions[first_row]}"
-        return first_row
-
-    def locate(self, sequence: int, position: int, left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-        """Name the first operator whose output differs between two tapped runs."""
-        for name, value in left.items():
-            other = right.get(name)
-            if other is None or not torch.equal(value, other):
-                gap = float("nan") if other is None else float((value.float() - other.float()).abs().max())
-                self.first = f"sequence {sequence}, position {position}: first operator that differs is {name} " + (
-                    f"(largest gap {gap:.3g})"
-                )
-                return
-        self.first = f"sequence {sequence}, position {position}: all operators agree; the lm_head or log-prob differs"
-
-    def result(self) -> LinkResult:
-        seconds = time.perf_counter() - self.start
-        return LinkResult(
-            self.link, self.description, self.total, self.different, self.worst, seconds, self.first
-        )
-
-
-def _tapped(run: Callable[[Tap], Any], row: int) -> dict[str, Tensor]:
-    """Run with a tap that keeps row `row` of every operator's output, in order."""
-    seen: dict[str, Tensor] = {}
-
-    def tap(name: str, value: Tensor) -> None:
-        seen[name] = value[row].detach().clone()
-
-    run(tap)
-    return seen

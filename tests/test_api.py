@@ -11,7 +11,7 @@ from tolerances import assert_bitwise_equal
 
 import jetrl
 from jetrl import UserError, load_model, mismatch_metrics
-from jetrl.api import Policy
+from jetrl.api import Policy, random_model
 from jetrl.model import hf
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
@@ -87,3 +87,11 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
 def test_every_public_name_can_be_imported() -> None:
     for name in jetrl.__all__:
         assert getattr(jetrl, name) is not None
+
+
+def test_a_random_model_of_a_published_shape_with_fewer_layers() -> None:
+    model = random_model("smollm2-135m", "fp8", "cpu", layers=1)
+    assert len(model.layers) == 1 and model.spec.num_layers == 1 and model.spec.hidden_size == 576
+    assert model.layers[0].qkv.quantized is not None and model.layers[0].qkv.weight.std() > 0.01
+    with pytest.raises(UserError, match="no shape 'smollm'"):
+        random_model("smollm", "fp8", "cpu")

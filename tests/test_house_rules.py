@@ -18,7 +18,7 @@ RANKS = [
     ("precision",),
     ("kernels",),
     ("model",),
-    ("rollout", "rl", "tasks", "train", "report"),
+    ("rollout", "rl", "tasks", "train", "report", "parity_rows"),
     ("loop", "parity", "api"),
     ("cli",),
 ]

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetrl import parity, parity_rows
 from jetrl.kernels.backends import cpu
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequences, row_hash
+from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequences
+from jetrl.parity_rows import Packed, row_hash, varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -123,6 +125,37 @@ def test_prompts_that_take_many_steps_come_to_their_end() -> None:
     work = Workload(num_sequences=3, max_prompt=100, new_tokens=4, chunk=4, page_size=8)
     result = certificate("bf16", work)
     assert result.ok and result.links[2].rows >= 8
+
+
+@pytest.mark.parametrize(("step_tokens", "widest"), [(0, range(2, 18)), (512, range(20, 24))])
+def test_step_tokens_make_the_batch_of_link_c_wide(
+    step_tokens: int, widest: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    run = parity._Watched.run
+
+    def spied(self: Any, plan: Any, *rest: Any) -> Any:
+        widths.append(len(plan.counts))
+        return run(self, plan, *rest)
+
+    monkeypatch.setattr(parity._Watched, "run", spied)
+    work = Workload(num_sequences=24, max_prompt=40, new_tokens=4, chunk=2, page_size=8, step_tokens=step_tokens)
+    assert certificate("fp8", work).ok
+    assert max(widths) in widest, f"sequences in each step: {widths}"
+
+
+@pytest.mark.parametrize("batch", [49152, 30, 1])
+def test_a_packed_forward_gives_each_sequence_its_own_rows(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity_rows, "_BATCH", batch)
+    model = Transformer(SPEC, build_recipe("bf16", SPEC.num_layers)).init_random(0)
+    sequences = random_sequences(model, WORK)
+    with torch.no_grad():
+        packed = Packed(model, sequences)
+        assert [len(h) for h in packed.hidden] == [len(s) for s in sequences]
+        for i, tokens in enumerate(sequences):
+            alone = model(varlen([tokens]))
+            assert torch.equal(packed.hidden[i], alone)
+            assert torch.equal(packed.tapped(i, len(tokens) - 1)["norm"], alone[-1])
 
 
 def test_the_link_of_drawn_tokens_finds_a_difference() -> None:

@@ -1,0 +1,184 @@
+"""Parity certificates of published shapes with random weights, on a GPU.
+
+    python benchmarks/certificates.py                  # what benchmarks/results/certificates.json does not hold yet
+    python benchmarks/certificates.py --budget 560     # begin nothing that would not end within 560 s; call again
+    python benchmarks/certificates.py --models qwen3-8b --precision fp8 --workloads long --again
+    python benchmarks/certificates.py --write          # run nothing; the table goes to docs/PERFORMANCE.md
+
+One process a model, which builds it once a precision. Workloads:
+
+    ragged  512 sequences of 1 to 256 tokens; link c computes up to 474 of them in one step
+    long    six sequences of 1 to 32,768 tokens (fewer where the model has fewer positions), prompts in chunks of 4096
+
+The expected seconds leave out what compiling kernels takes (a minute or more in a fresh place).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, ROOT, ask, between_markers, emit, environment, write_json
+
+from jetrl.api import random_model
+from jetrl.parity import Workload, certify
+from jetrl.spec import SHAPES
+
+MODELS = ["qwen3-8b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-0.6b", "smollm2-135m"]
+PRECISIONS = ["fp8", "bf16"]
+WORKLOADS = {  # pages of 128 tokens, as on every GPU
+    "ragged": Workload(512, max_prompt=240, new_tokens=16, chunk=64, page_size=128, step_tokens=8192),
+    "long": Workload(6, max_prompt=32768 - 24, new_tokens=24, chunk=4096, page_size=128),
+}
+START_SECONDS = 25.0  # imports, CUDA, weights
+DOCUMENT = ROOT / "docs" / "PERFORMANCE.md"
+
+Rows = list[dict[str, Any]]
+Case = tuple[str, str, str]  # model, precision, workload
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    return row["shape"], row["precision"], row["workload"]
+
+
+def expected_seconds(case: Case) -> float:
+    """Without compilation: what forward passes compute, what the host issues eagerly, what comparing rows reads."""
+    model, precision, name = case
+    spec, work = SHAPES[model], WORKLOADS[name]
+    longest = min(work.max_prompt + work.new_tokens, spec.max_position)
+    ratio = longest ** (1 / (work.num_sequences - 1))  # lengths grow geometrically from 1
+    lengths = [ratio**i for i in range(work.num_sequences)]
+    tokens, drawn = sum(lengths), work.num_sequences * work.new_tokens
+    heads = spec.num_heads * spec.head_dim
+    a_layer = spec.hidden_size * (sum(spec.qkv_sections) + 3 * spec.intermediate_size + heads)
+    passes = 10  # packed and alone (a), packed and chunked (b), packed and about four with preemption (c), two (d)
+    linear = passes * tokens * 2 * spec.num_layers * a_layer / (0.9e15 if precision == "fp8" else 0.6e15)
+    attention = passes * sum(2 * n * n for n in lengths) * heads * spec.num_layers / 0.45e15
+    forwards = sum(1 + -(-n // work.chunk) for n in lengths) + 6 * work.new_tokens
+    rows = 2 * tokens + 2 * drawn
+    return linear + attention + forwards * spec.num_layers * 3e-4 + rows * spec.vocab_size * 2.3e-10
+
+
+def measure(cases: list[Case], deadline: float) -> None:
+    """Certify one model in this process; a row a case, while there is time."""
+    model, built = None, ""
+    for case in cases:
+        shape, precision, workload = case
+        if time.time() + expected_seconds(case) > deadline:
+            print(f"no time left for {case}", file=sys.stderr)
+            return
+        if built != precision:
+            model = None  # its memory goes before the next one comes
+            torch.cuda.empty_cache()
+            model, built = random_model(shape, precision, "cuda"), precision
+        assert model is not None
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        certificate = certify(model, WORKLOADS[workload], f"random:{shape}", lambda text: print(text, file=sys.stderr))
+        emit({
+            "shape": shape, "precision": precision, "workload": workload, "seconds": time.perf_counter() - started,
+            "peak GiB": torch.cuda.max_memory_allocated() / 2**30, "vocabulary": model.spec.vocab_size,
+            "longest": min(WORKLOADS[workload].max_prompt + WORKLOADS[workload].new_tokens, model.spec.max_position),
+            **certificate.to_json(), "environment": environment(),
+        })  # fmt: skip
+
+
+def run(models: list[str], wanted: list[Case], path: Path, deadline: float) -> bool:
+    """Measure the cases that the file lacks, model by model; False if a process failed."""
+    rows: Rows = load(path)
+    ok = True
+    for model in models:
+        done = {case_of(row) for row in rows}
+        cases = [case for case in wanted if case[0] == model and case not in done]
+        if not cases:
+            continue
+        if time.time() + START_SECONDS + expected_seconds(cases[0]) > deadline:
+            print(f"{model}: no time left; call again for it")
+            continue
+        seconds = START_SECONDS + sum(map(expected_seconds, cases))
+        print(f"{model}: {len(cases)} certificates, about {seconds:.0f} s and compilation", flush=True)
+        try:
+            for row in ask([sys.executable, __file__, "--one", json.dumps(cases), "--deadline", str(deadline)]):
+                rows = [*(r for r in rows if case_of(r) != case_of(row)), row]
+                write_json(path, {"rows": rows})
+                print(f"  {line(row)} (expected {expected_seconds(case_of(row)):.0f} s)", flush=True)
+        except RuntimeError as error:
+            ok = False
+            print(f"{model}: FAILED\n{error}", flush=True)
+    return ok
+
+
+def load(path: Path) -> Rows:
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
+
+
+def counts(row: dict[str, Any]) -> tuple[int, int, int]:
+    """Rows of log-probs compared (a to c), drawn tokens compared (d), and how many of either differ."""
+    compared = {link["link"]: link["rows"] for link in row["links"]}
+    drawn = compared.pop("d", 0)
+    return sum(compared.values()), drawn, sum(link["rows_different"] for link in row["links"])
+
+
+def line(row: dict[str, Any]) -> str:
+    rows, drawn, different = counts(row)
+    verdict = "bit-equal" if row["bit_equal"] else f"{different} DIFFERENT"
+    return f"{' '.join(case_of(row))}: {rows:,} rows and {drawn:,} drawn tokens, {verdict}, {row['seconds']:.1f} s"
+
+
+def markdown(rows: Rows) -> str:
+    """The table of all cases; those that have not been run say so."""
+    found = {case_of(row): row for row in rows}
+    lines = [
+        "| shape | precision | workload | rows (a, b, c) | drawn tokens (d) | different | seconds | peak GiB |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for case in [(m, p, w) for m in MODELS for p in PRECISIONS for w in WORKLOADS]:
+        row = found.get(case)
+        if row is None:
+            lines.append(f"| {' | '.join(case)} | not run | | | | |")
+            continue
+        compared, drawn, different = counts(row)
+        verdict = "0" if row["bit_equal"] else f"**{different:,}**"
+        lines.append(
+            f"| {' | '.join(case)} | {compared:,} of {row['vocabulary']:,} | {drawn:,} | {verdict} "
+            f"| {row['seconds']:.0f} | {row['peak GiB']:.0f} |"
+        )
+    places = sorted({(r["environment"]["gpu"], r["environment"]["commit"]) for r in rows})
+    note = "Rows are log-probs of the whole vocabulary."
+    return "\n".join([*lines, "", note, *(f"{gpu}, commit {commit}." for gpu, commit in places)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--precision", nargs="+", default=PRECISIONS, choices=PRECISIONS)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--again", action="store_true", help="measure the chosen cases even if the file holds them")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds")
+    parser.add_argument("--write", action="store_true", help="only put the table into docs/PERFORMANCE.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "certificates.json")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, default=1e12, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return measure([tuple(case) for case in args.one], args.deadline)
+    ok = True
+    if not args.write:
+        wanted = [(m, p, w) for m in args.models for p in args.precision for w in args.workloads]
+        if args.again:
+            write_json(args.out, {"rows": [row for row in load(args.out) if case_of(row) not in wanted]})
+        ok = run(args.models, wanted, args.out, time.time() + args.budget)
+    rows = load(args.out)
+    print(markdown(rows))
+    if args.write:
+        DOCUMENT.write_text(between_markers(DOCUMENT.read_text(), "certificates", markdown(rows)))
+    raise SystemExit(0 if ok and all(row["bit_equal"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

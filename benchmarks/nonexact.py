@@ -1,0 +1,67 @@
+"""The fastest choices that parity forbids, put in the place of ours: what exactness costs is the difference.
+
+    nonexact  BF16 GEMMs (the lm_head, and all linears of the BF16 flow) by cuBLAS where it is the quicker one at that
+              size, tried at the first call (its bits depend on the number of rows); attention backward in any order
+    nondet    only the latter
+
+Nothing else is known to be faster. FP8 GEMMs: cuBLASLt's kernel with blocks of 128 is slower than DeepGEMM's
+(`scaled_mm`). Attention with split keys: FlashAttention-4 has none on Hopper, and where sequences times key/value heads
+exceed the multiprocessors (from 17 sequences on, for 8 heads) its heuristic would make one split anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from common import median
+from torch import Tensor
+
+from jetrl.kernels.backends import flash, hopper
+from jetrl.kernels.backends.deepgemm import PreparedBF16, bf16_gemm
+
+KINDS = ("nonexact", "nondet")
+_quicker: dict[tuple[int, ...], bool] = {}  # rows, N, K, bytes of an output element -> cuBLAS is the quicker one
+
+
+def apply(variant: str) -> str:
+    """Make this process run `variant`, a precision with one of KINDS behind it or nothing; returns the precision."""
+    precision, _, kind = variant.partition(" ")
+    if kind and kind not in KINDS:
+        raise SystemExit(f"unknown variant {variant!r}: a precision, or one with {' or '.join(KINDS)} behind it")
+    if kind:
+        flash.DETERMINISTIC_BACKWARD = False
+    if kind == "nonexact":
+        hopper.bf16_gemm = quickest_gemm
+    return precision
+
+
+def cublas_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
+    """`deepgemm.bf16_gemm` by cuBLAS, whose order of sums depends on the number of rows."""
+    y = torch.mm(x, w.weight.T) if out_dtype == x.dtype else torch.mm(x, w.weight.T, out_dtype=out_dtype)
+    return y if y.shape[1] == w.size else y[:, : w.size].contiguous()
+
+
+def quickest_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
+    """The quicker of both for this size. A graph's capture cannot measure; what it needs has run before it."""
+    key = (x.shape[0], *w.weight.shape, out_dtype.itemsize)
+    if key not in _quicker and x.shape[0] and not torch.cuda.is_current_stream_capturing():
+        _quicker[key] = _microseconds(cublas_gemm, x, w, out_dtype) < _microseconds(bf16_gemm, x, w, out_dtype)
+    return (cublas_gemm if _quicker.get(key, False) else bf16_gemm)(x, w, out_dtype)
+
+
+def _microseconds(gemm: Callable[..., Tensor], x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> float:
+    times = []
+    for _ in range(4):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        gemm(x, w, out_dtype)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return median(times[1:])
+
+
+def chosen() -> dict[str, int]:
+    """How many GEMM sizes each of both won, for the record."""
+    return {"cublas": sum(_quicker.values()), "deepgemm": len(_quicker) - sum(_quicker.values())}

@@ -1,0 +1,147 @@
+"""What the certificate's links share: the learner's forward, rows compared by their bits, operators under a tap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.kernels.logprob import log_softmax
+from jetrl.model.transformer import Tap, Transformer
+from jetrl.types import ForwardBatch, VarlenPlan
+
+_ROWS = 64  # rows of log-probs held at once
+_BATCH = 49152  # tokens of a packed batch: its widest activation stays below 2**31 elements, as kernels index them
+
+
+@dataclass(frozen=True, slots=True)
+class LinkResult:
+    """Outcome of one link. `first_difference` names sequence, position, layer and operator; None if all rows agree."""
+
+    link: str
+    description: str
+    rows: int
+    rows_different: int
+    max_abs_diff: float
+    seconds: float
+    first_difference: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.rows > 0 and self.rows_different == 0
+
+
+def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
+    """A training batch of whole sequences, packed in order."""
+    lengths = tuple(len(s) for s in sequences)
+    device = sequences[0].device
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    return ForwardBatch(torch.cat(list(sequences)), positions, VarlenPlan(cu, lengths), "train")
+
+
+class Packed:
+    """The training forward of all sequences, in order, in batches of `_BATCH` tokens (a longer sequence is one alone).
+
+    `hidden[i]` are the rows [len, D] of sequence i.
+    """
+
+    def __init__(self, model: Transformer, sequences: Sequence[Tensor]) -> None:
+        self._model = model
+        self._places: list[tuple[ForwardBatch, int]] = []  # of each sequence: its batch and its first row there
+        self.hidden: list[Tensor] = []
+        groups: list[list[Tensor]] = []
+        total = 0
+        for tokens in sequences:
+            if not groups or total + len(tokens) > _BATCH:
+                groups.append([])
+                total = 0
+            groups[-1].append(tokens)
+            total += len(tokens)
+        for group in groups:
+            batch, lengths = varlen(group), [len(tokens) for tokens in group]
+            self.hidden += model(batch).split(lengths)
+            self._places += [(batch, int(start)) for start in np.cumsum([0, *lengths[:-1]])]
+
+    def tapped(self, sequence: int, row: int) -> dict[str, Tensor]:
+        """The sequence's batch once more under a tap: its row `row` in every operator's output."""
+        batch, start = self._places[sequence]
+        return tapped(partial(self._model, batch), start + row)
+
+
+def row_hash(logprobs: Tensor) -> Tensor:
+    """A 64-bit hash [R] of the bits of each row [R, V]: equal rows, equal hashes; -0.0 and 0.0 differ."""
+    bits = logprobs.contiguous().view(torch.int32).to(torch.int64)
+    index = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device)
+    odd = (index * -7046029254386353131 + 1442695040888963407) | 1
+    return (bits * odd).sum(-1)
+
+
+class Comparison:
+    """Counts rows of a link and keeps the first difference."""
+
+    def __init__(self, link: str, description: str) -> None:
+        self.link, self.description = link, description.split(": ", 1)[1]
+        self.total = self.different = 0
+        self.worst, self.start = 0.0, time.perf_counter()
+        self.first: str | None = None
+
+    def rows(
+        self, model: Transformer, sequence: int, positions: Sequence[int], a: Tensor, b: Tensor,
+        hashes: list[int] | None = None,
+    ) -> int | None:  # fmt: skip
+        """Compare the log-probs of hidden rows a and b (or of a with `hashes`); the first differing row if it is the
+        link's first difference, else None."""
+        first_row = None
+        for start in range(0, len(a), _ROWS):
+            left = log_softmax(model.logits(a[start : start + _ROWS]))
+            right = log_softmax(model.logits(b[start : start + _ROWS]))
+            if hashes is None:
+                unequal = row_hash(left) != row_hash(right)
+            else:
+                unequal = row_hash(left) != torch.tensor(hashes[start : start + _ROWS], device=left.device)
+            self.total += len(left)
+            if bool(unequal.any()):
+                self.different += int(unequal.sum())
+                self.worst = max(self.worst, float((left - right).abs().max()))
+                if first_row is None:
+                    first_row = start + int(unequal.nonzero()[0])
+        if first_row is None or self.first is not None:
+            return None
+        self.first = f"sequence {sequence}, position {positions[first_row]}"
+        return first_row
+
+    def locate(self, sequence: int, position: int, left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+        """Name the first operator whose output differs between two tapped runs."""
+        for name, value in left.items():
+            other = right.get(name)
+            if other is None or not torch.equal(value, other):
+                gap = float("nan") if other is None else float((value.float() - other.float()).abs().max())
+                self.first = f"sequence {sequence}, position {position}: first operator that differs is {name} " + (
+                    f"(largest gap {gap:.3g})"
+                )
+                return
+        self.first = f"sequence {sequence}, position {position}: all operators agree; the lm_head or log-prob differs"
+
+    def result(self) -> LinkResult:
+        seconds = time.perf_counter() - self.start
+        return LinkResult(
+            self.link, self.description, self.total, self.different, self.worst, seconds, self.first
+        )
+
+
+def tapped(run: Callable[[Tap], Any], row: int) -> dict[str, Tensor]:
+    """Run with a tap that keeps row `row` of every operator's output, in order."""
+    seen: dict[str, Tensor] = {}
+
+    def tap(name: str, value: Tensor) -> None:
+        seen[name] = value[row].detach().clone()
+
+    run(tap)
+    return seen

@@ -1,0 +1,95 @@
+"""`benchmarks/certificates.py`: what is kept when it stops, what is measured again, and what its table says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import certificates
+import pytest
+import torch
+from certificates import Case, expected_seconds, load, markdown
+
+from jetrl.model.transformer import Transformer
+from jetrl.parity import Workload
+from jetrl.precision.recipe import build_recipe
+from jetrl.spec import ModelSpec, RopeSpec
+
+FP8_RAGGED: Case = ("qwen3-8b", "fp8", "ragged")
+FP8_LONG: Case = ("qwen3-8b", "fp8", "long")
+
+
+def row(case: Case, different: int = 0, commit: str = "abc") -> dict[str, Any]:
+    links = [{"link": name, "rows": 1000, "rows_different": different if name == "b" else 0} for name in "abcd"]
+    shape, precision, workload = case
+    return {
+        "shape": shape, "precision": precision, "workload": workload, "links": links, "bit_equal": different == 0,
+        "seconds": 12.3, "peak GiB": 40.2, "vocabulary": 151936, "environment": {"gpu": "G", "commit": commit},
+    }  # fmt: skip
+
+
+def test_the_table_tells_rows_differences_and_what_was_not_run() -> None:
+    lines = markdown([row(FP8_RAGGED), row(FP8_LONG, different=1234)]).splitlines()
+    assert "| qwen3-8b | fp8 | ragged | 3,000 of 151,936 | 1,000 | 0 | 12 | 40 |" in lines
+    assert "| qwen3-8b | fp8 | long | 3,000 of 151,936 | 1,000 | **1,234** | 12 | 40 |" in lines
+    assert sum("not run" in text for text in lines) == 5 * 2 * 2 - 2
+    assert "G, commit abc." in lines
+
+
+def test_rows_are_kept_when_a_process_dies_and_only_the_missing_ones_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, asked = tmp_path / "certificates.json", []
+
+    def dies(command: list[str]) -> Iterator[dict[str, Any]]:
+        asked.append(json.loads(command[command.index("--one") + 1]))
+        yield row(FP8_RAGGED)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(certificates, "ask", dies)
+    assert not certificates.run(["qwen3-8b"], [FP8_RAGGED, FP8_LONG], path, 1e12)
+    assert load(path) == [row(FP8_RAGGED)] and "out of memory" in capsys.readouterr().out
+
+    def works(command: list[str]) -> Iterator[dict[str, Any]]:
+        asked.append(json.loads(command[command.index("--one") + 1]))
+        yield row(FP8_LONG)
+
+    monkeypatch.setattr(certificates, "ask", works)
+    assert certificates.run(["qwen3-8b"], [FP8_RAGGED, FP8_LONG], path, 1e12)
+    assert asked[1] == [list(FP8_LONG)]
+    assert load(path) == [row(FP8_RAGGED), row(FP8_LONG)]
+    assert certificates.run(["qwen3-8b"], [FP8_RAGGED, FP8_LONG], path, 1e12) and len(asked) == 2
+
+
+def test_nothing_is_begun_that_would_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "ask", lambda command: pytest.fail("a process was started"))
+    assert certificates.run(["qwen3-8b"], [FP8_RAGGED], tmp_path / "c.json", 0.0)
+
+
+def test_expected_seconds_grow_with_the_model_and_fit_in_a_slice_of_device_time() -> None:
+    cases = [(m, p, w) for m in certificates.MODELS for p in certificates.PRECISIONS for w in certificates.WORKLOADS]
+    assert all(0.5 < expected_seconds(case) < 25 for case in cases)
+    assert expected_seconds(("qwen3-8b", "bf16", "long")) > expected_seconds(FP8_LONG)
+    assert expected_seconds(FP8_LONG) > 2 * expected_seconds(("qwen3-1.7b", "fp8", "long"))
+
+
+def test_measure_certifies_each_case_and_reports_what_the_table_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = ModelSpec("qwen3", 53, 64, 128, 1, 4, 2, 16, 1e-6, RopeSpec(1e4), 64, True, False, True)
+
+    def tiny(shape: str, precision: Any, device: str) -> Transformer:
+        return Transformer(spec, build_recipe(precision, 1)).init_random(0)
+
+    work = Workload(4, max_prompt=12, new_tokens=4, chunk=5, page_size=4)
+    monkeypatch.setattr(certificates, "WORKLOADS", {"ragged": work, "long": work})
+    monkeypatch.setattr(certificates, "random_model", tiny)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    certificates.measure([FP8_RAGGED, ("qwen3-8b", "bf16", "long")], 1e12)
+    rows = [json.loads(text.removeprefix("BENCH ")) for text in capsys.readouterr().out.splitlines()]
+    assert [certificates.case_of(r) for r in rows] == [FP8_RAGGED, ("qwen3-8b", "bf16", "long")]
+    assert all(r["bit_equal"] and "commit" in r["environment"] for r in rows)
+    assert rows[0]["precision"] == "fp8" and "bit-equal" in certificates.line(rows[0])
+    assert " of 53 |" in markdown(rows)

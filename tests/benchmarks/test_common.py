@@ -1,0 +1,76 @@
+"""`benchmarks/common.py`: processes that report rows, text between markers, files written whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+import pytest
+
+TEXT = "head\n<!-- table:begin -->\nold\n<!-- table:end -->\ntail\n"
+
+
+def test_rows_come_as_they_are_printed_and_a_failure_tells_the_end_of_the_output() -> None:
+    code = "import sys; print('noise'); print('BENCH {\"a\": 1}'); print('why', file=sys.stderr); sys.exit(3)"
+    rows = common.ask([sys.executable, "-c", code])
+    assert next(rows) == {"a": 1}
+    with pytest.raises(RuntimeError, match="status 3 after 1 rows\nnoise\nwhy"):
+        next(rows)
+
+
+def test_a_process_without_a_row_is_a_failure() -> None:
+    with pytest.raises(RuntimeError, match="status 0 after 0 rows"):
+        list(common.ask("echo nothing"))
+
+
+def test_other_marks() -> None:
+    assert list(common.ask("echo 'VBENCH {\"a\": 2}'; echo 'BENCH {\"a\": 1}'", "VBENCH ")) == [{"a": 2}]
+
+
+def test_who_stops_asking_stops_the_process() -> None:
+    code = "import os, time; print('BENCH ' + str(os.getpid()), flush=True); time.sleep(60)"
+    rows = common.ask([sys.executable, "-c", code])
+    pid = next(rows)
+    rows.close()  # type: ignore[attr-defined]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_only_what_stands_between_the_markers_is_replaced() -> None:
+    new = common.between_markers(TEXT, "table", "| new |\n")
+    assert new == "head\n<!-- table:begin -->\n| new |\n<!-- table:end -->\ntail\n"
+    assert common.between_markers(new, "table", "| new |") == new
+
+
+@pytest.mark.parametrize("text", [TEXT.replace("<!-- table:end -->", ""), TEXT + TEXT, "nothing"])
+def test_markers_that_are_not_there_once_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="table:begin"):
+        common.between_markers(text, "table", "new")
+
+
+def test_the_commit_says_whether_the_checkout_has_changes(tmp_path: Path) -> None:
+    def git(*args: str) -> None:
+        who = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", *who, "-C", str(tmp_path), *args], check=True, capture_output=True)
+
+    package = tmp_path / "package"
+    package.mkdir()
+    assert common.commit_name(package) == "unknown"
+    git("init", "-q")
+    (package / "a").write_text("1")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    clean = common.commit_name(package)
+    assert len(clean) == 10 and clean.isalnum()
+    (package / "a").write_text("2")
+    assert common.commit_name(package) == f"{clean}+changes"
+
+
+def test_json_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x.json"
+    common.write_json(path, {"a": [1.5]})
+    with pytest.raises(TypeError):
+        common.write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": [1.5]}

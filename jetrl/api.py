@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from jetrl.config import Config, load_config, resolve
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.dispatch import select
 from jetrl.model import export as export_module
 from jetrl.model import hf
 from jetrl.model.linear import FlowLinear
@@ -161,7 +161,7 @@ def random_model(shape: str, precision: str, device: str, layers: int | None = N
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
     spec = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
     config = _config_for({"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}, precision, device)
-    load_backend(config.kernels)
+    select(config.kernels)
     with torch.device(config.device):
         model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16)
         generator = torch.Generator(config.device).manual_seed(0)

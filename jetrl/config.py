@@ -269,8 +269,8 @@ class Config(Section):
     precision: Literal["bf16", "fp8", "fp8_rollout"] = Field(
         default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: the GPU if there is one.")
-    kernels: Literal["auto", "reference", "hopper"] = Field(
-        default="auto", description="Backend of the operations: hopper on a GPU, reference on a CPU. auto: which fits.")
+    kernels: Literal["auto", "reference", "hopper", "hopper_scaled_mm"] = Field(
+        default="auto", description="Backend: reference on a CPU, hopper on a GPU (auto), or with torch's FP8 GEMMs.")
     output_dir: str = Field(default="runs", min_length=1, description="Parent of the run folder.")
     num_threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads. none: torch's own choice.")
     model: ModelConfig = Field(description="The model.")
@@ -362,7 +362,7 @@ def resolve(config: Config, *, cuda_available: bool) -> Config:
     kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
     if device == "cuda" and not cuda_available:
         raise UserError('device = "cuda", but torch sees no GPU; set device = "cpu" (or "auto"), or mend the driver')
-    if kernels != ("hopper" if device == "cuda" else "reference"):
+    if (kernels == "reference") != (device == "cpu"):
         pair = f'kernels = "{kernels}" with device = "{device}"'
         raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')
     sizes = {"page_size": 128, "max_tokens_per_step": 8192} if device == "cuda" else _CPU_SIZES

@@ -11,8 +11,13 @@ from types import ModuleType
 
 from torch import Tensor
 
-BACKENDS = {"reference": "jetrl.kernels.backends.cpu", "hopper": "jetrl.kernels.backends.hopper"}
-DEVICE_BACKEND = {"cpu": "reference", "cuda": "hopper"}
+BACKENDS = {
+    "reference": "jetrl.kernels.backends.cpu",
+    "hopper": "jetrl.kernels.backends.hopper",
+    "hopper_scaled_mm": "jetrl.kernels.backends.hopper_scaled_mm",
+}
+DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda"}
+_serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select` changes it
 OPS = (
     "quantize_act", "quantize_act_t", "quantize_weight", "prepare_fp8", "prepare_fp8_t", "prepare_bf16",
     "fp8_gemm", "wgrad_gemm", "bf16_gemm", "bf16_dgrad", "bf16_wgrad",
@@ -35,9 +40,15 @@ def load_backend(name: str) -> ModuleType:
     return module
 
 
+def select(name: str) -> None:
+    """From now on `name` serves its type of device, in the whole process."""
+    load_backend(name)
+    _serving[DEVICE_OF[name]] = name
+
+
 def backend_of(x: Tensor) -> ModuleType:
     """The backend that serves the device of `x`."""
-    name = DEVICE_BACKEND.get(x.device.type)
+    name = _serving.get(x.device.type)
     if name is None:
-        raise ValueError(f"no kernels for device {x.device}; supported: {', '.join(DEVICE_BACKEND)}")
+        raise ValueError(f"no kernels for device {x.device}; supported: {', '.join(_serving)}")
     return load_backend(name)

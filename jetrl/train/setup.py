@@ -10,7 +10,7 @@ import torch
 
 from jetrl.config import Config
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import DEVICE_BACKEND, load_backend
+from jetrl.kernels.dispatch import DEVICE_OF, select
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.model import hf
 from jetrl.model.transformer import Transformer
@@ -104,8 +104,8 @@ def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
 def build_model(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
     """The policy with its initial weights, published."""
     device = torch.device(config.device)
-    assert DEVICE_BACKEND[device.type] == config.kernels, "resolve() pairs devices with kernels"
-    load_backend(config.kernels)
+    assert DEVICE_OF[config.kernels] == device.type, "resolve() pairs devices with kernels"
+    select(config.kernels)
     model = Transformer(
         spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
         activation_checkpointing=config.train.activation_checkpointing,

@@ -79,7 +79,6 @@ def _one_update(
     gap, temperature = mismatch.MismatchAccumulator(), config.rollout.temperature
     stats: dict[str, Tensor] = {}
     shares = denominators(batch, config.rollout.max_response_length)
-    optimizer.zero_grad(set_to_none=True)
     for i, host in enumerate(batch.micro_batches):
         micro = to_device(host, model.head_weight.device)
         rows = forward_rows(model, micro, temperature)
@@ -100,6 +99,7 @@ def _one_update(
     lr = lr_at(step - 1, config.train)
     set_lr(optimizer, lr)
     optimizer.step()
+    optimizer.zero_grad(set_to_none=True)  # the rollout wants their memory
     metrics = values | {"policy/grad_norm": float(norm), "policy/lr": lr}
     return metrics | (gap.metrics() if on_policy else {})
 

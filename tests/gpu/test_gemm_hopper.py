@@ -126,3 +126,14 @@ def test_torch_scaled_mm_computes_the_same(ops, k: int, sections: tuple[int, ...
     assert relative_error(y, want) < 3e-3
     dw = scaled_mm.wgrad_gemm(ops.quantize_act_t(dy.to(CUDA)), ops.quantize_act_t(x.to(CUDA)))
     assert relative_error(dw, ref.fp8_gemm(ref.quantize_128x1(dy), ref.quantize_128x1(x))) < 5e-4
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 64, 131])
+def test_torch_scaled_mm_takes_any_number_of_rows(ops, m: int) -> None:
+    from jetrl.kernels.backends import scaled_mm
+
+    x, w = matrix(m, 576, 1), matrix(960, 576, 2)
+    q = ops.quantize_weight(w.to(CUDA), False, (576, 192, 192))
+    y = scaled_mm.fp8_gemm(ops.quantize_act(x.to(CUDA)), ops.prepare_fp8(q), torch.bfloat16)
+    want = ref.fp8_gemm(ref.quantize_1x128(x), ref.quantize_128x128(w, False, (576, 192, 192)))
+    assert relative_error(y, want) < 3e-3

@@ -2,15 +2,18 @@
 
 One split of the keys, always: a split would change the order of sums with the batch. On Hopper a row's bits depend
 neither on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic
-variant. A kernel is compiled at its first call (seconds): it must have run before a CUDA graph captures it.
+variant. A kernel is compiled at its first call (seconds): it must have run before a CUDA graph captures it. Compiled
+kernels are kept on disk for the next process.
 
 Legend: `T` packed rows, `N` query heads, `G` key/value heads, `H` head size.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from importlib.metadata import version as installed_version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,10 @@ from jetrl.types import PagedPlan, VarlenPlan
 
 # its own kernels make its compiler say this at every compilation
 warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
+
+# read when the package is imported; whoever has set them keeps their choice
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "jetrl" / "flash_attention_4"))
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd

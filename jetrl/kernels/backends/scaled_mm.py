@@ -1,7 +1,6 @@
 """The FP8 GEMMs of `deepgemm` by torch's own `scaled_mm` (cuBLASLt): a second implementation, for comparison.
 
-Nothing selects it by itself: call it, or put its functions in the place of DeepGEMM's. It is slower, and a row's bits
-depend on the batch for some shapes, so parity does not hold with it.
+`hopper_scaled_mm` puts them in the place of DeepGEMM's. Slower, and for some shapes a row's bits depend on the batch.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/bench_step.py --rounds 2            # Qwen3-8B's shape, 32K packed tokens of 8K sequences
     python benchmarks/bench_step.py --layers 4 --whole 0   # a sweep with fewer layers
 
-Random weights; BF16 masters, gradients and moments, no activation checkpointing, one 8K sequence a micro-batch. Each
-measurement is a process of its own, and the precisions take turns. `update` is forward, backward, norm, clipping, AdamW
-and publishing. The variant `bf16 nondet` runs attention's backward pass without its fixed order of sums, which is what
-exactness costs there. Writes `benchmarks/results/step.json`.
+Random weights; BF16 masters and moments, gradients in `--grad-dtype`, no activation checkpointing, one 8K sequence a
+micro-batch. Each measurement is a process of its own, and the precisions take turns. `update` is forward, backward,
+norm, clipping, AdamW and publishing. The variant `bf16 nondet` runs attention's backward pass without its fixed order
+of sums, which is what exactness costs there. Writes `benchmarks/results/step.json`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bench_rollout import MARK, SPEC, NoText, ask, build
 from common import RESULTS, median, save, table
 
 from jetrl.kernels.backends import flash
+from jetrl.kernels.gradient import accumulate_in, grad_dtype
 from jetrl.model.transformer import Transformer
 from jetrl.rollout.engine import Engine
 from jetrl.train.optim import MixedAdamW, clip_gradients_, global_grad_norm
@@ -89,10 +90,14 @@ def one(variant: str, args: argparse.Namespace) -> None:
     precision = variant.split()[0]
     flash.DETERMINISTIC_BACKWARD = "nondet" not in variant
     model = build(precision, args.layers)
+    accumulate_in(model, getattr(torch, args.grad_dtype))
     optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
     micros = [[args.length]] * (args.tokens // args.length)
     lengths = [n for micro in micros for n in micro]
-    row: dict[str, Any] = {"variant": variant, "layers": args.layers, "tokens": sum(lengths), "length": args.length}
+    row: dict[str, Any] = {
+        "variant": variant, "gradients": args.grad_dtype, "layers": args.layers, "tokens": sum(lengths),
+        "length": args.length,
+    }  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
     row["update_ms"] = timed(lambda: update(model, optimizer, micros), args.repeats)
     row["MFU"] = flops(args.layers, lengths, 3) / row["update_ms"] / 1e9 / BF16_CEILING
@@ -109,7 +114,7 @@ def one(variant: str, args: argparse.Namespace) -> None:
 
 def _optimizer_ms(model: Transformer, optimizer: MixedAdamW) -> float:
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p, dtype=grad_dtype(p))
     return timed(optimizer.step, 3)
 
 
@@ -153,6 +158,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--whole", type=int, default=64, help="sequences of the whole step; 0: skip it")
     parser.add_argument("--new", type=int, default=4096)
+    parser.add_argument("--grad-dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="step")
@@ -161,6 +167,7 @@ def main() -> None:
     if args.one:
         return one(args.one, args)
     sizes = [f"--{k}={getattr(args, k)}" for k in ("layers", "tokens", "length", "repeats", "new")]
+    sizes.append(f"--grad-dtype={args.grad_dtype}")
     rows = []
     for i in range(args.rounds):
         for variant in args.variants:

@@ -15,7 +15,7 @@ BACKENDS = {"reference": "jetrl.kernels.backends.cpu", "hopper": "jetrl.kernels.
 DEVICE_BACKEND = {"cpu": "reference", "cuda": "hopper"}
 OPS = (
     "quantize_act", "quantize_act_t", "quantize_weight", "prepare_fp8", "prepare_fp8_t", "prepare_bf16",
-    "fp8_gemm", "wgrad_gemm", "bf16_gemm", "bf16_dgrad", "bf16_wgrad",
+    "fp8_gemm", "wgrad_gemm", "wgrad_into", "bf16_gemm", "bf16_dgrad", "bf16_wgrad", "bf16_wgrad_into",
     "rms_norm", "rms_norm_backward", "add_rms_norm", "add", "rope", "rope_backward", "swiglu", "swiglu_backward",
     "attend", "attend_backward", "head_logits", "logprob_entropy", "logprob_backward",
     # several ops in one, the same bits as one after another

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels import gemm, logprob, pointwise
 from jetrl.kernels.attention import attend, attend_cached
-from jetrl.kernels.gradient import grad_dtype
+from jetrl.kernels.gradient import grad_dtype, grad_in_place
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear, rounded_into
 from jetrl.precision.recipe import Recipe, Role
@@ -43,16 +43,23 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, master: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape, ctx.dtype = master.shape, grad_dtype(master)
+        ctx.master = master
         return table[tokens]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        (tokens,) = ctx.saved_tensors
-        dw = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
-        dw.index_put_((tokens,), grad.to(torch.float32), accumulate=True)
-        return None, dw.to(ctx.dtype), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+        (tokens,), grad = ctx.saved_tensors, grad_in_place(ctx.master)
+        if grad is None:
+            dw = torch.zeros(ctx.master.shape, dtype=torch.float32, device=dy.device)
+            dw.index_put_((tokens,), dy.to(torch.float32), accumulate=True)
+            return None, dw.to(grad_dtype(ctx.master)), None
+        # only rows in use are touched; `place` is one number for equal tokens (unique() would wait for the device)
+        place = torch.searchsorted(tokens.sort().values, tokens)
+        rows = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
+        rows.index_put_((place,), dy.to(torch.float32), accumulate=True)
+        grad[tokens] = (grad[tokens].to(torch.float32) + rows[place]).to(grad.dtype)  # equal tokens write one value
+        return None, None, None
 
 
 class Published(nn.Module):

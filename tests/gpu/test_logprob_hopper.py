@@ -58,9 +58,18 @@ def test_gradients_match_autograd(
         loss = loss - ((logp.exp() * logp).sum(-1) * ge).sum()
     want = torch.autograd.grad(loss, (h, w))
     monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 256 * v)
-    got = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature)
-    again = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature)
-    assert got[1].dtype == torch.float32 and got[1].shape == weight.shape
+
+    def backward(dtype: torch.dtype, fill: float) -> tuple[Tensor, Tensor]:
+        grad = torch.full(weight.shape, fill, dtype=dtype, device=CUDA)
+        dh = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature, grad)
+        return dh, grad
+
+    got, again = backward(torch.float32, 0.0), backward(torch.float32, 0.0)
+    rounded, added = backward(torch.bfloat16, 0.0)[1], backward(torch.float32, 4.0)[1] - 4.0
+    assert torch.equal(rounded, got[1].to(torch.bfloat16)), "chunks add up in FP32"
+    assert ((added - got[1]).norm() / got[1].norm()).item() < 1e-3, "the gradient is added to what was there"
+    frozen = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature, None)
+    assert torch.equal(frozen, got[0])
     for name, a, b, c in zip(("hidden", "weight"), got, want, again, strict=True):
         error = ((a.double() - b).norm() / b.norm()).item()
         assert error < 5e-3, f"{name}: {error}"

@@ -333,6 +333,20 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
     yield "logits that are not finite", broken
 
 
+def gradient_cases() -> Iterator[tuple[str, Case]]:
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def add(dtype: torch.dtype = dtype) -> None:
+            for rows, cols in few(((7, 300), (16, 128), (2049, 4096))):
+                grad = sample(rows, cols, "normal", dtype=dtype)
+                x = sample(rows, cols, "normal", 1, torch.float32) / 100
+                want, got = (grad.float() + x).to(dtype), grad.to(DEVICE)
+                ta.add_rounded(got, x.to(DEVICE))
+                equal("sum", got, want)
+
+        yield f"gradients added in {dtype}", add
+
+
 def decode_cases() -> Iterator[tuple[str, Case]]:
     def advance(size: int, width: int, page: int) -> None:
         g = torch.Generator().manual_seed(size)
@@ -385,7 +399,10 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    kinds = (quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, decode_cases, adamw_cases)
+    kinds = (
+        quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
+        adamw_cases,
+    )  # fmt: skip
     return [case for kind in kinds for case in kind()]
 
 

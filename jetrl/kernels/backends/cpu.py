@@ -76,6 +76,10 @@ def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     return ref.fp8_gemm(dy_t, x_t)
 
 
+def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
+    grad.add_(wgrad_gemm(dy_t, x_t))  # BF16 plus FP32 is computed in FP32
+
+
 def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
     return ref.bf16_gemm(x, w).to(out_dtype)
 
@@ -87,6 +91,10 @@ def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
 
 def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     return dy.to(torch.float32).T @ x.to(torch.float32)
+
+
+def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
+    grad.add_(bf16_wgrad(dy, x))
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -169,14 +177,14 @@ def logprob_entropy(
 
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
-    temperature: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients for hidden (rounded) and the head weight (FP32); logits are made again in FP32, chunk by chunk.
+    temperature: Tensor, d_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
 
     `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to `hidden`'s dtype.
     """
     w = weight.to(torch.float32)
-    d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(w)
+    d_hidden, total = torch.empty_like(hidden), torch.zeros_like(w)
     rows = max(1, _LOGIT_ELEMENTS // w.shape[0])
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
@@ -190,5 +198,8 @@ def logprob_backward(
             dz.sub_(p * (logp + ent) * grad_entropy[part, None])
         dz = dz.div_(temp).to(hidden.dtype).to(torch.float32)
         d_hidden[part] = (dz @ w).to(hidden.dtype)
-        d_weight.addmm_(dz.T, h)
-    return d_hidden, d_weight
+        if d_weight is not None:
+            total.addmm_(dz.T, h)
+    if d_weight is not None:
+        d_weight.add_(total)
+    return d_hidden

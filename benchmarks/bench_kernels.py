@@ -199,10 +199,10 @@ def head() -> Rows:
             cases["logprobs"] = lambda z=z, s=temperature, y=targets: ops.logprobs(z, y, s)
         else:
             g = torch.randn(t, device=CUDA)
+            statistics = ops.logprob_entropy(hidden, prepared, targets, temperature)[2]
             grad = torch.zeros(V, D, device=CUDA)
-            cases["logprob_backward"] = lambda g=g, h=hidden, y=targets, s=temperature, d=grad: ops.logprob_backward(
-                g, None, h, w, y, s, d
-            )
+            inputs = (g, None, hidden, w, targets, temperature, statistics, grad)
+            cases["logprob_backward"] = lambda inputs=inputs: ops.logprob_backward(*inputs)
             part = hidden[:768]
             cases["head_logits 768 rows"] = lambda part=part: ops.head_logits(part, prepared)
         times = interleaved(cases, rounds=5)

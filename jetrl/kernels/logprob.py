@@ -59,15 +59,16 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, targets, temperature)
         ctx.master = master
         ctx.set_materialize_grads(False)
-        return backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature)
+        logprobs, entropies, statistics = backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature)
+        ctx.save_for_backward(hidden, weight, targets, temperature, statistics)
+        return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, targets, temperature = ctx.saved_tensors
+        hidden, weight, targets, temperature, statistics = ctx.saved_tensors
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(temperature)
         # contiguous: the gradient of a sum is one number with stride 0, and kernels index rows from the first address
@@ -78,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         dh = backend_of(hidden).logprob_backward(
             grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
-            targets, temperature, grad,
+            targets, temperature, statistics, grad,
         )  # fmt: skip
         return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), None, None, None, None
 

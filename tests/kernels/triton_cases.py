@@ -290,8 +290,10 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
                     equal(name, a, b)
                 want = ref.logprob(zt, targets, top, total)
                 equal("logprob", tv.logprobs(*args), want)
-                lp, entropy = tv.logprobs_and_entropy(*args)
+                lp, entropy, maximum, log_total = tv.logprobs_and_statistics(*args)
                 equal("logprob with entropy", lp, want)
+                equal("maximum", maximum, top)
+                equal("log of the total", log_total, ref.log_total(total).to(torch.float32))
                 kept = zt.masked_fill(zt == float("-inf"), -1e30)
                 torch.testing.assert_close(entropy.cpu(), ref.entropy(kept, weights, top, total), rtol=1e-6, atol=1e-6)
                 params = [SamplingParams(1, temperature=t, seed=3) for t in temperature.tolist()]
@@ -314,7 +316,8 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
         zt = z.requires_grad_()
         lp = torch.log_softmax(zt / temperature[:, None], -1)
         entropy = -(lp.exp() * lp).sum(-1)
-        args = [t.detach().to(DEVICE) for t in (z, targets, temperature, gl)]
+        args = [t.detach().to(DEVICE) for t in (z, targets, temperature)]
+        args += [tv.logprobs_and_statistics(*args)[1:], gl.to(DEVICE)]
         (want,) = torch.autograd.grad((lp.gather(1, targets[:, None])[:, 0] * gl).sum(), zt, retain_graph=True)
         torch.testing.assert_close(tv.dlogits(*args, None).float().cpu(), want, rtol=5e-3, atol=1e-6)
         total = (lp.gather(1, targets[:, None])[:, 0] * gl).sum() + (entropy * ge).sum()

@@ -163,8 +163,11 @@ def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
 
 def logprob_entropy(
     hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
+
+    The third result is for `logprob_backward`; None here, where it makes plain FP32 logits with sums of their own.
+    """
     logprobs, entropies = [], []
     rows = max(1, _LOGIT_ELEMENTS // w.values.shape[0])
     for h, t, temp in zip(hidden.split(rows), targets.split(rows), temperature.split(rows), strict=True):
@@ -172,12 +175,12 @@ def logprob_entropy(
         weights, top, total = ref.exp_weights(z)
         logprobs.append(ref.logprob(z, t, top, total))
         entropies.append(ref.entropy(z, weights, top, total))
-    return torch.cat(logprobs), torch.cat(entropies)
+    return torch.cat(logprobs), torch.cat(entropies), None
 
 
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
-    temperature: Tensor, d_weight: Tensor | None,
+    temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
 

@@ -88,26 +88,32 @@ def _rows_at_once(vocab: int) -> int:
     return max(128, _LOGIT_ELEMENTS // vocab // 128 * 128)
 
 
-def logprob_entropy(hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits."""
-    out = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+def logprob_entropy(
+    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
+
+    The third result is what `logprob_backward` reads of each row: entropy, maximum and log of the total, FP32 [3, T].
+    """
+    out = torch.empty(4, hidden.shape[0], dtype=torch.float32, device=hidden.device)
     rows = _rows_at_once(w.size)
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         z = head_logits(hidden[part], w)
-        out[0, part], out[1, part] = triton_logprob.logprobs_and_entropy(z, targets[part], temperature[part])
-    return out[0], out[1]
+        out[:, part] = triton_logprob.logprobs_and_statistics(z, targets[part], temperature[part])
+    return out[0], out[1], out[1:]
 
 
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
-    temperature: Tensor, d_weight: Tensor | None,
+    temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
 
     `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to BF16. The chunks of
     the weight's gradient add up in FP32: in `d_weight` where the GEMM can write there, else in a matrix of their own.
     """
+    assert statistics is not None
     w = prepare_bf16(weight)
     vocab = weight.shape[0]
     d_hidden, total = torch.empty_like(hidden), d_weight
@@ -117,7 +123,7 @@ def logprob_backward(
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         dz = triton_logprob.dlogits(
-            head_logits(hidden[part], w), targets[part], temperature[part], grad_logprob[part],
+            head_logits(hidden[part], w), targets[part], temperature[part], statistics[:, part], grad_logprob[part],
             None if grad_entropy is None else grad_entropy[part],
         )  # fmt: skip
         torch.mm(dz, weight, out=d_hidden[part])

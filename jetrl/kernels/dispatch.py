@@ -19,8 +19,8 @@ OPS = (
     "rms_norm", "rms_norm_backward", "add_rms_norm", "add", "rope", "rope_backward", "swiglu", "swiglu_backward",
     "attend", "attend_backward", "head_logits", "logprob_entropy", "logprob_backward",
     # several ops in one, the same bits as one after another
-    "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "attend_cached", "attend_varlen", "exp_weights",
-    "logprobs", "advance", "adamw_step_", "row_squares",
+    "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "qkv_norm_rope_backward", "attend_cached",
+    "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
 )  # fmt: skip
 
 

@@ -97,13 +97,18 @@ def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
     grad.add_(bf16_wgrad(dy, x))
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` for x (rounded) and weight (FP32), the inner rounding taken straight through."""
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` for x (rounded) and weight (FP32), the inner rounding taken straight through.
+
+    `more`, a gradient that x has besides, is added to the first.
+    """
     inv = ref.inv_rms(x, eps)
     g, n = grad.to(torch.float32), x.to(torch.float32) * inv
     gw = g * weight.to(torch.float32)
-    dx = (gw - n * (gw * n).mean(-1, keepdim=True)) * inv
-    return dx.to(x.dtype), (g * n).flatten(0, -2).sum(0)
+    dx = ((gw - n * (gw * n).mean(-1, keepdim=True)) * inv).to(x.dtype)
+    return dx if more is None else add(dx, more), (g * n).flatten(0, -2).sum(0)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -132,12 +137,27 @@ def qkv_norm_rope(
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     cos, sin = tables[0][positions], tables[1][positions]
-    q, k, v = rope(q, cos, sin), rope(k, cos, sin), v.contiguous()
+    q, k, v = rope(q, cos, sin), rope(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
     if cache is None:
         return q, k, v
     write_cache(cache[0], k, cache[2])
     write_cache(cache[1], v, cache[2])
     return q, cache[0], cache[1]
+
+
+def qkv_norm_rope_backward(
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """Gradients of `qkv` (rounded) and of the norms' weights (FP32): those of the ops, one after another."""
+    (dq, dk, dv), (_, n, h), d_norms = grads, grads[0].shape, None
+    cos, sin = tables[0][positions], tables[1][positions]
+    dq, dk = rope_backward(dq, cos, sin), rope_backward(dk, cos, sin)
+    if norms is not None:
+        q, k = qkv.view(len(qkv), -1, h)[:, : n + dk.shape[1]].split((n, dk.shape[1]), 1)
+        (dq, d_q), (dk, d_k) = rms_norm_backward(dq, q, norms[0], eps), rms_norm_backward(dk, k, norms[1], eps)
+        d_norms = (d_q, d_k)
+    return torch.cat((dq, dk, dv), 1).flatten(1), d_norms
 
 
 def attend_varlen(

@@ -99,11 +99,16 @@ def _gemm_cases(m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
         "fp8+quantize": lambda: ops.fp8_gemm(ops.quantize_act(x), fp8, out),
     }
     if m > 256:
+        wide, narrow = (torch.zeros(n, k, dtype=dtype, device=CUDA) for dtype in (torch.float32, torch.bfloat16))
         cases |= {
             "dgrad fp8": lambda: ops.fp8_gemm(dyq, fp8_t, out),
             "dgrad bf16": lambda: ops.bf16_dgrad(dy, w),
             "wgrad fp8": lambda: ops.wgrad_gemm(dyt, xt),
             "wgrad bf16": lambda: ops.bf16_wgrad(dy, x),
+            "wgrad fp8 into fp32": lambda: ops.wgrad_into(dyt, xt, wide),
+            "wgrad bf16 into fp32": lambda: ops.bf16_wgrad_into(dy, x, wide),
+            "wgrad fp8 into bf16": lambda: ops.wgrad_into(dyt, xt, narrow),
+            "wgrad bf16 into bf16": lambda: ops.bf16_wgrad_into(dy, x, narrow),
             "quantize dy": lambda: (ops.quantize_act(dy), ops.quantize_act_t(dy)),
         }
     return cases
@@ -194,9 +199,10 @@ def head() -> Rows:
             cases["logprobs"] = lambda z=z, s=temperature, y=targets: ops.logprobs(z, y, s)
         else:
             g = torch.randn(t, device=CUDA)
-            cases["logprob_backward"] = lambda g=g, h=hidden, y=targets, s=temperature: ops.logprob_backward(
-                g, None, h, w, y, s
-            )
+            statistics = ops.logprob_entropy(hidden, prepared, targets, temperature)[2]
+            grad = torch.zeros(V, D, device=CUDA)
+            inputs = (g, None, hidden, w, targets, temperature, statistics, grad)
+            cases["logprob_backward"] = lambda inputs=inputs: ops.logprob_backward(*inputs)
             part = hidden[:768]
             cases["head_logits 768 rows"] = lambda part=part: ops.head_logits(part, prepared)
         times = interleaved(cases, rounds=5)

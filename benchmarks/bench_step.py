@@ -4,16 +4,16 @@
     python benchmarks/bench_step.py --only whole --variants fp8 bf16 "fp8 nonexact"
     python benchmarks/bench_step.py --only update --layers 4      # a sweep with fewer layers
 
-Random weights; BF16 masters, gradients and moments, no activation checkpointing. Each measurement is a process of its
-own, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing, one 8K sequence a
+Random weights; BF16 masters and moments, gradients in `--grad-dtype`, no activation checkpointing. Each measurement is a
+process of its own, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing, one 8K sequence a
 micro-batch. `whole` is a rollout of `--sequences` with 4K new tokens, then one update on all of them. Variants: a
 precision, with `nonexact` or `nondet` behind it (see `nonexact.py`) to measure what exactness costs. Every part records
 the peak of allocated memory. Writes `benchmarks/results/step.json`.
 
 Memory of `whole` at 8B, in GB: masters 16.4 (the published BF16 weights are the same memory), moments 32.8, FP8 codes
 in both orientations 14: 63 in all, 49 in BF16. The rollout adds the cache, 64 x 4,608 tokens x 147 KB = 43.5, and gives
-it back; the update adds gradients (16.4) and the activations of one micro-batch, about 4.5 a thousand tokens in FP8.
-With micro-batches of 9,216 tokens it peaks near 127 of the 150 that the GPU has.
+it back; the update adds gradients (32.8 in FP32) and the activations of one micro-batch, about 4.5 a thousand tokens in
+FP8. With micro-batches of one sequence (4,608 tokens) it peaks near 117 of the 150 that the GPU has.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from common import RESULTS, SPEC, NoText, ask, emit, environment, median, save, table
 
 from jetrl.api import random_model
+from jetrl.kernels.gradient import accumulate_in, grad_dtype
 from jetrl.model.transformer import Transformer
 from jetrl.rollout.engine import Engine
 from jetrl.train.optim import MixedAdamW, clip_gradients_, global_grad_norm
@@ -100,6 +101,7 @@ def one(variant: str, args: argparse.Namespace) -> None:
 
     precision = apply(variant)
     model = random_model("qwen3-8b", precision, "cuda", args.layers)
+    accumulate_in(model, getattr(torch, args.grad_dtype))
     optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
     row: dict[str, Any] = {"variant": variant, "layers": args.layers}
     if args.only in ("update", "all"):
@@ -113,7 +115,7 @@ def training(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace
     """The update, the log-prob pass, publishing and the optimizer, each alone."""
     micros = [[args.length]] * (args.tokens // args.length)
     lengths = [n for micro in micros for n in micro]
-    row: dict[str, Any] = {"tokens": sum(lengths), "length": args.length}
+    row: dict[str, Any] = {"tokens": sum(lengths), "length": args.length, "gradients": args.grad_dtype}
     row["update_ms"], row["update peak GiB"] = timed(lambda: update(model, optimizer, micros), args.repeats)
     row["MFU"] = flops(args.layers, lengths, 3) / row["update_ms"] / 1e9 / BF16_CEILING
     optimizer.zero_grad(set_to_none=True)
@@ -121,7 +123,7 @@ def training(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace
     row["logprob TFLOP/s"] = flops(args.layers, lengths, 1) / row["logprob_ms"] / 1e9
     row["publish_ms"], row["publish peak GiB"] = timed(lambda: publish(model, 0, "flow"), 5)
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p, dtype=grad_dtype(p))
     row["optimizer_ms"], row["optimizer peak GiB"] = timed(optimizer.step, 3)
     optimizer.zero_grad(set_to_none=True)
     return row
@@ -173,7 +175,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sequences", type=int, default=64, help="of a whole step")
     parser.add_argument("--new", type=int, default=4096, help="tokens of each")
-    parser.add_argument("--micro-tokens", type=int, default=9216, help="most tokens of a micro-batch of a whole step")
+    parser.add_argument("--micro-tokens", type=int, default=4608, help="most tokens of a micro-batch of a whole step")
+    parser.add_argument("--grad-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="step")
@@ -181,7 +184,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return one(args.one, args)
-    keys = ("only", "layers", "tokens", "length", "repeats", "sequences", "new", "micro_tokens")
+    keys = ("only", "layers", "tokens", "length", "repeats", "sequences", "new", "micro_tokens", "grad_dtype")
     options = [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in keys]
     rows: list[dict[str, Any]] = []
     for i in range(args.rounds):

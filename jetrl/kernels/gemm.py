@@ -41,6 +41,31 @@ def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     return backend_of(dy_t.codes).wgrad_gemm(dy_t, x_t)
 
 
+def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
+    """`grad = rounded(grad + wgrad_gemm(dy_t, x_t))` in place: FP32 addition, `grad` [N, K] contiguous FP32 or BF16."""
+    _check_wgrad(dy_t.codes.shape[1], x_t.codes.shape[1], (dy_t.codes.shape[0], x_t.codes.shape[0]), grad)
+    backend_of(grad).wgrad_into(dy_t, x_t, grad)
+
+
+def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """`dy.T @ x` of `dy` [T, N] and `x` [T, K] (BF16) -> FP32 [N, K]."""
+    return backend_of(dy).bf16_wgrad(dy, x)
+
+
+def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
+    """`grad = rounded(grad + dy.T @ x)` in place, as `wgrad_into`."""
+    _check_wgrad(dy.shape[0], x.shape[0], (dy.shape[1], x.shape[1]), grad)
+    backend_of(grad).bf16_wgrad_into(dy, x, grad)
+
+
+def _check_wgrad(tokens: int, other: int, size: tuple[int, int], grad: Tensor) -> None:
+    if tokens != other or grad.shape != size or not grad.is_contiguous():
+        raise ValueError(
+            f"a weight gradient {size} of {tokens} and {other} tokens cannot be added to {tuple(grad.shape)} with "
+            f"strides {grad.stride()}"
+        )
+
+
 def bf16_gemm(x: Tensor, w: Any, out_dtype: torch.dtype) -> Tensor:
     """`x` [M, K] by prepared weights [N, K]; a row's bits never depend on the other rows."""
     return backend_of(x).bf16_gemm(x, w, out_dtype)

@@ -1,4 +1,4 @@
-"""The type in which a master weight's gradient is handed over and accumulated over micro-batches."""
+"""How the gradients of master weights are held: in which type, and whether backward passes add to them in place."""
 
 from __future__ import annotations
 
@@ -14,10 +14,24 @@ def grad_dtype(master: Tensor) -> torch.dtype:
 
 
 def accumulate_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Keep all parameters' gradients in `dtype`: FP32 under BF16 masters adds micro-batches up without rounding."""
+    """Keep all parameters' gradients in `dtype`; backward passes add those of matrices to `.grad` in place.
+
+    FP32 under BF16 masters adds micro-batches up without rounding. In place means that a matrix's gradient never passes
+    through autograd: it sees none, so its hooks and `torch.autograd.grad` do not work for these parameters.
+    """
     for param in module.parameters():
+        param.adds_in_place = True  # type: ignore[attr-defined]
         if param.dtype == dtype:
             continue
         if not hasattr(param, "grad_dtype"):
             raise UserError(f"train.grad_dtype = {dtype} needs a newer torch than {torch.__version__}: upgrade it")
         param.grad_dtype = dtype
+
+
+def grad_in_place(master: Tensor) -> Tensor | None:
+    """`master.grad` to add to, zeros if it did not exist; None where autograd is to accumulate it."""
+    if not getattr(master, "adds_in_place", False):
+        return None
+    if master.grad is None:
+        master.grad = torch.zeros(master.shape, dtype=grad_dtype(master), device=master.device)
+    return master.grad

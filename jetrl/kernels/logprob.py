@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import reference
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import grad_dtype
+from jetrl.kernels.gradient import grad_dtype, grad_in_place
 
 
 def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
@@ -59,23 +59,29 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, targets, temperature)
-        ctx.dtype = grad_dtype(master)
+        ctx.master = master
         ctx.set_materialize_grads(False)
-        return backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature)
+        logprobs, entropies, statistics = backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature)
+        ctx.save_for_backward(hidden, weight, targets, temperature, statistics)
+        return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, targets, temperature = ctx.saved_tensors
+        hidden, weight, targets, temperature, statistics = ctx.saved_tensors
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(temperature)
         # contiguous: the gradient of a sum is one number with stride 0, and kernels index rows from the first address
-        dh, dw = backend_of(hidden).logprob_backward(
+        grad = dw = None
+        if ctx.needs_input_grad[1]:
+            grad = grad_in_place(ctx.master)
+            if grad is None:
+                grad = dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        dh = backend_of(hidden).logprob_backward(
             grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
-            targets, temperature,
+            targets, temperature, statistics, grad,
         )  # fmt: skip
-        return dh, dw.to(ctx.dtype), None, None, None, None
+        return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), None, None, None, None
 
 
 def token_logprobs(

@@ -37,6 +37,30 @@ def rms_norm(x: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, master, weight, eps)
 
 
+class _AddRMSNorm(torch.autograd.Function):
+    """The residual sum and its norm; backward adds the stream's gradient to that through the norm in one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, master: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = backend_of(x).add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.dtype = eps, grad_dtype(master)
+        ctx.set_materialize_grads(False)
+        return normed, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, stream: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:  # nothing was made of the norm
+            return stream, stream, None, None, None
+        total, weight = ctx.saved_tensors
+        more = None if stream is None else stream.contiguous()
+        dx, dw = backend_of(total).rms_norm_backward(grad.contiguous(), total, weight, ctx.eps, more)
+        return dx, dx, dw.to(ctx.dtype), None, None
+
+
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -56,13 +80,12 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, master: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`r = x + residual` (or x alone), then RMSNorm: returns (normed, r). One kernel where no gradient is needed."""
+    """`r = x + residual` (or x alone), then RMSNorm: returns (normed, r)."""
     if residual is None:
         return rms_norm(x, master, weight, eps), x
     if not torch.is_grad_enabled():
         return backend_of(x).add_rms_norm(x, residual, weight, eps)
-    total = add(x, residual)
-    return rms_norm(total, master, weight, eps), total
+    return _AddRMSNorm.apply(x, residual, master, weight, eps)
 
 
 class _Rope(torch.autograd.Function):
@@ -81,6 +104,36 @@ class _Rope(torch.autograd.Function):
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate-half RoPE of `x` [T, N, H] with FP32 `cos`, `sin` [T, H/2]."""
     return _Rope.apply(x, cos, sin)
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_master: Tensor | None, k_master: Tensor | None, norms: tuple[Tensor, Tensor] | None,
+        heads: tuple[int, int], head_dim: int, eps: float, tables: tuple[Tensor, Tensor], positions: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(qkv, positions, *tables, *(norms or ()))
+        ctx.eps, ctx.dtypes = eps, [grad_dtype(m) for m in (q_master, k_master) if m is not None]
+        return backend_of(qkv).qkv_norm_rope(qkv, heads, head_dim, norms, eps, tables, positions, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, positions, cos, sin, *norms = ctx.saved_tensors
+        d_qkv, d_norms = backend_of(qkv).qkv_norm_rope_backward(
+            grads, qkv, tuple(norms) or None, ctx.eps, (cos, sin), positions
+        )
+        d_q, d_k = (d.to(t) for d, t in zip(d_norms, ctx.dtypes, strict=True)) if d_norms is not None else (None, None)
+        return d_qkv, d_q, d_k, *[None] * 6
+
+
+def norm_rope(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, masters: tuple[Tensor, Tensor] | None,
+    norms: tuple[Tensor, Tensor] | None, eps: float, tables: tuple[Tensor, Tensor], positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`qkv_norm_rope` without a cache, with gradients: those of the norms' weights go to `masters`."""
+    q_master, k_master = masters or (None, None)
+    return _NormRope.apply(qkv, q_master, k_master, norms, heads, head_dim, eps, tables, positions)
 
 
 class _SwiGLU(torch.autograd.Function):

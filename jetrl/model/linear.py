@@ -3,7 +3,8 @@
 FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands along tokens, 128x1):
 
     fprop   y  = rounded(q(x) @ q(W).T)          dgrad   dx = rounded(q(dy) @ q(W))
-    wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation
+    wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation;
+                                                 dW is added to `weight.grad` in place (`kernels.gradient`)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import grad_dtype
+from jetrl.kernels.gradient import grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
@@ -28,8 +29,7 @@ class _FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe, keep: bool) -> Tensor:
         pow2 = recipe.fprop.left.pow2
-        ctx.layer, ctx.recipe, ctx.dtype = layer, recipe, grad_dtype(master)
-        ctx.needs_weight = keep
+        ctx.layer, ctx.recipe, ctx.needs_weight = layer, recipe, keep
         if keep:
             x_t = quantize_act_t(x, recipe.saved_activation.pow2)
             ctx.save_for_backward(x_t.codes, x_t.scale)
@@ -46,14 +46,18 @@ class _FP8Linear(torch.autograd.Function):
         if ctx.needs_weight:
             codes, scale = ctx.saved_tensors
             x_t = QTensor(codes, scale, "1x128", (codes.shape[0],), (codes.shape[1],))
-            dw = gemm.wgrad_gemm(quantize_act_t(dy, recipe.wgrad.left.pow2), x_t).to(ctx.dtype)
+            dy_t = quantize_act_t(dy, recipe.wgrad.left.pow2)
+            if (grad := grad_in_place(layer.weight)) is not None:
+                gemm.wgrad_into(dy_t, x_t, grad)
+            else:
+                dw = gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(layer.weight))
         return dx, dw, None, None, None
 
 
 class _BF16Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear) -> Tensor:
-        ctx.layer, ctx.dtype = layer, grad_dtype(master)
+        ctx.layer = layer
         ctx.save_for_backward(x)
         return gemm.bf16_gemm(x, layer.bf16_operand(), x.dtype)
 
@@ -61,9 +65,13 @@ class _BF16Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
-        ops, dy = backend_of(dy), dy.contiguous()
-        dx = ops.bf16_dgrad(dy, ctx.layer.published) if ctx.needs_input_grad[0] else None
-        dw = ops.bf16_wgrad(dy, x).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        layer, dy, dw = ctx.layer, dy.contiguous(), None
+        dx = backend_of(dy).bf16_dgrad(dy, layer.published) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            if (grad := grad_in_place(layer.weight)) is not None:
+                gemm.bf16_wgrad_into(dy, x, grad)
+            else:
+                dw = gemm.bf16_wgrad(dy, x).to(grad_dtype(layer.weight))
         return dx, dw, None
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels import gemm, logprob, pointwise
 from jetrl.kernels.attention import attend, attend_cached
-from jetrl.kernels.gradient import grad_dtype
+from jetrl.kernels.gradient import grad_dtype, grad_in_place
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear, rounded_into
 from jetrl.precision.recipe import Recipe, Role
@@ -43,16 +43,23 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, master: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape, ctx.dtype = master.shape, grad_dtype(master)
+        ctx.master = master
         return table[tokens]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        (tokens,) = ctx.saved_tensors
-        dw = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
-        dw.index_put_((tokens,), grad.to(torch.float32), accumulate=True)
-        return None, dw.to(ctx.dtype), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+        (tokens,), grad = ctx.saved_tensors, grad_in_place(ctx.master)
+        if grad is None:
+            dw = torch.zeros(ctx.master.shape, dtype=torch.float32, device=dy.device)
+            dw.index_put_((tokens,), dy.to(torch.float32), accumulate=True)
+            return None, dw.to(grad_dtype(ctx.master)), None
+        # only rows in use are touched; `place` is one number for equal tokens (unique() would wait for the device)
+        place = torch.searchsorted(tokens.sort().values, tokens)
+        rows = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
+        rows.index_put_((place,), dy.to(torch.float32), accumulate=True)
+        grad[tokens] = (grad[tokens].to(torch.float32) + rows[place]).to(grad.dtype)  # equal tokens write one value
+        return None, None, None
 
 
 class Published(nn.Module):
@@ -92,26 +99,28 @@ class Layer(nn.Module):
         self.down = linear("down", f, (d,))
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: ForwardBatch, tap: Tap
+        self, x: Tensor, residual: Tensor | None, tables: tuple[Tensor, Tensor], batch: ForwardBatch, tap: Tap
     ) -> tuple[Tensor, Tensor]:
-        """`x` [T, D] is the branch output not yet added to `residual` [T, D]; returns the same pair."""
+        """`x` [T, D] is the branch output not yet added to `residual` [T, D]; returns the same pair.
+
+        `tables`: cos and sin, whole.
+        """
         spec, at, side = self.spec, f"layers.{self.index}", batch.side
         y, residual = self._norm(self.attn_norm, x, residual)
         tap(f"{at}.attn_norm", y)
         qkv = self.qkv(y, side)
         tap(f"{at}.qkv", qkv)
-        q, k, v = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim).split(
-            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
-        )
-        if spec.qk_norm:
-            q = self._norm(self.q_norm, q, None)[0]
-            k = self._norm(self.k_norm, k, None)[0]
-            tap(f"{at}.q_norm", q)
-            tap(f"{at}.k_norm", k)
-        q, k = pointwise.rope(q, cos, sin), pointwise.rope(k, cos, sin)
-        tap(f"{at}.rope_q", q)
-        tap(f"{at}.rope_k", k)
-        a = attend(q, k, v.contiguous(), batch.plan, self.index, spec.head_dim**-0.5).flatten(1)
+        if tap is _no_tap:
+            heads, masters, norms = (spec.num_heads, spec.num_kv_heads), None, None
+            if spec.qk_norm:
+                masters = (self.q_norm.weight, self.k_norm.weight)
+                norms = (self.q_norm.published, self.k_norm.published)
+            q, k, v = pointwise.norm_rope(
+                qkv, heads, spec.head_dim, masters, norms, spec.rms_norm_eps, tables, batch.positions
+            )
+        else:
+            q, k, v = self._tapped_heads(qkv, tables, batch.positions, tap)
+        a = attend(q, k, v, batch.plan, self.index, spec.head_dim**-0.5).flatten(1)
         tap(f"{at}.attention", a)
         y = self.o(a, side)
         tap(f"{at}.o", y)
@@ -124,6 +133,25 @@ class Layer(nn.Module):
         y = self.down(y, side)
         tap(f"{at}.down", y)
         return y, residual
+
+    def _tapped_heads(
+        self, qkv: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, tap: Tap
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`pointwise.norm_rope` op by op, the same bits, for a tap to see what lies between."""
+        spec, at = self.spec, f"layers.{self.index}"
+        q, k, v = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim).split(
+            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
+        )
+        if spec.qk_norm:
+            q = self._norm(self.q_norm, q, None)[0]
+            k = self._norm(self.k_norm, k, None)[0]
+            tap(f"{at}.q_norm", q)
+            tap(f"{at}.k_norm", k)
+        cos, sin = tables[0][positions], tables[1][positions]
+        q, k = pointwise.rope(q, cos, sin), pointwise.rope(k, cos, sin)
+        tap(f"{at}.rope_q", q)
+        tap(f"{at}.rope_k", k)
+        return q, k, v.contiguous()
 
     def infer(
         self, x: Tensor, residual: Tensor | None, tables: tuple[Tensor, Tensor], batch: ForwardBatch
@@ -253,17 +281,17 @@ class Transformer(nn.Module):
         x = _Embed.apply(batch.tokens, self.embed.weight, self.embed.published)
         see("embed", x)
         residual: Tensor | None = None
+        tables = (self.cos, self.sin)
         if tap is None and not torch.is_grad_enabled():
             for layer in self.layers:
                 assert isinstance(layer, Layer)
-                x, residual = layer.infer(x, residual, (self.cos, self.sin), batch)
+                x, residual = layer.infer(x, residual, tables, batch)
             return self._final_norm(x, residual)
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled() and tap is None:
-                x, residual = checkpoint(layer, x, residual, cos, sin, batch, see, use_reentrant=False)
+                x, residual = checkpoint(layer, x, residual, tables, batch, see, use_reentrant=False)
             else:
-                x, residual = layer(x, residual, cos, sin, batch, see)
+                x, residual = layer(x, residual, tables, batch, see)
         hidden = self._final_norm(x, residual)
         see("norm", hidden)
         return hidden

@@ -53,6 +53,8 @@ def build(config: Config) -> Session:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.use_deterministic_algorithms(True)
+    # that setting also fills every new tensor with NaN, one more pass over memory each; our ops write all they return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     recipe = recipe_of(config, spec)

@@ -90,6 +90,43 @@ def test_bf16_gradients(ops) -> None:
     assert relative_error(dw, dy.double().T @ x.double()) < 1e-5
 
 
+@pytest.mark.parametrize(("n", "k", "t"), [(256, 512, 384), (960, 576, 130), (44, 136, 1), (4096, 2048, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_in_place(ops, n: int, k: int, t: int, dtype: torch.dtype) -> None:
+    dy, x = matrix(t, n, 4).to(CUDA), matrix(t, k, 5).to(CUDA)
+    before = matrix(n, k, 6).to(CUDA, dtype) * 30
+    dy_t, x_t = ops.quantize_act_t(dy), ops.quantize_act_t(x)
+    grad = before.clone()
+    ops.wgrad_into(dy_t, x_t, grad)
+    want = (before.float() + ops.wgrad_gemm(dy_t, x_t)).to(dtype)
+    assert torch.equal(grad, want), "the kernel adds its own sum, once"
+    results = []
+    for _ in range(2):
+        grad = before.clone()
+        ops.bf16_wgrad_into(dy, x, grad)
+        results.append(grad)
+    exact = before.double() + dy.double().T @ x.double()
+    assert relative_error(grad, exact) < (1e-6 if dtype == torch.float32 else 3e-3)
+    assert relative_error(grad.double() - before.double(), exact - before.double()) < 0.3, "something else was added"
+    assert torch.equal(*results)
+
+
+def test_adding_a_gradient_in_place_is_one_kernel(ops) -> None:
+    """No zeros, no copy, no cast: that is what it is for."""
+    from torch.profiler import ProfilerActivity, profile
+
+    dy, x = matrix(512, 256, 4).to(CUDA), matrix(512, 384, 5).to(CUDA)
+    dy_t, x_t, grad = ops.quantize_act_t(dy), ops.quantize_act_t(x), torch.zeros(256, 384, device=CUDA)
+    for add in (lambda: ops.wgrad_into(dy_t, x_t, grad), lambda: ops.bf16_wgrad_into(dy, x, grad)):
+        add()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as p:
+            add()
+            torch.cuda.synchronize()
+        kernels = [e.name for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(kernels) == 1, kernels
+
+
 def test_one_kernel_a_gemm(ops) -> None:
     """Scales come in the layout that the GEMM reads: no transform kernel, no copy."""
     from torch.profiler import ProfilerActivity, profile

@@ -36,7 +36,7 @@ def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: i
     assert torch.equal(sampled, whole[0][:5])  # the sampler's path
     monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 128 * v)
     parts = ops.logprob_entropy(hidden, w, targets, temperature)
-    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
     z = (hidden.double() @ weight.double().T) / temperature.double()[:, None]
     logp = torch.log_softmax(z, -1)
     torch.testing.assert_close(whole[0].double(), logp.gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=2e-5)
@@ -58,9 +58,24 @@ def test_gradients_match_autograd(
         loss = loss - ((logp.exp() * logp).sum(-1) * ge).sum()
     want = torch.autograd.grad(loss, (h, w))
     monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 256 * v)
-    got = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature)
-    again = ops.logprob_backward(gl, ge if with_entropy else None, hidden, weight, targets, temperature)
-    assert got[1].dtype == torch.float32 and got[1].shape == weight.shape
+
+    statistics = ops.logprob_entropy(hidden, ops.prepare_bf16(weight), targets, temperature)[2]
+
+    def backward(dtype: torch.dtype, fill: float) -> tuple[Tensor, Tensor]:
+        grad = torch.full(weight.shape, fill, dtype=dtype, device=CUDA)
+        dh = ops.logprob_backward(
+            gl, ge if with_entropy else None, hidden, weight, targets, temperature, statistics, grad
+        )
+        return dh, grad
+
+    got, again = backward(torch.float32, 0.0), backward(torch.float32, 0.0)
+    rounded, added = backward(torch.bfloat16, 0.0)[1], backward(torch.float32, 4.0)[1] - 4.0
+    assert torch.equal(rounded, got[1].to(torch.bfloat16)), "chunks add up in FP32"
+    assert ((added - got[1]).norm() / got[1].norm()).item() < 1e-3, "the gradient is added to what was there"
+    frozen = ops.logprob_backward(
+        gl, ge if with_entropy else None, hidden, weight, targets, temperature, statistics, None
+    )
+    assert torch.equal(frozen, got[0])
     for name, a, b, c in zip(("hidden", "weight"), got, want, again, strict=True):
         error = ((a.double() - b).norm() / b.norm()).item()
         assert error < 5e-3, f"{name}: {error}"

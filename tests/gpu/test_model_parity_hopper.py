@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetrl.kernels.gradient import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe
 from jetrl.rollout.runner import KVCache
@@ -132,6 +133,34 @@ def test_gradients_repeat_and_agree_with_bf16(name: str) -> None:
         got = results["fp8"][0][p_name]
         cosine = torch.nn.functional.cosine_similarity(got.flatten().double(), want.flatten().double(), dim=0)
         assert cosine > 0.95, f"{p_name}: cosine {cosine.item()}"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_place_and_through_fused_kernels_are_those_of_the_ops(precision: str, dtype: torch.dtype) -> None:
+    """Against autograd's accumulation and, with a tap, a backward pass op by op."""
+    sequences = make_sequences(8000, [150, 77, 220])
+    targets = torch.cat([s.roll(-1) for s in sequences]).to(CUDA)
+    results: list[dict[str, Tensor]] = []
+    for placed in (False, True):
+        model = build("qwen3", precision)
+        for p in model.parameters():  # not `model.to`, which would round the rotary tables
+            p.data = p.data.to(dtype)
+        model.publish()
+        if placed:
+            accumulate_in(model, dtype)
+        for _ in range(2):
+            hidden = model(varlen_batch(sequences), tap=None if placed else lambda name, value: None)
+            (-model.token_logprobs(hidden, targets, 1.0)[0].mean()).backward()
+        results.append({n: p.grad for n, p in model.named_parameters()})
+    want, got = results
+    for name, grad in got.items():
+        assert grad.dtype == dtype
+        error = ((grad.double() - want[name].double()).norm() / want[name].double().norm()).item()
+        assert error < 0.03, f"{name}: {error}"
+    if dtype == torch.float32 and precision == "fp8":  # before the first fused kernel on the way back
+        last = f"layers.{len(model.layers) - 1}."
+        assert all(torch.equal(got[last + n], want[last + n]) for n in ("down.weight", "gate_up.weight", "o.weight"))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -116,6 +116,27 @@ def test_bf16_gradients_against_torch() -> None:
     assert_at_most_twice(ops.bf16_wgrad(dy, x), dy.T @ x, dy.double().T @ x.double(), "wgrad")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    dy, x, before = normal(150, 70), normal(150, 130, seed=1), normal(70, 130, seed=2).to(dtype) * 300
+    dy_t, x_t = quantize_act_t(dy), quantize_act_t(x)
+    grad = before.clone()
+    gemm.wgrad_into(dy_t, x_t, grad)
+    assert_bitwise_equal(grad, (before.float() + gemm.wgrad_gemm(dy_t, x_t)).to(dtype), "fp8")
+    grad = before.clone()
+    gemm.bf16_wgrad_into(dy, x, grad)
+    assert_bitwise_equal(grad, (before.float() + gemm.bf16_wgrad(dy, x)).to(dtype), "bf16")
+
+
+def test_gradients_that_do_not_fit_are_refused() -> None:
+    dy, x = normal(8, 5), normal(8, 6)
+    for grad in (torch.zeros(6, 5), torch.zeros(6, 5).T):  # the second has the shape, but not the layout
+        with pytest.raises(ValueError, match=r"gradient \(5, 6\) of 8 and 8 tokens cannot be added"):
+            gemm.bf16_wgrad_into(dy, x, grad)
+        with pytest.raises(ValueError, match=r"gradient \(5, 6\) of 8 and 8 tokens cannot be added"):
+            gemm.wgrad_into(quantize_act_t(dy), quantize_act_t(x), grad)
+
+
 def test_token_counts_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token counts differ: \(8, 4\) and \(8, 5\)"):
         gemm.wgrad_gemm(quantize_act_t(normal(4, 8)), quantize_act_t(normal(5, 8)))

@@ -86,6 +86,57 @@ def test_fused_residual_norm_is_the_two_operators_bit_for_bit() -> None:
         assert_bitwise_equal(normed, pointwise.rms_norm(total, weight, weight, EPS))
 
 
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
+def test_fused_residual_norm_has_the_gradients_of_the_two_operators(used: tuple[bool, bool]) -> None:
+    weight, dy, stream = normal(96, seed=2), normal(9, 96, seed=3), normal(9, 96, seed=4)
+
+    def run(fused: bool) -> list[Tensor | None]:
+        x, residual, master = (t.requires_grad_() for t in (normal(9, 96), normal(9, 96, seed=1), weight.float()))
+        if fused:
+            normed, total = pointwise.add_rms_norm(x, residual, master, weight, EPS)
+        else:
+            total = pointwise.add(x, residual)
+            normed = pointwise.rms_norm(total, master, weight, EPS)
+        torch.autograd.backward([t for t, u in zip((normed, total), used, strict=True) if u],
+                                [g for g, u in zip((dy, stream), used, strict=True) if u])  # fmt: skip
+        return [x.grad, residual.grad, master.grad]
+
+    for name, got, want in zip(("x", "residual", "weight"), run(True), run(False), strict=True):
+        assert (got is None) == (want is None) == (name == "weight" and not used[0])
+        if got is not None and want is not None:
+            assert_bitwise_equal(got, want, name)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_heads_of_the_fused_projection_are_those_of_the_operators(tokens: int, normed: bool) -> None:
+    """Values and gradients, bit for bit, in the layout that attention and the projection read."""
+    (n, g, h), qkv = (3, 2, 8), normal(tokens, 7 * 8)
+    weights = normal(h, seed=1), normal(h, seed=2)
+    positions = torch.tensor([5, 0, 3, 3, 1, 9, 2])[:tokens]
+    angles = torch.arange(10)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
+    tables = angles.cos(), angles.sin()
+
+    def run(fused: bool) -> list[Tensor]:
+        x, masters = qkv.clone().requires_grad_(), tuple(w.float().requires_grad_() for w in weights)
+        if fused:
+            out = pointwise.norm_rope(
+                x, (n, g), h, masters if normed else None, weights if normed else None, EPS, tables, positions
+            )
+        else:
+            q, k, v = x.view(tokens, -1, h).split((n, g, g), 1)
+            if normed:
+                q, k = (pointwise.rms_norm(*part, EPS) for part in zip((q, k), masters, weights, strict=True))
+            cos, sin = tables[0][positions], tables[1][positions]
+            out = pointwise.rope(q, cos, sin), pointwise.rope(k, cos, sin), v.contiguous()
+        torch.autograd.backward(out, [normal(*t.shape, seed=i) for i, t in enumerate(out)])
+        return [*out, x.grad, *(m.grad for m in masters if normed)]
+
+    for i, (got, want) in enumerate(zip(run(True), run(False), strict=True)):
+        assert got.is_contiguous()
+        assert_bitwise_equal(got, want, f"result {i}")
+
+
 def test_rope_and_its_gradient_turn_back() -> None:
     angles = torch.arange(30)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
     cos, sin = angles.cos(), angles.sin()

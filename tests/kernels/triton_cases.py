@@ -25,6 +25,7 @@ from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
 from jetrl.kernels.backends import triton_optim as ta
 from jetrl.kernels.backends import triton_pointwise as tp
+from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.kernels.backends import triton_quant as tq
 from jetrl.kernels.decode import DecodeState
 from jetrl.rollout.sampler import SamplingTable, sample_rows
@@ -72,6 +73,7 @@ def fix_interpreter_rounding() -> None:
 
 if INTERPRET:
     fix_interpreter_rounding()
+    tb._PROGRAMS = 16  # several tokens for each
 
 
 def equal(name: str, got: Tensor, want: Tensor) -> None:
@@ -206,6 +208,10 @@ def norm_cases() -> Iterator[tuple[str, Case]]:
             again = tp.rms_norm_backward(g.to(DEVICE), x.to(DEVICE), w.to(DEVICE), 1e-6)
             equal("dx again", again[0], dx)
             equal("dw again", again[1], dw)
+            more = sample(rows, d, "normal", 4)
+            both = tp.rms_norm_backward(g.to(DEVICE), x.to(DEVICE), w.to(DEVICE), 1e-6, more.to(DEVICE))
+            equal("dx and the stream's", both[0], ref.add(dx.cpu(), more))
+            equal("dw beside the stream's", both[1], dw)
 
     yield "norm gradient", gradient
 
@@ -251,6 +257,37 @@ def attention_input_cases() -> Iterator[tuple[str, Case]]:
 
             yield f"qkv {kind} {n}/{g}/{h}", prepare
 
+    for n, g, h, norm in few(((9, 3, 64, False), (4, 2, 80, True), (16, 8, 128, True))):
+        for t in (1, 37) if INTERPRET else (1, 37, 2500):
+            yield f"qkv gradient {n}/{g}/{h} of {t}", partial(heads_gradient, t, n, g, h, norm)
+
+
+def heads_gradient(t: int, n: int, g: int, h: int, norm: bool) -> None:
+    qkv, norms = sample(t, (n + 2 * g) * h, "normal"), tuple(sample(2, h, "normal", 5)) if norm else None
+    grads = [sample(t, m * h, "normal", 6 + i).view(t, m, h) for i, m in enumerate((n, g, g))]
+    angles = torch.rand(50, h // 2, generator=torch.Generator().manual_seed(1)) * 7
+    tables, positions = (angles.cos(), angles.sin()), torch.arange(t) * 7 % 50
+
+    def backward() -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        on_device = tuple(w.to(DEVICE) for w in norms) if norms else None
+        return tb.qkv_norm_rope_backward(
+            tuple(x.to(DEVICE) for x in grads), qkv.to(DEVICE), on_device, 1e-6, tuple(x.to(DEVICE) for x in tables),
+            positions.to(DEVICE),
+        )  # fmt: skip
+
+    (got, d_norms), (again, d_again) = backward(), backward()
+    want, want_norms = cpu.qkv_norm_rope_backward(tuple(grads), qkv, norms, 1e-6, tables, positions)
+    equal("the same twice", again, got)
+    if norms is None:
+        equal("d_qkv", got, want)
+        assert d_norms is None and want_norms is None
+        return
+    equal("d_v", got[:, (n + g) * h :], want[:, (n + g) * h :])
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-2, atol=1e-5)
+    for i in range(2):
+        equal("norm twice", d_again[i], d_norms[i])
+        torch.testing.assert_close(d_norms[i].cpu(), want_norms[i], rtol=1e-5, atol=1e-4)
+
 
 def swiglu_cases() -> Iterator[tuple[str, Case]]:
     for kind in KINDS:
@@ -290,8 +327,10 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
                     equal(name, a, b)
                 want = ref.logprob(zt, targets, top, total)
                 equal("logprob", tv.logprobs(*args), want)
-                lp, entropy = tv.logprobs_and_entropy(*args)
+                lp, entropy, maximum, log_total = tv.logprobs_and_statistics(*args)
                 equal("logprob with entropy", lp, want)
+                equal("maximum", maximum, top)
+                equal("log of the total", log_total, ref.log_total(total).to(torch.float32))
                 kept = zt.masked_fill(zt == float("-inf"), -1e30)
                 torch.testing.assert_close(entropy.cpu(), ref.entropy(kept, weights, top, total), rtol=1e-6, atol=1e-6)
                 params = [SamplingParams(1, temperature=t, seed=3) for t in temperature.tolist()]
@@ -314,7 +353,8 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
         zt = z.requires_grad_()
         lp = torch.log_softmax(zt / temperature[:, None], -1)
         entropy = -(lp.exp() * lp).sum(-1)
-        args = [t.detach().to(DEVICE) for t in (z, targets, temperature, gl)]
+        args = [t.detach().to(DEVICE) for t in (z, targets, temperature)]
+        args += [tv.logprobs_and_statistics(*args)[1:], gl.to(DEVICE)]
         (want,) = torch.autograd.grad((lp.gather(1, targets[:, None])[:, 0] * gl).sum(), zt, retain_graph=True)
         torch.testing.assert_close(tv.dlogits(*args, None).float().cpu(), want, rtol=5e-3, atol=1e-6)
         total = (lp.gather(1, targets[:, None])[:, 0] * gl).sum() + (entropy * ge).sum()
@@ -331,6 +371,20 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
         assert top.isnan().tolist() == [False, True, False]
 
     yield "logits that are not finite", broken
+
+
+def gradient_cases() -> Iterator[tuple[str, Case]]:
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def add(dtype: torch.dtype = dtype) -> None:
+            for rows, cols in few(((7, 300), (16, 128), (2049, 4096))):
+                grad = sample(rows, cols, "normal", dtype=dtype)
+                x = sample(rows, cols, "normal", 1, torch.float32) / 100
+                want, got = (grad.float() + x).to(dtype), grad.to(DEVICE)
+                ta.add_rounded(got, x.to(DEVICE))
+                equal("sum", got, want)
+
+        yield f"gradients added in {dtype}", add
 
 
 def decode_cases() -> Iterator[tuple[str, Case]]:
@@ -385,7 +439,10 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    kinds = (quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, decode_cases, adamw_cases)
+    kinds = (
+        quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
+        adamw_cases,
+    )  # fmt: skip
     return [case for kind in kinds for case in kind()]
 
 

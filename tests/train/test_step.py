@@ -39,6 +39,13 @@ def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096) -> tu
     return session, batches
 
 
+def test_a_session_is_deterministic_and_fills_no_new_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    build(tiny_config(tmp_path, {}))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
 def rows_of(session: Session, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Learner's log-probs, advantages and sequence numbers of all loss rows."""
     logprobs = torch.cat(logprob_pass(session.model, batch, session.config.rollout.temperature))

@@ -76,6 +76,10 @@ def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     return ref.fp8_gemm(dy_t, x_t)
 
 
+def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
+    grad.add_(wgrad_gemm(dy_t, x_t))  # BF16 plus FP32 is computed in FP32
+
+
 def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
     return ref.bf16_gemm(x, w).to(out_dtype)
 
@@ -89,13 +93,22 @@ def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     return dy.to(torch.float32).T @ x.to(torch.float32)
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` for x (rounded) and weight (FP32), the inner rounding taken straight through."""
+def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
+    grad.add_(bf16_wgrad(dy, x))
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` for x (rounded) and weight (FP32), the inner rounding taken straight through.
+
+    `more`, a gradient that x has besides, is added to the first.
+    """
     inv = ref.inv_rms(x, eps)
     g, n = grad.to(torch.float32), x.to(torch.float32) * inv
     gw = g * weight.to(torch.float32)
-    dx = (gw - n * (gw * n).mean(-1, keepdim=True)) * inv
-    return dx.to(x.dtype), (g * n).flatten(0, -2).sum(0)
+    dx = ((gw - n * (gw * n).mean(-1, keepdim=True)) * inv).to(x.dtype)
+    return dx if more is None else add(dx, more), (g * n).flatten(0, -2).sum(0)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -124,12 +137,27 @@ def qkv_norm_rope(
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     cos, sin = tables[0][positions], tables[1][positions]
-    q, k, v = rope(q, cos, sin), rope(k, cos, sin), v.contiguous()
+    q, k, v = rope(q, cos, sin), rope(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
     if cache is None:
         return q, k, v
     write_cache(cache[0], k, cache[2])
     write_cache(cache[1], v, cache[2])
     return q, cache[0], cache[1]
+
+
+def qkv_norm_rope_backward(
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """Gradients of `qkv` (rounded) and of the norms' weights (FP32): those of the ops, one after another."""
+    (dq, dk, dv), (_, n, h), d_norms = grads, grads[0].shape, None
+    cos, sin = tables[0][positions], tables[1][positions]
+    dq, dk = rope_backward(dq, cos, sin), rope_backward(dk, cos, sin)
+    if norms is not None:
+        q, k = qkv.view(len(qkv), -1, h)[:, : n + dk.shape[1]].split((n, dk.shape[1]), 1)
+        (dq, d_q), (dk, d_k) = rms_norm_backward(dq, q, norms[0], eps), rms_norm_backward(dk, k, norms[1], eps)
+        d_norms = (d_q, d_k)
+    return torch.cat((dq, dk, dv), 1).flatten(1), d_norms
 
 
 def attend_varlen(
@@ -155,8 +183,11 @@ def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
 
 def logprob_entropy(
     hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
+
+    The third result is for `logprob_backward`; None here, where it makes plain FP32 logits with sums of their own.
+    """
     logprobs, entropies = [], []
     rows = max(1, _LOGIT_ELEMENTS // w.values.shape[0])
     for h, t, temp in zip(hidden.split(rows), targets.split(rows), temperature.split(rows), strict=True):
@@ -164,19 +195,19 @@ def logprob_entropy(
         weights, top, total = ref.exp_weights(z)
         logprobs.append(ref.logprob(z, t, top, total))
         entropies.append(ref.entropy(z, weights, top, total))
-    return torch.cat(logprobs), torch.cat(entropies)
+    return torch.cat(logprobs), torch.cat(entropies), None
 
 
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
-    temperature: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients for hidden (rounded) and the head weight (FP32); logits are made again in FP32, chunk by chunk.
+    temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
 
     `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to `hidden`'s dtype.
     """
     w = weight.to(torch.float32)
-    d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(w)
+    d_hidden, total = torch.empty_like(hidden), torch.zeros_like(w)
     rows = max(1, _LOGIT_ELEMENTS // w.shape[0])
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
@@ -190,5 +221,8 @@ def logprob_backward(
             dz.sub_(p * (logp + ent) * grad_entropy[part, None])
         dz = dz.div_(temp).to(hidden.dtype).to(torch.float32)
         d_hidden[part] = (dz @ w).to(hidden.dtype)
-        d_weight.addmm_(dz.T, h)
-    return d_hidden, d_weight
+        if d_weight is not None:
+            total.addmm_(dz.T, h)
+    if d_weight is not None:
+        d_weight.add_(total)
+    return d_hidden

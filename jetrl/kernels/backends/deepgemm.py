@@ -16,6 +16,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.backends.operands import PreparedFP8, gather, left_operand, whole_rows
+from jetrl.kernels.backends.triton_optim import add_rounded
 from jetrl.kernels.qtensor import QTensor
 
 try:
@@ -48,14 +49,27 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
 
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     """`dy_t` [N, T] by `x_t` [K, T], groups of 128 tokens on both sides -> FP32 [N, K]."""
+    out = torch.zeros(dy_t.codes.shape[0], x_t.codes.shape[0], dtype=torch.float32, device=dy_t.codes.device)
+    _add_wgrad(dy_t, x_t, out)
+    return out
+
+
+def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
+    """`kernels.gemm.wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 result."""
+    if grad.dtype == torch.float32:
+        _add_wgrad(dy_t, x_t, grad)
+    else:
+        add_rounded(grad, wgrad_gemm(dy_t, x_t))
+
+
+def _add_wgrad(dy_t: QTensor, x_t: QTensor, out: Tensor) -> None:
+    """The GEMM's epilogue adds to FP32 `out` in memory, each element once."""
     a, b = whole_rows(dy_t.codes), whole_rows(x_t.codes)
     if b.shape[0] % 4:
         raise ValueError(f"wgrad on Hopper needs an input size that is a multiple of 4, got {b.shape[0]}")
-    out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)  # the kernel adds to it
     deep_gemm.fp8_gemm_nt(
         (a, dy_t.scale), (b, x_t.scale), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True
     )
-    return out
 
 
 def prepare_bf16(w: Tensor, held: PreparedBF16 | None = None) -> PreparedBF16:

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.backends import triton_logprob
-from jetrl.kernels.backends.deepgemm import PreparedBF16, add_outer, bf16_gemm, fp8_gemm, prepare_bf16, wgrad_gemm
+from jetrl.kernels.backends.deepgemm import (
+    PreparedBF16,
+    add_outer,
+    bf16_gemm,
+    fp8_gemm,
+    prepare_bf16,
+    wgrad_gemm,
+    wgrad_into,
+)
 from jetrl.kernels.backends.flash import attend, attend_backward, attend_cached, attend_varlen
 from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
 from jetrl.kernels.backends.triton_decode import advance
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
-from jetrl.kernels.backends.triton_optim import adamw_step_, row_squares
+from jetrl.kernels.backends.triton_optim import adamw_step_, add_rounded, row_squares
 from jetrl.kernels.backends.triton_pointwise import (
     add,
     add_rms_norm,
@@ -32,15 +40,16 @@ from jetrl.kernels.backends.triton_pointwise import (
     swiglu_quantize,
     write_cache,
 )
+from jetrl.kernels.backends.triton_qkv import qkv_norm_rope_backward
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
 
 __all__ = [
     "adamw_step_", "add", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend", "attend_backward",
-    "attend_cached", "attend_varlen", "bf16_dgrad", "bf16_gemm", "bf16_wgrad", "exp_weights", "fp8_gemm",
-    "head_logits", "logprob_backward", "logprob_entropy", "logprobs", "prepare_bf16", "prepare_fp8",
-    "prepare_fp8_t", "qkv_norm_rope", "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm",
-    "rms_norm_backward", "rope", "rope_backward", "row_squares", "sample", "swiglu", "swiglu_backward",
-    "swiglu_quantize", "wgrad_gemm", "write_cache",
+    "attend_cached", "attend_varlen", "bf16_dgrad", "bf16_gemm", "bf16_wgrad", "bf16_wgrad_into", "exp_weights",
+    "fp8_gemm", "head_logits", "logprob_backward", "logprob_entropy", "logprobs", "prepare_bf16", "prepare_fp8",
+    "prepare_fp8_t", "qkv_norm_rope", "qkv_norm_rope_backward", "quantize_act", "quantize_act_t", "quantize_weight",
+    "rms_norm", "rms_norm_backward", "rope", "rope_backward", "row_squares", "sample", "swiglu", "swiglu_backward",
+    "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
 ]  # fmt: skip
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB
 
@@ -61,6 +70,16 @@ def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     return torch.mm(dy.T, x, out_dtype=torch.float32)
 
 
+def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
+    """`kernels.gemm.bf16_wgrad_into`: the GEMM adds, without a pass of its own."""
+    if grad.dtype == torch.bfloat16:
+        grad.addmm_(dy.T, x)
+    elif grad.shape[0] % 8:  # rows of `dy` that are no multiple of 16 bytes: nothing that TMA reads
+        add_rounded(grad, bf16_wgrad(dy, x))
+    else:
+        add_outer(grad, dy, x.contiguous())
+
+
 def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
     return bf16_gemm(hidden, w, torch.float32)
 
@@ -70,37 +89,49 @@ def _rows_at_once(vocab: int) -> int:
     return max(128, _LOGIT_ELEMENTS // vocab // 128 * 128)
 
 
-def logprob_entropy(hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits."""
-    out = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+def logprob_entropy(
+    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
+
+    The third result is what `logprob_backward` reads of each row: entropy, maximum and log of the total, FP32 [3, T].
+    """
+    out = torch.empty(4, hidden.shape[0], dtype=torch.float32, device=hidden.device)
     rows = _rows_at_once(w.size)
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         z = head_logits(hidden[part], w)
-        out[0, part], out[1, part] = triton_logprob.logprobs_and_entropy(z, targets[part], temperature[part])
-    return out[0], out[1]
+        out[:, part] = triton_logprob.logprobs_and_statistics(z, targets[part], temperature[part])
+    return out[0], out[1], out[1:]
 
 
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
-    temperature: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients for hidden (rounded) and the head weight (FP32); logits are made again, chunk by chunk.
+    temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
 
-    `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to BF16.
+    `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to BF16. The chunks of
+    the weight's gradient add up in FP32: in `d_weight` where the GEMM can write there, else in a matrix of their own.
     """
+    assert statistics is not None
     w = prepare_bf16(weight)
     vocab = weight.shape[0]
-    d_hidden = torch.empty_like(hidden)
-    d_weight = torch.zeros(w.weight.shape, dtype=torch.float32, device=weight.device)
+    d_hidden, total = torch.empty_like(hidden), d_weight
+    if d_weight is not None and (d_weight.dtype != torch.float32 or d_weight.shape != w.weight.shape):
+        total = torch.zeros(w.weight.shape, dtype=torch.float32, device=weight.device)
     rows = _rows_at_once(vocab)
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         dz = triton_logprob.dlogits(
-            head_logits(hidden[part], w), targets[part], temperature[part], grad_logprob[part],
+            head_logits(hidden[part], w), targets[part], temperature[part], statistics[:, part], grad_logprob[part],
             None if grad_entropy is None else grad_entropy[part],
         )  # fmt: skip
         torch.mm(dz, weight, out=d_hidden[part])
-        whole = dz.as_strided((dz.shape[0], dz.stride(0)), (dz.stride(0), 1))  # with the zero columns of padding
-        add_outer(d_weight, whole, hidden[part].contiguous())
-    return d_hidden, d_weight[:vocab]
+        if total is not None:
+            whole = dz.as_strided((dz.shape[0], dz.stride(0)), (dz.stride(0), 1))  # with the zero columns of padding
+            add_outer(total, whole, hidden[part].contiguous())
+    if total is not None and total is not d_weight:
+        assert d_weight is not None
+        add_rounded(d_weight, total[:vocab])
+    return d_hidden

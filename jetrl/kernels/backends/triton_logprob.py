@@ -100,7 +100,7 @@ def _sum_kernel(
 
 @triton.jit
 def _finish_kernel(
-    logits, temperature, maxima, sums, moments, targets, logprobs, entropies, log_totals, V, stride, S,
+    logits, temperature, maxima, sums, moments, targets, logprobs, entropies, tops, log_totals, V, stride, S,
     SB: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -117,6 +117,7 @@ def _finish_kernel(
     if MOMENT:
         moment = tl.sum(tl.load(moments + row * S + at, mask=at < S, other=0.0), axis=0)
         tl.store(entropies + row, (log_total - moment / total).to(tl.float32))
+        tl.store(tops + row, top)
         tl.store(log_totals + row, log_total.to(tl.float32))
 
 
@@ -170,13 +171,13 @@ def _sample_kernel(
 
 @triton.jit
 def _dlogits_kernel(
-    logits, temperature, maxima, log_totals, entropies, targets, grad_logprob, grad_entropy, out, V, stride, out_stride,
-    S, B: tl.constexpr, SB: tl.constexpr, ENTROPY: tl.constexpr,
+    logits, temperature, entropies, tops, log_totals, targets, grad_logprob, grad_entropy, out, V, stride, out_stride,
+    B: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * B + tl.arange(0, B)
     z = load_scaled(logits, temperature, row, cols, V, stride)
-    log_p = (z - row_max(maxima, row, S, SB)) - tl.load(log_totals + row)
+    log_p = (z - tl.load(tops + row)) - tl.load(log_totals + row)
     p = tl.exp(log_p)
     g = tl.load(grad_logprob + row)
     dz = tl.where(cols == tl.load(targets + row), g, 0.0) - g * p
@@ -212,18 +213,18 @@ class RowStatistics:
                 B=SEGMENT, SB=self.block, MOMENT=moment, STORE=store, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
 
-    def finish(self, targets: Tensor, moment: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs of `targets`, entropies and logs of the totals, FP32 [T] (the last two only with `moment`)."""
+    def finish(self, targets: Tensor, moment: bool) -> Tensor:
+        """FP32 [4, T]: log-probs of `targets`, then (only with `moment`) entropies, maxima and logs of the totals."""
         assert targets.is_contiguous()
         rows = self.logits.shape[0]
-        out = torch.empty(3, rows, dtype=torch.float32, device=self.logits.device)
+        out = torch.empty(4, rows, dtype=torch.float32, device=self.logits.device)
         if rows:
             _finish_kernel[(rows,)](
-                self.logits, self.temperature, self.maxima, self.sums, self.moments, targets, out[0], out[1], out[2],
-                self.vocab, self.logits.stride(0), self.segments, SB=self.block, MOMENT=moment, num_warps=1,
+                self.logits, self.temperature, self.maxima, self.sums, self.moments, targets, *out, self.vocab,
+                self.logits.stride(0), self.segments, SB=self.block, MOMENT=moment, num_warps=1,
                 enable_fp_fusion=False,
             )  # fmt: skip
-        return out[0], out[1], out[2]
+        return out
 
 
 def ones(logits: Tensor) -> Tensor:
@@ -241,10 +242,9 @@ def logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
     return RowStatistics(logits, temperature, moment=False).finish(targets, moment=False)[0]
 
 
-def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with the entropy of the row in nats."""
-    out = RowStatistics(logits, temperature, moment=True).finish(targets, moment=True)
-    return out[0], out[1]
+def logprobs_and_statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    """FP32 [4, T]: the same, and what `dlogits` reads: entropies in nats, maxima, logs of the totals."""
+    return RowStatistics(logits, temperature, moment=True).finish(targets, moment=True)
 
 
 def sample(
@@ -273,19 +273,23 @@ def sample(
 
 
 def dlogits(
-    logits: Tensor, targets: Tensor, temperature: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
-) -> Tensor:
-    """Gradient of the logits before division by the temperature, BF16 [T, V] (rows a multiple of 8 elements apart)."""
+    logits: Tensor, targets: Tensor, temperature: Tensor, statistics: Tensor, grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Gradient of the logits before division by the temperature, BF16 [T, V] (rows a multiple of 8 elements apart).
+
+    `statistics` [3, T]: entropies, maxima and logs of the totals of these rows, as the forward pass had them.
+    """
     assert grad_logprob.is_contiguous() and (grad_entropy is None or grad_entropy.is_contiguous())
-    stats = RowStatistics(logits, temperature, moment=True)
-    _, entropies, log_totals = stats.finish(targets, moment=True)
+    assert logits.stride(1) == 1 and targets.is_contiguous() and temperature.is_contiguous()
+    assert statistics.shape == (3, logits.shape[0]) and statistics.stride(1) == 1
     rows, vocab = logits.shape
     width = triton.cdiv(vocab, 8) * 8
     out = torch.zeros if width != vocab else torch.empty
     dz = out(rows, width, dtype=torch.bfloat16, device=logits.device)
-    _dlogits_kernel[(rows, stats.segments)](
-        logits, temperature, stats.maxima, log_totals, entropies, targets, grad_logprob,
-        grad_logprob if grad_entropy is None else grad_entropy, dz, vocab, logits.stride(0), width, stats.segments,
-        B=SEGMENT, SB=stats.block, ENTROPY=grad_entropy is not None, num_warps=8, enable_fp_fusion=False,
+    _dlogits_kernel[(rows, triton.cdiv(vocab, SEGMENT))](
+        logits, temperature, *statistics, targets, grad_logprob,
+        grad_logprob if grad_entropy is None else grad_entropy, dz, vocab, logits.stride(0), width,
+        B=SEGMENT, ENTROPY=grad_entropy is not None, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return dz[:, :vocab]

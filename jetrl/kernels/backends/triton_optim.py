@@ -1,9 +1,10 @@
-"""The optimizer's kernels: sums of squares for the gradient norm, and AdamW as one pass over a parameter."""
+"""Kernels of gradients and the optimizer: addition, sums of squares for the norm, AdamW as one pass a parameter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +38,20 @@ def _squares_kernel(x, out, size, ROW: tl.constexpr):
     at = row * ROW + tl.arange(0, ROW)
     v = tl.load(x + at, mask=at < size, other=0.0).to(tl.float64)
     tl.store(out + row, tl.sum(v * v, axis=0))
+
+
+@triton.jit
+def _add_kernel(grad, x, size, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < size
+    total = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) + tl.load(x + at, mask=inside, other=0.0)
+    tl.store(grad + at, total.to(grad.dtype.element_ty), mask=inside)
+
+
+def add_rounded(grad: Tensor, x: Tensor) -> None:
+    """`grad = rounded(grad + x)` in one pass, `grad` FP32 or BF16, `x` FP32, both contiguous and of one shape."""
+    assert grad.shape == x.shape and x.dtype == torch.float32 and grad.is_contiguous() and x.is_contiguous()
+    _add_kernel[(triton.cdiv(x.numel(), 2048),)](grad, x, x.numel(), B=2048, num_warps=8, enable_fp_fusion=False)
 
 
 def row_squares(x: Tensor, out: Tensor) -> None:

@@ -113,8 +113,8 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    grad, x, weight, dx, partial, num_rows, heads, x_stride, x_head_stride,
-    D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+    grad, x, weight, more, dx, partial, num_rows, heads, x_stride, x_head_stride,
+    D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, B)
     inside = cols < D
@@ -130,7 +130,11 @@ def _norm_backward_kernel(
         n = v * inv
         gw = g * w[None, :]
         mean = tl.sum(gw * n, axis=1) / D
-        tl.store(dx + rows[:, None] * D + cols[None, :], ((gw - n * mean[:, None]) * inv).to(tl.bfloat16), mask=mask)
+        d = ((gw - n * mean[:, None]) * inv).to(tl.bfloat16)
+        if MORE:
+            m = tl.load(more + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            d = (d.to(tl.float32) + m).to(tl.bfloat16)
+        tl.store(dx + rows[:, None] * D + cols[None, :], d, mask=mask)
         dw += tl.where(mask, g * n, 0.0)
     tl.store(partial + tl.program_id(0) * D + cols, tl.sum(dw, axis=0), mask=inside)
 
@@ -328,16 +332,22 @@ def add_rms_norm_quantize(
     return y, total
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients for `x` (rounded) and `weight` (FP32). Deterministic: a fixed split of the rows, no atomics."""
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients for `x` (rounded) and `weight` (FP32). Deterministic: a fixed split of the rows, no atomics.
+
+    `more`, a gradient that x has besides (of the residual stream), is added to the first, which is rounded before.
+    """
+    assert grad.is_contiguous() and (more is None or (more.is_contiguous() and more.shape == x.shape))
     rows, heads, stride, head_stride = _rows_view(x)
     d = x.shape[-1]
     block, r, warps = _norm_tile(d)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(_PARTIAL_ROWS, d, dtype=torch.float32, device=x.device)
     _norm_backward_kernel[(_PARTIAL_ROWS,)](
-        grad, x, weight, dx, partial, rows, heads, stride, head_stride, D=d, EPS=eps, B=block, R=r,
-        num_warps=warps, enable_fp_fusion=False,
+        grad, x, weight, grad if more is None else more, dx, partial, rows, heads, stride, head_stride, D=d, EPS=eps,
+        B=block, R=r, MORE=more is not None, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return dx, partial.sum(0)
 

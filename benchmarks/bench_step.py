@@ -4,11 +4,11 @@
     python benchmarks/bench_step.py --only whole --variants fp8 bf16 "fp8 nonexact"
     python benchmarks/bench_step.py --only update --layers 4      # a sweep with fewer layers
 
-Random weights; BF16 masters and moments, gradients in `--grad-dtype`, no activation checkpointing. Each measurement is a
-process of its own, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing, one 8K sequence a
-micro-batch. `whole` is a rollout of `--sequences` with 4K new tokens, then one update on all of them. Variants: a
-precision, with `nonexact` or `nondet` behind it (see `nonexact.py`) to measure what exactness costs. Every part records
-the peak of allocated memory. Writes `benchmarks/results/step.json`.
+Random weights; BF16 masters and moments, gradients in `--grad-dtype`, no activation checkpointing. Each measurement is
+a process of its own, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing,
+one 8K sequence a micro-batch. `whole` is a rollout of `--sequences` with 4K new tokens, then one update on all of them.
+Variants: a precision, with `nonexact` or `nondet` behind it (see `nonexact.py`) to measure what exactness costs. Every
+part records the peak of allocated memory. Writes `benchmarks/results/step.json`.
 
 Memory of `whole` at 8B, in GB: masters 16.4 (the published BF16 weights are the same memory), moments 32.8, FP8 codes
 in both orientations 14: 63 in all, 49 in BF16. The rollout adds the cache, 64 x 4,608 tokens x 147 KB = 43.5, and gives

@@ -181,7 +181,8 @@ class Engine:
         if self.kv_cache_tokens is not None:
             return -(-self.kv_cache_tokens // self.page_size)
         sizes = sorted((-(-(len(r.tokens) + r.sampling.max_tokens) // self.page_size) for r in requests), reverse=True)
-        need = sum(sizes[: self.max_num_seqs])
+        together = sizes[: self.max_num_seqs]
+        need = sum(together) + len(together) // self.page_size + 1  # and the pages that the scheduler keeps back
         have = self.runner.cache.num_pages if self.runner.cache is not None else 0
         if have >= need:
             return have

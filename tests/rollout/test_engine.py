@@ -232,12 +232,20 @@ def test_refusals() -> None:
 def test_cache_grows_with_need_and_is_released() -> None:
     engine = make_engine(page_size=4, max_num_seqs=2)
     engine.generate([Request(i, (1, 2), SamplingParams(2)) for i in range(5)])
-    assert engine.runner.cache is not None and engine.runner.cache.num_pages == 2
+    assert engine.runner.cache is not None and engine.runner.cache.num_pages == 3
     engine.generate([Request(i, (1, 2), SamplingParams(3 + i, ignore_eos=True)) for i in range(5)])
-    assert engine.runner.cache is not None and engine.runner.cache.num_pages == 5
+    assert engine.runner.cache is not None and engine.runner.cache.num_pages == 6
     engine.release()
     assert engine.runner.cache is None
     assert len(engine.generate([Request(0, (1, 2), SamplingParams(2))])) == 1
+
+
+def test_a_cache_sized_by_need_lets_all_run_at_once() -> None:
+    """Prompts that fill their pages from the start: the pages kept back for running sequences come on top."""
+    model = HashModel()
+    engine = make_engine(model, page_size=8)
+    engine.generate([Request(i, tuple([1 + i] * 14), SamplingParams(2, ignore_eos=True)) for i in range(4)])
+    assert engine.stats is not None and engine.stats.steps == 2, model.rows
 
 
 def test_page_copies_read_before_they_write() -> None:

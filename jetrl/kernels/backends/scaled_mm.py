@@ -10,12 +10,20 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl.kernels.backends.operands import PreparedFP8, gather, left_operand, rows_to, whole_rows
+from jetrl.kernels.backends.triton_optim import add_rounded
 from jetrl.kernels.qtensor import QTensor
+
+_ROWS = 16  # cuBLASLt takes multiples of it
 
 
 def _outer_major(scale: Tensor) -> Tensor:
-    """Scales [M, groups] with column stride M exactly."""
-    return scale if scale.stride() == (1, scale.shape[0]) else scale.T.contiguous().T
+    """Scales [M, groups] as [M', groups], M' the padded rows, with column stride M' exactly."""
+    rows, groups = scale.shape
+    if scale.stride() == (1, rows) and rows % _ROWS == 0:
+        return scale
+    out = scale.new_ones(groups, -(-rows // _ROWS) * _ROWS).T
+    out[:rows] = scale
+    return out
 
 
 def _block_scales(scale: Tensor) -> Tensor:
@@ -27,17 +35,24 @@ def _block_scales(scale: Tensor) -> Tensor:
 
 def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
     """`deepgemm.fp8_gemm`: activations (1x128) by prepared weights (128x128)."""
-    codes, weight = left_operand(a, b), rows_to(b.codes, 128)
+    codes, weight = rows_to(left_operand(a, b), _ROWS), rows_to(b.codes, 128)
     y = scaled_mm(
         codes, weight.T, _outer_major(a.scale), ScalingType.BlockWise1x128, _block_scales(b.scale),
         ScalingType.BlockWise128x128, output_dtype=out_dtype,
     )  # fmt: skip
-    return gather(y, b.rows)
+    return gather(y[: a.codes.shape[0]], b.rows)
 
 
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     """`deepgemm.wgrad_gemm`: groups of 128 tokens on both sides -> FP32 [N, K]."""
-    return scaled_mm(
-        whole_rows(dy_t.codes), whole_rows(x_t.codes).T, _outer_major(dy_t.scale), ScalingType.BlockWise1x128,
-        _outer_major(x_t.scale), ScalingType.BlockWise1x128, output_dtype=torch.float32,
+    left, right = rows_to(whole_rows(dy_t.codes), _ROWS), rows_to(whole_rows(x_t.codes), _ROWS)
+    dw = scaled_mm(
+        left, right.T, _outer_major(dy_t.scale), ScalingType.BlockWise1x128, _outer_major(x_t.scale),
+        ScalingType.BlockWise1x128, output_dtype=torch.float32,
     )  # fmt: skip
+    return dw[: dy_t.codes.shape[0], : x_t.codes.shape[0]].contiguous()
+
+
+def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
+    """`kernels.gemm.wgrad_into`, with the sum as a pass of its own."""
+    add_rounded(grad, wgrad_gemm(dy_t, x_t))

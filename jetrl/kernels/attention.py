@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.qtensor import QTensor
 from jetrl.types import PagedPlan, VarlenPlan
 
 
@@ -34,6 +35,11 @@ class _VarlenAttention(torch.autograd.Function):
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """`attend` of a paged plan whose keys and values `pointwise.qkv_norm_rope` has put in the cache already."""
     return backend_of(q).attend_cached(q, plan, layer, scale)
+
+
+def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
+    """`quantize_act` of the heads side by side, [T, N * H]; one kernel where there is one, the same bits."""
+    return backend_of(q).attend_cached_quantize(q, plan, layer, scale, pow2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:

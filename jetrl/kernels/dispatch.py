@@ -25,7 +25,7 @@ OPS = (
     "attend", "attend_backward", "head_logits", "logprob_entropy", "logprob_backward",
     # several ops in one, the same bits as one after another
     "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "qkv_norm_rope_backward", "attend_cached",
-    "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
+    "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels import gemm, logprob, pointwise
-from jetrl.kernels.attention import attend, attend_cached
+from jetrl.kernels.attention import attend, attend_cached, attend_cached_quantize
 from jetrl.kernels.gradient import grad_dtype, grad_in_place
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear, rounded_into
@@ -166,11 +166,14 @@ class Layer(nn.Module):
         q, k, v = pointwise.qkv_norm_rope(
             qkv, heads, spec.head_dim, norms, spec.rms_norm_eps, tables, batch.positions, cache
         )
-        if isinstance(plan, PagedPlan):
-            a = attend_cached(q, plan, self.index, scale)
+        a: Tensor | QTensor
+        if not isinstance(plan, PagedPlan):
+            a = attend(q, k, v, plan, self.index, scale).flatten(1)
+        elif (recipe := self.o.recipes[side]) is None:
+            a = attend_cached(q, plan, self.index, scale).flatten(1)
         else:
-            a = attend(q, k, v, plan, self.index, scale)
-        y = self.o.infer(a.flatten(1), side)
+            a = attend_cached_quantize(q, plan, self.index, scale, recipe.fprop.left.pow2)
+        y = self.o.infer(a, side)
         y, residual = self._norm_for(self.gate_up, self.mlp_norm, y, residual, side)
         y = self.gate_up.infer(y, side)
         recipe = self.down.recipes[side]

@@ -169,6 +169,15 @@ def test_the_decode_kernel_gives_flash_attentions_bits(n: int, g: int, h: int, p
     got = triton_attention.decode(q, keys, values, table, kv, h**-0.5)
     different = torch.nonzero((got != want).flatten(1).any(1)).flatten().tolist()
     assert not different, f"lengths {[lengths[i] for i in different]}"
+    if h == 128:
+        from jetrl.kernels.backends.triton_quant import quantize_act
+
+        for pow2 in (False, True):
+            one = triton_attention.decode_quantize(q, keys, values, table, kv, h**-0.5, pow2)
+            two = quantize_act(want.flatten(1), pow2)
+            assert torch.equal(one.codes.view(torch.uint8), two.codes.view(torch.uint8))
+            assert torch.equal(one.scale, two.scale)
+            assert (one.row_sections, one.col_sections) == (two.row_sections, two.col_sections)
 
 
 def test_a_broken_sequence_leaves_its_neighbours_alone(ops) -> None:

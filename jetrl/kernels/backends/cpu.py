@@ -17,7 +17,7 @@ from jetrl.kernels.reference_attention import attend_backward as attend_backward
 from jetrl.kernels.reference_attention import attend_cached as attend_cached
 from jetrl.kernels.reference_attention import write_cache
 from jetrl.kernels.squares import ROW
-from jetrl.types import VarlenPlan
+from jetrl.types import PagedPlan, VarlenPlan
 
 __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once
@@ -158,6 +158,10 @@ def qkv_norm_rope_backward(
         (dq, d_q), (dk, d_k) = rms_norm_backward(dq, q, norms[0], eps), rms_norm_backward(dk, k, norms[1], eps)
         d_norms = (d_q, d_k)
     return torch.cat((dq, dk, dv), 1).flatten(1), d_norms
+
+
+def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
+    return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 
 def attend_varlen(

@@ -27,6 +27,8 @@ except ImportError as error:
         "(sgl-deep-gemm 0.1.5 is the version built for torch 2.11)"
     ) from error
 
+deep_gemm.set_pdl(True)  # as `triton_launch` says
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedBF16:

@@ -25,6 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
+from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
+from jetrl.kernels.qtensor import QTensor
+from jetrl.precision.formats import BLOCK
+
 TILE = 128  # keys: what FlashAttention-4 takes for heads of 64 and 128
 _ROWS = 64  # of a tile of queries, the least that wgmma computes
 
@@ -53,14 +58,16 @@ def _softmax_step(s, top, sums, scale, ROWS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    q, keys, values, table, lengths, out, scale, table_stride,
+    q, keys, values, table, lengths, out, codes, scales, scale, table_stride, codes_stride, scales_stride,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
     length = tl.load(lengths + sequence)
     rows, cols, key = tl.arange(0, ROWS), tl.arange(0, H), tl.arange(0, TILE)
-    at_q = (sequence * N + group * (N // G) + rows)[:, None] * H + cols[None, :]
+    head = group * (N // G) + rows
+    at_q = (sequence * N + head)[:, None] * H + cols[None, :]
     mine = (rows < N // G)[:, None]
     query = tl.load(q + at_q, mask=mine, other=0.0)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -81,7 +88,15 @@ def _decode_kernel(
         p, top, sums, shrink = _softmax_step(s, top, sums, scale, ROWS, TILE)
         acc = tl.dot(p.to(tl.bfloat16), v, acc * shrink[:, None])
     total = tl.sum(tl.sum(tl.reshape(sums, (ROWS, 2, 2)), axis=2), axis=1)
-    tl.store(out + at_q, (acc * _reciprocal(total)[:, None]).to(tl.bfloat16), mask=mine)
+    y = (acc * _reciprocal(total)[:, None]).to(tl.bfloat16)
+    if QUANT:  # a head is a group of 128 columns
+        v = y.to(tl.float32)
+        s = scale_from(tl.max(abs_bits(v), axis=1), FLOOR, POW2)
+        at = sequence.to(tl.int64) * codes_stride + head[:, None] * H + cols[None, :]
+        tl.store(codes + at, encode(v, s[:, None]).to(tl.uint8, bitcast=True), mask=mine)
+        tl.store(scales + head * scales_stride + sequence, s, mask=rows < N // G)
+    else:
+        tl.store(out + at_q, y, mask=mine)
 
 
 def serves(heads: int, groups: int, head_dim: int, page_size: int) -> bool:
@@ -89,20 +104,43 @@ def serves(heads: int, groups: int, head_dim: int, page_size: int) -> bool:
     return head_dim in (64, 128) and page_size % TILE == 0 and heads // groups <= _ROWS
 
 
-def decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
     """`q` [B, N, H], one query a sequence, over `keys`, `values` [pages, page, G, H] -> [B, N, H].
 
     `table` int32 [B, M] names the pages of a sequence, `lengths` int32 [B] counts its keys, the new one among them.
     """
+    out = torch.empty_like(q)
+    _launch(q, keys, values, table, lengths, scale, out, None, False)
+    return out
+
+
+def decode_quantize(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, pow2: bool
+) -> QTensor:
+    """`quantize_act(decode(...).flatten(1))` in the same kernel, for heads of 128."""
+    batch, heads, head_dim = q.shape
+    assert head_dim == BLOCK, "a group of the quantizer is a head"
+    codes, scales = new_codes(batch, heads * head_dim, q.device), new_scale(batch, heads, q.device)
+    quantized = QTensor(codes, scales, "1x128", (batch,), (heads * head_dim,))
+    _launch(q, keys, values, table, lengths, scale, q, quantized, pow2)
+    return quantized
+
+
+def _launch(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, out: Tensor,
+    quantized: QTensor | None, pow2: bool,
+) -> None:  # fmt: skip
     batch, heads, head_dim = q.shape
     page, groups = keys.shape[1], keys.shape[2]
     assert serves(heads, groups, head_dim, page) and q.is_contiguous() and keys.is_contiguous()
     assert values.is_contiguous() and table.stride(1) == 1 and lengths.is_contiguous()
-    out = torch.empty_like(q)
     log2_scale = float(np.float32(scale) * np.float32(math.log2(math.e)))  # one FP32 product, as in FlashAttention-4
+    codes, scales = (quantized.codes.view(torch.uint8), quantized.scale) if quantized is not None else (q, q)
     if batch:
         _decode_kernel[(batch * groups,)](
-            q, keys, values, table, lengths, out, log2_scale, table.stride(0), N=heads, G=groups, H=head_dim,
-            PAGE=page, TILE=TILE, ROWS=_ROWS, STAGES=3, num_warps=4, enable_fp_fusion=False,
+            q, keys, values, table, lengths, out, codes, scales, log2_scale, table.stride(0), codes.stride(0),
+            scales.stride(1), N=heads, G=groups, H=head_dim, PAGE=page, TILE=TILE, ROWS=_ROWS, STAGES=3,
+            QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )  # fmt: skip
-    return out

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
 from jetrl.kernels.qtensor import QTensor
 
@@ -78,8 +79,9 @@ def sigmoid32(x):
 def _norm_kernel(
     x, residual, weight, out, total, codes, scale, num_rows, heads, x_stride, x_head_stride, res_stride,
     codes_stride, scale_stride, written, D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
-    ADD: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
+    ADD: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     cols = tl.arange(0, B)
     alive, inside = rows < num_rows, cols < D
@@ -175,9 +177,10 @@ def _rope_kernel(
 def _qkv_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, v_out, qkv_stride,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,
-    NORM: tl.constexpr, PAGED: tl.constexpr,
+    NORM: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """QK-norm and RoPE of the fused projection; keys and values go to rows `slots[t]` (paged cache) or `t`."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * R + tl.arange(0, R)
     cols = tl.arange(0, HB)
@@ -235,7 +238,9 @@ def _write_kernel(k, v, slots, keys, values, k_stride, v_stride, W: tl.constexpr
 def _swiglu_kernel(
     gate_up, out, codes, scale, num_rows, x_stride, codes_stride, scale_stride, written,
     F: tl.constexpr, R: tl.constexpr, B: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     group = tl.program_id(1)
     cols = group * B + tl.arange(0, B)
@@ -304,7 +309,7 @@ def _norm(
             x, x if residual is None else residual, weight, out, total, codes.view(torch.uint8) if quantize else codes,
             scale, rows, heads, stride, head_stride, 0 if residual is None else residual.stride(0),
             codes.stride(0), scale.stride(1), codes.stride(0), D=d, EPS=eps, B=block, R=r, ADD=residual is not None,
-            QUANT=quantize, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False,
+            QUANT=quantize, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
         )  # fmt: skip
     return (QTensor(codes, scale, "1x128", (rows,), (d,)) if quantize else out), total
 
@@ -415,7 +420,7 @@ def qkv_norm_rope(
         _qkv_kernel[(t, triton.cdiv(n + 2 * g, r))](
             qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, keys, values, qkv.stride(0), N=n, G=g,
             H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
-            PAGED=cache is not None, num_warps=4, enable_fp_fusion=False,
+            PAGED=cache is not None, num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )  # fmt: skip
     return q, keys, values
 
@@ -444,7 +449,7 @@ def _swiglu(gate_up: Tensor, quantize: bool, pow2: bool) -> Tensor | QTensor:
         _swiglu_kernel[(triton.cdiv(rows, r), triton.cdiv(f, 128))](
             gate_up, out, codes.view(torch.uint8) if quantize else codes, scale, rows, gate_up.stride(0),
             codes.stride(0), scale.stride(1), codes.stride(0), F=f, R=r, B=128, QUANT=quantize, FLOOR=_FLOOR_BITS,
-            POW2=pow2, num_warps=4, enable_fp_fusion=False,
+            POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )  # fmt: skip
     return QTensor(codes, scale, "1x128", (rows,), (f,)) if quantize else out
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.qtensor import QTensor, blocks_of
 from jetrl.precision.formats import BLOCK
 
@@ -57,9 +58,10 @@ def encode(x, scale):
 @triton.jit
 def _rows_kernel(
     x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
-    FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One group of 128 columns of R rows."""
+    begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     group = tl.program_id(1)
     cols = group * 128 + tl.arange(0, 128)
@@ -154,7 +156,7 @@ def _quantize_section(x: Tensor, codes: Tensor, scale: Tensor, pow2: bool, writt
     grid = (triton.cdiv(x.shape[0], r), scale.shape[1])
     _rows_kernel[grid](
         x, codes, scale, x.shape[0], x.shape[1], written, x.stride(0), codes.stride(0), scale.stride(1),
-        FLOOR=_FLOOR_BITS, POW2=pow2, R=r, num_warps=warps, enable_fp_fusion=False,
+        FLOOR=_FLOOR_BITS, POW2=pow2, R=r, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
 
 

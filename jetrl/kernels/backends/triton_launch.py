@@ -1,0 +1,27 @@
+"""Programmatic dependent launch: a kernel starts while the one before it ends, and waits only before it reads.
+
+A decode step is some ten short kernels a layer; between two of them the device would idle for a microsecond. A kernel
+launched with `**LAUNCH` calls `begin` first: it waits until all earlier work is done and visible, then lets the next
+kernel set itself up. DeepGEMM's kernels do the same (`set_pdl`). Without the launch attribute `begin` does nothing.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels take pointers and compile-time numbers, for which there are no types)
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
+LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if _ON_GPU else {"PDL": False}
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait for the kernels before, then allow the next. In this order: who comes next may read what came before us."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

@@ -145,7 +145,7 @@ def markdown(rows: Rows) -> str:
         compared, drawn, different = counts(row)
         verdict = "0" if row["bit_equal"] else f"**{different:,}**"
         lines.append(
-            f"| {' | '.join(case)} | {compared:,} of {row['vocabulary']:,} | {drawn:,} | {verdict} "
+            f"| {' | '.join(case)} | {compared:,} x {row['vocabulary']:,} | {drawn:,} | {verdict} "
             f"| {row['seconds']:.0f} | {row['peak GiB']:.0f} |"
         )
     places = sorted({(r["environment"]["gpu"], r["environment"]["commit"]) for r in rows})

@@ -92,4 +92,4 @@ def test_measure_certifies_each_case_and_reports_what_the_table_reads(
     assert [certificates.case_of(r) for r in rows] == [FP8_RAGGED, ("qwen3-8b", "bf16", "long")]
     assert all(r["bit_equal"] and "commit" in r["environment"] for r in rows)
     assert rows[0]["precision"] == "fp8" and "bit-equal" in certificates.line(rows[0])
-    assert " of 53 |" in markdown(rows)
+    assert " x 53 |" in markdown(rows)

@@ -74,14 +74,16 @@ def _config(recipe: Path, overrides: list[str] | None, extra: list[str] | None =
 def train(
     recipe: Recipe, overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the resolved config, then stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config, model, data; print the config.")] = False,
 ) -> None:  # fmt: skip
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
     from jetrl.config import to_toml
     from jetrl.loop import StopRequest, run
+    from jetrl.train.setup import prepare
 
     config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
     if dry_run:
+        prepare(config)
         typer.echo(to_toml(config))
         return
     run_dir = _run_dir(config)

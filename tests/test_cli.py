@@ -289,6 +289,21 @@ def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tm
     assert status == 0 and "lr = 2e-05" in out and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("task.params.digits=0", "digits"), ("model.arch.num_attention_heads=5", "heads"),
+     ("task.params.colour=1", "colour"), ("rollout.max_response_length=100000", "positions"),
+     ("task.reward=nowhere:score", "nowhere")],
+)  # fmt: skip
+def test_dry_run_finds_what_the_run_would_stumble_over(
+    jetrl: Cli, recipe: Path, tmp_path: Path, override: str, words: str
+) -> None:
+    long = ["train.max_tokens_per_gpu=200000"] if "length" in override else []
+    status, out, err = jetrl("train", recipe, override, *long, "--dry-run")
+    assert status != 0 and words in err and "Traceback" not in err, err
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(("precision", "status"), [("bf16", 0), ("fp8", 0), ("fp8_rollout", 1)])
 def test_parity_json_and_status(jetrl: Cli, recipe: Path, precision: str, status: int) -> None:
     sizes = ("--sequences", 3, "--max-prompt", 12, "--new-tokens", 6)

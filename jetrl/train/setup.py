@@ -55,20 +55,37 @@ def build(config: Config) -> Session:
     torch.use_deterministic_algorithms(True)
     # that setting also fills every new tensor with NaN, one more pass over memory each; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    plan = prepare(config)
+    model = build_model(config, plan.spec, plan.recipe)
+    return Session(
+        config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward, model=model,
+        optimizer=build_optimizer(model.named_parameters(), config.train),
+        engine=build_engine(config, model, plan.tokenizer), flow_digest=flow_digest(plan.spec, plan.recipe),
+        unified=plan.recipe.name != "fp8_rollout", base_config=plan.base_config,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run short of its weights."""
+
+    tokenizer: Any
+    spec: ModelSpec
+    base_config: dict[str, Any] | None
+    recipe: Recipe
+    task: Task
+    reward: RewardFunction
+
+
+def prepare(config: Config) -> Prepared:
+    """Everything of `build` that needs no weights: what is wrong in a config or missing on this machine shows here."""
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     recipe = recipe_of(config, spec)
-    unified = recipe.name != "fp8_rollout"
-    if unified:
+    if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
     task = build_task(config.task, config.seed, tokenizer)
-    model = build_model(config, spec, recipe)
-    return Session(
-        config=config, tokenizer=tokenizer, task=task, reward=load_reward(config.task, task), model=model,
-        optimizer=build_optimizer(model.named_parameters(), config.train),
-        engine=build_engine(config, model, tokenizer),
-        flow_digest=flow_digest(spec, recipe), unified=unified, base_config=base,
-    )  # fmt: skip
+    return Prepared(tokenizer, spec, base, recipe, task, load_reward(config.task, task))
 
 
 def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:

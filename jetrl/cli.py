@@ -86,13 +86,13 @@ def train(
         prepare(config)
         typer.echo(to_toml(config))
         return
+    config = _placed(config)
     run_dir = _run_dir(config)
     if resume:
         _check_resumable(run_dir)
     if not run(config, run_dir, sys.argv, StopRequest().install()):
-        name = "" if run_dir.name == config.name else f" name={run_dir.name}"
         if config.checkpoint.save_interval:
-            out.print(f"Stopped after a checkpoint. Go on with:\n  jetrl train {run_dir}/config.toml{name} --resume")
+            out.print(f"Stopped after a checkpoint. Go on with:\n  jetrl train {run_dir}/config.toml --resume")
         else:
             out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot go on.")
         raise SystemExit(130)
@@ -131,18 +131,27 @@ def _summarize(run_dir: Path) -> None:
     )  # fmt: skip
 
 
-def _run_dir(config: Any) -> Path:
-    """output_dir/name; a finished run there is never written over: a new one gets -2, -3, ... behind its name."""
-    base = Path(config.output_dir) / config.name
-    if config.checkpoint.resume != "never":
-        return base
+def _placed(config: Any) -> Any:
+    """The config under a name whose folder is free: a run there is never written over, a new one gets -2, -3, ..."""
+    base, resume = Path(config.output_dir) / config.name, config.checkpoint.resume
+    if resume == "auto":
+        return config
     folder, number = base, 1
     while (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
-    if number > 1:
-        out.print(f"{base} holds a run already; this one goes to {folder}.")
-    return folder
+    if number == 1:
+        return config
+    if resume != "never":
+        if Path(resume).resolve().is_relative_to(base.resolve()):
+            return config  # back to an earlier step of this very run
+        raise UserError(f"{base} holds a run already. To go on from {resume} there, give another output_dir.")
+    out.print(f"{base} holds a run already; this one goes to {folder}.")
+    return config.model_copy(update={"name": folder.name})
+
+
+def _run_dir(config: Any) -> Path:
+    return Path(config.output_dir) / config.name
 
 
 @app.command()
@@ -171,7 +180,7 @@ def compare(
     configs = [_config(recipe, overrides, [f"precision={flow}"]) for flow in flows]  # all are checked before the first
     folders, stop = [], StopRequest().install()
     for flow, config in zip(flows, configs, strict=True):
-        config = config.model_copy(update={"name": f"{config.name}-{flow}"})
+        config = _placed(config.model_copy(update={"name": f"{config.name}-{flow}"}))
         run_dir = _run_dir(config)
         if not run(config, run_dir, sys.argv, stop):
             out.print(f"Stopped in the run {run_dir.name}. Called again, the comparison begins anew.")

@@ -272,6 +272,28 @@ def test_a_run_is_never_written_over(jetrl: Cli, recipe: Path, tmp_path: Path) -
     assert "tiny-2" in out and {p.name for p in (tmp_path / "runs").iterdir()} == {"tiny", "tiny-2"}
 
 
+def test_a_run_with_a_number_goes_on_where_it_is(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
+    """It carries its own name: resumed, it neither is refused nor touches the run it was numbered after."""
+    for _ in range(2):
+        assert jetrl("train", recipe, "train.steps=1", "checkpoint.save_interval=1")[0] == 0
+    first, second = (tmp_path / "runs" / name for name in ("tiny", "tiny-2"))
+    before = (first / "metrics.jsonl").read_bytes()
+    status, _, err = jetrl("train", second / "config.toml", "train.steps=2", "--resume")
+    assert status == 0, err
+    assert len((second / "metrics.jsonl").read_text().splitlines()) == 3  # steps 0 to 2
+    assert (first / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_run_does_not_go_on_in_a_finished_one(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert jetrl("train", recipe, "train.steps=1", "checkpoint.save_interval=1")[0] == 0
+    first = tmp_path / "runs" / "tiny"
+    before = sorted((p, p.stat().st_mtime_ns) for p in first.rglob("*"))
+    checkpoint = tmp_path / "runs" / "tiny-2" / "checkpoints" / "step_000001"
+    assert_refused(jetrl("train", recipe, f"checkpoint.resume={checkpoint}"), "holds a run already", "output_dir")
+    assert sorted((p, p.stat().st_mtime_ns) for p in first.rglob("*")) == before
+
+
 # ---- the verbs ------------------------------------------------------------------------------------------------------
 
 

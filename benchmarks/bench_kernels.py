@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import COPY_TBPS, RESULTS, graphed, host_us, interleaved, median, quantiles, save, table
+from common import COPY_TBPS, RESULTS, graphed, host_us, interleaved, median, quantiles, require_gpu, save, table
 from torch import Tensor
 
 from jetrl.kernels.dispatch import load_backend
@@ -320,6 +320,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="part", help=", ".join(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    require_gpu()
     torch.manual_seed(0)
     for part in args.parts:
         print(f"== {part}", flush=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import COPY_TBPS, RESULTS, SPEC, NoText, ask, emit, environment, median, quantiles, save, table
+from common import COPY_TBPS, RESULTS, SPEC, NoText, ask, emit, environment, median, quantiles, require_gpu, save, table
 
 from jetrl.api import random_model
 from jetrl.rollout.engine import Engine, StepReport
@@ -157,6 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return one(args.one, args)
+    require_gpu()
     sizes = ["--batch", *map(str, args.batch), *(f"--{k}={getattr(args, k)}" for k in ("prompt", "new", "layers"))]
     rows: list[dict[str, Any]] = []
     columns = ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "share of floor", "peak GiB"]

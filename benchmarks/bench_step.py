@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, SPEC, NoText, ask, emit, environment, median, save, table
+from common import RESULTS, SPEC, NoText, ask, emit, environment, median, require_gpu, save, table
 
 from jetrl.api import random_model
 from jetrl.kernels.gradient import accumulate_in, grad_dtype
@@ -184,6 +184,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return one(args.one, args)
+    require_gpu()
     keys = ("only", "layers", "tokens", "length", "repeats", "sequences", "new", "micro_tokens", "grad_dtype")
     options = [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in keys]
     rows: list[dict[str, Any]] = []

@@ -1,5 +1,6 @@
 """Parity certificates of published shapes with random weights, on a GPU.
 
+    python benchmarks/certificates.py --again          # all 20, about 8 minutes
     python benchmarks/certificates.py                  # what benchmarks/results/certificates.json does not hold yet
     python benchmarks/certificates.py --budget 560     # begin nothing that would not end within 560 s; call again
     python benchmarks/certificates.py --models qwen3-8b --precision fp8 --workloads long --again
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, ROOT, ask, between_markers, emit, environment, write_json
+from common import RESULTS, ROOT, ask, between_markers, emit, environment, require_gpu, write_json
 
 from jetrl.api import random_model
 from jetrl.parity import Workload, certify
@@ -88,13 +89,17 @@ def measure(cases: list[Case], deadline: float) -> None:
         })  # fmt: skip
 
 
-def run(models: list[str], wanted: list[Case], path: Path, deadline: float) -> bool:
-    """Measure the cases that the file lacks, model by model; False if a process failed."""
+def missing(wanted: list[Case], rows: Rows, again: bool) -> list[Case]:
+    held = set() if again else {case_of(row) for row in rows}
+    return [case for case in wanted if case not in held]
+
+
+def run(models: list[str], wanted: list[Case], path: Path, deadline: float, again: bool = False) -> bool:
+    """Measure the cases that the file lacks, model by model; False if a process failed. A new row replaces an old one."""
     rows: Rows = load(path)
-    ok = True
+    ok, todo = True, missing(wanted, rows, again)
     for model in models:
-        done = {case_of(row) for row in rows}
-        cases = [case for case in wanted if case[0] == model and case not in done]
+        cases = [case for case in todo if case[0] == model]
         if not cases:
             continue
         if time.time() + START_SECONDS + expected_seconds(cases[0]) > deadline:
@@ -170,9 +175,11 @@ def main() -> None:
     ok = True
     if not args.write:
         wanted = [(m, p, w) for m in args.models for p in args.precision for w in args.workloads]
-        if args.again:
-            write_json(args.out, {"rows": [row for row in load(args.out) if case_of(row) not in wanted]})
-        ok = run(args.models, wanted, args.out, time.time() + args.budget)
+        if missing(wanted, load(args.out), args.again):
+            require_gpu()
+            ok = run(args.models, wanted, args.out, time.time() + args.budget, args.again)
+        else:
+            print(f"nothing measured: {args.out} holds all of it already; --again measures anew\n")
     rows = load(args.out)
     print(markdown(rows))
     if args.write:

@@ -68,6 +68,12 @@ def ask(command: list[str] | str, mark: str = MARK) -> Iterator[dict[str, Any]]:
             raise RuntimeError(f"{command}: status {status} after {count} rows\n{text}")
 
 
+def require_gpu() -> None:
+    """End with a sentence where a benchmark cannot run."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("this benchmark needs a Hopper GPU (H100, H200) with jetrl[hopper]; none is here")
+
+
 def interleaved(variants: dict[str, Callable[[], Any]], rounds: int = 30, warmup: int = 3) -> dict[str, list[float]]:
     """Microseconds of each call, by events. Variants take turns, so that drifts hit all of them, each with a cold L2.
 

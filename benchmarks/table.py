@@ -1,6 +1,7 @@
 """The table of docs/PERFORMANCE.md, measured in one go: ours and another engine's, in turns, on one GPU.
 
-    python benchmarks/table.py --peer "COMMAND"                 # what results/table.json lacks; about 20 minutes in all
+    python benchmarks/table.py --peer "COMMAND" --again         # all pieces, 12 minutes and compilation
+    python benchmarks/table.py --peer "COMMAND"                 # those that results/table.json lacks
     python benchmarks/table.py --peer "COMMAND" --budget 560    # begin nothing that would not end in 560 s; call again
     python benchmarks/table.py --pieces "update fp8" "update bf16" --again
     python benchmarks/table.py --write                          # run nothing; the table goes to docs/PERFORMANCE.md
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_rollout import PEER_MARK, peer_command, peer_row
-from common import MARK, RESULTS, ROOT, SPEC, ask, between_markers, write_json
+from common import MARK, RESULTS, ROOT, SPEC, ask, between_markers, require_gpu, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -64,19 +65,19 @@ def _step(name: str, seconds: float) -> Piece:
 
 SHORT, LONG = ([64, 256], 512, 1024), ([64], 8192, 512)
 PIECES = [  # ours and what it is compared with, one after the other
-    _rollout("rollout fp8", 75, "fp8", SHORT),
-    _rollout("peer rollout bf16", 100, "bf16", SHORT),
-    _rollout("rollout bf16", 80, "bf16", SHORT),
-    _step("update fp8", 55),
-    _step("update bf16", 55),
-    _rollout("long fp8", 60, "fp8", LONG),
-    _rollout("peer long fp8", 120, "fp8", LONG),
-    _step("whole fp8", 115),
-    _step("whole bf16", 125),
-    _step("whole fp8 nonexact", 115),
-    _step("update fp8 nonexact", 55),
-    _step("update bf16 nonexact", 55),
-    _rollout("peer rollout fp8", 105, "fp8", SHORT),
+    _rollout("rollout fp8", 40, "fp8", SHORT),
+    _rollout("peer rollout bf16", 85, "bf16", SHORT),
+    _rollout("rollout bf16", 45, "bf16", SHORT),
+    _step("update fp8", 25),
+    _step("update bf16", 25),
+    _rollout("long fp8", 30, "fp8", LONG),
+    _rollout("peer long fp8", 90, "fp8", LONG),
+    _step("whole fp8", 70),
+    _step("whole bf16", 80),
+    _step("whole fp8 nonexact", 70),
+    _step("update fp8 nonexact", 25),
+    _step("update bf16 nonexact", 25),
+    _rollout("peer rollout fp8", 80, "fp8", SHORT),
 ]
 
 # ---- what the table says --------------------------------------------------------------------------------------------
@@ -264,10 +265,14 @@ def load(path: Path) -> Raw:
     return json.loads(path.read_text())["pieces"] if path.is_file() else {}
 
 
-def run(pieces: list[Piece], raw: Raw, path: Path, peer: str, budget: float) -> bool:
-    """Measure the pieces that are not complete, while there is time; False if one failed."""
+def missing(pieces: list[Piece], raw: Raw, again: bool) -> list[Piece]:
+    return [piece for piece in pieces if again or not raw.get(piece.name, {}).get("complete")]
+
+
+def run(pieces: list[Piece], raw: Raw, path: Path, peer: str, budget: float, again: bool = False) -> bool:
+    """Measure what is missing while there is time, each piece in the place of its old rows; False if one failed."""
     ok, start = True, time.perf_counter()
-    todo = [piece for piece in pieces if not raw.get(piece.name, {}).get("complete")]
+    todo = missing(pieces, raw, again)
     for i, piece in enumerate(todo):
         if piece.script == "peer" and not peer:
             print(f"{piece.name}: no --peer, left out", flush=True)
@@ -286,9 +291,9 @@ def measure(piece: Piece, raw: Raw, path: Path, peer: str) -> bool:
     """Run one piece; its rows are in the file as soon as they are printed."""
     is_peer, began = piece.script == "peer", time.perf_counter()
     held: dict[str, Any] = {"complete": False, "seconds": 0.0, "rows": []}
-    raw[piece.name] = held
     try:
         for row in ask(piece.command(peer), PEER_MARK if is_peer else MARK):
+            raw[piece.name] = held  # from the first row on: until then the old ones stay
             held["rows"].append(peer_row(row, piece.variant) if is_peer else row)
             held["seconds"] = time.perf_counter() - began
             write_json(path, {"pieces": raw})
@@ -319,9 +324,11 @@ def main() -> None:
         return
     if not args.write:
         chosen = [piece for piece in PIECES if not args.pieces or piece.name in args.pieces]
-        if args.again:
-            raw = {name: held for name, held in raw.items() if name not in {piece.name for piece in chosen}}
-        ok = run(chosen, raw, args.out, args.peer, args.budget)
+        if missing(chosen, raw, args.again):
+            require_gpu()
+            ok = run(chosen, raw, args.out, args.peer, args.budget, args.again)
+        else:
+            print(f"nothing measured: {args.out} holds all of it already; --again measures anew\n")
     show(raw, Console())
     if args.write:
         DOCUMENT.write_text(between_markers(DOCUMENT.read_text(), "table", markdown(raw)))

@@ -183,7 +183,7 @@ class TrainConfig(Section):
     optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
         default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
     offload_optimizer: bool = Field(
-        default=False, description="Keep Adam's moments in host memory and stream them through the GPU.")
+        default=False, description="Keep Adam's moments in host memory, streamed through the GPU. CPU: no change.")
     activation_checkpointing: bool = Field(
         default=False, description="Recompute layers in the backward pass to save memory.")
 

@@ -61,6 +61,8 @@ def test_rows_are_kept_when_a_process_dies_and_only_the_missing_ones_are_measure
     assert asked[1] == [list(FP8_LONG)]
     assert load(path) == [row(FP8_RAGGED), row(FP8_LONG)]
     assert certificates.run(["qwen3-8b"], [FP8_RAGGED, FP8_LONG], path, 1e12) and len(asked) == 2
+    assert certificates.run(["qwen3-8b"], [FP8_LONG], path, 1e12, again=True) and len(asked) == 3
+    assert {certificates.case_of(row) for row in certificates.load(path)} == {FP8_RAGGED, FP8_LONG}
 
 
 def test_nothing_is_begun_that_would_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def missing(wanted: list[Case], rows: Rows, again: bool) -> list[Case]:
 
 
 def run(models: list[str], wanted: list[Case], path: Path, deadline: float, again: bool = False) -> bool:
-    """Measure the cases that the file lacks, model by model; False if a process failed. A new row replaces an old one."""
+    """Measure the cases that the file lacks, model by model; a new row replaces an old one. False if one failed."""
     rows: Rows = load(path)
     ok, todo = True, missing(wanted, rows, again)
     for model in models:

@@ -211,7 +211,8 @@ def parity(
     from jetrl.parity import Workload, certify
 
     loaded, name = load_for_parity(model, precision, device)
-    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
+    page_size = 128 if loaded.head_weight.is_cuda else 16  # as in runs: decoding takes its kernel by the page size
+    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
     certificate = certify(loaded, work, name, quiet)
     if as_json:

@@ -6,9 +6,10 @@
 
     d  (on a GPU) decode in CUDA graphs, several steps in a row = training forward, for the drawn tokens' log-probs
 
-"Training forward" is that of packed sequences, as the learner makes it. Rows of a to c are compared as log-probs of all
-V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output
-differs at the first differing row is named.
+"Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
+link a takes the shorter way of passes without gradients. Rows of a to c are compared as log-probs of all V tokens. When
+one of them fails, both paths run again under a tap, and the first layer and operator whose output differs at the first
+differing row is named.
 """
 
 from __future__ import annotations

@@ -46,6 +46,16 @@ def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
     return ForwardBatch(torch.cat(list(sequences)), positions, VarlenPlan(cu, lengths), "train")
 
 
+def learners_forward(model: Transformer, batch: ForwardBatch) -> Tensor:
+    """Hidden states [T, D] by the very functions that a backward pass would follow; nothing is kept for one."""
+    before, model.activation_checkpointing = model.activation_checkpointing, True  # memory of one layer, not of all
+    try:
+        with torch.enable_grad():
+            return model(batch).detach()
+    finally:
+        model.activation_checkpointing = before
+
+
 class Packed:
     """The training forward of all sequences, in order, in batches of `_BATCH` tokens (a longer sequence is one alone).
 
@@ -66,7 +76,7 @@ class Packed:
             total += len(tokens)
         for group in groups:
             batch, lengths = varlen(group), [len(tokens) for tokens in group]
-            self.hidden += model(batch).split(lengths)
+            self.hidden += learners_forward(model, batch).split(lengths)
             self._places += [(batch, int(start)) for start in np.cumsum([0, *lengths[:-1]])]
 
     def tapped(self, sequence: int, row: int) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def load_backend(name: str) -> ModuleType:
 
 
 def select(name: str) -> None:
-    """From now on `name` serves its type of device, in the whole process."""
+    """From now on `name` serves its type of device, in the whole process: of two runs at once, the last one decides."""
     load_backend(name)
     _serving[DEVICE_OF[name]] = name
 

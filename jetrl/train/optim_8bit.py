@@ -26,9 +26,11 @@ def _quiet(*names: str) -> Iterator[None]:
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    yield
-    for logger, level in zip(loggers, before, strict=True):
-        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 try:

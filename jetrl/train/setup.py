@@ -61,8 +61,13 @@ def build(config: Config) -> Session:
         config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward, model=model,
         optimizer=build_optimizer(model.named_parameters(), config.train),
         engine=build_engine(config, model, plan.tokenizer), flow_digest=flow_digest(plan.spec, plan.recipe),
-        unified=plan.recipe.name != "fp8_rollout", base_config=plan.base_config,
+        unified=keeps_bits(config), base_config=plan.base_config,
     )  # fmt: skip
+
+
+def keeps_bits(config: Config) -> bool:
+    """Whether the learner's log-probs are the sampler's, bit for bit: not across two precisions, nor with cuBLASLt."""
+    return config.precision != "fp8_rollout" and (config.precision, config.kernels) != ("fp8", "hopper_scaled_mm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ def _one_update(
     gap, temperature = mismatch.MismatchAccumulator(), config.rollout.temperature
     stats: dict[str, Tensor] = {}
     shares = denominators(batch, config.rollout.max_response_length)
+    optimizer.zero_grad(set_to_none=True)  # what a failed update may have left
     for i, host in enumerate(batch.micro_batches):
         micro = to_device(host, model.head_weight.device)
         rows = forward_rows(model, micro, temperature)

@@ -194,3 +194,18 @@ def test_a_broken_sequence_leaves_its_neighbours_alone(ops) -> None:
     assert broken[2].isnan().any()
     rest = [0, 1, 3, 4, 5]
     assert torch.equal(broken[rest], clean[rest])
+
+
+def test_nothing_behind_the_last_key_is_read(ops) -> None:
+    n, g, h, page = 32, 8, 128, 128
+    q, k, v = (x.to(CUDA) for x in make((5,), n, g, h))
+    cache = Cache(10, page, g, h)
+    tables, starts = torch.randperm(10, generator=torch.Generator().manual_seed(1)).view(5, 2), [0, 40, 127, 128, 200]
+    cache.keys.normal_(), cache.values.normal_()
+    clean = ops.attend(q, k, v, paged(cache, tables, starts, [1] * 5), 0, h**-0.5)
+    for b, start in enumerate(starts):
+        for block in range(2):
+            behind = max(0, start + 1 - block * page)
+            cache.keys[tables[b, block], behind:] = float("nan")
+            cache.values[tables[b, block], behind:] = float("nan")
+    assert torch.equal(ops.attend(q, k, v, paged(cache, tables, starts, [1] * 5), 0, h**-0.5), clean)

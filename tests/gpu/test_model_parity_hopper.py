@@ -82,7 +82,8 @@ def logprobs(model: Transformer, hidden: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", list(SPECS))
-def test_alone_packed_chunked_and_decoded_give_the_same_logprobs(name: str, precision: str) -> None:
+@pytest.mark.parametrize("page", [16, 128])  # decoding takes another kernel from 128 on
+def test_alone_packed_chunked_and_decoded_give_the_same_logprobs(name: str, precision: str, page: int) -> None:
     model = build(name, precision)
     sequences = make_sequences(model.spec.vocab_size, [90, 3, 200, 41])
     targets = [s.roll(-1) for s in sequences]
@@ -93,8 +94,8 @@ def test_alone_packed_chunked_and_decoded_give_the_same_logprobs(name: str, prec
         for b, s in enumerate(sequences):
             alone = logprobs(model, model(varlen_batch([s], "rollout")), targets[b])
             assert torch.equal(alone, packed[b]), f"sequence {b} alone"
-        blocks = -(-200 // 16)
-        cache = KVCache(model.spec, len(sequences) * blocks, 16, torch.bfloat16, torch.device(CUDA))
+        blocks = -(-200 // page)
+        cache = KVCache(model.spec, len(sequences) * blocks, page, torch.bfloat16, torch.device(CUDA))
         order = torch.randperm(len(sequences) * blocks, generator=torch.Generator().manual_seed(2))
         table, done, step = order.view(len(sequences), blocks), [0] * 4, 0
         while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
@@ -167,7 +168,7 @@ def test_gradients_in_place_and_through_fused_kernels_are_those_of_the_ops(preci
 def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str) -> None:
     model = build("qwen3", precision)
     sequences = make_sequences(model.spec.vocab_size, [70] * 8)
-    cache = KVCache(model.spec, 8 * 8, 16, torch.bfloat16, torch.device(CUDA))
+    cache = KVCache(model.spec, 8 * 8, 128, torch.bfloat16, torch.device(CUDA))
     table = torch.randperm(64, generator=torch.Generator().manual_seed(2)).view(8, 8)
     with torch.no_grad():
         model(paged_batch(cache, table, sequences, list(range(8)), [0] * 8, [60] * 8))

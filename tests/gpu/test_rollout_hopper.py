@@ -53,11 +53,18 @@ def generate(model: object, asked: list[Request], **sizes: int) -> list[Completi
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])
-def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(name: str, precision: str) -> None:
+def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jetrl.kernels.backends import triton_attention
+
+    launches, launch = [], triton_attention._launch
+    monkeypatch.setattr(triton_attention, "_launch", lambda *args: (launches.append(1), launch(*args)))
     helpers = _models()
     model = helpers.build(name, precision)
     asked = requests(model.spec.vocab_size)
-    wide = generate(model, asked)
+    wide = generate(model, asked, page_size=128)  # as in runs
+    assert launches, "decoding did not take its kernel"
     narrow = generate(model, asked, max_num_seqs=7, max_tokens_per_step=48, page_size=64)
     for a, b in zip(wide, narrow, strict=True):
         assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id} depends on the batch"

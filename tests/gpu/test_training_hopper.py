@@ -21,6 +21,7 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
     [
         {"precision": "fp8"}, {"precision": "bf16"},
         {"train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16", "rl.kl_coef": 0.1},
+        {"model.arch": ARCH | {"hidden_size": 128, "head_dim": 128}},  # heads that the decode kernel serves
         {"rl.updates_per_step": 2, "train.max_tokens_per_gpu": 60}, {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
     ],
     ids=str,

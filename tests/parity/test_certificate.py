@@ -168,3 +168,17 @@ def test_the_link_of_drawn_tokens_finds_a_difference() -> None:
         good = graph_link(model, sequences, WORK)
     assert good.ok and good.rows == 5 * WORK.new_tokens and good.max_abs_diff == 0.0 and good.first_difference is None
     assert not broken.ok and broken.max_abs_diff > 0 and "position" in str(broken.first_difference)
+
+
+def test_the_packed_forward_is_the_one_that_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the learner's own functions, which passes without gradients do not call, spoils the certificate."""
+    from jetrl.model import linear
+
+    real = linear._FP8Linear.forward
+
+    def off(*args: Any) -> Any:
+        return real(*args) * 1.01
+
+    monkeypatch.setattr(linear._FP8Linear, "forward", staticmethod(off))
+    links = certificate("fp8").links
+    assert not any(link.ok for link in links)

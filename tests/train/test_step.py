@@ -16,7 +16,7 @@ from jetrl.tasks.rewards import score
 from jetrl.tasks.task import sample
 from jetrl.train.packing import denominators, pack
 from jetrl.train.publish import publish
-from jetrl.train.setup import Session, build
+from jetrl.train.setup import Session, build, keeps_bits
 from jetrl.train.step import forward_rows, logprob_pass, objective, update
 from jetrl.types import PackedBatch
 
@@ -131,3 +131,32 @@ def test_an_update_without_loss_tokens_changes_nothing(tmp_path: Path) -> None:
     checksum = session.model.checksum()
     assert update(session.model, session.optimizer, [], session.config, 1, None, True) == {}
     assert session.model.publish().checksum() == checksum
+
+
+def test_a_failed_update_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches the error and goes on gets the gradient of the next batch alone."""
+    from jetrl.train import step
+
+    norms = []
+    for fail in (False, True):
+        session, batches = sampled(tmp_path / str(fail), {})
+        args = (session.model, session.optimizer, batches, session.config, 1, None, session.unified)
+        if fail:
+            with monkeypatch.context() as patch:
+                patch.setattr(step, "global_grad_norm", lambda parameters: torch.tensor(float("inf")))
+                with pytest.raises(step.NonFiniteError):
+                    update(*args)
+        norms.append(update(*args)["policy/grad_norm"])
+    assert norms[0] == norms[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "kernels", "kept"),
+    [("fp8", "hopper", True), ("bf16", "hopper_scaled_mm", True), ("fp8", "hopper_scaled_mm", False),
+     ("fp8_rollout", "reference", False)],
+)  # fmt: skip
+def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
+    tmp_path: Path, precision: str, kernels: str, kept: bool
+) -> None:
+    config = tiny_config(tmp_path, {"precision": precision}).model_copy(update={"kernels": kernels})
+    assert keeps_bits(config) is kept

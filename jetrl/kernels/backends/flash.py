@@ -83,6 +83,7 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
 
 def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
     """`quantize_act(attend_cached(...).flatten(1))`, in one kernel for a decode step with heads of 128."""
+    _check(q)
     keys, values = plan.cache.layer(layer)
     if q.shape[2] == BLOCK and _decodes(q, plan, keys):
         return triton_attention.decode_quantize(q, keys, values, plan.block_table, plan.kv_lengths, scale, pow2)

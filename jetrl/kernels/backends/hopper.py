@@ -77,10 +77,8 @@ def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
-    """`kernels.gemm.bf16_wgrad_into`: the GEMM adds, without a pass of its own."""
-    if grad.dtype == torch.bfloat16:
-        grad.addmm_(dy.T, x)
-    elif grad.shape[0] % 8:  # rows of `dy` that are no multiple of 16 bytes: nothing that TMA reads
+    """`kernels.gemm.bf16_wgrad_into`: in FP32 the GEMM adds; BF16 takes one more pass, and so one rounding."""
+    if grad.dtype == torch.bfloat16 or grad.shape[0] % 8:  # rows of `dy` that are no multiple of 16 bytes: not for TMA
         add_rounded(grad, bf16_wgrad(dy, x))
     else:
         add_outer(grad, dy, x.contiguous())

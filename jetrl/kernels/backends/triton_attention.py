@@ -75,7 +75,7 @@ def _decode_kernel(
     acc = tl.zeros((ROWS, H), tl.float32)
     pages = table + sequence * table_stride
     last = tl.cdiv(length, TILE) - 1
-    page = tl.load(pages + last * TILE // PAGE)
+    page = tl.load(pages + tl.maximum(last, 0) * TILE // PAGE)
     for step in tl.range(0, last + 1, num_stages=STAGES):
         block = last - step
         inside = block * TILE + key < length
@@ -109,7 +109,8 @@ def decode(
 ) -> Tensor:
     """`q` [B, N, H], one query a sequence, over `keys`, `values` [pages, page, G, H] -> [B, N, H].
 
-    `table` int32 [B, M] names the pages of a sequence, `lengths` int32 [B] counts its keys, the new one among them.
+    `table` int32 [B, M] names the pages of a sequence, `lengths` int32 [B] counts its keys, the new one among them: at
+    least 1.
     """
     out = torch.empty_like(q)
     _launch(q, keys, values, table, lengths, scale, out, None, False)

@@ -256,16 +256,16 @@ def attention_input_cases() -> Iterator[tuple[str, Case]]:
                 q, k = ref.rope(q, c, s), ref.rope(k, c, s)
                 norms = (wq.to(DEVICE), wk.to(DEVICE)) if norm else None
                 tables = (cos.to(DEVICE), sin.to(DEVICE))
-                got = tp.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), None)
+                got = tb.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), None)
                 for name, a, b in zip("qkv", got, (q, k, v), strict=True):
                     equal(name, a, b.contiguous())
                 slots = torch.tensor([4, -1, 9, 0, 11, 2])
                 keys, values = torch.zeros(2, 3, 4, g, h, dtype=torch.bfloat16, device=DEVICE)
                 other = (keys.clone(), values.clone())
                 cache = (keys, values, slots.to(DEVICE))
-                paged = tp.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), cache)
+                paged = tb.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), cache)
                 equal("paged q", paged[0], q)
-                tp.write_cache(k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE), *other)
+                tb.write_cache(k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE), *other)
                 for name, a, b, x in (("keys", keys, other[0], k), ("values", values, other[1], v)):
                     want = torch.zeros(12, g, h, dtype=torch.bfloat16)
                     want[slots[slots >= 0]] = x[slots >= 0]

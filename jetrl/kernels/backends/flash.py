@@ -22,7 +22,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.backends import triton_attention
-from jetrl.kernels.backends.triton_pointwise import write_cache
+from jetrl.kernels.backends.triton_qkv import write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
@@ -71,28 +71,28 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
     _check(q)
     keys, values = plan.cache.layer(layer)
-    longest = max(plan.query_lengths, default=0)
     if _decodes(q, plan, keys):
         return triton_attention.decode(q, keys, values, plan.block_table, plan.kv_lengths, scale)
     # no bound on the key length: the page table gives one, and a bound that changes each step would spoil a CUDA graph
     return _flash_attn_fwd(
         q, keys, values, cu_seqlens_q=plan.cu_seqlens, seqused_k=plan.kv_lengths,
-        max_seqlen_q=longest, page_table=plan.block_table, softmax_scale=scale, causal=True, num_splits=1,
+        max_seqlen_q=max(plan.query_lengths, default=0), page_table=plan.block_table, softmax_scale=scale, causal=True,
+        num_splits=1,
     )[0]  # fmt: skip
 
 
 def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
     """`quantize_act(attend_cached(...).flatten(1))`, in one kernel for a decode step with heads of 128."""
-    _check(q)
     keys, values = plan.cache.layer(layer)
     if q.shape[2] == BLOCK and _decodes(q, plan, keys):
+        _check(q)
         return triton_attention.decode_quantize(q, keys, values, plan.block_table, plan.kv_lengths, scale, pow2)
     return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 
 def _decodes(q: Tensor, plan: PagedPlan, keys: Tensor) -> bool:
     """Whether every sequence has one query, and our own kernel serves these sizes."""
-    one_each = max(plan.query_lengths, default=0) == 1 and len(plan.query_lengths) == q.shape[0]
+    one_each = plan.query_lengths == (1,) * q.shape[0]
     return one_each and triton_attention.serves(q.shape[1], keys.shape[2], q.shape[2], keys.shape[1])
 
 

@@ -36,7 +36,6 @@ from jetrl.kernels.backends.triton_pointwise import (
     add,
     add_rms_norm,
     add_rms_norm_quantize,
-    qkv_norm_rope,
     rms_norm,
     rms_norm_backward,
     rope,
@@ -44,9 +43,8 @@ from jetrl.kernels.backends.triton_pointwise import (
     swiglu,
     swiglu_backward,
     swiglu_quantize,
-    write_cache,
 )
-from jetrl.kernels.backends.triton_qkv import qkv_norm_rope_backward
+from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
 
 __all__ = [

@@ -1,7 +1,9 @@
-"""The gradient of the fused projection through RoPE and QK-norm, as one Triton kernel.
+"""From the fused projection to attention and back: QK-norm, RoPE and the write to the cache as one Triton kernel,
+bit-equal to `reference`, and their gradient as another.
 
-It reads the gradients of queries, keys and values and writes straight into that of the projection: no rotated copies,
-no concatenation. The rotation back is bit-equal to `reference.rope` (with -sin); the norm's mean is summed by halves.
+The gradient's kernel reads those of queries, keys and values and writes straight into that of the projection: no
+rotated copies, no concatenation. The rotation back is bit-equal to `reference.rope` (with -sin); the norm's mean is
+summed by halves.
 
 Legend: `T` tokens, `N` query heads, `G` key/value heads, `H` head size.
 """
@@ -15,11 +17,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_pointwise import _rows_view, aligned_squares, inv_rms_from
 from jetrl.kernels.backends.triton_quant import abs_bits
 
 _PROGRAMS = 1024  # along the tokens: fixed, so that the order in which the norms' gradients are summed is fixed
 _HEADS = 16  # heads a program
+
+
+@triton.jit
+def _qkv_kernel(
+    qkv, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, v_out, qkv_stride,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """QK-norm and RoPE of the fused projection; keys and values go to rows `slots[t]` (paged cache) or `t`."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * R + tl.arange(0, R)
+    cols = tl.arange(0, HB)
+    inside = cols < H // 2
+    is_q, is_v = head < N, head >= N + G
+    mask = (head < N + 2 * G)[:, None] & inside[None, :]
+    at = qkv + token * qkv_stride + head[:, None] * H + cols[None, :]
+    x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(at + H // 2, mask=mask, other=0.0).to(tl.float32)
+    n1, n2 = x1, x2
+    if NORM:
+        top = tl.maximum(tl.max(abs_bits(x1), axis=1), tl.max(abs_bits(x2), axis=1))
+        total = tl.sum(aligned_squares(x1, top), axis=1) + tl.sum(aligned_squares(x2, top), axis=1)
+        inv = inv_rms_from(total, top, H, EPS)[:, None]
+        qw1 = tl.load(q_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        qw2 = tl.load(q_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw1 = tl.load(k_weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kw2 = tl.load(k_weight + H // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        n1 = (x1 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw1, kw1)
+        n2 = (x2 * inv).to(tl.bfloat16).to(tl.float32) * tl.where(is_q[:, None], qw2, kw2)
+        n1, n2 = n1.to(tl.bfloat16).to(tl.float32), n2.to(tl.bfloat16).to(tl.float32)
+    position = tl.load(positions + token)
+    c = tl.load(cos + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + position * (H // 2) + cols, mask=inside, other=0.0)[None, :]
+    y1 = tl.where(is_v[:, None], x1, n1 * c - n2 * s).to(tl.bfloat16)
+    y2 = tl.where(is_v[:, None], x2, n2 * c + n1 * s).to(tl.bfloat16)
+    to_q = q_out + (token * N + head[:, None]) * H + cols[None, :]
+    q_mask = mask & is_q[:, None]
+    tl.store(to_q, y1, mask=q_mask)
+    tl.store(to_q + H // 2, y2, mask=q_mask)
+    row = token
+    if PAGED:
+        row = tl.load(slots + token)
+    k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
+    to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
+    tl.store(to_k, y1, mask=k_mask)
+    tl.store(to_k + H // 2, y2, mask=k_mask)
+    v_mask = mask & is_v[:, None] & (row >= 0)
+    to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
+    tl.store(to_v, y1, mask=v_mask)
+    tl.store(to_v + H // 2, y2, mask=v_mask)
+
+
+@triton.jit
+def _write_kernel(k, v, slots, keys, values, k_stride, v_stride, W: tl.constexpr, B: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    cols = tl.arange(0, B)
+    mask = (cols < W) & (slot >= 0)
+    tl.store(keys + slot * W + cols, tl.load(k + token * k_stride + cols, mask=mask), mask=mask)
+    tl.store(values + slot * W + cols, tl.load(v + token * v_stride + cols, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -84,6 +148,48 @@ def _qkv_backward_kernel(
         tl.store(to_q + H // 2, tl.sum(tl.where(is_q, sum2, 0.0), axis=0), mask=inside)
         tl.store(to_q + H, tl.sum(tl.where(is_q, 0.0, sum1), axis=0), mask=inside)
         tl.store(to_q + H + H // 2, tl.sum(tl.where(is_q, 0.0, sum2), axis=0), mask=inside)
+
+
+def qkv_norm_rope(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """QK-norm, RoPE and the write to the paged cache in one kernel, bit-equal to the three ops one after another.
+
+    `qkv` [T, (N + 2G) * H]; `heads` (N, G); `norms` the weights [H] of q and k; `tables` cos and sin [positions, H/2];
+    `cache` (keys, values [pages, page, G, H], slots [T]). Returns q [T, N, H] with, without a cache, k and v [T, G, H];
+    with one, the cache's own tensors.
+    """
+    n, g = heads
+    t = qkv.shape[0]
+    _rows_view(qkv)
+    q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if cache is None:
+        keys, values = torch.empty(2, t, g, head_dim, dtype=qkv.dtype, device=qkv.device)
+        slots = positions
+    else:
+        keys, values, slots = cache
+        assert keys.is_contiguous() and values.is_contiguous()
+    q_weight, k_weight = norms if norms is not None else (qkv, qkv)
+    r = 16
+    if t:
+        _qkv_kernel[(t, triton.cdiv(n + 2 * g, r))](
+            qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, keys, values, qkv.stride(0), N=n, G=g,
+            H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
+            PAGED=cache is not None, num_warps=4, enable_fp_fusion=False, **LAUNCH,
+        )  # fmt: skip
+    return q, keys, values
+
+
+def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Scatter rows `k`, `v` [T, G, H] to rows `slots` of the cache [pages, page, G, H]; slot -1 writes nothing."""
+    width = k.shape[1] * k.shape[2]
+    k, v = k.flatten(1), v.flatten(1)
+    assert keys.is_contiguous() and values.is_contiguous() and k.stride(1) == 1 and v.stride(1) == 1
+    if k.shape[0]:
+        _write_kernel[(k.shape[0],)](
+            k, v, slots, keys, values, k.stride(0), v.stride(0), W=width, B=triton.next_power_of_2(width), num_warps=4
+        )
 
 
 def qkv_norm_rope_backward(

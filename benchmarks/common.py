@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from jetrl.parity import NoText as NoText
 from jetrl.report.environment import git_commit
 from jetrl.spec import SHAPES
 
@@ -24,15 +25,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SPEC = SHAPES["qwen3-8b"]  # the shape of the benchmarks of whole runs
 MARK = "BENCH "  # begins each line of JSON that a measuring process prints
-
-
-class NoText:
-    """A tokenizer for random tokens."""
-
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int]) -> str:
-        return ""
 
 
 def emit(row: dict[str, Any]) -> None:

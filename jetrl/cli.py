@@ -133,11 +133,13 @@ def _summarize(run_dir: Path) -> None:
 
 def _placed(config: Any) -> Any:
     """The config under a name whose folder is free: a run there is never written over, a new one gets -2, -3, ..."""
-    base, resume = Path(config.output_dir) / config.name, config.checkpoint.resume
+    from jetrl.report.recorder import METRICS_FILE
+
+    base, resume = _run_dir(config), config.checkpoint.resume
     if resume == "auto":
         return config
     folder, number = base, 1
-    while (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
+    while (folder / METRICS_FILE).exists() and (folder / METRICS_FILE).stat().st_size:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     if number == 1:

@@ -191,7 +191,7 @@ class _Watched(ModelRunner):
         return logits
 
 
-class _Nothing:
+class NoText:
     """A tokenizer for random tokens: no text, no end."""
 
     eos_token_id = None
@@ -236,7 +236,7 @@ def _decode(
     longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
     pages = max(-(-longest // work.page_size) + 1, len(requests))
     engine = Engine(
-        model, _Nothing(), "certificate", page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
+        model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
         max_tokens_per_step=work.step_tokens or max(work.chunk + len(requests), 8),
         kv_cache_tokens=2 * pages * work.page_size,
     )  # fmt: skip
@@ -267,7 +267,7 @@ def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> L
         Request(i, tuple(p), SamplingParams(work.new_tokens, seed=work.seed)) for i, p in enumerate(prompts)
     ]
     engine = Engine(
-        model, _Nothing(), "certificate", page_size=work.page_size, max_num_seqs=len(requests), max_tokens_per_step=4096
+        model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=len(requests), max_tokens_per_step=4096
     )
     engine.load(WeightSet(0, "certificate", ""))
     completions = engine.generate(requests)

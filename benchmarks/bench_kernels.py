@@ -20,7 +20,7 @@ from jetrl.model.transformer import Layer, Transformer
 from jetrl.precision.recipe import Recipe
 from jetrl.rollout.runner import KVCache
 from jetrl.spec import ModelSpec, RopeSpec
-from jetrl.types import ForwardBatch, PagedPlan, VarlenPlan
+from jetrl.types import ForwardBatch, LayerCache, PagedPlan, VarlenPlan
 
 CUDA = "cuda"
 D, F, N, G, H, V = 4096, 12288, 32, 8, 128, 151936
@@ -42,7 +42,7 @@ def _memory_cases(t: int) -> Cases:
     cos, sin = torch.randn(2, 8192, H // 2, device=CUDA)
     pos, slots = torch.randint(0, 8192, (t,), device=CUDA), torch.randperm(t, device=CUDA)
     cache = torch.zeros(2, t // 16 + 1, 16, G, H, device=CUDA, dtype=torch.bfloat16)
-    norms, one, paged = (normal(H), normal(H)), t * D, (cache[0], cache[1], slots)
+    norms, one, paged = (normal(H), normal(H)), t * D, (LayerCache(cache[0], cache[1]), slots)
     return {
         "quantize_act": (lambda: ops.quantize_act(x), one * 3 + one / 32),
         "quantize_act_t": (lambda: ops.quantize_act_t(x), one * 3 + one / 32),
@@ -55,7 +55,8 @@ def _memory_cases(t: int) -> Cases:
         "swiglu_backward": (lambda: ops.swiglu_backward(gf, gu), t * F * 10.0),
         "rope": (lambda: ops.rope(q[:rotated], cos[:rotated], sin[:rotated]), rotated * N * H * 4.0),
         "qkv_norm_rope paged": (
-            lambda: ops.qkv_norm_rope(qkv, (N, G), H, norms, 1e-6, (cos, sin), pos, paged), t * (N + 2 * G) * H * 4.0
+            lambda: ops.qkv_norm_rope(qkv, (N, G), H, norms, 1e-6, (cos, sin), pos, paged, False),
+            t * (N + 2 * G) * H * 4.0,
         ),
     }  # fmt: skip
 
@@ -217,11 +218,11 @@ def fused_layer(layer: Layer, x: Any, residual: Tensor | None, model: Transforme
     eps = spec.rms_norm_eps
     y, residual = ops.add_rms_norm_quantize(x, residual, layer.attn_norm.published, eps, False)
     qkv = ops.fp8_gemm(y, layer.qkv.fp8_operand(), torch.bfloat16)
-    keys, values = batch.plan.cache.layer(layer.index)
     norms = (layer.q_norm.published, layer.k_norm.published)
     heads, tables = (spec.num_heads, spec.num_kv_heads), (model.cos, model.sin)
     q, _, _ = ops.qkv_norm_rope(
-        qkv, heads, spec.head_dim, norms, eps, tables, batch.positions, (keys, values, batch.plan.slots)
+        qkv, heads, spec.head_dim, norms, eps, tables, batch.positions,
+        (batch.plan.cache.layer(layer.index), batch.plan.slots), layer.fp8_kv,
     )
     a = ops.attend_cached(q, batch.plan, layer.index, spec.head_dim**-0.5).flatten(1)
     y = ops.fp8_gemm(ops.quantize_act(a), layer.o.fp8_operand(), torch.bfloat16)

@@ -126,7 +126,7 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
     """Forward batches that prefill one sequence in pieces of `work.chunk` tokens into scattered pages."""
     size, device = work.page_size, tokens.device
     pages = -(-len(tokens) // size)
-    cache = KVCache(model.spec, 2 * pages + 1, size, model.dtype, device)
+    cache = KVCache(model.spec, 2 * pages + 1, size, model.dtype, device, model.recipe.kv_cache)
     table = torch.arange(2 * pages, 0, -2, dtype=torch.int32, device=device)[None]  # every second page, backwards
     batches = []
     for start in range(0, len(tokens), work.chunk):
@@ -161,7 +161,8 @@ class _Watched(ModelRunner):
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self.seen: dict[str, Tensor] = {}
         self.plan: Plan | None = None
-        self.spec, self.dtype, self.head_weight = model.spec, model.dtype, model.head_weight
+        self.spec, self.recipe, self.dtype = model.spec, model.recipe, model.dtype
+        self.head_weight = model.head_weight
 
     def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
         self.plan = plan

@@ -88,6 +88,20 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's pages of the KV cache.
+
+    `keys`, `values` [pages, page, G, H]: BF16, or E4M3 codes with `scales` [pages, G, page, 2] in BF16, the powers of
+    two of a token's key head and value head. In that order a decode kernel reads both scales of a key as one 32-bit
+    word, and those of a page's keys side by side.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class VarlenPlan:
     """Attention over packed whole sequences: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are sequence i, causal."""
 

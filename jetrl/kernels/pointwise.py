@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gradient import grad_dtype
 from jetrl.kernels.qtensor import QTensor
+from jetrl.types import LayerCache
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -106,15 +107,35 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rope.apply(x, cos, sin)
 
 
+class _RoundHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return backend_of(x).round_heads(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def round_heads(x: Tensor) -> Tensor:
+    """`x` [T, G, H] as the FP8 KV cache holds it: quantized by heads, and back. Its gradient passes straight through.
+
+    Definition: `reference.round_heads`. Rounding again changes no value.
+    """
+    return _RoundHeads.apply(x)
+
+
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, q_master: Tensor | None, k_master: Tensor | None, norms: tuple[Tensor, Tensor] | None,
         heads: tuple[int, int], head_dim: int, eps: float, tables: tuple[Tensor, Tensor], positions: Tensor,
+        fp8_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(qkv, positions, *tables, *(norms or ()))
         ctx.eps, ctx.dtypes = eps, [grad_dtype(m) for m in (q_master, k_master) if m is not None]
-        return backend_of(qkv).qkv_norm_rope(qkv, heads, head_dim, norms, eps, tables, positions, None)
+        return backend_of(qkv).qkv_norm_rope(qkv, heads, head_dim, norms, eps, tables, positions, None, fp8_kv)
 
     @staticmethod
     @once_differentiable
@@ -124,16 +145,17 @@ class _NormRope(torch.autograd.Function):
             grads, qkv, tuple(norms) or None, ctx.eps, (cos, sin), positions
         )
         d_q, d_k = (d.to(t) for d, t in zip(d_norms, ctx.dtypes, strict=True)) if d_norms is not None else (None, None)
-        return d_qkv, d_q, d_k, *[None] * 6
+        return d_qkv, d_q, d_k, *[None] * 7  # those of rounded keys and values pass straight through
 
 
 def norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, masters: tuple[Tensor, Tensor] | None,
     norms: tuple[Tensor, Tensor] | None, eps: float, tables: tuple[Tensor, Tensor], positions: Tensor,
+    fp8_kv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`qkv_norm_rope` without a cache, with gradients: those of the norms' weights go to `masters`."""
     q_master, k_master = masters or (None, None)
-    return _NormRope.apply(qkv, q_master, k_master, norms, heads, head_dim, eps, tables, positions)
+    return _NormRope.apply(qkv, q_master, k_master, norms, heads, head_dim, eps, tables, positions, fp8_kv)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -175,12 +197,13 @@ def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
 
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
-    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor, Tensor] | None,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """QK-norm (`norms`: weights [H] of q and k), RoPE, and the write to the cache, of `qkv` [T, (N + 2G) * H].
 
-    `heads` (N, G); `tables` cos and sin [positions, H/2]; `cache` (keys, values [pages, page, G, H], slots [T]).
-    Returns q [T, N, H] and k, v [T, G, H], or, with a cache, q and the cache's own tensors.
+    `heads` (N, G); `tables` cos and sin [positions, H/2]; `cache` (pages of the layer, slots [T]). Returns q [T, N, H]
+    and k, v [T, G, H], or, with a cache, q and the cache's own keys and values. `fp8_kv`: the cache gets codes and
+    scales; without a cache k and v come back as `round_heads` makes them, which is what an FP8 cache holds.
     """
     assert not torch.is_grad_enabled()
-    return backend_of(qkv).qkv_norm_rope(qkv, heads, head_dim, norms, eps, tables, positions, cache)
+    return backend_of(qkv).qkv_norm_rope(qkv, heads, head_dim, norms, eps, tables, positions, cache, fp8_kv)

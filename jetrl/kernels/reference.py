@@ -97,6 +97,28 @@ def quantize_128x128(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | 
     return QTensor(codes, scale, "128x128", sections, (w.shape[1],))
 
 
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One power-of-two scale for each head vector (the FP8 KV cache). `x` [..., H] -> codes [..., H], scales [...].
+
+    The scales are BF16, which holds every power of two that an FP32 one can be (zero and denormals do not occur).
+    """
+    scale = scale_of(x.abs().amax(-1), pow2=True)
+    return encode(x, scale[..., None]), scale.to(torch.bfloat16)
+
+
+def dequantize_heads(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`code * scale` of `quantize_heads`, in `dtype`: exact in BF16, as a code has 4 significant bits.
+
+    (An entry beyond 1.9375 * 2**127 rounds up to infinity. A head with NaN or infinity in it is all NaN.)
+    """
+    return (decode(codes).to(torch.float32) * scales.to(torch.float32)[..., None]).to(dtype)
+
+
+def round_heads(x: Tensor) -> Tensor:
+    """What the FP8 KV cache makes of `x` [..., H]: `quantize_heads` and back. Rounding again changes no value."""
+    return dequantize_heads(*quantize_heads(x), x.dtype)
+
+
 def row_scales(q: QTensor) -> Tensor:
     """Scales with one row for each row of codes, [R, column groups]: 128x128 blocks are repeated."""
     if q.granularity == "1x128":

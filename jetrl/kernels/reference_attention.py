@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import exact
-from jetrl.types import PagedPlan, VarlenPlan
+from jetrl.kernels import reference as ref
+from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 VALUE_BITS, WEIGHT_BITS, SUM_BITS = 18, 24, 32
 _CHUNK_ELEMENTS = 1 << 22  # scores held at once
@@ -28,25 +29,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer:
     """`q` [T, N, H], `k`, `v` [T, G, H] -> [T, N, H]. A paged plan first writes k and v to the cache, then reads it."""
     if isinstance(plan, VarlenPlan):
         return _varlen(q, k, v, plan, scale)
-    keys, values = plan.cache.layer(layer)
-    write_cache(keys, k, plan.slots)
-    write_cache(values, v, plan.slots)
+    write_cache(k, v, plan.slots, plan.cache.layer(layer))
     return attend_cached(q, plan, layer, scale)
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
-    keys, values = plan.cache.layer(layer)
+    cache = plan.cache.layer(layer)
     out = torch.empty_like(q)
     kv_lengths = plan.kv_lengths.tolist()
     starts = plan.cu_seqlens.tolist()
-    page = keys.shape[1]
+    page = cache.keys.shape[1]
     for members, width, depth in _similar(list(plan.query_lengths), kv_lengths, q.shape[1]):
         table = plan.block_table[members, : -(-depth // page)].long()
         rows, positions = _query_rows(members, width, starts, kv_lengths)
-        kk = keys[table].flatten(1, 2)[:, :depth]
-        vv = values[table].flatten(1, 2)[:, :depth]
-        o = _dense(q[rows.clamp_min(0)], kk, vv, positions, scale)
+        keys, values = read_cache(cache, table, q.dtype)
+        o = _dense(q[rows.clamp_min(0)], keys[:, :depth], values[:, :depth], positions, scale)
         out[rows[rows >= 0]] = o[rows >= 0]
     return out
 
@@ -63,12 +61,33 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> 
     return out
 
 
-def write_cache(cache: Tensor, x: Tensor, slots: Tensor) -> None:
-    """Scatter rows [T, G, H] into a paged tensor [pages, page, G, H]; slot -1 writes nothing."""
+def write_cache(k: Tensor, v: Tensor, slots: Tensor, cache: LayerCache) -> None:
+    """Scatter rows `k`, `v` [T, G, H] into the pages, quantized by heads where the cache is FP8; slot -1: nowhere.
+
+    Keys and values that are rounded already (`reference.round_heads`) keep their values.
+    """
     real = slots >= 0
     if not bool(real.all()):
-        slots, x = slots[real], x[real]
-    cache.flatten(0, 1)[slots] = x
+        slots, k, v = slots[real], k[real], v[real]
+    if cache.scales is None:
+        cache.keys.flatten(0, 1)[slots] = k
+        cache.values.flatten(0, 1)[slots] = v
+        return
+    page = cache.keys.shape[1]
+    for i, (codes, x) in enumerate(((cache.keys, k), (cache.values, v))):
+        quantized, scales = ref.quantize_heads(x)
+        codes.view(torch.uint8).flatten(0, 1)[slots] = quantized.view(torch.uint8)  # torch cannot scatter E4M3
+        cache.scales[..., i][slots // page, :, slots % page] = scales
+
+
+def read_cache(cache: LayerCache, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of `pages` [B, M], each [B, M * page, G, H] and dequantized to `dtype` where the cache is FP8."""
+    if cache.scales is None:
+        return cache.keys[pages].flatten(1, 2), cache.values[pages].flatten(1, 2)
+    scales = cache.scales[pages].transpose(2, 3)  # [B, M, page, G, 2]
+    keys, values = (codes.view(torch.uint8)[pages].view(codes.dtype) for codes in (cache.keys, cache.values))
+    k, v = (ref.dequantize_heads(codes, scales[..., i], dtype) for i, codes in enumerate((keys, values)))
+    return k.flatten(1, 2), v.flatten(1, 2)
 
 
 def _similar(query_lengths: list[int], kv_lengths: list[int], heads: int) -> list[tuple[list[int], int, int]]:

@@ -26,6 +26,7 @@ from jetrl.kernels.attention import attend, attend_cached, attend_cached_quantiz
 from jetrl.kernels.gradient import grad_dtype, grad_in_place
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear, rounded_into
+from jetrl.precision.formats import BF16, kv_head
 from jetrl.precision.recipe import Recipe, Role
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, PagedPlan, Side
@@ -81,7 +82,7 @@ class Layer(nn.Module):
 
     def __init__(self, index: int, spec: ModelSpec, recipe: Recipe, master: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
-        self.index, self.spec = index, spec
+        self.index, self.spec, self.fp8_kv = index, spec, recipe.kv_cache.is_quantized
         d, h, f = spec.hidden_size, spec.head_dim, spec.intermediate_size
 
         def linear(role: Role, k: int, sections: tuple[int, ...], bias: bool = False) -> FlowLinear:
@@ -116,7 +117,7 @@ class Layer(nn.Module):
                 masters = (self.q_norm.weight, self.k_norm.weight)
                 norms = (self.q_norm.published, self.k_norm.published)
             q, k, v = pointwise.norm_rope(
-                qkv, heads, spec.head_dim, masters, norms, spec.rms_norm_eps, tables, batch.positions
+                qkv, heads, spec.head_dim, masters, norms, spec.rms_norm_eps, tables, batch.positions, self.fp8_kv
             )
         else:
             q, k, v = self._tapped_heads(qkv, tables, batch.positions, tap)
@@ -151,7 +152,12 @@ class Layer(nn.Module):
         q, k = pointwise.rope(q, cos, sin), pointwise.rope(k, cos, sin)
         tap(f"{at}.rope_q", q)
         tap(f"{at}.rope_k", k)
-        return q, k, v.contiguous()
+        v = v.contiguous()
+        if self.fp8_kv:
+            k, v = pointwise.round_heads(k), pointwise.round_heads(v)
+            tap(f"{at}.k.quantize", k)
+            tap(f"{at}.v.quantize", v)
+        return q, k, v
 
     def infer(
         self, x: Tensor, residual: Tensor | None, tables: tuple[Tensor, Tensor], batch: ForwardBatch
@@ -162,9 +168,9 @@ class Layer(nn.Module):
         qkv = self.qkv.infer(y, side)
         norms = (self.q_norm.published, self.k_norm.published) if spec.qk_norm else None
         plan, heads = batch.plan, (spec.num_heads, spec.num_kv_heads)
-        cache = (*plan.cache.layer(self.index), plan.slots) if isinstance(plan, PagedPlan) else None
+        cache = (plan.cache.layer(self.index), plan.slots) if isinstance(plan, PagedPlan) else None
         q, k, v = pointwise.qkv_norm_rope(
-            qkv, heads, spec.head_dim, norms, spec.rms_norm_eps, tables, batch.positions, cache
+            qkv, heads, spec.head_dim, norms, spec.rms_norm_eps, tables, batch.positions, cache, self.fp8_kv
         )
         a: Tensor | QTensor
         if not isinstance(plan, PagedPlan):
@@ -210,6 +216,7 @@ class Transformer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         assert recipe.num_layers == spec.num_layers
+        assert recipe.kv_cache in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {recipe.kv_cache}"
         self.spec, self.recipe, self.dtype = spec, recipe, dtype
         self.activation_checkpointing = activation_checkpointing
         self.embed = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)

@@ -81,6 +81,11 @@ def act_1x128(scale: ScaleKind) -> Format:
     return _e4m3("act_1x128", (1, BLOCK), scale)
 
 
+def kv_head(head_dim: int) -> Format:
+    """Keys and values of an FP8 cache [T, G, H]: one power of two for one head vector of one token, stored as BF16."""
+    return _e4m3("kv_head", (1, head_dim), "pow2")
+
+
 def weight_128x128(scale: ScaleKind) -> Format:
     """Weights [out, in]: one scale for a 128x128 tile; tiles restart at every projection of a fused weight."""
     return _e4m3("weight_128x128", (BLOCK, BLOCK), scale)

@@ -187,7 +187,8 @@ class Engine:
         if have >= need:
             return have
         self.runner.release()
-        fits = pages_in_memory(self.model.spec, self.page_size, self.model.dtype, self.runner.device)
+        format = self.model.recipe.kv_cache
+        fits = pages_in_memory(self.model.spec, self.page_size, self.model.dtype, self.runner.device, format)
         return max(1, min(need, fits))
 
     def _completions(self, requests: Sequence[Request], drawn: _Drawn, stopper: _Stopper) -> list[Completion]:

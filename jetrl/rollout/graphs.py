@@ -134,7 +134,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, width: int, draws: bool) -> _Graph:
         device = self.device
-        state = DecodeState.empty(size, width, self.max_steps, self.cache.layer(0)[0].shape[1], device)
+        state = DecodeState.empty(size, width, self.max_steps, self.cache.page_size, device)
         integers = state.integers
         plan = PagedPlan(
             cache=self.cache, cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),

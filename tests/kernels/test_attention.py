@@ -11,7 +11,7 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels.attention import attend
-from jetrl.types import PagedPlan, VarlenPlan
+from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 H = 16
 SCALE = H**-0.5
@@ -26,9 +26,9 @@ class Cache:
     keys: Tensor
     values: Tensor
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int) -> LayerCache:
         assert index == 3
-        return self.keys, self.values
+        return LayerCache(self.keys, self.values)
 
 
 def cache_of(num_pages: int, heads: int) -> Cache:

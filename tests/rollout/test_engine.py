@@ -33,7 +33,7 @@ SPEC = ModelSpec(
 
 class HashModel:
     def __init__(self) -> None:
-        self.spec, self.dtype = SPEC, torch.bfloat16
+        self.spec, self.dtype, self.recipe = SPEC, torch.bfloat16, Recipe("bf16", SPEC.num_layers)
         self.head_weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(7)) * 1.5
         self.rows: list[int] = []  # of each forward pass
 
@@ -52,7 +52,8 @@ class HashModel:
         self.rows.append(len(batch.tokens))
         size, last = plan.cache.keys.shape[2], SPEC.num_layers - 1
         for layer in range(SPEC.num_layers):
-            keys, values = plan.cache.layer(layer)
+            cache = plan.cache.layer(layer)
+            keys, values = cache.keys, cache.values
             keys.flatten(0, 1)[plan.slots] = batch.tokens.to(keys.dtype)[:, None, None] + layer
             values.flatten(0, 1)[plan.slots] = batch.positions.to(values.dtype)[:, None, None] + layer
         out = []
@@ -254,7 +255,7 @@ def test_page_copies_read_before_they_write() -> None:
         cache.keys[:, page], cache.values[:, page] = page, 10 + page
     cache.copy_pages(torch.tensor([[0, 1], [1, 2], [2, 3]]))
     assert cache.keys[1, :, 0, 0, 0].tolist() == [0, 0, 1, 2]
-    assert cache.layer(0)[1][:, 1, 1, 3].tolist() == [10, 10, 11, 12]
+    assert cache.layer(0).values[:, 1, 1, 3].tolist() == [10, 10, 11, 12]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

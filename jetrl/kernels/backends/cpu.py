@@ -12,12 +12,13 @@ from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, s
 from jetrl.kernels.reference import adamw_step_ as adamw_step_
 from jetrl.kernels.reference import add as add
 from jetrl.kernels.reference import exp_weights as exp_weights
+from jetrl.kernels.reference import round_heads as round_heads
 from jetrl.kernels.reference_attention import attend as attend
 from jetrl.kernels.reference_attention import attend_backward as attend_backward
 from jetrl.kernels.reference_attention import attend_cached as attend_cached
 from jetrl.kernels.reference_attention import write_cache
 from jetrl.kernels.squares import ROW
-from jetrl.types import PagedPlan, VarlenPlan
+from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once
@@ -130,7 +131,7 @@ def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
 
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
-    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor, Tensor] | None,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n, g = heads
     q, k, v = qkv.view(-1, n + 2 * g, head_dim).split((n, g, g), 1)
@@ -139,10 +140,11 @@ def qkv_norm_rope(
     cos, sin = tables[0][positions], tables[1][positions]
     q, k, v = rope(q, cos, sin), rope(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
     if cache is None:
-        return q, k, v
-    write_cache(cache[0], k, cache[2])
-    write_cache(cache[1], v, cache[2])
-    return q, cache[0], cache[1]
+        return (q, round_heads(k), round_heads(v)) if fp8_kv else (q, k, v)
+    layer, slots = cache
+    assert fp8_kv == (layer.scales is not None), "the cache has another format than the model's recipe"
+    write_cache(k, v, slots, layer)
+    return q, layer.keys, layer.values
 
 
 def qkv_norm_rope_backward(

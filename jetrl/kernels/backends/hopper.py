@@ -44,7 +44,7 @@ from jetrl.kernels.backends.triton_pointwise import (
     swiglu_backward,
     swiglu_quantize,
 )
-from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward, write_cache
+from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward, round_heads, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
 
 __all__ = [
@@ -52,8 +52,8 @@ __all__ = [
     "attend_cached", "attend_cached_quantize", "attend_varlen", "bf16_dgrad", "bf16_gemm", "bf16_wgrad",
     "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward", "logprob_entropy", "logprobs",
     "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "qkv_norm_rope_backward", "quantize_act",
-    "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope", "rope_backward", "row_squares",
-    "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
+    "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope", "rope_backward", "round_heads",
+    "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
 ]  # fmt: skip
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB
 

@@ -34,7 +34,7 @@ def abs_bits(x):
 def scale_from(amax_bits, FLOOR: tl.constexpr, POW2: tl.constexpr):
     """`reference.scale_of` for the integer maximum of `abs_bits`; NaN and infinity pass through."""
     amax = tl.maximum(amax_bits, FLOOR).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
+    scale = tl.div_rn(amax, 448.0)
     if POW2:
         up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale != scale, scale, up)
@@ -48,7 +48,7 @@ def encode(x, scale):
     Exact wherever |x / scale| >= 2**-11; below, the code is a zero with the sign of x whatever the last bit. The
     conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23).
     """
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    inverse = tl.div_rn(1.0, scale)
     first = x * inverse
     q = tl.fma(tl.fma(-first, scale, x), inverse, first)
     q = tl.fma(tl.fma(-q, scale, x), inverse, q)

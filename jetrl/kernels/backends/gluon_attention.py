@@ -1,0 +1,286 @@
+"""Attention of one new token a sequence over its pages, BF16 or FP8: FlashAttention-4's bits, and faster.
+
+One program serves the query heads of one key/value head and reads exactly the keys that exist. Scores and outputs are
+computed transposed, with the keys (then the head's elements) along the 64 or 128 rows of the tensor core and the few
+queries along its columns. Tiles of keys and tiles of values take turns in one ring in shared memory, so that two or
+three programs fit on a processor and hide each other's waits. The bits are those of FlashAttention-4's forward pass
+because every step is:
+
+- tiles of 128 keys from the last to the first; scores summed 16 elements of the head at a time, from zero;
+- `p = exp2(fma(score, scale, -(max * scale)))`, rounded to BF16 for the product with the values, not for its sum;
+- a row's sum in four parts: part q adds, key by key, the keys 8 i + 2 q and 8 i + 2 q + 1 of each tile to what it had,
+  times the change of the maximum in one fma; in the end (part 0 + part 1) + (part 2 + part 3);
+- the output rescaled before a tile's product is added, and divided by an approximate reciprocal of the sum.
+
+An FP8 cache holds E4M3 codes and a power of two for each key and value head. A code is a BF16 number; a key's power
+of two multiplies its score, a value's its softmax weight. Neither rounds, so the bits are those of attention over the
+dequantized BF16 keys and values (D21). The layouts below say which thread reads what: shared memory is read without
+bank conflicts, and codes become operands of the tensor core in the thread that reads them.
+
+`tests/gpu/test_decode_hopper.py` holds it against FlashAttention-4.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels take pointers and compile-time numbers, for which there are no types)
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
+from jetrl.kernels.qtensor import QTensor
+from jetrl.precision.formats import BLOCK
+from jetrl.types import LayerCache
+
+TILE = 128  # keys: what FlashAttention-4 takes for heads of 64 and 128
+_TILE = gl.constexpr(TILE)
+_QUERIES = (8, 16)  # of a key/value head: columns of the tensor core
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _pairs(x):
+    """Two E4M3 codes in each 16-bit word -> two BF16 in a 32-bit word. The exponent's bias is mended by 2**120."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 high, low, t, c; mov.b32 c, 0x7b807b80;
+        shr.b32 t, $2, 4; and.b32 t, t, 0x07070707; and.b32 high, $2, 0x80808080; or.b32 high, high, t;
+        shl.b32 low, $2, 4; and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c;
+        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c; }""",
+        "=&r,=&r,r", [x], dtype=gl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _quads(x):
+    """Four E4M3 codes in each 32-bit word -> four BF16 tensors; two neighbouring words are converted together."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 high, low, t, x, c; mov.b32 c, 0x7b807b80;
+        prmt.b32 x, $4, $5, 0x5140;
+        shr.b32 t, x, 4; and.b32 t, t, 0x07070707; and.b32 high, x, 0x80808080; or.b32 high, high, t;
+        shl.b32 low, x, 4; and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c;
+        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c;
+        prmt.b32 x, $4, $5, 0x7362;
+        shr.b32 t, x, 4; and.b32 t, t, 0x07070707; and.b32 high, x, 0x80808080; or.b32 high, high, t;
+        shl.b32 low, x, 4; and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $2, t, c;
+        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $3, t, c; }""",
+        "=&r,=&r,=&r,=&r,r,r", [x], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy_rows(slot, source, first, group, left, G: gl.constexpr):
+    """Begin to copy a tile's rows of one head from row `first` on; from row `left` of the tile on, zeros."""
+    width: gl.constexpr = slot.shape[1]
+    vector: gl.constexpr = 128 // slot.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, vector], [32 * vector // width, width // vector], [4, 1], [1, 0])
+    row = gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
+    col = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    at = source + (first * G + group) * width + ((row * (G * width))[:, None] + col[None, :])
+    async_copy.async_copy_global_to_shared(slot, at, mask=(row < left)[:, None])
+
+
+@gluon.jit
+def _copy(
+    rings, sources, pages, half, tiles, length, group,
+    G: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy number `half` of the tiles, keys and values in turns, to its slot; `KEYS`: it is keys."""
+    tile = half // 2
+    if tile < tiles:
+        block = tiles - 1 - tile
+        page = gl.load(pages + block * _TILE // PAGE).to(gl.int64)
+        inside, left = (block * _TILE) % PAGE, length - block * _TILE
+        if KEYS:
+            _copy_rows(rings[0].index(half % SLOTS), sources[0], page * PAGE + inside, group, left, G)
+            if FP8:
+                each = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [4], [0]))
+                at = sources[2] + ((page * G + group) * PAGE + inside) + each
+                async_copy.async_copy_global_to_shared(rings[2].index(tile % 4), at, mask=each < left)
+        else:
+            _copy_rows(rings[1].index(half % SLOTS), sources[1], page * PAGE + inside, group, left, G)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _decode_kernel(
+    q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
+    N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
+    FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    gl.inline_asm_elementwise(  # programmatic dependent launch, as `triton_launch.begin`
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+    left_op: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    right_op: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
+    # codes: a thread reads pairs of a key's elements; of a value, four elements of neighbouring keys
+    key_words: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [_TILE, 64],
+    )  # fmt: skip
+    value_words: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0], [64, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        [[0, 8], [0, 16]], [], [_TILE, 32],
+    )  # fmt: skip
+    k_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    v_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    if FP8:
+        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, H // 2], k_shared)
+        v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, H // 4], v_shared)
+    else:
+        k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], k_shared)
+        v_ring = k_ring
+    scale_ring = gl.allocate_shared_memory(gl.int32, [4, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings, sources = (k_ring, v_ring, scale_ring), (keys, values, scales)
+
+    sequence, group = gl.program_id(0) // G, gl.program_id(0) % G
+    length = gl.load(lengths + sequence)
+    pages = table + sequence * table_stride
+    tiles = gl.cdiv(length, _TILE)
+    for half in gl.static_range(SLOTS - 1):
+        _copy(rings, sources, pages, half, tiles, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)
+    element = gl.arange(0, H, layout=gl.SliceLayout(1, right_op))
+    head = gl.arange(0, Q, layout=gl.SliceLayout(0, right_op))
+    at_q = (sequence * N + group * (N // G) + head)[None, :] * H + element[:, None]
+    query = gl.load(q + at_q, mask=(head < N // G)[None, :], other=0.0)
+    key = gl.arange(0, _TILE, layout=gl.SliceLayout(1, mma))
+    top = gl.full([Q], float("-inf"), gl.float32, layout=gl.SliceLayout(0, right_op))
+    zeros = gl.zeros([_TILE, Q], gl.float32, layout=right_op)
+    parts_layout: gl.constexpr = _parts(zeros, Q).type.layout
+    sums = gl.zeros([4, Q], gl.float32, layout=gl.SliceLayout(2, parts_layout))
+    first = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts_layout))) == 0
+    acc = gl.zeros([H, Q], gl.float32, layout=mma)
+    for t in range(tiles):
+        async_copy.wait_group(SLOTS - 2)  # this tile's keys are here
+        gl.thread_barrier()
+        _copy(rings, sources, pages, 2 * t - 1 + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8)
+        if FP8:
+            w = _pairs(k_ring.index((2 * t) % SLOTS).load(key_words))
+            k = gl.join(w.to(gl.int16), (w >> 16).to(gl.int16)).to(gl.bfloat16, bitcast=True)
+            k = gl.convert_layout(k.reshape([_TILE, H]), left_op)
+        else:
+            k = k_ring.index((2 * t) % SLOTS).load(left_op)
+        s = mma_v2(k, query, gl.zeros([_TILE, Q], gl.float32, layout=mma))
+        if FP8:  # BF16 in the lower half: the key's power of two
+            s *= (scale_ring.index(t % 4).load(gl.SliceLayout(1, mma)) << 16).to(gl.float32, bitcast=True)[:, None]
+        s = gl.where(((tiles - 1 - t) * _TILE + key < length)[:, None], s, float("-inf"))
+        s = gl.convert_layout(s, right_op)
+        async_copy.wait_group(SLOTS - 2)  # this tile's values are here
+        gl.thread_barrier()
+        _copy(rings, sources, pages, 2 * t + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 0, FP8)
+        new = gl.maximum(top, gl.max(s, axis=0))
+        shrink = gl.exp2((top - new) * scale)
+        p = gl.exp2(gl.fma(s, scale + zeros, zeros - (new * scale)[None, :]))
+        top = new
+        if FP8:
+            v_scale = (scale_ring.index(t % 4).load(gl.SliceLayout(1, right_op)) & -65536).to(gl.float32, bitcast=True)
+            weights = (p * v_scale[:, None]).to(gl.bfloat16)  # rounds as p alone would: a power of two
+            v0, v1, v2, v3 = _quads(v_ring.index((2 * t + 1) % SLOTS).load(value_words))
+            v = gl.join(gl.join(v0, v2), gl.join(v1, v3)).reshape([_TILE, 4, 8, 2, 2])
+            v = gl.convert_layout(v.permute((3, 1, 4, 2, 0)).reshape([H, _TILE]), left_op)
+        else:
+            weights = p.to(gl.bfloat16)
+            v = v_ring.index((2 * t + 1) % SLOTS).permute((1, 0)).load(left_op)
+        acc = mma_v2(v, weights, acc * gl.convert_layout(shrink, gl.SliceLayout(0, mma))[None, :])
+        parts = _parts(p, Q)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(2, parts_layout)))
+        zeros3 = gl.zeros_like(parts)
+        begun = gl.fma(sums[:, :, None] + zeros3, shrink[None, :][:, :, None] + zeros3, parts)
+        # all keys of a part lie in one thread, which adds them one after another
+        sums = gl.sum(gl.where(first[None, :][:, None, :], begun, parts), axis=2)
+    async_copy.wait_group(0)
+
+    total = gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0)
+    y = (acc * gl.convert_layout(_reciprocal(total), gl.SliceLayout(0, mma))[None, :]).to(gl.bfloat16)
+    m = gl.arange(0, H, layout=gl.SliceLayout(1, mma))
+    if FP8:  # rows of the result lie as the values' words were read
+        m = 4 * (m // 16 % 4 * 8 + m % 8) + m // 64 * 2 + m // 8 % 2
+    head = gl.arange(0, Q, layout=gl.SliceLayout(0, mma))
+    mine, head = head < N // G, group * (N // G) + head
+    if QUANT:  # a head is a group of 128 columns
+        x = y.to(gl.float32)
+        unit = scale_from(gl.max(abs_bits(x), axis=0), FLOOR, POW2)
+        at = sequence.to(gl.int64) * codes_stride + head[None, :] * H + m[:, None]
+        gl.store(codes + at, encode(x, unit[None, :]).to(gl.uint8, bitcast=True), mask=mine[None, :])
+        gl.store(code_scales + head * scales_stride + sequence, unit, mask=mine)
+    else:
+        gl.store(out + (sequence * N + head)[None, :] * H + m[:, None], y, mask=mine[None, :])
+
+
+@gluon.jit
+def _parts(p, Q: gl.constexpr):
+    """[TILE, Q] -> [4, Q, TILE / 4]: the keys of each part of a row's sum, in order."""
+    return p.reshape([_TILE // 16, 2, 4, 2, Q]).permute((2, 4, 0, 1, 3)).reshape([4, Q, _TILE // 4])
+
+
+def serves(cache: LayerCache, heads: int) -> bool:
+    """Whether `decode` reads such a cache; what it does not serve is FlashAttention-4's."""
+    page, groups, head_dim = cache.keys.shape[1:]
+    dims = (64, 128) if cache.scales is None else (128,)
+    return head_dim in dims and page % TILE == 0 and heads // groups <= _QUERIES[-1]
+
+
+def decode(q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """`q` [B, N, H], one query a sequence, over the pages of `cache` -> [B, N, H].
+
+    `table` int32 [B, M] names the pages of a sequence, `lengths` int32 [B] counts its keys, the new one among them: at
+    least 1.
+    """
+    out = torch.empty_like(q)
+    _launch(q, cache, table, lengths, scale, out, None, False)
+    return out
+
+
+def decode_quantize(
+    q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, pow2: bool
+) -> QTensor:
+    """`quantize_act(decode(...).flatten(1))` in the same kernel, for heads of 128."""
+    batch, heads, head_dim = q.shape
+    assert head_dim == BLOCK, "a group of the quantizer is a head"
+    codes, scales = new_codes(batch, heads * head_dim, q.device), new_scale(batch, heads, q.device)
+    quantized = QTensor(codes, scales, "1x128", (batch,), (heads * head_dim,))
+    _launch(q, cache, table, lengths, scale, q, quantized, pow2)
+    return quantized
+
+
+def _launch(
+    q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, out: Tensor,
+    quantized: QTensor | None, pow2: bool,
+) -> None:  # fmt: skip
+    (batch, heads, head_dim), (page, groups) = q.shape, cache.keys.shape[1:3]
+    keys, values, scales = cache.keys, cache.values, cache.scales
+    assert serves(cache, heads) and q.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
+    assert table.stride(1) == 1 and lengths.is_contiguous()
+    fp8 = scales is not None
+    if scales is not None:  # a word: two elements of a key, four of a value, the powers of two of both
+        assert scales.is_contiguous()
+        keys, values, scales = keys.view(torch.int16), values.view(torch.int32), scales.view(torch.int32)
+    log2_scale = float(np.float32(scale) * np.float32(math.log2(math.e)))  # one FP32 product, as in FlashAttention-4
+    codes, units = (quantized.codes.view(torch.uint8), quantized.scale) if quantized is not None else (q, q)
+    queries = next(size for size in _QUERIES if size >= heads // groups)
+    if batch:
+        _decode_kernel[(batch * groups,)](
+            q, keys, values, scales if fp8 else q, table, lengths, out, codes, units, log2_scale, table.stride(0),
+            codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries, PAGE=page,
+            SLOTS=_slots(fp8), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
+            maxnreg=128 if fp8 else None, enable_fp_fusion=False, launch_pdl=True,
+        )  # fmt: skip
+
+
+def _slots(fp8: bool) -> int:
+    """Tiles in the ring: what lets three (FP8) or two (BF16) programs run on a processor."""
+    return 4 if fp8 else 3

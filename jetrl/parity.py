@@ -39,6 +39,7 @@ class Certificate:
     """All links for one model and precision."""
 
     precision: str
+    kv_cache: str  # its format
     device: str
     model: str
     num_parameters: int
@@ -75,7 +76,8 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
         with torch.no_grad():
             links.append(link(model, sequences, work))
     count = sum(p.numel() for p in model.parameters())
-    return Certificate(model.recipe.name, str(model.head_weight.device), name, count, tuple(links))
+    recipe, device = model.recipe, str(model.head_weight.device)
+    return Certificate(recipe.name, str(recipe.kv_cache), device, name, count, tuple(links))
 
 
 def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
+from jetrl.kernels import reference
 from jetrl.kernels.attention import attend
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
@@ -25,15 +26,19 @@ class Cache:
 
     keys: Tensor
     values: Tensor
+    scales: Tensor | None = None
 
     def layer(self, index: int) -> LayerCache:
         assert index == 3
-        return LayerCache(self.keys, self.values)
+        return LayerCache(self.keys, self.values, self.scales)
 
 
-def cache_of(num_pages: int, heads: int) -> Cache:
+def cache_of(num_pages: int, heads: int, fp8: bool = False) -> Cache:
     rubbish = torch.full((num_pages, PAGE, heads, H), 1e30).bfloat16()
     rubbish[::2] = float("nan")
+    if fp8:
+        scales = torch.full((num_pages, heads, PAGE, 2), float("nan"), dtype=torch.bfloat16)
+        return Cache(rubbish.to(torch.float8_e4m3fn), rubbish.to(torch.float8_e4m3fn), scales)
     return Cache(rubbish.clone(), rubbish.clone())
 
 
@@ -95,14 +100,23 @@ def test_a_query_does_not_see_later_tokens() -> None:
     assert_bitwise_equal(attend(q, k, v, plan_of((33,)), 0, SCALE)[:20], whole[:20])
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 8, 64])
-def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int) -> None:
-    """All sequences advance together, `chunk` tokens a call (1: decode), in scattered pages with padding rows."""
+def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int, fp8: bool) -> None:
+    """All sequences advance together, `chunk` tokens a call (1: decode), in scattered pages with padding rows.
+
+    An FP8 cache equals the packed batch over rounded keys and values, and not that over those as they are.
+    """
     total = sum(LENGTHS)
     q, k, v = inputs(total)
     expected = attend(q, k, v, plan_of(LENGTHS), 0, SCALE).split(LENGTHS)
+    if fp8:
+        plain = expected
+        expected = attend(q, reference.round_heads(k), reference.round_heads(v), plan_of(LENGTHS), 0, SCALE)
+        assert float((torch.cat(plain) != expected).double().mean()) > 0.5
+        expected = expected.split(LENGTHS)
     pages = [-(-n // PAGE) for n in LENGTHS]
-    cache = cache_of(sum(pages) + 3, 2)
+    cache = cache_of(sum(pages) + 3, 2, fp8)
     numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(5)).split(pages)
     table = torch.zeros(len(LENGTHS), max(pages), dtype=torch.int32)
     for row, own in zip(table, numbers, strict=True):

@@ -110,7 +110,7 @@ def pages_in_memory(
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = page_bytes(spec, page_size, dtype, format)
-    if format.is_quantized:  # attention may dequantize all pages of one layer at a time
+    if format.is_quantized and device.type == "cuda":  # attention there may dequantize all pages of a layer at a time
         size += page_bytes(spec, page_size, dtype, BF16) // spec.num_layers
     return int(free * _MEMORY_SHARE) // size
 

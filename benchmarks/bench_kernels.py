@@ -136,16 +136,16 @@ def decode_plan(batch: int, length: int, page: int, cache: Any, pages_per: int, 
     return PagedPlan(
         cache=cache, cu_seqlens=torch.arange(batch + 1, dtype=torch.int32, device=device), query_lengths=(1,) * batch,
         kv_lengths=torch.full((batch,), length, dtype=torch.int32, device=device), max_kv_length=length,
-        block_table=table_, slots=slots,
+        kv_pages=batch * -(-length // page), block_table=table_, slots=slots,
     )  # fmt: skip
 
 
 class OneLayer:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.pair = keys, values
+        self.cache = LayerCache(keys, values)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.pair
+    def layer(self, index: int) -> LayerCache:
+        return self.cache
 
 
 def attention() -> Rows:

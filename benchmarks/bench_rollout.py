@@ -30,13 +30,16 @@ from jetrl.types import Request, SamplingParams, WeightSet
 PEER_MARK = "VBENCH "
 
 
-def floor_ms(precision: str, batch: int, context: float, layers: int = SPEC.num_layers) -> float:
+def floor_ms(
+    precision: str, batch: int, context: float, layers: int = SPEC.num_layers, kv_cache: str = "bf16"
+) -> float:
     """Milliseconds of a decode step that only reads each weight and each cached key and value once."""
     linear = sum(
         SPEC.hidden_size * sum(sections) for sections in (SPEC.qkv_sections, SPEC.gate_up_sections)
     ) + SPEC.hidden_size * (SPEC.num_heads * SPEC.head_dim + SPEC.intermediate_size)
     weights = layers * linear * (1 if precision == "fp8" else 2) + 2 * SPEC.vocab_size * SPEC.hidden_size
-    cache = batch * context * layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2
+    head = SPEC.head_dim + 2 if kv_cache == "fp8" else SPEC.head_dim * 2  # a head's codes and its scale
+    cache = batch * context * layers * 2 * SPEC.num_kv_heads * head
     return (weights + cache) / COPY_TBPS / 1e9
 
 
@@ -94,14 +97,15 @@ def measure(engine: Engine, precision: str, batch: int, prompt: int, new: int) -
     engine.generate(requests, on_step=on_step)
     seconds = time.perf_counter() - start
     layers = engine.model.spec.num_layers
+    kv_cache = "fp8" if engine.model.recipe.kv_cache.is_quantized else "bf16"
     assert engine.stats is not None
     if not clock.steps:
         raise SystemExit(f"{new} new tokens are too few: no step had all {batch} sequences decode")
     return {
-        "precision": precision, "layers": layers, "batch": batch, "prompt": prompt, "new": new,
+        "precision": precision, "kv_cache": kv_cache, "layers": layers, "batch": batch, "prompt": prompt, "new": new,
         "tokens/s": batch * new / seconds, "decode tokens/s": batch / clock.step_ms * 1e3, "step_ms": clock.step_ms,
         "seconds": seconds, **quantiles(clock.steps), "context": clock.context,
-        "share of floor": floor_ms(precision, batch, clock.context, layers) / clock.step_ms,
+        "share of floor": floor_ms(precision, batch, clock.context, layers, kv_cache) / clock.step_ms,
         "preemptions": engine.stats.preemptions, "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
     }  # fmt: skip
 
@@ -110,8 +114,8 @@ def one(variant: str, args: argparse.Namespace) -> None:
     """Measure one variant (a precision, or one of `nonexact`) in this process; a row a batch size."""
     from nonexact import apply
 
-    precision = apply(variant)
-    model = random_model("qwen3-8b", precision, "cuda", args.layers)
+    precision, kv_cache = apply(variant)
+    model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
     for batch in args.batch:
         engine = Engine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch))
         engine.load(WeightSet(1, "flow", ""))
@@ -143,7 +147,7 @@ def peer_command(template: str, dtype: str, batch: list[int], prompt: int, new: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", nargs="+", default=["fp8", "bf16"], help="or a variant, as 'fp8 nonexact'")
+    parser.add_argument("--precision", nargs="+", default=["fp8", "bf16"], help="or a variant, as 'fp8 kv8' (cache)")
     parser.add_argument("--batch", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=1024)

@@ -7,8 +7,8 @@
 Random weights; BF16 masters and moments, gradients in `--grad-dtype`, no activation checkpointing. Each measurement is
 a process of its own, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing,
 one 8K sequence a micro-batch. `whole` is a rollout of `--sequences` with 4K new tokens, then one update on all of them.
-Variants: a precision, with `nonexact` or `nondet` behind it (see `nonexact.py`) to measure what exactness costs. Every
-part records the peak of allocated memory. Writes `benchmarks/results/step.json`.
+Variants: a precision, with `kv8` behind it for an FP8 KV cache, then `nonexact` or `nondet` (see `nonexact.py`) to
+measure what exactness costs. Every part records the peak of allocated memory. Writes `benchmarks/results/step.json`.
 
 Memory of `whole` at 8B, in GB: masters 16.4 (the published BF16 weights are the same memory), moments 32.8, FP8 codes
 in both orientations 14: 63 in all, 49 in BF16. The rollout adds the cache, 64 x 4,608 tokens x 147 KB = 43.5, and gives
@@ -99,8 +99,8 @@ def one(variant: str, args: argparse.Namespace) -> None:
     """Measure one variant in this process."""
     from nonexact import apply, chosen
 
-    precision = apply(variant)
-    model = random_model("qwen3-8b", precision, "cuda", args.layers)
+    precision, kv_cache = apply(variant)
+    model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
     accumulate_in(model, getattr(torch, args.grad_dtype))
     optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
     row: dict[str, Any] = {"variant": variant, "layers": args.layers}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, ROOT, ask, between_markers, emit, environment, require_gpu, write_json
+from common import RESULTS, ROOT, ask, between_markers, emit, environment, require_gpu, split_variant, write_json
 
 from jetrl.api import random_model
 from jetrl.parity import Workload, certify
@@ -32,6 +32,7 @@ from jetrl.spec import SHAPES
 
 MODELS = ["qwen3-8b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-0.6b", "smollm2-135m"]
 PRECISIONS = ["fp8", "bf16"]
+VARIANTS = [*PRECISIONS, "fp8 kv8"]  # what can be asked for: with an FP8 KV cache, too
 WORKLOADS = {  # pages of 128 tokens, as on every GPU
     "ragged": Workload(512, max_prompt=240, new_tokens=16, chunk=64, page_size=128, step_tokens=8192),
     "long": Workload(6, max_prompt=32768 - 24, new_tokens=24, chunk=4096, page_size=128),
@@ -58,7 +59,7 @@ def expected_seconds(case: Case) -> float:
     heads = spec.num_heads * spec.head_dim
     a_layer = spec.hidden_size * (sum(spec.qkv_sections) + 3 * spec.intermediate_size + heads)
     passes = 10  # packed and alone (a), packed and chunked (b), packed and about four with preemption (c), two (d)
-    linear = passes * tokens * 2 * spec.num_layers * a_layer / (0.9e15 if precision == "fp8" else 0.6e15)
+    linear = passes * tokens * 2 * spec.num_layers * a_layer / (0.6e15 if precision == "bf16" else 0.9e15)
     attention = passes * sum(2 * n * n for n in lengths) * heads * spec.num_layers / 0.45e15
     forwards = sum(1 + -(-n // work.chunk) for n in lengths) + 6 * work.new_tokens
     rows = 2 * tokens + 2 * drawn
@@ -76,16 +77,17 @@ def measure(cases: list[Case], deadline: float) -> None:
         if built != precision:
             model = None  # its memory goes before the next one comes
             torch.cuda.empty_cache()
-            model, built = random_model(shape, precision, "cuda"), precision
+            name, kv_cache, _ = split_variant(precision)
+            model, built = random_model(shape, name, "cuda", kv_cache=kv_cache), precision
         assert model is not None
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         certificate = certify(model, WORKLOADS[workload], f"random:{shape}", lambda text: print(text, file=sys.stderr))
         emit({
-            "shape": shape, "precision": precision, "workload": workload, "seconds": time.perf_counter() - started,
+            "shape": shape, "workload": workload, "seconds": time.perf_counter() - started,
             "peak GiB": torch.cuda.max_memory_allocated() / 2**30, "vocabulary": model.spec.vocab_size,
             "longest": min(WORKLOADS[workload].max_prompt + WORKLOADS[workload].new_tokens, model.spec.max_position),
-            **certificate.to_json(), "environment": environment(),
+            **certificate.to_json(), "precision": precision, "environment": environment(),
         })  # fmt: skip
 
 
@@ -142,8 +144,10 @@ def markdown(rows: Rows) -> str:
         "| shape | precision | workload | rows (a, b, c) | drawn tokens (d) | different | seconds | peak GiB |",
         "|---|---|---|--:|--:|--:|--:|--:|",
     ]
-    for case in [(m, p, w) for m in MODELS for p in PRECISIONS for w in WORKLOADS]:
+    for case in [(m, p, w) for m in MODELS for p in VARIANTS for w in WORKLOADS]:
         row = found.get(case)
+        if row is None and case[1] not in PRECISIONS:
+            continue
         if row is None:
             lines.append(f"| {' | '.join(case)} | not run | | | | |")
             continue
@@ -161,7 +165,7 @@ def markdown(rows: Rows) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--precision", nargs="+", default=PRECISIONS, choices=PRECISIONS)
+    parser.add_argument("--precision", nargs="+", default=PRECISIONS, choices=VARIANTS)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--again", action="store_true", help="measure the chosen cases even if the file holds them")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")

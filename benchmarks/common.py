@@ -27,6 +27,13 @@ SPEC = SHAPES["qwen3-8b"]  # the shape of the benchmarks of whole runs
 MARK = "BENCH "  # begins each line of JSON that a measuring process prints
 
 
+def split_variant(variant: str) -> tuple[str, str, str]:
+    """Of a variant such as `fp8`, `fp8 kv8` or `fp8 kv8 nonexact`: precision, KV cache ("" or "fp8"), and the rest."""
+    precision, *words = variant.split(" ")
+    kv_cache = "fp8" if words[:1] == ["kv8"] else ""
+    return precision, kv_cache, " ".join(words[1:] if kv_cache else words)
+
+
 def emit(row: dict[str, Any]) -> None:
     """Report a row to the process that asked."""
     print(MARK + json.dumps(row), flush=True)

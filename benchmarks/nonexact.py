@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from common import median
+from common import median, split_variant
 from torch import Tensor
 
 from jetrl.kernels.backends import flash, hopper
@@ -24,16 +24,19 @@ KINDS = ("nonexact", "nondet")
 _quicker: dict[tuple[int, ...], bool] = {}  # rows, N, K, bytes of an output element -> cuBLAS is the quicker one
 
 
-def apply(variant: str) -> str:
-    """Make this process run `variant`, a precision with one of KINDS behind it or nothing; returns the precision."""
-    precision, _, kind = variant.partition(" ")
+def apply(variant: str) -> tuple[str, str]:
+    """Make this process run `variant`, a precision with `kv8` (FP8 KV cache), then one of KINDS, behind it or nothing.
+
+    Returns the precision and the format of the cache.
+    """
+    precision, kv_cache, kind = split_variant(variant)
     if kind and kind not in KINDS:
-        raise SystemExit(f"unknown variant {variant!r}: a precision, or one with {' or '.join(KINDS)} behind it")
+        raise SystemExit(f"unknown variant {variant!r}: a precision, then kv8, {' or '.join(KINDS)} behind it")
     if kind:
         flash.DETERMINISTIC_BACKWARD = False
     if kind == "nonexact":
         hopper.bf16_gemm = quickest_gemm
-    return precision
+    return precision, kv_cache
 
 
 def cublas_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:

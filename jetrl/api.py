@@ -56,9 +56,14 @@ class Policy:
         return self.model.token_logprobs(hidden[:-1], ids[1:], temperature)[0]
 
 
-def load_model(path: str | Path, precision: str = "fp8", device: str = "auto") -> Policy:
-    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout."""
-    config = _config_for({"model": {"path": str(path)}}, precision, device)
+def load_model(
+    path: str | Path, precision: str = "fp8", device: str = "auto", *, kv_cache: str = ""
+) -> Policy:
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
+
+    `kv_cache` is `quant.kv_cache`: bf16, the default, or fp8.
+    """
+    config = _config_for({"model": {"path": str(path)}} | _quant(kv_cache), precision, device)
     tokenizer, spec, _ = load_spec(config)
     model = build_model(config, spec, recipe_of(config, spec))
     engine = build_engine(config, model, tokenizer)
@@ -125,12 +130,16 @@ def _config_for(data: dict[str, Any], precision: str, device: str) -> Config:
     return resolve(parse_config(base | data, source="these options"), cuda_available=torch.cuda.is_available())
 
 
-def load_for_parity(model: str, precision: str, device: str) -> tuple[Transformer, str]:
-    """The model of `jetrl parity`: a folder's, a recipe's or a random one (`random:SHAPE`; none: the quickstart's)."""
+def load_for_parity(model: str, precision: str, device: str, kv_cache: str = "") -> tuple[Transformer, str]:
+    """The model of `jetrl parity`: a folder's, a recipe's or a random one (`random:SHAPE`; none: the quickstart's).
+
+    Empty `precision` and `kv_cache`: the recipe's or the run's own, else fp8 with a cache in BF16.
+    """
     if model.startswith("random:"):
-        return random_model(model.removeprefix("random:"), precision or "fp8", device), model
+        return random_model(model.removeprefix("random:"), precision or "fp8", device, kv_cache=kv_cache), model
     if model.endswith(".toml"):
-        config = load_config(model, [f"device={device}", *([f"precision={precision}"] if precision else [])])
+        given = (("device", device), ("precision", precision), ("quant.kv_cache", kv_cache))
+        config = load_config(model, [f"{key}={value}" for key, value in given if value])
         config = resolve(config, cuda_available=torch.cuda.is_available())
     elif model:
         data: dict[str, Any] = {"model": {"path": str(model_folder(Path(model)))}}
@@ -138,6 +147,8 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
         precision = precision or (trained.precision if trained is not None else "fp8")
         if trained is not None and "bf16" not in (precision, trained.precision):  # BF16 has no [quant]
             data["quant"] = trained.quant.model_dump(mode="json")
+        if kv_cache:
+            data["quant"] = data.get("quant", {}) | {"kv_cache": kv_cache}
         config = _config_for(data, precision, device)
     else:
         arch: dict[str, Any] = {
@@ -146,13 +157,20 @@ def load_for_parity(model: str, precision: str, device: str) -> tuple[Transforme
             "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
         }  # fmt: skip
         data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
-        data |= {"task": {"name": "addition", "max_prompt_length": 64}}
+        data |= {"task": {"name": "addition", "max_prompt_length": 64}} | _quant(kv_cache)
         config = _config_for(data, precision or "fp8", device)
     _, spec, _ = load_spec(config)
     return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
 
 
-def random_model(shape: str, precision: str, device: str, layers: int | None = None) -> Transformer:
+def _quant(kv_cache: str) -> dict[str, Any]:
+    """The [quant] table of a config that sets nothing but, perhaps, the format of the KV cache."""
+    return {"quant": {"kv_cache": kv_cache}} if kv_cache else {}
+
+
+def random_model(
+    shape: str, precision: str, device: str, layers: int | None = None, kv_cache: str = ""
+) -> Transformer:
     """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device.
 
     `layers`: that many instead of the shape's own.
@@ -160,7 +178,8 @@ def random_model(shape: str, precision: str, device: str, layers: int | None = N
     if shape not in SHAPES:
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
     spec = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
-    config = _config_for({"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}, precision, device)
+    model_table = {"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}
+    config = _config_for(model_table | _quant(kv_cache), precision, device)
     select(config.kernels)
     with torch.device(config.device):
         model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from jetrl import __version__
 from jetrl.errors import UserError, disk_full
@@ -201,6 +202,7 @@ def parity(
         help="A model folder, run or recipe, or random:SHAPE as in random:qwen3-8b. Without: the quickstart's shape.",
     )] = "",
     precision: Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout (default: the run's; else fp8).")] = "",
+    kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     sequences: Annotated[int, typer.Option(min=1, help="Test sequences, of ragged lengths.")] = 6,
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt in tokens.")] = 48,
@@ -212,7 +214,7 @@ def parity(
     from jetrl.api import load_for_parity
     from jetrl.parity import Workload, certify
 
-    loaded, name = load_for_parity(model, precision, device)
+    loaded, name = load_for_parity(model, precision, device, kv_cache)
     page_size = 128 if loaded.head_weight.is_cuda else 16  # as in runs: decoding takes its kernel by the page size
     work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
@@ -227,7 +229,8 @@ def parity(
 def _print_certificate(certificate: Any) -> None:
     out.print(
         f"\nParity of {certificate.model} ({certificate.num_parameters / 1e6:.1f} M parameters), "
-        f"precision {certificate.precision}, on {certificate.device}", style="bold",
+        f"precision {certificate.precision}, KV cache {escape(certificate.kv_cache)}, on {certificate.device}",
+        style="bold",
     )  # fmt: skip
     for link in certificate.links:
         verdict = "[green]bit-equal[/]" if link.ok else "[red]DIFFERENT[/]"

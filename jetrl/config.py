@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, ValidationError
 
@@ -58,6 +58,8 @@ class QuantConfig(Section):
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
+    kv_cache: Literal["bf16", "fp8"] = Field(
+        default="bf16", description="Keys and values, in the rollout's cache and alike in training's attention.")
 
 
 class TaskConfig(Section):
@@ -338,8 +340,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def _switched_off(key: str, value: Any) -> set[str]:
     """The full keys that have no effect once an override has set `key` to `value`."""
     keys = set()
-    owners: list[type[Section]] = [Config, *sections().values()]
-    for section in owners:
+    for section in (cast(type[Section], Config), *sections().values()):
         for rule in section.rules:
             off = value in rule.off or (value == "none" and None in rule.off)
             if off and section.full_key(rule.switch) == key:
@@ -353,9 +354,6 @@ def sections() -> dict[str, type[Section]]:
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
 
 
-_CPU_SIZES = {"page_size": 16, "max_tokens_per_step": 2048}
-
-
 def resolve(config: Config, *, cuda_available: bool) -> Config:
     """Replaces what is left to the machine (`device`, `kernels`, engine sizes) by values; refuses what it cannot do."""
     device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
@@ -365,7 +363,8 @@ def resolve(config: Config, *, cuda_available: bool) -> Config:
     if (kernels == "reference") != (device == "cpu"):
         pair = f'kernels = "{kernels}" with device = "{device}"'
         raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')
-    sizes = {"page_size": 128, "max_tokens_per_step": 8192} if device == "cuda" else _CPU_SIZES
+    page_size, tokens = (128, 8192) if device == "cuda" else (16, 2048)
+    sizes = {"page_size": page_size, "max_tokens_per_step": tokens}
     sizes = {key: value for key, value in sizes.items() if getattr(config.rollout, key) is None}
     rollout = config.rollout.model_copy(update=sizes)
     return config.model_copy(update={"device": device, "kernels": kernels, "rollout": rollout})
@@ -395,5 +394,7 @@ def _table(name: str, section: Section, silent: set[str]) -> str:
 
 def digest(config: Config) -> str:
     """16 hexadecimal digits that name the config: equal configs, and only these, have equal digests."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    # without the key that older runs lack where it has its default: they can be resumed
+    exclude = {"quant": {"kv_cache"}} if config.quant.kv_cache == "bf16" else None
+    text = json.dumps(config.model_dump(mode="json", exclude=exclude), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -25,6 +25,7 @@ rl.updates_per_step (how many, not their size) | verl: ppo_mini_batch_size ppo_e
   num_iterations; NeMo RL: train_global_batch_size; slime: num_steps_per_rollout; SkyRL: policy_mini_batch_size
 train.max_tokens_per_gpu | verl: ppo_max_token_len_per_gpu; NeMo RL: train_mb_tokens; SkyRL:
   max_tokens_per_microbatch; TRL: gradient_accumulation_steps
+quant.kv_cache | vLLM, SGLang: kv_cache_dtype
 rollout.max_response_length | TRL: max_completion_length; slime: rollout_max_response_len; SkyRL: max_generate_length;
   transformers: max_new_tokens
 rollout.max_response_length, with task.max_prompt_length | NeMo RL: max_total_sequence_length

@@ -39,6 +39,7 @@ class Certificate:
     """All links for one model and precision."""
 
     precision: str
+    kv_cache: str  # its format
     device: str
     model: str
     num_parameters: int
@@ -75,7 +76,8 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
         with torch.no_grad():
             links.append(link(model, sequences, work))
     count = sum(p.numel() for p in model.parameters())
-    return Certificate(model.recipe.name, str(model.head_weight.device), name, count, tuple(links))
+    recipe, device = model.recipe, str(model.head_weight.device)
+    return Certificate(recipe.name, str(recipe.kv_cache), device, name, count, tuple(links))
 
 
 def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:
@@ -135,7 +137,7 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
         slots = table[0, positions // size].long() * size + positions % size
         plan = PagedPlan(
             cache, torch.tensor([0, stop - start], dtype=torch.int32, device=device), (stop - start,),
-            torch.tensor([stop], dtype=torch.int32, device=device), stop, table, slots,
+            torch.tensor([stop], dtype=torch.int32, device=device), stop, -(-stop // size), table, slots,
         )  # fmt: skip
         batches.append(ForwardBatch(tokens[start:stop], positions, plan, "rollout"))
     return batches

@@ -116,6 +116,10 @@ class PagedPlan:
     Sequence i owns query rows `cu_seqlens[i]:cu_seqlens[i+1]`, which are its last positions; after the write it has
     `kv_lengths[i]` keys, found at `block_table[i]`. Row t writes its key and value to cache slot
     `slots[t] = page * page_size + offset`; a slot of -1 is a padding row and writes nothing.
+
+    `kv_pages` is at least the number of pages that hold keys of these sequences, a shared page counted for each:
+    `sum(ceil(kv_lengths / page_size))`, or where only the device knows the lengths, the entries of the table. It bounds
+    what a backend takes to dequantize the pages of an FP8 cache, without waiting for the device.
     """
 
     cache: Any  # rollout.kv_cache.KVCache
@@ -123,6 +127,7 @@ class PagedPlan:
     query_lengths: tuple[int, ...]
     kv_lengths: Tensor  # [B] int32
     max_kv_length: int
+    kv_pages: int
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
 

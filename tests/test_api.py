@@ -73,6 +73,18 @@ def test_fp8_rollout_has_a_gap(folder: Path) -> None:
     assert mismatch_metrics(learned, completion.logprobs)["parity/logprob_abs_diff_max"] > 1e-4
 
 
+def test_an_fp8_cache_has_no_gap(folder: Path) -> None:
+    policy = load_model(folder, kv_cache="fp8")
+    (completion,) = policy.generate([[3, 4, 5]], max_tokens=10)
+    learned = policy.logprobs([3, 4, 5, *completion.tokens])[2:]
+    assert_bitwise_equal(torch.tensor(completion.logprobs), learned)
+    plain = load_model(folder).logprobs([3, 4, 5, *completion.tokens])[2:]
+    assert not torch.equal(plain, learned), "the cache's format has changed nothing"
+    assert random_model("smollm2-135m", "fp8", "cpu", 1, kv_cache="fp8").recipe.kv_cache.block == (1, 64)
+    with pytest.raises(UserError, match="quant.kv_cache: has no effect"):
+        load_model(folder, precision="bf16", kv_cache="fp8")
+
+
 def test_mistakes(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fp4"):
         load_model(folder, precision="fp4")

@@ -309,6 +309,9 @@ def test_train_ends_with_what_to_do_next(jetrl: Cli, recipe: Path, tmp_path: Pat
 def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     status, out, _ = jetrl("train", recipe, "train.lr=2e-5", "--dry-run")
     assert status == 0 and "lr = 2e-05" in out and not (tmp_path / "runs").exists()
+    assert 'kv_cache = "bf16"' in out
+    assert 'kv_cache = "fp8"' in jetrl("train", recipe, "quant.kv_cache=fp8", "--dry-run")[1]
+    assert "kv_cache =" not in jetrl("train", recipe, "quant.kv_cache=fp8", "precision=bf16", "--dry-run")[1]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +338,22 @@ def test_parity_json_and_status(jetrl: Cli, recipe: Path, precision: str, status
     assert [link["link"] for link in certificate["links"]] == ["a", "b", "c"]
     code, out, _ = jetrl("parity", recipe, "--precision", precision, *sizes)
     assert code == status and ("layers.0.qkv" in out) == (status == 1)
+    assert "KV cache bf16" in out and certificate["kv_cache"] == "bf16"
+
+
+def test_parity_with_an_fp8_cache(jetrl: Cli, recipe: Path, finished: Path) -> None:
+    """The recipe's, the option's and the run's; the certificate says so."""
+    sizes = ("--sequences", 2, "--max-prompt", 8, "--new-tokens", 4)
+    for model in (recipe, finished):
+        code, out, err = jetrl("parity", model, "--kv-cache", "fp8", *sizes)
+        assert code == 0 and "KV cache e4m3[1x16,pow2]" in out, err
+    recipe.write_text(recipe.read_text().replace('kv_cache = "bf16"', 'kv_cache = "fp8"'))
+    assert "KV cache e4m3[1x16,pow2]" in jetrl("parity", recipe, *sizes)[1]
+    assert "KV cache bf16" in jetrl("parity", recipe, "--kv-cache", "bf16", *sizes)[1]
+    assert "KV cache bf16" in jetrl("parity", recipe, "--precision", "bf16", *sizes)[1]
+    assert_refused(jetrl("parity", finished, "--kv-cache", "int8", *sizes), "quant.kv_cache", "fp8")
+    refused = jetrl("parity", finished, "--precision", "bf16", "--kv-cache", "fp8", *sizes)
+    assert_refused(refused, "quant.kv_cache: has no effect")
 
 
 def test_parity_of_a_run_and_unknown_precision(jetrl: Cli, finished: Path) -> None:
@@ -347,6 +366,10 @@ def test_flow(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     status, out, _ = jetrl("flow", recipe, "--svg", tmp_path / "flow.svg")
     assert status == 0 and "the same function, edge by edge" in out
     assert (tmp_path / "flow.svg").read_text().startswith("<svg")
+    status, out, _ = jetrl("flow", recipe, "quant.kv_cache=fp8", "--svg", tmp_path / "kv.svg")
+    assert status == 0 and "the same function, edge by edge" in out and "K8p = e4m3[1x16,pow2]" in out
+    assert "quantize K, V" in (tmp_path / "kv.svg").read_text()
+    assert "quantize K, V" not in (tmp_path / "flow.svg").read_text()
     status, out, _ = jetrl("flow", recipe, "precision=fp8_rollout")
     assert status == 0 and "DIFFERENT in 32 places" in out and "qkv" in out and "the same function" not in out
     other = tmp_path / "other.toml"

@@ -238,6 +238,16 @@ def test_quantization_has_no_effect_in_bf16() -> None:
     ]
 
 
+def test_kv_cache() -> None:
+    assert parse_config(BASE).quant.kv_cache == "bf16"
+    assert parse_config({**BASE, "quant": {"kv_cache": "fp8"}}).quant.kv_cache == "fp8"
+    text = message(quant={"kv_cache": "fp4"})
+    assert text == 'here: quant.kv_cache: must be "bf16" or "fp8", got "fp4"; did you mean "fp8"?'
+    text = message(precision="bf16", quant={"kv_cache": "fp8"})
+    assert text.startswith('here: quant.kv_cache: has no effect while precision = "bf16"')
+    assert peer_name("kv_cache_dtype") == '"kv_cache_dtype" is vLLM and SGLang\'s name; here it is quant.kv_cache'
+
+
 def test_all_mistakes_at_once() -> None:
     text = message("r.toml", train={"lr": -1, "stepz": 3}, eval={"num_samples": 2}, rl={"kl_estimator": "k4"}, nam="x")
     lines = text.splitlines()
@@ -408,7 +418,10 @@ def test_digest() -> None:
     assert digest(config) == digest(parse_config({**BASE, "train": {"lr": 1e-6}})) and len(digest(config)) == 16
     assert int(digest(config), 16) >= 0
     others = [{"seed": 1}, {"train": {"lr": 1.1e-6}}, {"task": {"name": "addition", "params": {"digits": [2]}}}]
-    assert len({digest(config), *(digest(parse_config({**BASE, **other})) for other in others)}) == 4
+    others.append({"quant": {"kv_cache": "fp8"}})
+    assert len({digest(config), *(digest(parse_config({**BASE, **other})) for other in others)}) == 5
+    # runs from before there was quant.kv_cache can be resumed
+    assert digest(parse_config({**BASE, "quant": {"kv_cache": "bf16"}})) == digest(config) == "99789e5ec1f8e368"
 
 
 # ---- recipes and documentation --------------------------------------------------------------------------------------

@@ -12,20 +12,37 @@ import torch
 from tiny import numbers, tiny_run
 
 from jetrl.errors import UserError
+from jetrl.kernels import pointwise
 from jetrl.report.recorder import read_samples
 from jetrl.train import checkpoint
 
 PARITY = "parity/logprob_abs_diff_max"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_parity_is_zero_in_every_step(tmp_path: Path, precision: str) -> None:
-    rows = numbers(tiny_run(tmp_path, {"precision": precision}))
+@pytest.mark.parametrize(
+    "changes",
+    [{"precision": "bf16"}, {"precision": "fp8"}, {"quant.kv_cache": "fp8"},
+     {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 3,
+      "rollout.kv_cache_tokens": 96}],
+    ids=str,
+)  # fmt: skip
+def test_parity_is_zero_in_every_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    rows = numbers(tiny_run(tmp_path, changes))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
     assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
     assert [row["parity/frac_tokens_different"] for row in rows[1:]] == [0.0] * 4
     assert [("eval/addition/avg@1" in row) for row in rows] == [True, False, True, False, True]
+
+
+def test_parity_is_not_zero_if_training_does_not_round_keys_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = pointwise.norm_rope
+    monkeypatch.setattr(pointwise, "norm_rope", lambda *args: right(*args[:-1], False))
+    rows = numbers(tiny_run(tmp_path, {"quant.kv_cache": "fp8"}))
+    assert all(1e-4 < row[PARITY] < 1.0 for row in rows[1:]), [row[PARITY] for row in rows[1:]]
+    assert all(row["parity/frac_tokens_different"] > 0.5 for row in rows[1:])
 
 
 def test_parity_of_fp8_rollout_is_visibly_not_zero(tmp_path: Path) -> None:

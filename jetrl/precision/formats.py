@@ -24,6 +24,7 @@ QUANTIZER_RULE = "amax_div448_rne_e4m3_v1"
 AMAX_FLOOR = 1e-12
 E4M3_MAX = 448.0
 BLOCK = 128
+_KV_HEAD = "kv_head"
 _SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 
 
@@ -58,9 +59,10 @@ class Format:
 
     @property
     def bits_per_value(self) -> float:
-        """Storage of one value, its share of a full block's FP32 scale included."""
+        """Storage of one value, its share of a full block's scale (FP32; BF16 in the KV cache) included."""
         bits = {"float32": 32, "bfloat16": 16, "float8_e4m3fn": 8}[self.dtype]
-        return bits if self.block is None else bits + 32 / (self.block[0] * self.block[1])
+        scale = 16 if self.name == _KV_HEAD else 32
+        return bits if self.block is None else bits + scale / (self.block[0] * self.block[1])
 
     def __str__(self) -> str:
         """Short form, such as `bf16` or `e4m3[1x128,fp32]`."""
@@ -83,7 +85,7 @@ def act_1x128(scale: ScaleKind) -> Format:
 
 def kv_head(head_dim: int) -> Format:
     """Keys and values of an FP8 cache [T, G, H]: one power of two for one head vector of one token, stored as BF16."""
-    return _e4m3("kv_head", (1, head_dim), "pow2")
+    return _e4m3(_KV_HEAD, (1, head_dim), "pow2")
 
 
 def weight_128x128(scale: ScaleKind) -> Format:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from jetrl.errors import UserError
-from jetrl.precision.formats import BF16, Format, ScaleKind, act_1x128, weight_128x128, wgrad_128x1
+from jetrl.precision.formats import BF16, Format, ScaleKind, act_1x128, kv_head, weight_128x128, wgrad_128x1
 from jetrl.types import Side
 
 Precision = Literal["bf16", "fp8", "fp8_rollout"]
 Role = Literal["qkv", "o", "gate_up", "down"]
+Cache = Literal["bf16", "fp8"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -40,7 +41,11 @@ class LinearRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The precision of the whole model on both sides. `linear` answers for one GEMM group of one layer."""
+    """The precision of the whole model on both sides. `linear` answers for one GEMM group of one layer.
+
+    `kv_cache` holds in all layers and on both sides: keys and values that the rollout caches in FP8 are rounded alike
+    before training's attention, also where the GEMMs are BF16 (first and last layers, training under `fp8_rollout`).
+    """
 
     name: Precision
     num_layers: int
@@ -54,6 +59,8 @@ class Recipe:
         _require_one_of("precision", self.name, get_args(Precision))
         _require_one_of("quant.weight_scale", self.weight_scale, get_args(ScaleKind))
         _require_one_of("quant.activation_scale", self.activation_scale, get_args(ScaleKind))
+        if self.name == "bf16" and self.kv_cache.is_quantized:
+            raise UserError("quant.kv_cache = 'fp8' has no effect with precision = 'bf16'; set one of the two.")
         first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
         for key, value in (("num_first_layers_in_bf16", first), ("num_last_layers_in_bf16", last)):
             if value < 0:
@@ -90,6 +97,8 @@ class Recipe:
     def describe(self) -> str:
         """The three GEMMs as formulas with the format of each operand, for both sides, as plain text."""
         lines = [f"precision {self.name}, {self.num_layers} layers, KV cache {self.kv_cache}"]
+        if self.kv_cache.is_quantized:
+            lines.append("training's attention reads K and V rounded as the cache holds them, gradients pass unchanged")
         num_bf16 = self.num_first_layers_in_bf16 + self.num_last_layers_in_bf16
         if self.name == "bf16" or num_bf16 == self.num_layers:
             return "\n".join(lines + ["training and rollout: every GEMM in bf16", *_formulas(None)])
@@ -124,8 +133,15 @@ def build_recipe(
     activation_scale: str = "fp32",
     num_first_layers_in_bf16: int = 0,
     num_last_layers_in_bf16: int = 0,
+    kv_cache: str = "bf16",
+    head_dim: int | None = None,
 ) -> Recipe:
-    """The recipe of a config's `precision` key and [quant] table; raises UserError for values that cannot be met."""
+    """The recipe of a config's `precision` key and [quant] table; raises UserError for values that cannot be met.
+
+    `head_dim` is the model's: an FP8 cache has one scale a head.
+    """
+    _require_one_of("quant.kv_cache", kv_cache, get_args(Cache))
+    assert kv_cache == "bf16" or head_dim is not None, "an FP8 cache needs the model's head size"
     return Recipe(
         name=precision,  # type: ignore[arg-type]  # the Literal types are checked by Recipe itself
         num_layers=num_layers,
@@ -133,4 +149,5 @@ def build_recipe(
         activation_scale=activation_scale,  # type: ignore[arg-type]
         num_first_layers_in_bf16=num_first_layers_in_bf16,
         num_last_layers_in_bf16=num_last_layers_in_bf16,
+        kv_cache=kv_head(head_dim) if kv_cache == "fp8" and head_dim is not None else BF16,
     )

@@ -14,7 +14,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
 WIDTH = 80
-_SHORT = {(1, 128): "A8", (128, 128): "W8", (128, 1): "T8"}
+_SHORT = {"act_1x128": "A8", "weight_128x128": "W8", "wgrad_128x1": "T8", "kv_head": "K8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ def _formula(node: FlowNode, inputs: Sequence[FlowEdge]) -> str:
 
 
 def short(format: Format) -> str:
-    """`A8`, `W8`, `T8` for E4M3 along features, in tiles, along tokens; `p` marks power-of-two scales."""
-    return str(format) if format.block is None else _SHORT[format.block] + ("p" if format.pow2 else "")
+    """`A8`, `W8`, `T8`, `K8` for E4M3 along features, in tiles, along tokens, by heads; `p`: power-of-two scales."""
+    return str(format) if format.block is None else _SHORT[format.name] + ("p" if format.pow2 else "")
 
 
 def _legend(graphs: Iterable[FlowGraph]) -> list[str]:

@@ -109,7 +109,10 @@ def pages_in_memory(
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * _MEMORY_SHARE) // page_bytes(spec, page_size, dtype, format)
+    size = page_bytes(spec, page_size, dtype, format)
+    if format.is_quantized and device.type == "cuda":  # attention there may dequantize all pages of a layer at a time
+        size += page_bytes(spec, page_size, dtype, BF16) // spec.num_layers
+    return int(free * _MEMORY_SHARE) // size
 
 
 def _is_decode(plan: Plan) -> bool:
@@ -235,6 +238,7 @@ class ModelRunner:
             query_lengths=tuple(plan.counts.tolist()),
             kv_lengths=self._put(kv_lengths.astype(np.int32)),
             max_kv_length=int(kv_lengths.max()),
+            kv_pages=int((-(-kv_lengths // self.page_size)).sum()),
             block_table=self._put(plan.block_table),
             slots=self._put(self._slots(plan)),
         )

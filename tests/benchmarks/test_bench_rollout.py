@@ -25,6 +25,8 @@ def test_the_floor_reads_weights_and_cache_once() -> None:
     assert none == pytest.approx((36 * 192.9e6 * 2 + 2 * 622e6) / 4.29e9, rel=0.01)
     assert floor_ms("fp8", 64, 0) == pytest.approx((36 * 192.9e6 + 2 * 622e6) / 4.29e9, rel=0.01)
     assert floor_ms("bf16", 64, 1024) - none == pytest.approx(64 * 1024 * 147456 / 4.29e9)
+    half = floor_ms("fp8", 64, 1024, kv_cache="fp8") - floor_ms("fp8", 64, 0)  # codes and a scale for each head
+    assert half == pytest.approx(64 * 1024 * 147456 * 130 / 256 / 4.29e9)
     assert floor_ms("fp8", 64, 0, layers=0) == pytest.approx(2 * 622e6 / 4.29e9, rel=0.01)
 
 

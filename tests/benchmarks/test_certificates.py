@@ -82,16 +82,20 @@ def test_measure_certifies_each_case_and_reports_what_the_table_reads(
 ) -> None:
     spec = ModelSpec("qwen3", 53, 64, 128, 1, 4, 2, 16, 1e-6, RopeSpec(1e4), 64, True, False, True)
 
-    def tiny(shape: str, precision: Any, device: str) -> Transformer:
-        return Transformer(spec, build_recipe(precision, 1)).init_random(0)
+    def tiny(shape: str, precision: Any, device: str, kv_cache: str) -> Transformer:
+        recipe = build_recipe(precision, 1, kv_cache=kv_cache or "bf16", head_dim=spec.head_dim)
+        return Transformer(spec, recipe).init_random(0)
 
     work = Workload(4, max_prompt=12, new_tokens=4, chunk=5, page_size=4)
     monkeypatch.setattr(certificates, "WORKLOADS", {"ragged": work, "long": work})
     monkeypatch.setattr(certificates, "random_model", tiny)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    certificates.measure([FP8_RAGGED, ("qwen3-8b", "bf16", "long")], 1e12)
+    kv8 = ("qwen3-8b", "fp8 kv8", "long")
+    certificates.measure([FP8_RAGGED, ("qwen3-8b", "bf16", "long"), kv8], 1e12)
     rows = [json.loads(text.removeprefix("BENCH ")) for text in capsys.readouterr().out.splitlines()]
-    assert [certificates.case_of(r) for r in rows] == [FP8_RAGGED, ("qwen3-8b", "bf16", "long")]
+    assert [certificates.case_of(r) for r in rows] == [FP8_RAGGED, ("qwen3-8b", "bf16", "long"), kv8]
+    assert [r["kv_cache"] for r in rows] == ["bf16", "bf16", "e4m3[1x16,pow2]"]
     assert all(r["bit_equal"] and "commit" in r["environment"] for r in rows)
     assert rows[0]["precision"] == "fp8" and "bit-equal" in certificates.line(rows[0])
-    assert " x 53 |" in markdown(rows)
+    assert " x 53 |" in markdown(rows) and "| fp8 kv8 |" in markdown(rows)
+    assert "kv8" not in markdown(rows[:2])

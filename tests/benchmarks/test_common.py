@@ -74,3 +74,12 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         common.write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": [1.5]}
+
+
+@pytest.mark.parametrize(
+    ("variant", "parts"),
+    [("fp8", ("fp8", "", "")), ("fp8 kv8", ("fp8", "fp8", "")), ("bf16 nonexact", ("bf16", "", "nonexact")),
+     ("fp8 kv8 nondet", ("fp8", "fp8", "nondet")), ("fp8 nondet kv8", ("fp8", "", "nondet kv8"))],
+)  # fmt: skip
+def test_parts_of_a_variant(variant: str, parts: tuple[str, str, str]) -> None:
+    assert common.split_variant(variant) == parts

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from jetrl.kernels import reference_attention as ref
 from jetrl.kernels.dispatch import load_backend
-from jetrl.types import PagedPlan, VarlenPlan
+from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -21,13 +23,17 @@ def ops():
 
 
 class Cache:
-    def __init__(self, pages: int, page: int, g: int, h: int) -> None:
+    def __init__(self, pages: int, page: int, g: int, h: int, fp8: bool = False) -> None:
         # stale pages hold large finite numbers: a mask must hide them
         self.keys = torch.full((pages, page, g, h), 1e4, dtype=torch.bfloat16, device=CUDA)
         self.values = torch.full((pages, page, g, h), -1e4, dtype=torch.bfloat16, device=CUDA)
+        self.scales: Tensor | None = None
+        if fp8:
+            self.keys, self.values = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (self.keys, self.values))
+            self.scales = torch.full((pages, g, page, 2), 2.0**5, dtype=torch.bfloat16, device=CUDA)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
+    def layer(self, index: int) -> LayerCache:
+        return LayerCache(self.keys, self.values, self.scales)
 
 
 def varlen(lengths: tuple[int, ...], device: str = CUDA) -> VarlenPlan:
@@ -48,7 +54,8 @@ def paged(cache: Cache, tables: Tensor, starts: list[int], counts: list[int]) ->
     return PagedPlan(
         cache=cache, cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=CUDA), query_lengths=tuple(counts),
         kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA), max_kv_length=max(kv),
-        block_table=tables.to(torch.int32).to(CUDA), slots=torch.tensor(slots, dtype=torch.int64, device=CUDA),
+        kv_pages=sum(-(-n // page) for n in kv), block_table=tables.to(torch.int32).to(CUDA),
+        slots=torch.tensor(slots, dtype=torch.int64, device=CUDA),
     )  # fmt: skip
 
 
@@ -69,10 +76,15 @@ def test_values_match_the_definition(ops, n: int, g: int, h: int) -> None:
 
 @pytest.mark.parametrize(("n", "g", "h"), HEADS)
 @pytest.mark.parametrize("page", [16, 64, 128])
-def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int, h: int, page: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_alone_packed_chunked_and_decoded_are_the_same_bits(
+    ops, n: int, g: int, h: int, page: int, fp8: bool
+) -> None:
     lengths = (1, 333, 130, 700, 17)
     q, k, v = (x.to(CUDA) for x in make(lengths, n, g, h))
     scale = h**-0.5
+    written = (k, v)  # to the cache, which rounds them where it is FP8
+    k, v = (ops.round_heads(x) for x in written) if fp8 else written
     packed = ops.attend(q, k, v, varlen(lengths), 0, scale)
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     for b, length in enumerate(lengths):
@@ -81,7 +93,7 @@ def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int,
         assert torch.equal(alone, packed[part]), f"sequence {b} alone"
     blocks = -(-max(lengths) // page)
     order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(0))
-    tables, cache = order.view(len(lengths), blocks), Cache(len(lengths) * blocks, page, g, h)
+    tables, cache = order.view(len(lengths), blocks), Cache(len(lengths) * blocks, page, g, h, fp8)
     done = [0] * len(lengths)
     chunk_sizes = [64, 1, 1, 1, 127, 5, 256, 1000]
     step = 0
@@ -93,7 +105,8 @@ def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int,
         rows = torch.cat([
             torch.arange(starts[b] + s, starts[b] + s + c) for b, s, c in zip(members, begins, counts, strict=True)
         ]).to(CUDA)  # fmt: skip
-        out = ops.attend(q[rows], k[rows], v[rows], paged(cache, tables[members], begins, counts), 0, scale)
+        plan = paged(cache, tables[members], begins, counts)
+        out = ops.attend(q[rows], written[0][rows], written[1][rows], plan, 0, scale)
         different = torch.nonzero((out != packed[rows]).flatten(1).any(1)).flatten().tolist()
         assert not different, f"step {step}: rows {rows[different].tolist()[:5]}, sequences {members}, counts {counts}"
         for b, c in zip(members, counts, strict=True):
@@ -102,16 +115,76 @@ def test_alone_packed_chunked_and_decoded_are_the_same_bits(ops, n: int, g: int,
 
 
 @pytest.mark.parametrize(("n", "g", "h"), [(9, 3, 64), (32, 8, 128)])
-def test_decode_at_every_position_equals_prefill(ops, n: int, g: int, h: int) -> None:
-    """All positions of one sequence decoded in one batch: entry p is the sequence's first p + 1 tokens."""
-    length, page = 600, 16
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_decode_at_every_position_equals_prefill(ops, n: int, g: int, h: int, page: int, fp8: bool) -> None:
+    """All positions of one sequence decoded in one batch: entry p is the sequence's first p + 1 tokens.
+
+    All share their pages, and together they name more pages than the cache has: FP8 pages go to their own places.
+    """
+    length = 600
     q, k, v = (x.to(CUDA) for x in make((length,), n, g, h))
-    whole = ops.attend(q, k, v, varlen((length,)), 0, h**-0.5)
+    rounded = (ops.round_heads(k), ops.round_heads(v)) if fp8 else (k, v)
+    whole = ops.attend(q, *rounded, varlen((length,)), 0, h**-0.5)
     blocks = -(-length // page)
-    table, cache = torch.arange(blocks)[None], Cache(blocks, page, g, h)
+    table, cache = torch.arange(blocks)[None], Cache(blocks, page, g, h, fp8)
     ops.attend(q, k, v, paged(cache, table, [0], [length]), 0, h**-0.5)
     plan = paged(cache, table.expand(length, -1).contiguous(), list(range(length)), [1] * length)
     assert torch.equal(ops.attend(q, k, v, plan, 0, h**-0.5), whole)
+
+
+@pytest.mark.parametrize(("n", "g", "h"), [(9, 3, 64), (32, 8, 128), (8, 1, 32)])
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("spare", [0, 50], ids=["pages in place", "pages side by side"])
+def test_an_fp8_cache_is_a_bf16_cache_of_rounded_heads(ops, n: int, g: int, h: int, page: int, spare: int) -> None:
+    """FlashAttention-4 over dequantized pages: chunks of queries at the ends of sequences of several lengths."""
+    lengths, counts = (129, 1, 300, 40), (70, 1, 5, 40)
+    q, k, v = (x.to(CUDA) for x in make(lengths, n, g, h))
+    rounded_k, rounded_v = ops.round_heads(k), ops.round_heads(v)
+    want = ops.attend(q, rounded_k, rounded_v, varlen(lengths), 0, h**-0.5)
+    blocks = -(-max(lengths) // page)
+    tables = torch.randperm(4 * blocks + spare, generator=torch.Generator().manual_seed(0))[: 4 * blocks].view(4, -1)
+    outs = []
+    for fp8 in (False, True):
+        cache = Cache(4 * blocks + spare, page, g, h, fp8)
+        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        whole = paged(cache, tables, [0] * 4, list(lengths))
+        if fp8:
+            ops.write_cache(k, v, whole.slots, cache.layer(0))
+        else:
+            ops.write_cache(rounded_k, rounded_v, whole.slots, cache.layer(0))
+        rows = torch.cat([torch.arange(starts[b + 1] - counts[b], starts[b + 1]) for b in range(4)]).to(CUDA)
+        plan = paged(cache, tables, [m - c for m, c in zip(lengths, counts, strict=True)], list(counts))
+        if spare == 0:
+            plan = replace(plan, kv_pages=4 * blocks)
+        outs.append(ops.attend_cached(q[rows], plan, 0, h**-0.5))
+        assert torch.equal(outs[-1], want[rows]), "FP8" if fp8 else "BF16"
+        for pow2 in (False, True):
+            got = ops.attend_cached_quantize(q[rows], plan, 0, h**-0.5, pow2)
+            wanted = ops.quantize_act(want[rows].flatten(1), pow2)
+            assert torch.equal(got.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+            assert torch.equal(got.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("spare", [0, 50], ids=["pages in place", "pages side by side"])
+def test_nan_behind_the_keys_of_fp8_pages_reaches_nobody(ops, spare: int) -> None:
+    """Stale NaN in whole pages; side by side, in the ends of pages too (in place that is as in a BF16 cache)."""
+    n, g, h, page = 9, 3, 64, 16
+    lengths = (33, 7, 20, 64)
+    q, k, v = (x.to(CUDA) for x in make(lengths, n, g, h))
+    tables = torch.arange(16 + spare).flip(0)[:16].view(4, 4)
+    caches = [Cache(16 + spare, page, g, h, True) for _ in range(2)]
+    assert caches[1].scales is not None
+    if spare:
+        caches[1].scales.fill_(float("nan"))
+    else:
+        for b, length in enumerate(lengths):
+            caches[1].scales[tables[b, -(-length // page) :].to(CUDA)] = float("nan")
+    outs = []
+    for cache in caches:
+        plan = paged(cache, tables, [0] * 4, list(lengths))
+        outs.append(ops.attend(q, k, v, plan if spare else replace(plan, kv_pages=16), 0, h**-0.5))
+    assert outs[0].isfinite().all() and torch.equal(outs[0], outs[1])
 
 
 def test_a_padding_row_writes_nothing(ops) -> None:

@@ -5,6 +5,7 @@ Also a decode step in a CUDA graph, and gradients that repeat and agree with BF1
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.model.transformer import Transformer
+from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
 from jetrl.rollout.runner import KVCache
 from jetrl.spec import ModelSpec, RopeSpec
@@ -30,13 +32,17 @@ SPECS = {
                   qkv_bias=True, family="qwen2", tie_embeddings=True, vocab_size=3001),
 }  # fmt: skip
 PRECISIONS = ["bf16", "fp8"]
+FLOWS = [*PRECISIONS, "fp8 kv"]  # and with an FP8 cache
 
 
 def build(name: str, precision: str, layers: int = 3) -> Transformer:
     spec = ModelSpec(
         **SPECS[name], num_layers=layers, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4), max_position=4096
     )
-    model = Transformer(spec, Recipe(precision, layers)).init_random(3).to(CUDA)
+    recipe = Recipe(precision.removesuffix(" kv"), layers)
+    if precision.endswith(" kv"):
+        recipe = replace(recipe, kv_cache=kv_head(spec.head_dim))
+    model = Transformer(spec, recipe).init_random(3).to(CUDA)
     with torch.no_grad():
         for p_name, p in model.named_parameters():
             if p.ndim == 1:  # norms and biases that do something
@@ -64,6 +70,7 @@ def paged_batch(
     cu = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=CUDA)
     plan = PagedPlan(
         cache=cache, cu_seqlens=cu, query_lengths=tuple(counts), max_kv_length=max(kv), slots=slots.to(CUDA),
+        kv_pages=sum(-(-n // page) for n in kv),
         kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA),
         block_table=table[members].to(torch.int32).to(CUDA),
     )  # fmt: skip
@@ -80,7 +87,7 @@ def logprobs(model: Transformer, hidden: Tensor, targets: Tensor) -> Tensor:
     return model.token_logprobs(hidden, targets.to(CUDA), 0.8)[0]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", FLOWS)
 @pytest.mark.parametrize("name", list(SPECS))
 @pytest.mark.parametrize("page", [16, 128])  # decoding takes another kernel from 128 on
 def test_alone_packed_chunked_and_decoded_give_the_same_logprobs(name: str, precision: str, page: int) -> None:
@@ -95,7 +102,8 @@ def test_alone_packed_chunked_and_decoded_give_the_same_logprobs(name: str, prec
             alone = logprobs(model, model(varlen_batch([s], "rollout")), targets[b])
             assert torch.equal(alone, packed[b]), f"sequence {b} alone"
         blocks = -(-200 // page)
-        cache = KVCache(model.spec, len(sequences) * blocks, page, torch.bfloat16, torch.device(CUDA))
+        format = model.recipe.kv_cache
+        cache = KVCache(model.spec, len(sequences) * blocks, page, torch.bfloat16, torch.device(CUDA), format)
         order = torch.randperm(len(sequences) * blocks, generator=torch.Generator().manual_seed(2))
         table, done, step = order.view(len(sequences), blocks), [0] * 4, 0
         while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
@@ -136,7 +144,7 @@ def test_gradients_repeat_and_agree_with_bf16(name: str) -> None:
         assert cosine > 0.95, f"{p_name}: cosine {cosine.item()}"
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", FLOWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_in_place_and_through_fused_kernels_are_those_of_the_ops(precision: str, dtype: torch.dtype) -> None:
     """Against autograd's accumulation and, with a tap, a backward pass op by op."""
@@ -159,20 +167,23 @@ def test_gradients_in_place_and_through_fused_kernels_are_those_of_the_ops(preci
         assert grad.dtype == dtype
         error = ((grad.double() - want[name].double()).norm() / want[name].double().norm()).item()
         assert error < 0.03, f"{name}: {error}"
-    if dtype == torch.float32 and precision == "fp8":  # before the first fused kernel on the way back
+    if dtype == torch.float32 and precision != "bf16":  # before the first fused kernel on the way back
         last = f"layers.{len(model.layers) - 1}."
         assert all(torch.equal(got[last + n], want[last + n]) for n in ("down.weight", "gate_up.weight", "o.weight"))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str) -> None:
+@pytest.mark.parametrize("precision", FLOWS)
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("pages", [64, 100])  # FP8 pages in place, and side by side
+def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str, page: int, pages: int) -> None:
     model = build("qwen3", precision)
     sequences = make_sequences(model.spec.vocab_size, [70] * 8)
-    cache = KVCache(model.spec, 8 * 8, 128, torch.bfloat16, torch.device(CUDA))
-    table = torch.randperm(64, generator=torch.Generator().manual_seed(2)).view(8, 8)
+    cache = KVCache(model.spec, pages, page, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache)
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(2))[:64].view(8, 8)
     with torch.no_grad():
         model(paged_batch(cache, table, sequences, list(range(8)), [0] * 8, [60] * 8))
         static = paged_batch(cache, table, sequences, list(range(8)), [60] * 8, [1] * 8)
+        static = replace(static, plan=replace(static.plan, kv_pages=64))  # a bound that holds for all replays
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -194,11 +205,12 @@ def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str) -> None:
             assert torch.equal(model.logits(model(batch)), replayed), f"position {position}"
 
 
-def test_fused_kernels_equal_the_layers_of_ops() -> None:
+@pytest.mark.parametrize("fp8_kv", [False, True])
+def test_fused_kernels_equal_the_layers_of_ops(fp8_kv: bool) -> None:
     """The forms for rollout without gradients against the op by op forms, on the model's own activations."""
     from jetrl.kernels.dispatch import load_backend
 
-    ops, model = load_backend("hopper"), build("qwen3", "fp8", layers=1)
+    ops, model = load_backend("hopper"), build("qwen3", "fp8 kv" if fp8_kv else "fp8", layers=1)
     taps: dict[str, Tensor] = {}
     sequences = make_sequences(8000, [100, 28])
     batch = varlen_batch(sequences)
@@ -210,9 +222,18 @@ def test_fused_kernels_equal_the_layers_of_ops() -> None:
     got, _ = ops.add_rms_norm_quantize(x.embed, None, layer.attn_norm.published, spec.rms_norm_eps, False)
     assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8)) and torch.equal(got.scale, want.scale)
     norms = (layer.q_norm.published, layer.k_norm.published)
-    q, k, _ = ops.qkv_norm_rope(
-        x.qkv, (16, 8), 128, norms, spec.rms_norm_eps, (model.cos, model.sin), batch.positions, None
-    )
-    assert torch.equal(q, x.rope_q) and torch.equal(k, x.rope_k)
+    shared = (x.qkv, (16, 8), 128, norms, spec.rms_norm_eps, (model.cos, model.sin), batch.positions)
+    q, k, v = ops.qkv_norm_rope(*shared, None, fp8_kv)
+    plain_v = x.qkv.view(-1, 32, 128)[:, 24:]
+    assert torch.equal(q, x.rope_q) and torch.equal(k, ops.round_heads(x.rope_k) if fp8_kv else x.rope_k)
+    assert torch.equal(v, ops.round_heads(plain_v) if fp8_kv else plain_v)
+    fused, apart = (KVCache(spec, 9, 16, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache) for _ in range(2))
+    slots = torch.arange(128, device=CUDA).flip(0) + 16
+    slots[5] = -1
+    q, _, _ = ops.qkv_norm_rope(*shared, (fused.layer(0), slots), fp8_kv)
+    ops.write_cache(x.rope_k, plain_v.contiguous(), slots, apart.layer(0))
+    assert torch.equal(q, x.rope_q)
+    for a, b in ((fused.keys, apart.keys), (fused.values, apart.values), (fused.scales, apart.scales)):
+        assert (a is None and b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     want, got = ops.quantize_act(x.swiglu), ops.swiglu_quantize(x.gate_up, False)
     assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8)) and torch.equal(got.scale, want.scale)

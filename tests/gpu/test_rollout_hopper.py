@@ -51,7 +51,7 @@ def generate(model: object, asked: list[Request], **sizes: int) -> list[Completi
     return list(engine.generate(asked))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8 kv"])
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])
 def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +64,8 @@ def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
     model = helpers.build(name, precision)
     asked = requests(model.spec.vocab_size)
     wide = generate(model, asked, page_size=128)  # as in runs
-    assert launches, "decoding did not take its kernel"
+    if not model.recipe.kv_cache.is_quantized:  # the kernel reads BF16 pages
+        assert launches, "decoding did not take its kernel"
     narrow = generate(model, asked, max_num_seqs=7, max_tokens_per_step=48, page_size=64)
     for a, b in zip(wide, narrow, strict=True):
         assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id} depends on the batch"

@@ -22,6 +22,9 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
         {"precision": "fp8"}, {"precision": "bf16"},
         {"train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16", "rl.kl_coef": 0.1},
         {"model.arch": ARCH | {"hidden_size": 128, "head_dim": 128}},  # heads that the decode kernel serves
+        {"quant.kv_cache": "fp8"},
+        {"quant.kv_cache": "fp8", "model.arch": ARCH | {"hidden_size": 128, "head_dim": 128}},
+        {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 16},
         {"rl.updates_per_step": 2, "train.max_tokens_per_gpu": 60}, {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
     ],
     ids=str,
@@ -48,10 +51,12 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, changes: dict[str
     assert list(read_samples(run_dir)) == list(read_samples(straight))
 
 
-def test_what_must_not_matter_does_not_matter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
+def test_what_must_not_matter_does_not_matter(tmp_path: Path, kv_cache: str) -> None:
     """Page size, chunks, cache size and activation checkpointing change no sample; checkpointing no weight either."""
-    plain = tiny_run(tmp_path / "plain", GPU)
-    other = tiny_run(tmp_path / "other", GPU | {
+    flow = GPU | {"quant.kv_cache": kv_cache}
+    plain = tiny_run(tmp_path / "plain", flow)
+    other = tiny_run(tmp_path / "other", flow | {
         "train.activation_checkpointing": True, "rollout.page_size": 16, "rollout.max_tokens_per_step": 24,
         "rollout.max_num_seqs": 5,
     })  # fmt: skip

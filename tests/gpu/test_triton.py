@@ -1,4 +1,4 @@
-"""Every case of `tests/kernels/triton_cases.py` on the GPU, bit for bit against the CPU definitions."""
+"""Every case of `tests/kernels/triton_*cases.py` on the GPU, bit for bit against the CPU definitions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 pytestmark = pytest.mark.gpu
 
 
-def _load() -> ModuleType:
-    path = Path(__file__).parents[1] / "kernels" / "triton_cases.py"
-    spec = importlib.util.spec_from_file_location("triton_cases", path)
+def _load(name: str = "triton_cases") -> ModuleType:
+    path = Path(__file__).parents[1] / "kernels" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -22,7 +22,7 @@ def _load() -> ModuleType:
 
 
 if torch.cuda.is_available():
-    CASES = _load().all_cases()
+    CASES = _load().all_cases() + _load("triton_cache_cases").all_cases()
 else:  # collected on a machine without a GPU: the marker keeps it from running
     CASES = []
 

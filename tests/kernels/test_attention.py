@@ -10,6 +10,7 @@ import torch
 from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
+from jetrl.kernels import reference
 from jetrl.kernels.attention import attend
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
@@ -25,15 +26,19 @@ class Cache:
 
     keys: Tensor
     values: Tensor
+    scales: Tensor | None = None
 
     def layer(self, index: int) -> LayerCache:
         assert index == 3
-        return LayerCache(self.keys, self.values)
+        return LayerCache(self.keys, self.values, self.scales)
 
 
-def cache_of(num_pages: int, heads: int) -> Cache:
+def cache_of(num_pages: int, heads: int, fp8: bool = False) -> Cache:
     rubbish = torch.full((num_pages, PAGE, heads, H), 1e30).bfloat16()
     rubbish[::2] = float("nan")
+    if fp8:
+        scales = torch.full((num_pages, heads, PAGE, 2), float("nan"), dtype=torch.bfloat16)
+        return Cache(rubbish.to(torch.float8_e4m3fn), rubbish.to(torch.float8_e4m3fn), scales)
     return Cache(rubbish.clone(), rubbish.clone())
 
 
@@ -95,14 +100,23 @@ def test_a_query_does_not_see_later_tokens() -> None:
     assert_bitwise_equal(attend(q, k, v, plan_of((33,)), 0, SCALE)[:20], whole[:20])
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 8, 64])
-def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int) -> None:
-    """All sequences advance together, `chunk` tokens a call (1: decode), in scattered pages with padding rows."""
+def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int, fp8: bool) -> None:
+    """All sequences advance together, `chunk` tokens a call (1: decode), in scattered pages with padding rows.
+
+    An FP8 cache equals the packed batch over rounded keys and values, and not that over those as they are.
+    """
     total = sum(LENGTHS)
     q, k, v = inputs(total)
     expected = attend(q, k, v, plan_of(LENGTHS), 0, SCALE).split(LENGTHS)
+    if fp8:
+        plain = expected
+        expected = attend(q, reference.round_heads(k), reference.round_heads(v), plan_of(LENGTHS), 0, SCALE)
+        assert float((torch.cat(plain) != expected).double().mean()) > 0.5
+        expected = expected.split(LENGTHS)
     pages = [-(-n // PAGE) for n in LENGTHS]
-    cache = cache_of(sum(pages) + 3, 2)
+    cache = cache_of(sum(pages) + 3, 2, fp8)
     numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(5)).split(pages)
     table = torch.zeros(len(LENGTHS), max(pages), dtype=torch.int32)
     for row, own in zip(table, numbers, strict=True):
@@ -118,7 +132,8 @@ def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int) -> None:
             for i, c in zip(live, counts, strict=True)
         ])  # fmt: skip
         kv = torch.tensor([first + c for c in counts], dtype=torch.int32)
-        plan = PagedPlan(cache, plan_of(counts).cu_seqlens, counts, kv, int(kv.max()), table[live], slots)
+        pages = sum(-(-n // PAGE) for n in kv.tolist())
+        plan = PagedPlan(cache, plan_of(counts).cu_seqlens, counts, kv, int(kv.max()), pages, table[live], slots)
         got = attend(q[rows], k[rows], v[rows], plan, 3, SCALE).split(counts)
         for i, c, part in zip(live, counts, got, strict=True):
             assert_bitwise_equal(part, expected[i][first : first + c], f"sequence {i}, tokens from {first}")
@@ -130,7 +145,7 @@ def test_a_padding_slot_writes_nothing() -> None:
     before = cache.keys.clone()
     table = torch.zeros(1, 1, dtype=torch.int32)
     one = torch.tensor([1], dtype=torch.int32)
-    plan = PagedPlan(cache, plan_of((1,)).cu_seqlens, (1,), one, 1, table, torch.tensor([0, -1]))
+    plan = PagedPlan(cache, plan_of((1,)).cu_seqlens, (1,), one, 1, 1, table, torch.tensor([0, -1]))
     attend(q, k, v, plan, 3, SCALE)
     assert_bitwise_equal(cache.keys[0, 0], k[0], "the written slot")
     assert_bitwise_equal(cache.keys.flatten(0, 1)[1:], before.flatten(0, 1)[1:], "all other slots")
@@ -146,7 +161,7 @@ def test_more_keys_than_one_exact_sum_holds() -> None:
         for first, stop in ((0, 2047), (2047, 2050), (2050, 2100)):
             plan = PagedPlan(
                 cache, torch.tensor([0, stop - first], dtype=torch.int32), (stop - first,),
-                torch.tensor([stop], dtype=torch.int32), stop, torch.arange(pages, dtype=torch.int32)[None],
+                torch.tensor([stop], dtype=torch.int32), stop, pages, torch.arange(pages, dtype=torch.int32)[None],
                 torch.arange(first, stop),
             )  # fmt: skip
             got = attend(q[first:stop], k[first:stop], v[first:stop], plan, 3, SCALE)

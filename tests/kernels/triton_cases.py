@@ -23,6 +23,7 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.backends import cpu
 from jetrl.kernels.backends import triton_attention as tt
+from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
 from jetrl.kernels.backends import triton_optim as ta
@@ -31,7 +32,7 @@ from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.kernels.backends import triton_quant as tq
 from jetrl.kernels.decode import DecodeState
 from jetrl.rollout.sampler import SamplingTable, sample_rows
-from jetrl.types import SamplingParams
+from jetrl.types import LayerCache, SamplingParams
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
@@ -256,16 +257,17 @@ def attention_input_cases() -> Iterator[tuple[str, Case]]:
                 q, k = ref.rope(q, c, s), ref.rope(k, c, s)
                 norms = (wq.to(DEVICE), wk.to(DEVICE)) if norm else None
                 tables = (cos.to(DEVICE), sin.to(DEVICE))
-                got = tb.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), None)
+                shared = (qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE))
+                got = tb.qkv_norm_rope(*shared, None, False)
                 for name, a, b in zip("qkv", got, (q, k, v), strict=True):
                     equal(name, a, b.contiguous())
                 slots = torch.tensor([4, -1, 9, 0, 11, 2])
                 keys, values = torch.zeros(2, 3, 4, g, h, dtype=torch.bfloat16, device=DEVICE)
                 other = (keys.clone(), values.clone())
-                cache = (keys, values, slots.to(DEVICE))
-                paged = tb.qkv_norm_rope(qkv.to(DEVICE), (n, g), h, norms, 1e-6, tables, positions.to(DEVICE), cache)
+                cache = (LayerCache(keys, values), slots.to(DEVICE))
+                paged = tb.qkv_norm_rope(*shared, cache, False)
                 equal("paged q", paged[0], q)
-                tb.write_cache(k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE), *other)
+                tc.write_cache(k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE), LayerCache(*other))
                 for name, a, b, x in (("keys", keys, other[0], k), ("values", values, other[1], v)):
                     want = torch.zeros(12, g, h, dtype=torch.bfloat16)
                     want[slots[slots >= 0]] = x[slots >= 0]
@@ -498,9 +500,9 @@ def all_cases() -> list[tuple[str, Case]]:
     return [case for kind in kinds for case in kind()]
 
 
-def main() -> int:
+def main(every: list[tuple[str, Case]]) -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    cases, failed = [c for c in all_cases() if wanted in c[0]], []
+    cases, failed = [c for c in every if wanted in c[0]], []
     for name, case in cases:
         try:
             case()
@@ -512,4 +514,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(all_cases()))

@@ -15,6 +15,7 @@ from jetrl.errors import UserError
 from jetrl.model import hf
 from jetrl.model.export import export, fp8_weights, quantization_config
 from jetrl.model.transformer import Transformer
+from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -161,6 +162,17 @@ def test_partial_blocks_are_refused_before_anything_is_written(tmp_path: Path) -
         export(tmp_path / "m", tmp_path / "out", fp8=True)
     assert not (tmp_path / "out").exists()
     export(tmp_path / "m", tmp_path / "out", fp8=False)
+
+
+def test_the_format_of_the_cache_changes_nothing_that_is_written(
+    exported: tuple[Transformer, Path], tmp_path: Path
+) -> None:
+    cached = replace(RECIPE, kv_cache=kv_head(SPEC.head_dim))
+    hf.save_model(tmp_path / "m", SPEC, model_of(SPEC, cached).state_dict(), dtype=torch.float32)
+    out = export(tmp_path / "m", tmp_path / "fp8", fp8=True, recipe=cached)
+    names = sorted(path.name for path in exported[1].iterdir())
+    assert names == sorted(path.name for path in out.iterdir()) and hf.SINGLE in names
+    assert all((out / name).read_bytes() == (exported[1] / name).read_bytes() for name in names)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
+from jetrl.kernels import reference
 from jetrl.model.transformer import Transformer
-from jetrl.precision.recipe import build_recipe
+from jetrl.precision.formats import act_1x128
+from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, VarlenPlan
 
@@ -24,7 +26,10 @@ LENGTHS = (20, 3, 1, 33, 12)
 
 
 def model_of(precision: str = "fp8", spec: ModelSpec = SPEC, checkpointing: bool = False) -> Transformer:
-    model = Transformer(spec, build_recipe(precision, spec.num_layers), activation_checkpointing=checkpointing)
+    """`precision` with " kv8" behind it has an FP8 cache."""
+    name, _, kv8 = precision.partition(" ")
+    recipe = build_recipe(name, spec.num_layers, kv_cache="fp8" if kv8 else "bf16", head_dim=spec.head_dim)
+    model = Transformer(spec, recipe, activation_checkpointing=checkpointing)
     model.init_random(1)
     with torch.no_grad():  # norms of one and biases of zero would hide what they do
         for p in model.parameters():
@@ -63,7 +68,7 @@ def gradients(model: Transformer, lots: list[list[Tensor]]) -> tuple[float, dict
     return total, {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8 kv8"])
 def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
     loss, plain = gradients(model_of(precision), [sequences()])
     again, recomputed = gradients(model_of(precision, checkpointing=True), [sequences()])
@@ -99,7 +104,7 @@ def test_accumulation_over_micro_batches_is_one_large_batch() -> None:
         assert gap < 1e-3, f"{name}: {gap}"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8 kv8"])
 @pytest.mark.parametrize("change", [{}, {"tie_embeddings": False}, {"qk_norm": False, "qkv_bias": False}])
 def test_a_sequence_alone_equals_itself_in_a_batch(precision: str, change: dict[str, bool]) -> None:
     model, parts = model_of(precision, replace(SPEC, **change)), sequences()
@@ -109,12 +114,12 @@ def test_a_sequence_alone_equals_itself_in_a_batch(precision: str, change: dict[
             assert_bitwise_equal(model.logits(model(batch_of([part]))), packed[i], f"sequence {i}")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8 kv8", "fp8_rollout", "fp8_rollout kv8"])
 def test_sides(precision: str) -> None:
     model, batch = model_of(precision), batch_of(sequences())
     with torch.no_grad():
         train, rollout = model(batch), model(replace(batch, side="rollout"))
-    assert torch.equal(train, rollout) == (precision != "fp8_rollout")
+    assert torch.equal(train, rollout) == (not precision.startswith("fp8_rollout"))
 
 
 def test_masters_count_from_publish_on() -> None:
@@ -155,9 +160,32 @@ def test_one_step_against_the_gradient_lowers_the_loss() -> None:
     assert gradients(model, [sequences()])[0] < loss - 0.01
 
 
-def test_tap_names_every_operator_in_order() -> None:
+@pytest.mark.parametrize("precision", ["fp8", "fp8 kv8"])
+def test_tap_names_every_operator_in_order(precision: str) -> None:
     names: list[str] = []
     with torch.no_grad():
-        model_of()(batch_of(sequences()), lambda name, value: names.append(name))
-    layer = "attn_norm qkv q_norm k_norm rope_q rope_k attention o mlp_norm gate_up swiglu down".split()
+        model_of(precision)(batch_of(sequences()), lambda name, value: names.append(name))
+    quantizers = "k.quantize v.quantize " if precision == "fp8 kv8" else ""
+    layer = f"attn_norm qkv q_norm k_norm rope_q rope_k {quantizers}attention o mlp_norm gate_up swiglu down".split()
     assert names == ["embed", *(f"layers.{i}.{n}" for i in range(2) for n in layer), "norm"]
+
+
+def test_an_fp8_cache_rounds_keys_and_values_alike_with_and_without_gradients_and_under_a_tap() -> None:
+    model, batch = model_of("fp8 kv8"), batch_of(sequences())
+    seen: dict[str, Tensor] = {}
+    with torch.no_grad():
+        alone = model(batch)
+        assert_bitwise_equal(model(batch, lambda name, value: seen.update({name: value})), alone, "under a tap")
+        assert not torch.equal(model_of("fp8")(batch), alone), "rounding has changed nothing"
+    assert_bitwise_equal(model(batch).detach(), alone, "with gradients")
+    g, h = SPEC.num_kv_heads, SPEC.head_dim
+    for i in range(SPEC.num_layers):
+        key, value = seen[f"layers.{i}.rope_k"], seen[f"layers.{i}.qkv"].view(len(batch.tokens), -1, h)[:, -g:]
+        assert_bitwise_equal(seen[f"layers.{i}.k.quantize"], reference.round_heads(key), "keys")
+        assert_bitwise_equal(seen[f"layers.{i}.v.quantize"], reference.round_heads(value), "values")
+
+
+def test_a_cache_of_another_format_is_refused() -> None:
+    for recipe in (build_recipe("fp8", 2, kv_cache="fp8", head_dim=32), Recipe("fp8", 2, kv_cache=act_1x128("pow2"))):
+        with pytest.raises(AssertionError, match="no kernels for a KV cache in e4m3"):
+            Transformer(SPEC, recipe)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jetrl import parity, parity_rows
+from jetrl.kernels import pointwise
 from jetrl.kernels.backends import cpu
 from jetrl.model.transformer import Transformer
 from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequences
@@ -33,7 +34,7 @@ def certificate(precision: str, work: Workload = WORK, **options: Any) -> Certif
 @pytest.mark.parametrize(
     ("precision", "options"),
     [("bf16", {}), ("fp8", {}), ("fp8", {"weight_scale": "pow2", "activation_scale": "pow2"}),
-     ("fp8", {"num_first_layers_in_bf16": 1})],
+     ("fp8", {"num_first_layers_in_bf16": 1}), ("fp8", {"kv_cache": "fp8", "head_dim": SPEC.head_dim})],
 )  # fmt: skip
 def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict[str, Any]) -> None:
     result = certificate(precision, **options)
@@ -42,7 +43,9 @@ def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict
     assert all(link.max_abs_diff == 0.0 and link.first_difference is None for link in result.links)
     lengths = [link.rows for link in result.links]
     assert lengths[0] == lengths[1] > 40 and lengths[2] > 20, "the links have compared too little"
-    assert json.loads(json.dumps(result.to_json()))["bit_equal"] is True
+    written = json.loads(json.dumps(result.to_json()))
+    assert written["bit_equal"] is True
+    assert written["kv_cache"] == ("e4m3[1x16,pow2]" if "kv_cache" in options else "bf16")
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
@@ -98,6 +101,17 @@ def test_an_error_of_decoding_alone_is_found_by_the_last_link(monkeypatch: pytes
 
     monkeypatch.setattr(cpu, "swiglu", broken)
     assert not certificate("fp8").ok
+
+
+def test_training_over_keys_and_values_that_are_not_rounded_loses_the_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An FP8 cache in the rollout alone, as other systems have it."""
+    right = pointwise.norm_rope
+    monkeypatch.setattr(pointwise, "norm_rope", lambda *args: right(*args[:-1], False))
+    packed, chunked, decode = certificate("fp8", kv_cache="fp8", head_dim=SPEC.head_dim).links
+    assert not packed.ok and not chunked.ok and not decode.ok
+    assert min(link.max_abs_diff for link in (packed, chunked, decode)) > 1e-3
 
 
 def test_a_head_that_depends_on_the_batch_is_told_from_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from jetrl.precision.draw import flow_svg, flow_text
 from jetrl.precision.flow import build_flow, diff_recipe, flow_digest
-from jetrl.precision.formats import act_1x128
 from jetrl.precision.recipe import ROLES, Recipe, build_recipe
 from jetrl.precision.table import rows
 from jetrl.spec import ModelSpec
@@ -21,7 +20,7 @@ SPEC = dataclasses.replace(flow_shape.SPEC, num_layers=5)
 FP8 = build_recipe("fp8", 5, num_first_layers_in_bf16=1, num_last_layers_in_bf16=1)
 MIXED = build_recipe("fp8_rollout", 5, num_first_layers_in_bf16=1)
 BF16 = build_recipe("bf16", 5)
-FP8_CACHE = dataclasses.replace(build_recipe("fp8", 5, "pow2", "pow2"), kv_cache=act_1x128("pow2"))
+FP8_CACHE = build_recipe("fp8", 5, "pow2", "pow2", kv_cache="fp8", head_dim=SPEC.head_dim)
 RECIPES = [FP8, MIXED, BF16, FP8_CACHE]
 FAMILIES = [dataclasses.replace(SPEC, qkv_bias=b, qk_norm=n) for b, n in itertools.product((False, True), repeat=2)]
 SVG = "{http://www.w3.org/2000/svg}"

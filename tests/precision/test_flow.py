@@ -24,7 +24,7 @@ from jetrl.precision.flow import (
     layer_ranges,
     require_unified,
 )
-from jetrl.precision.formats import BF16, FP32, act_1x128, weight_128x128, wgrad_128x1
+from jetrl.precision.formats import BF16, FP32, act_1x128, kv_head, weight_128x128, wgrad_128x1
 from jetrl.precision.recipe import ROLES, Recipe, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -160,13 +160,14 @@ def test_other_scales_on_the_two_sides_show_on_every_operand() -> None:
 
 
 def test_an_fp8_cache_is_unified_only_if_training_quantizes_too() -> None:
-    fp8_cache = dataclasses.replace(recipe(), kv_cache=act_1x128("fp32"))
+    fp8_cache, form = recipe(kv_cache="fp8", head_dim=SPEC.head_dim), kv_head(SPEC.head_dim)
+    require_unified(SPEC, fp8_cache)
     rollout, train = pair(SPEC, fp8_cache)
     assert diff(rollout, train) == []
-    assert train.edge_map()["layers.0.attention.k"].format == act_1x128("fp32")
+    assert train.edge_map()["layers.0.attention.k"].format == form
     assert rollout.edge_map()["layers.0.attention.k"].source == "layers.0.k_cache_read"
     backward = build_flow(SPEC, fp8_cache, "train_backward").edge_map()
-    assert backward["layers.0.attention.dgrad.v"].format == act_1x128("fp32")
+    assert backward["layers.0.attention.dgrad.v"].format == form
     found = diff(rollout, build_flow(SPEC, recipe(), "train_forward"))
     assert {(d.kind, d.name.split(".", 2)[2]) for d in found} == {
         ("missing", "k.quantize"),
@@ -208,6 +209,9 @@ KNOBS: list[dict[str, Any]] = [
     {"num_first_layers_in_bf16": 1},
     {"num_last_layers_in_bf16": 1},
     {"num_last_layers_in_bf16": 2},
+    {"kv_cache": "fp8", "head_dim": SPEC.head_dim},
+    {"kv_cache": "fp8", "head_dim": 128},
+    {"precision": "fp8_rollout", "kv_cache": "fp8", "head_dim": SPEC.head_dim},
 ]
 
 
@@ -252,6 +256,13 @@ def test_digest_does_not_change_with_what_changes_no_value() -> None:
     # paging: the rollout's graph and training's forward are one value
     rollout, train = pair(SPEC, recipe())
     assert rollout.digest() == train.digest()
+
+
+def test_digest_of_a_flow_with_a_cache_in_bf16_is_what_it_was_before_there_was_another() -> None:
+    """Checkpoints hold these digests."""
+    wanted = {"bf16": "9e6cb20dd7ece091", "fp8": "a1516c97539d28fa", "fp8_rollout": "0ac4e735f6db8d9a"}
+    assert {name: flow_digest(SPEC, recipe(name)) for name in wanted} == wanted
+    assert flow_digest(SPEC, recipe(kv_cache="bf16", head_dim=SPEC.head_dim)) == wanted["fp8"]
 
 
 def test_digest_is_stable_over_processes() -> None:

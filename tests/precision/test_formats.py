@@ -19,6 +19,7 @@ from jetrl.precision.formats import (
     FP32,
     Format,
     act_1x128,
+    kv_head,
     weight_128x128,
     wgrad_128x1,
 )
@@ -33,6 +34,7 @@ from jetrl.precision.formats import (
         (act_1x128("pow2"), "e4m3[1x128,pow2]", (1, 128)),
         (weight_128x128("fp32"), "e4m3[128x128,fp32]", (128, 128)),
         (wgrad_128x1("pow2"), "e4m3[128x1,pow2]", (128, 1)),
+        (kv_head(64), "e4m3[1x64,pow2]", (1, 64)),
     ],
 )
 def test_short_form_and_block(format: Format, text: str, block: tuple[int, int] | None) -> None:
@@ -46,6 +48,7 @@ def test_storage_counts_the_scales() -> None:
     assert BF16.bits_per_value == 16 and FP32.bits_per_value == 32
     assert act_1x128("fp32").bits_per_value == wgrad_128x1("fp32").bits_per_value == 8.25
     assert weight_128x128("fp32").bits_per_value == 8 + 32 / 16384
+    assert kv_head(64).bits_per_value == 8.25 and kv_head(128).bits_per_value == 8.125  # a scale of 16 bits
 
 
 def test_formats_are_values() -> None:

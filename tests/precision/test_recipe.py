@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.precision.formats import BF16, act_1x128, weight_128x128, wgrad_128x1
+from jetrl.precision.formats import BF16, act_1x128, kv_head, weight_128x128, wgrad_128x1
 from jetrl.precision.recipe import ROLES, build_recipe
 
 
@@ -63,6 +63,7 @@ def test_too_many_bf16_layers_names_the_numbers() -> None:
         ({"precision": "fp4"}, "precision = 'fp4'"),
         ({"weight_scale": "ue8m0"}, "quant.weight_scale = 'ue8m0'"),
         ({"activation_scale": "bf16"}, "quant.activation_scale = 'bf16'"),
+        ({"kv_cache": "e5m2"}, "quant.kv_cache = 'e5m2'"),
         ({"num_first_layers_in_bf16": -1}, "quant.num_first_layers_in_bf16 = -1"),
         ({"num_last_layers_in_bf16": -2}, "quant.num_last_layers_in_bf16 = -2"),
     ],
@@ -70,6 +71,18 @@ def test_too_many_bf16_layers_names_the_numbers() -> None:
 def test_wrong_values_are_named(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         build_recipe(**({"precision": "fp8", "num_layers": 4} | arguments))  # type: ignore[arg-type]
+
+
+def test_kv_cache() -> None:
+    assert build_recipe("fp8", 2).kv_cache == build_recipe("fp8", 2, kv_cache="bf16", head_dim=64).kv_cache == BF16
+    for precision in ("fp8", "fp8_rollout"):
+        recipe = build_recipe(precision, 2, kv_cache="fp8", head_dim=64)
+        assert recipe.kv_cache == kv_head(64)
+        assert "KV cache e4m3[1x64,pow2]" in recipe.describe() and "reads K and V rounded" in recipe.describe()
+    with pytest.raises(UserError, match=r"quant.kv_cache = 'fp8' has no effect with precision = 'bf16'"):
+        build_recipe("bf16", 2, kv_cache="fp8", head_dim=64)
+    with pytest.raises(AssertionError, match="head size"):
+        build_recipe("fp8", 2, kv_cache="fp8")
 
 
 def test_layer_role_and_side_are_checked() -> None:

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from jetrl.errors import UserError
+from jetrl.kernels.reference import round_heads
+from jetrl.kernels.reference_attention import read_cache, write_cache
 from jetrl.model.transformer import Transformer
-from jetrl.precision.recipe import Precision, Recipe
+from jetrl.precision.formats import BF16, kv_head
+from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.rollout.engine import Engine, StepReport
 from jetrl.rollout.plan import Plan
-from jetrl.rollout.runner import KVCache, ModelRunner
+from jetrl.rollout.runner import KVCache, ModelRunner, page_bytes, pages_in_memory
 from jetrl.rollout.sampler import SamplingTable, sample
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
@@ -258,10 +261,33 @@ def test_page_copies_read_before_they_write() -> None:
     assert cache.layer(0).values[:, 1, 1, 3].tolist() == [10, 10, 11, 12]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_real_model_gives_the_learners_logprobs_bit_for_bit(precision: Precision) -> None:
+def test_an_fp8_cache_takes_its_bytes_and_copies_its_scales() -> None:
+    """Codes, and two bytes of scale for each head of 8: 10 bytes where BF16 takes 16."""
+    device, form = torch.device("cpu"), kv_head(SPEC.head_dim)
+    plain, cache = (KVCache(SPEC, 4, 2, torch.bfloat16, device, f) for f in (BF16, form))
+    heads = 2 * SPEC.num_layers * 4 * 2 * SPEC.num_kv_heads
+    assert plain.num_bytes == heads * SPEC.head_dim * 2 == 4 * page_bytes(SPEC, 2, torch.bfloat16, BF16)
+    assert cache.num_bytes == heads * (SPEC.head_dim + 2) == 4 * page_bytes(SPEC, 2, torch.bfloat16, form)
+    assert cache.scales is not None and cache.num_pages == 4 and cache.page_size == 2
+    assert pages_in_memory(SPEC, 2, torch.bfloat16, device, form) > 1.1 * pages_in_memory(
+        SPEC, 2, torch.bfloat16, device, BF16
+    )
+    k, v = torch.randn(2, 8, SPEC.num_kv_heads, SPEC.head_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for layer in range(SPEC.num_layers):
+        write_cache(k * 2**layer, v, torch.arange(8), cache.layer(layer))
+    cache.copy_pages(torch.tensor([[0, 1], [1, 2], [2, 3]]))
+    for layer in range(SPEC.num_layers):
+        keys, values = read_cache(cache.layer(layer), torch.arange(4)[None], torch.bfloat16)
+        order = torch.tensor([0, 1, 0, 1, 2, 3, 4, 5])
+        assert torch.equal(keys[0], round_heads(k * 2**layer)[order])
+        assert torch.equal(values[0], round_heads(v)[order])
+
+
+@pytest.mark.parametrize(("precision", "cache"), [("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")])
+def test_real_model_gives_the_learners_logprobs_bit_for_bit(precision: str, cache: str) -> None:
     """Sampled log-probs equal those of the trainer's whole-sequence forward; whatever the pages and chunks."""
-    model = Transformer(SPEC, Recipe(precision, SPEC.num_layers)).init_random(0)
+    recipe = build_recipe(precision, SPEC.num_layers, kv_cache=cache, head_dim=SPEC.head_dim)
+    model = Transformer(SPEC, recipe).init_random(0)
     with torch.no_grad():
         model.embed.weight.mul_(20)
     model.publish()
@@ -275,6 +301,7 @@ def test_real_model_gives_the_learners_logprobs_bit_for_bit(precision: Precision
         engine = make_engine(model, **sizes)
         results.append(engine.generate(requests, force_preempt=preempt if sizes else None))
         assert engine.stats is not None and (engine.stats.preemptions > 0) == bool(sizes)
+        assert engine.runner.cache is not None and (engine.runner.cache.scales is not None) == (cache == "fp8")
     assert results[0] == results[1]
     for r, c in zip(requests, results[0], strict=True):
         tokens = torch.tensor([*r.tokens, *c.tokens])

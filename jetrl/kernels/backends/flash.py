@@ -1,5 +1,6 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache. Decode steps run in
-`triton_attention`, which gives the same bits.
+`triton_attention`, which gives the same bits. FlashAttention-4 reads BF16: pages of an FP8 cache are dequantized into
+scratch pages before, which is exact, so the bits are those of a BF16 cache with the rounded keys and values.
 
 One split of the keys, always: a split would change the order of sums with the batch. On Hopper a row's bits depend
 neither on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic
@@ -22,11 +23,11 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.backends import triton_attention
-from jetrl.kernels.backends.triton_qkv import write_cache
+from jetrl.kernels.backends.triton_cache import read_cache, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
-from jetrl.types import PagedPlan, VarlenPlan
+from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 # its own kernels make its compiler say this at every compilation
 warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
@@ -70,38 +71,41 @@ def attend_varlen(
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
     _check(q)
-    keys, values = plan.cache.layer(layer)
-    if _decodes(q, plan, keys):
-        return triton_attention.decode(q, keys, values, plan.block_table, plan.kv_lengths, scale)
+    cache, table = plan.cache.layer(layer), plan.block_table
+    if _decodes(q, plan, cache):
+        return triton_attention.decode(q, cache.keys, cache.values, table, plan.kv_lengths, scale)
+    if cache.scales is not None:
+        cache, table = read_cache(cache, table, plan.kv_lengths, plan.kv_pages)
     # no bound on the key length: the page table gives one, and a bound that changes each step would spoil a CUDA graph
     return _flash_attn_fwd(
-        q, keys, values, cu_seqlens_q=plan.cu_seqlens, seqused_k=plan.kv_lengths,
-        max_seqlen_q=max(plan.query_lengths, default=0), page_table=plan.block_table, softmax_scale=scale, causal=True,
+        q, cache.keys, cache.values, cu_seqlens_q=plan.cu_seqlens, seqused_k=plan.kv_lengths,
+        max_seqlen_q=max(plan.query_lengths, default=0), page_table=table, softmax_scale=scale, causal=True,
         num_splits=1,
     )[0]  # fmt: skip
 
 
 def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
     """`quantize_act(attend_cached(...).flatten(1))`, in one kernel for a decode step with heads of 128."""
-    keys, values = plan.cache.layer(layer)
-    if q.shape[2] == BLOCK and _decodes(q, plan, keys):
+    cache = plan.cache.layer(layer)
+    if q.shape[2] == BLOCK and _decodes(q, plan, cache):
         _check(q)
-        return triton_attention.decode_quantize(q, keys, values, plan.block_table, plan.kv_lengths, scale, pow2)
+        table = plan.block_table
+        return triton_attention.decode_quantize(q, cache.keys, cache.values, table, plan.kv_lengths, scale, pow2)
     return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 
-def _decodes(q: Tensor, plan: PagedPlan, keys: Tensor) -> bool:
-    """Whether every sequence has one query, and our own kernel serves these sizes."""
+def _decodes(q: Tensor, plan: PagedPlan, cache: LayerCache) -> bool:
+    """Whether every sequence has one query, and our own kernel serves these sizes. It reads BF16 pages only."""
     one_each = plan.query_lengths == (1,) * q.shape[0]
-    return one_each and triton_attention.serves(q.shape[1], keys.shape[2], q.shape[2], keys.shape[1])
+    page, groups = cache.keys.shape[1:3]
+    return one_each and cache.scales is None and triton_attention.serves(q.shape[1], groups, q.shape[2], page)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
-    """`kernels.attention.attend`: a paged plan first writes `k` and `v` to the cache of `layer`."""
+    """`kernels.attention.attend`: a paged plan first writes `k` and `v` to its cache, quantized if that is FP8."""
     if isinstance(plan, VarlenPlan):
         return attend_varlen(q, k, v, plan, scale, False)[0]
-    keys, values = plan.cache.layer(layer)
-    write_cache(k, v, plan.slots, keys, values)
+    write_cache(k, v, plan.slots, plan.cache.layer(layer))
     return attend_cached(q, plan, layer, scale)
 
 

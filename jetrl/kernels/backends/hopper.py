@@ -29,6 +29,7 @@ from jetrl.kernels.backends.flash import (
     attend_varlen,
 )
 from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
+from jetrl.kernels.backends.triton_cache import round_heads, write_cache
 from jetrl.kernels.backends.triton_decode import advance
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
 from jetrl.kernels.backends.triton_optim import adamw_step_, add_rounded, row_squares
@@ -44,7 +45,7 @@ from jetrl.kernels.backends.triton_pointwise import (
     swiglu_backward,
     swiglu_quantize,
 )
-from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward, round_heads, write_cache
+from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
 
 __all__ = [

@@ -1,5 +1,5 @@
-"""From the fused projection to attention and back: QK-norm, RoPE and the write to the cache as one Triton kernel,
-bit-equal to `reference`, and their gradient as another.
+"""From the fused projection to attention and back: QK-norm, RoPE, the quantizer of an FP8 KV cache and the write to the
+cache as one Triton kernel, bit-equal to `reference`, and their gradient as another.
 
 The gradient's kernel reads those of queries, keys and values and writes straight into that of the projection: no
 rotated copies, no concatenation. The rotation back is bit-equal to `reference.rope` (with -sin); the norm's mean is
@@ -17,21 +17,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.backends.triton_cache import scale_place, stored
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_pointwise import _rows_view, aligned_squares, inv_rms_from
-from jetrl.kernels.backends.triton_quant import abs_bits
+from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, scale_from
+from jetrl.types import LayerCache
 
 _PROGRAMS = 1024  # along the tokens: fixed, so that the order in which the norms' gradients are summed is fixed
 _HEADS = 16  # heads a program
 
 
 @triton.jit
+def _quantize_halves(y1, y2, CODES: tl.constexpr, FLOOR: tl.constexpr):
+    """`stored` of both halves [R, HB] of R heads, and the scales [R] that the halves share."""
+    y1, y2 = y1.to(tl.float32), y2.to(tl.float32)
+    scale = scale_from(tl.maximum(tl.max(abs_bits(y1), axis=1), tl.max(abs_bits(y2), axis=1)), FLOOR, True)
+    return stored(y1, scale[:, None], CODES), stored(y2, scale[:, None], CODES), scale
+
+
+@triton.jit
 def _qkv_kernel(
-    qkv, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, v_out, qkv_stride,
+    qkv, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, v_out, scales, qkv_stride,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,
-    NORM: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, FLOOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """QK-norm and RoPE of the fused projection; keys and values go to rows `slots[t]` (paged cache) or `t`."""
+    """QK-norm and RoPE of the fused projection; keys and values go to rows `slots[t]` (paged cache) or `t`.
+
+    FP8: to pages go their codes, with the scales to `scales`; to rows `t` the values of the codes.
+    """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * R + tl.arange(0, R)
@@ -66,24 +80,20 @@ def _qkv_kernel(
     row = token
     if PAGED:
         row = tl.load(slots + token)
+    z1, z2 = y1, y2
+    if FP8:
+        z1, z2, scale = _quantize_halves(y1, y2, PAGED, FLOOR)
+        if PAGED:
+            to_scale = scales + scale_place(row, head - N - tl.where(is_v, G, 0), G, PAGE) + tl.where(is_v, 1, 0)
+            tl.store(to_scale, scale.to(tl.bfloat16), mask=(is_q == 0) & (head < N + 2 * G) & (row >= 0))
     k_mask = mask & ((head >= N) & (head < N + G))[:, None] & (row >= 0)
     to_k = k_out + (row * G + head[:, None] - N) * H + cols[None, :]
-    tl.store(to_k, y1, mask=k_mask)
-    tl.store(to_k + H // 2, y2, mask=k_mask)
+    tl.store(to_k, z1, mask=k_mask)
+    tl.store(to_k + H // 2, z2, mask=k_mask)
     v_mask = mask & is_v[:, None] & (row >= 0)
     to_v = v_out + (row * G + head[:, None] - N - G) * H + cols[None, :]
-    tl.store(to_v, y1, mask=v_mask)
-    tl.store(to_v + H // 2, y2, mask=v_mask)
-
-
-@triton.jit
-def _write_kernel(k, v, slots, keys, values, k_stride, v_stride, W: tl.constexpr, B: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    cols = tl.arange(0, B)
-    mask = (cols < W) & (slot >= 0)
-    tl.store(keys + slot * W + cols, tl.load(k + token * k_stride + cols, mask=mask), mask=mask)
-    tl.store(values + slot * W + cols, tl.load(v + token * v_stride + cols, mask=mask), mask=mask)
+    tl.store(to_v, z1, mask=v_mask)
+    tl.store(to_v + H // 2, z2, mask=v_mask)
 
 
 @triton.jit
@@ -152,44 +162,41 @@ def _qkv_backward_kernel(
 
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
-    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[Tensor, Tensor, Tensor] | None,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """QK-norm, RoPE and the write to the paged cache in one kernel, bit-equal to the three ops one after another.
+    """QK-norm, RoPE and the write to the paged cache in one kernel, bit-equal to the ops one after another.
 
     `qkv` [T, (N + 2G) * H]; `heads` (N, G); `norms` the weights [H] of q and k; `tables` cos and sin [positions, H/2];
-    `cache` (keys, values [pages, page, G, H], slots [T]). Returns q [T, N, H] with, without a cache, k and v [T, G, H];
-    with one, the cache's own tensors.
+    `cache` (pages of the layer, slots [T]). Returns q [T, N, H] with, without a cache, k and v [T, G, H]; with one, the
+    cache's own keys and values. `fp8_kv`: the cache gets codes and scales; without one, k and v come as `round_heads`
+    makes them.
     """
     n, g = heads
     t = qkv.shape[0]
     _rows_view(qkv)
     q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
+    page, scales = 1, q  # not in use
     if cache is None:
         keys, values = torch.empty(2, t, g, head_dim, dtype=qkv.dtype, device=qkv.device)
-        slots = positions
+        k_out, v_out, slots = keys, values, positions
     else:
-        keys, values, slots = cache
+        layer, slots = cache
+        k_out, v_out = keys, values = layer.keys, layer.values
         assert keys.is_contiguous() and values.is_contiguous()
+        assert fp8_kv == (layer.scales is not None), "the cache has another format than the model's recipe"
+        if layer.scales is not None:
+            assert layer.scales.is_contiguous() and layer.scales.dtype == torch.bfloat16
+            k_out, v_out, scales, page = keys.view(torch.uint8), values.view(torch.uint8), layer.scales, keys.shape[1]
     q_weight, k_weight = norms if norms is not None else (qkv, qkv)
     r = 16
     if t:
         _qkv_kernel[(t, triton.cdiv(n + 2 * g, r))](
-            qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, keys, values, qkv.stride(0), N=n, G=g,
-            H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
-            PAGED=cache is not None, num_warps=4, enable_fp_fusion=False, **LAUNCH,
+            qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, k_out, v_out, scales, qkv.stride(0),
+            N=n, G=g, H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
+            PAGED=cache is not None, PAGE=page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, num_warps=4, enable_fp_fusion=False,
+            **LAUNCH,
         )  # fmt: skip
     return q, keys, values
-
-
-def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Scatter rows `k`, `v` [T, G, H] to rows `slots` of the cache [pages, page, G, H]; slot -1 writes nothing."""
-    width = k.shape[1] * k.shape[2]
-    k, v = k.flatten(1), v.flatten(1)
-    assert keys.is_contiguous() and values.is_contiguous() and k.stride(1) == 1 and v.stride(1) == 1
-    if k.shape[0]:
-        _write_kernel[(k.shape[0],)](
-            k, v, slots, keys, values, k.stride(0), v.stride(0), W=width, B=triton.next_power_of_2(width), num_warps=4
-        )
 
 
 def qkv_norm_rope_backward(

@@ -215,44 +215,6 @@ def test_gradients_match_and_repeat(ops, n: int, g: int, h: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("n", "g", "h"), [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (64, 1, 128), (8, 8, 64)]
-)
-@pytest.mark.parametrize("page", [128, 256])
-@pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
-def test_the_decode_kernel_gives_flash_attentions_bits(n: int, g: int, h: int, page: int, spread: float) -> None:
-    """Small, usual and large scores: nearly equal weights, and weights that underflow."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    from jetrl.kernels.backends import triton_attention
-
-    lengths = [1, 2, 7, 64, 127, 128, 129, 255, 256, 257, 400, 513, 640, 900, 1024, 1025, 1500, 2047, 3000, 4097]
-    gen = torch.Generator(CUDA).manual_seed(n + h + page)
-    blocks = -(-max(lengths) // page)
-    shape = (len(lengths) * blocks, page, g, h)
-    keys, values = (torch.randn(shape, generator=gen, device=CUDA).to(torch.bfloat16) for _ in "kv")
-    q = (spread * torch.randn(len(lengths), n, h, generator=gen, device=CUDA)).to(torch.bfloat16)
-    table = torch.randperm(shape[0], generator=gen, device=CUDA).view(len(lengths), blocks).to(torch.int32)
-    kv = torch.tensor(lengths, dtype=torch.int32, device=CUDA)
-    want = _flash_attn_fwd(
-        q, keys, values, cu_seqlens_q=torch.arange(len(lengths) + 1, dtype=torch.int32, device=CUDA), seqused_k=kv,
-        max_seqlen_q=1, page_table=table, softmax_scale=h**-0.5, causal=True, num_splits=1,
-    )[0]  # fmt: skip
-    assert triton_attention.serves(n, g, h, page)
-    got = triton_attention.decode(q, keys, values, table, kv, h**-0.5)
-    different = torch.nonzero((got != want).flatten(1).any(1)).flatten().tolist()
-    assert not different, f"lengths {[lengths[i] for i in different]}"
-    if h == 128:
-        from jetrl.kernels.backends.triton_quant import quantize_act
-
-        for pow2 in (False, True):
-            one = triton_attention.decode_quantize(q, keys, values, table, kv, h**-0.5, pow2)
-            two = quantize_act(want.flatten(1), pow2)
-            assert torch.equal(one.codes.view(torch.uint8), two.codes.view(torch.uint8))
-            assert torch.equal(one.scale, two.scale)
-            assert (one.row_sections, one.col_sections) == (two.row_sections, two.col_sections)
-
-
 def test_a_broken_sequence_leaves_its_neighbours_alone(ops) -> None:
     """NaN among the values of one sequence: the same bits for all others, NaN for itself."""
     n, g, h, page = 32, 8, 128, 128

@@ -56,15 +56,15 @@ def generate(model: object, asked: list[Request], **sizes: int) -> list[Completi
 def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.kernels.backends import triton_attention
+    from jetrl.kernels.backends import gluon_attention
 
-    launches, launch = [], triton_attention._launch
-    monkeypatch.setattr(triton_attention, "_launch", lambda *args: (launches.append(1), launch(*args)))
+    launches, launch = [], gluon_attention._launch
+    monkeypatch.setattr(gluon_attention, "_launch", lambda *args: (launches.append(1), launch(*args)))
     helpers = _models()
     model = helpers.build(name, precision)
     asked = requests(model.spec.vocab_size)
     wide = generate(model, asked, page_size=128)  # as in runs
-    if not model.recipe.kv_cache.is_quantized:  # the kernel reads BF16 pages
+    if not model.recipe.kv_cache.is_quantized or model.spec.head_dim == 128:
         assert launches, "decoding did not take its kernel"
     narrow = generate(model, asked, max_num_seqs=7, max_tokens_per_step=48, page_size=64)
     for a, b in zip(wide, narrow, strict=True):

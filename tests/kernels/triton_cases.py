@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.backends import cpu
-from jetrl.kernels.backends import triton_attention as tt
 from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
@@ -73,24 +71,9 @@ def fix_interpreter_rounding() -> None:
 
     interpreter._patch_lang_tensor = patch
 
-    def dot(self: object, a: Any, b: Any, d: Any, *_: object) -> object:  # its own multiplies the bits of BF16
-        def widened(x: Any) -> np.ndarray:
-            is_bf16 = x.dtype.scalar == language.bfloat16
-            return convert(x.data, language.bfloat16, language.float32, None).view(np.float32) if is_bf16 else x.data
-
-        return interpreter.TensorHandle(widened(a) @ widened(b) + d.data, d.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = dot
-    language.range = lambda start, stop, num_stages=0: range(start, int(stop.handle.data.item()))
-
-
-def plain_reciprocal(x):  # type: ignore[no-untyped-def]
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
-
 
 if INTERPRET:
     fix_interpreter_rounding()
-    tt._reciprocal = tt.triton.jit(plain_reciprocal)  # no assembly here
     tb._PROGRAMS = 16  # several tokens for each
 
 
@@ -457,45 +440,10 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
         yield f"adamw {master} moments {moments}", partial(step, master, moments)
 
 
-def check_decode_attention(n: int, g: int, h: int, page: int) -> None:
-    """Values, not bits: those are FlashAttention-4's (`tests/gpu`). What no sequence owns is NaN, and is not read."""
-    lengths = [1, 127, 128, 129, 300]
-    gen = torch.Generator().manual_seed(n + page)
-    width = -(-max(lengths) // page) + 3  # a table wider than any sequence
-    table = 1 + torch.randperm(len(lengths) * width, generator=gen).view(len(lengths), width)  # page 0 is nobody's
-    keys, values = (torch.full((1 + table.numel(), page, g, h), float("nan"), dtype=torch.bfloat16) for _ in "kv")
-    q = torch.randn(len(lengths), n, h, generator=gen).to(torch.bfloat16)
-    want = torch.empty(len(lengths), n, h, dtype=torch.float64)
-    for b, length in enumerate(lengths):
-        k, v = (torch.randn(length, g, h, generator=gen).to(torch.bfloat16) for _ in "kv")
-        for cache, rows in ((keys, k), (values, v)):
-            for p in range(length):
-                cache[table[b, p // page], p % page] = rows[p]
-        k, v = (x.double().repeat_interleave(n // g, 1) for x in (k, v))
-        weights = torch.softmax(torch.einsum("nh,pnh->np", q[b].double(), k) * h**-0.5, -1)
-        want[b] = torch.einsum("np,pnh->nh", weights, v)
-    where = (q, keys, values, table.to(torch.int32), torch.tensor(lengths, dtype=torch.int32))
-    args = tuple(x.to(DEVICE) for x in where)
-    assert tt.serves(n, g, h, page)
-    got = tt.decode(*args, h**-0.5)
-    error = ((got.cpu().double() - want).norm() / want.norm()).item()
-    assert error < 5e-3, f"relative error {error}"
-    if h == 128:
-        for pow2 in (False, True):
-            quantized, plain = tt.decode_quantize(*args, h**-0.5, pow2), tq.quantize_act(got.flatten(1), pow2)
-            equal("codes", quantized.codes.view(torch.uint8), plain.codes.view(torch.uint8))
-            equal("scale", quantized.scale, plain.scale)
-
-
-def decode_attention_cases() -> Iterator[tuple[str, Case]]:
-    for sizes in ((8, 2, 128, 128), (9, 3, 64, 128), (3, 3, 64, 256)):
-        yield f"decode_attention {sizes}", partial(check_decode_attention, *sizes)
-
-
 def all_cases() -> list[tuple[str, Case]]:
     kinds = (
         quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
-        decode_attention_cases, adamw_cases,
+        adamw_cases,
     )  # fmt: skip
     return [case for kind in kinds for case in kind()]
 

@@ -1,5 +1,5 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache. Decode steps run in
-`triton_attention`, which gives the same bits. FlashAttention-4 reads BF16: pages of an FP8 cache are dequantized into
+`gluon_attention`, which gives the same bits. FlashAttention-4 reads BF16: pages of an FP8 cache are dequantized into
 scratch pages before, which is exact, so the bits are those of a BF16 cache with the rounded keys and values.
 
 One split of the keys, always: a split would change the order of sums with the batch. On Hopper a row's bits depend
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.backends import triton_attention
+from jetrl.kernels.backends import gluon_attention
 from jetrl.kernels.backends.triton_cache import read_cache, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
@@ -73,7 +73,7 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     _check(q)
     cache, table = plan.cache.layer(layer), plan.block_table
     if _decodes(q, plan, cache):
-        return triton_attention.decode(q, cache.keys, cache.values, table, plan.kv_lengths, scale)
+        return gluon_attention.decode(q, cache, table, plan.kv_lengths, scale)
     if cache.scales is not None:
         cache, table = read_cache(cache, table, plan.kv_lengths, plan.kv_pages)
     # no bound on the key length: the page table gives one, and a bound that changes each step would spoil a CUDA graph
@@ -89,16 +89,13 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
     cache = plan.cache.layer(layer)
     if q.shape[2] == BLOCK and _decodes(q, plan, cache):
         _check(q)
-        table = plan.block_table
-        return triton_attention.decode_quantize(q, cache.keys, cache.values, table, plan.kv_lengths, scale, pow2)
+        return gluon_attention.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, pow2)
     return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 
 def _decodes(q: Tensor, plan: PagedPlan, cache: LayerCache) -> bool:
-    """Whether every sequence has one query, and our own kernel serves these sizes. It reads BF16 pages only."""
-    one_each = plan.query_lengths == (1,) * q.shape[0]
-    page, groups = cache.keys.shape[1:3]
-    return one_each and cache.scales is None and triton_attention.serves(q.shape[1], groups, q.shape[2], page)
+    """Whether every sequence has one query, and our own kernel serves these sizes."""
+    return plan.query_lengths == (1,) * q.shape[0] and gluon_attention.serves(cache, q.shape[1])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:

@@ -2,8 +2,8 @@
 
 One program serves the query heads of one key/value head and reads exactly the keys that exist. Scores and outputs are
 computed transposed, with the keys (then the head's elements) along the 64 or 128 rows of the tensor core and the few
-queries along its columns. Tiles of keys and tiles of values take turns in one ring in shared memory, so that two or
-three programs fit on a processor and hide each other's waits. The bits are those of FlashAttention-4's forward pass
+queries along its columns. Tiles of keys and tiles of values take turns in one ring in shared memory, so that two to
+four programs fit on a processor and hide each other's waits. The bits are those of FlashAttention-4's forward pass
 because every step is:
 
 - tiles of 128 keys from the last to the first; scores summed 16 elements of the head at a time, from zero;
@@ -40,6 +40,7 @@ from jetrl.types import LayerCache
 
 TILE = 128  # keys: what FlashAttention-4 takes for heads of 64 and 128
 _TILE = gl.constexpr(TILE)
+_PROCESSORS = 132
 _QUERIES = (8, 16)  # of a key/value head: columns of the tensor core
 
 
@@ -276,11 +277,12 @@ def _launch(
         _decode_kernel[(batch * groups,)](
             q, keys, values, scales if fp8 else q, table, lengths, out, codes, units, log2_scale, table.stride(0),
             codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries, PAGE=page,
-            SLOTS=_slots(fp8), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
-            maxnreg=128 if fp8 else None, enable_fp_fusion=False, launch_pdl=True,
+            SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
+            num_warps=4, maxnreg=128 if fp8 else None, enable_fp_fusion=False, launch_pdl=True,
         )  # fmt: skip
 
 
-def _slots(fp8: bool) -> int:
-    """Tiles in the ring: what lets three (FP8) or two (BF16) programs run on a processor."""
-    return 4 if fp8 else 3
+def _slots(fp8: bool, programs: int) -> int:
+    """Tiles in the ring, which change no bits: 3, so that two (BF16) or four (FP8) programs fit on a processor; more
+    than four programs each do better three at a time with a longer ring."""
+    return 4 if fp8 and programs > 4 * _PROCESSORS else 3

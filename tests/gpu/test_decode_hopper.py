@@ -13,6 +13,7 @@ CUDA = "cuda"
 LENGTHS = [1, 2, 7, 64, 127, 128, 129, 255, 256, 257, 400, 513, 640, 900, 1024, 1025, 1500, 2047, 3000, 4097]
 BF16_HEADS = [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (64, 4, 128), (48, 4, 64), (8, 8, 64)]
 FP8_HEADS = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (64, 4, 128), (5, 5, 128)]
+NOTHING = 2.0**-100  # below it, outputs over FP8 pages may differ
 CASES = [(*heads, False) for heads in BF16_HEADS] + [(*heads, True) for heads in FP8_HEADS]
 
 
@@ -86,14 +87,16 @@ def test_the_bits_are_flash_attentions(kernel, n: int, g: int, h: int, fp8: bool
     want = pages.flash_attention(q)
     assert kernel.serves(pages.cache, n)
     got = kernel.decode(q, pages.cache, pages.table, pages.lengths, h**-0.5)
-    different = torch.nonzero((got != want).flatten(1).any(1)).flatten().tolist()
+    # where all keys of any weight have a value of zero: codes times weights below FP32's normal numbers
+    different = (got != want) & ((want.abs() >= NOTHING) | (not fp8) | (got.abs() >= NOTHING))
+    different = torch.nonzero(different.flatten(1).any(1)).flatten().tolist()
     assert not different, f"lengths {[LENGTHS[i] for i in different]}"
     if h == 128:
         from jetrl.kernels.backends.triton_quant import quantize_act
 
         for pow2 in (False, True):
             one = kernel.decode_quantize(q, pages.cache, pages.table, pages.lengths, h**-0.5, pow2)
-            two = quantize_act(want.flatten(1), pow2)
+            two = quantize_act(got.flatten(1), pow2)
             assert torch.equal(one.codes.view(torch.uint8), two.codes.view(torch.uint8))
             assert torch.equal(one.scale, two.scale)
             assert (one.row_sections, one.col_sections) == (two.row_sections, two.col_sections)

@@ -14,7 +14,8 @@ because every step is:
 
 An FP8 cache holds E4M3 codes and a power of two for each key and value head. A code is a BF16 number; a key's power
 of two multiplies its score, a value's its softmax weight. Neither rounds, so the bits are those of attention over the
-dequantized BF16 keys and values (D21). The layouts below say which thread reads what: shared memory is read without
+dequantized BF16 keys and values (D21). (A weight times a power of two would round below 2**-126. To be seen in an
+output, all heavier keys must have a value of exactly zero there; such outputs are below 2**-100.) The layouts below say which thread reads what: shared memory is read without
 bank conflicts, and codes become operands of the tensor core in the thread that reads them.
 
 `tests/gpu/test_decode_hopper.py` holds it against FlashAttention-4.

@@ -1,6 +1,6 @@
 """The table of docs/PERFORMANCE.md, measured in one go: ours and another engine's, in turns, on one GPU.
 
-    python benchmarks/table.py --peer "COMMAND" --again         # all pieces, 12 minutes and compilation
+    python benchmarks/table.py --peer "COMMAND" --again         # all pieces, 14 minutes and compilation
     python benchmarks/table.py --peer "COMMAND"                 # those that results/table.json lacks
     python benchmarks/table.py --peer "COMMAND" --budget 560    # begin nothing that would not end in 560 s; call again
     python benchmarks/table.py --pieces "update fp8" "update bf16" --again
@@ -66,13 +66,16 @@ def _step(name: str, seconds: float) -> Piece:
 SHORT, LONG = ([64, 256], 512, 1024), ([64], 8192, 512)
 PIECES = [  # ours and what it is compared with, one after the other
     _rollout("rollout fp8", 40, "fp8", SHORT),
+    _rollout("rollout fp8 kv8", 35, "fp8 kv8", SHORT),
     _rollout("peer rollout bf16", 85, "bf16", SHORT),
     _rollout("rollout bf16", 45, "bf16", SHORT),
     _step("update fp8", 25),
     _step("update bf16", 25),
     _rollout("long fp8", 30, "fp8", LONG),
     _rollout("peer long fp8", 90, "fp8", LONG),
+    _rollout("long fp8 kv8", 30, "fp8 kv8", LONG),
     _step("whole fp8", 70),
+    _step("whole fp8 kv8", 60),
     _step("whole bf16", 80),
     _step("whole fp8 nonexact", 70),
     _step("update fp8 nonexact", 25),
@@ -138,9 +141,12 @@ def _cost(what: str, piece: str, key: str, peak: str) -> Row:
 ROWS = [
     _speed("rollout, batch 64, FP8", "rollout fp8", "peer rollout bf16", "vLLM BF16", 64, 1.5),
     _speed("rollout, batch 256, FP8", "rollout fp8", "peer rollout bf16", "vLLM BF16", 256, 1.35),
+    _speed("rollout, batch 64, FP8, FP8 cache", "rollout fp8 kv8", "peer rollout bf16", "vLLM BF16", 64, 1.5),
+    _speed("rollout, batch 256, FP8, FP8 cache", "rollout fp8 kv8", "peer rollout bf16", "vLLM BF16", 256, 1.35),
     _speed("rollout, batch 64, BF16", "rollout bf16", "peer rollout bf16", "vLLM BF16", 64, 1.1),
     _speed("rollout, batch 256, BF16", "rollout bf16", "peer rollout bf16", "vLLM BF16", 256, 1.1),
     _speed("rollout, batch 64, prompt 8192 + 512", "long fp8", "peer long fp8", "vLLM FP8", 64, 1.1),
+    _speed("the same, FP8 cache", "long fp8 kv8", "peer long fp8", "vLLM FP8", 64, 1.1),
     Row("actor update, FP8", At("update fp8", "update_ms"), At("update bf16", "update_ms"), "our BF16", "time", 1.5,
         "ms", "update peak GiB"),
     Row("BF16 update, share of 785 TFLOP/s", At("update bf16", "MFU"), None, "", "share", 0.5, "share",
@@ -148,6 +154,8 @@ ROWS = [
     Row("reference log-probs, FP8", At("update fp8", "logprob_ms"), At("update bf16", "logprob_ms"), "our BF16", "time",
         1.7, "ms", "logprob peak GiB"),
     Row("whole RL step, 4K new tokens, FP8", At("whole fp8", "whole_s"), At("whole bf16", "whole_s"), "our BF16",
+        "time", 1.4, "s", "whole peak GiB"),
+    Row("whole RL step, FP8, FP8 cache", At("whole fp8 kv8", "whole_s"), At("whole bf16", "whole_s"), "our BF16",
         "time", 1.4, "s", "whole peak GiB"),
     _cost("cost of exactness, whole step, FP8", "whole fp8", "whole_s", "whole peak GiB"),
     _cost("cost of exactness, update, FP8", "update fp8", "update_ms", "update peak GiB"),

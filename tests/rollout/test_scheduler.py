@@ -63,7 +63,9 @@ class Simulation:
             assert self.scheduler.num_steps < max_steps, "the scheduler does not come to an end"
             plan, steps = self.scheduler.schedule(), 1
             self.scheduler.check_integrity()
-            if self.burst > 1 and len(plan.sample_slots) == len(plan.tokens) == len(plan.counts):
+            # as the runner decides it: one token of each sequence, each drawing from its own row
+            draws = plan.sample_rows.tolist() == list(range(len(plan.counts)))
+            if self.burst > 1 and draws and (plan.counts == 1).all():
                 plan, steps = self.scheduler.extend(self.burst)
                 self.bursts += steps > 1
                 self.scheduler.check_integrity()

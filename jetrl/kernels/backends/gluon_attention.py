@@ -14,9 +14,10 @@ because every step is:
 
 An FP8 cache holds E4M3 codes and a power of two for each key and value head. A code is a BF16 number; a key's power
 of two multiplies its score, a value's its softmax weight. Neither rounds, so the bits are those of attention over the
-dequantized BF16 keys and values (D21). (A weight times a power of two would round below 2**-126. To be seen in an
-output, all heavier keys must have a value of exactly zero there; such outputs are below 2**-100.) The layouts below say which thread reads what: shared memory is read without
-bank conflicts, and codes become operands of the tensor core in the thread that reads them.
+dequantized BF16 keys and values (D21). (A weight times a power of two rounds below 2**-126. To be seen in an output,
+all heavier keys must have a value of exactly zero there; such outputs are below 2**-100.) The layouts below say which
+thread reads what: shared memory is read without bank conflicts, and codes become operands of the tensor core in the
+thread that reads them.
 
 `tests/gpu/test_decode_hopper.py` holds it against FlashAttention-4.
 """
@@ -43,6 +44,39 @@ TILE = 128  # keys: what FlashAttention-4 takes for heads of 64 and 128
 _TILE = gl.constexpr(TILE)
 _PROCESSORS = 132
 _QUERIES = (8, 16)  # of a key/value head: columns of the tensor core
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+_MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=_MMA, k_width=2))
+_RIGHT = gl.constexpr(gl.DotOperandLayout(operand_index=1, parent=_MMA, k_width=2))
+# FP8, heads of 128: a thread reads pairs of a key's elements; of a value, four elements of neighbouring keys
+_KEY_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [TILE, 64],
+    )
+)  # fmt: skip
+_VALUE_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [8, 0], [16, 0], [32, 0], [64, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        [[0, 8], [0, 16]], [], [TILE, 32],
+    )
+)  # fmt: skip
+_K_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+
+# ---- kernel ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _begin():
+    """Programmatic dependent launch, as `triton_launch.begin`."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -117,116 +151,140 @@ def _copy(
 
 
 @gluon.jit
+def _key_operand(slot, FP8: gl.constexpr):
+    """A tile of keys [TILE, H] as the left operand."""
+    if FP8:
+        w = _pairs(slot.load(_KEY_WORDS))
+        k = gl.join(w.to(gl.int16), (w >> 16).to(gl.int16)).to(gl.bfloat16, bitcast=True)
+        return gl.convert_layout(k.reshape([_TILE, 2 * slot.shape[1]]), _LEFT)
+    else:
+        return slot.load(_LEFT)
+
+
+@gluon.jit
+def _value_operand(slot, FP8: gl.constexpr):
+    """A tile of values transposed, [H, TILE], as the left operand; FP8: rows in the order of `_value_rows`."""
+    if FP8:
+        v0, v1, v2, v3 = _quads(slot.load(_VALUE_WORDS))
+        v = gl.join(gl.join(v0, v2), gl.join(v1, v3)).reshape([_TILE, 4, 8, 2, 2])
+        return gl.convert_layout(v.permute((3, 1, 4, 2, 0)).reshape([4 * slot.shape[1], _TILE]), _LEFT)
+    else:
+        return slot.permute((1, 0)).load(_LEFT)
+
+
+@gluon.jit
+def _value_rows(H: gl.constexpr, FP8: gl.constexpr):
+    """Which element of a head each row of the result is."""
+    m = gl.arange(0, H, layout=gl.SliceLayout(1, _MMA))
+    if FP8:
+        m = 4 * (m // 16 % 4 * 8 + m % 8) + m // 64 * 2 + m // 8 % 2
+    return m
+
+
+@gluon.jit
+def _softmax(s, top, scale):
+    """Weights of the scores [TILE, Q], the new maximum [Q], and what rescales older results [Q]."""
+    new = gl.maximum(top, gl.max(s, axis=0))
+    shrink = gl.exp2((top - new) * scale)
+    zeros = gl.zeros_like(s)
+    return gl.exp2(gl.fma(s, scale + zeros, zeros - (new * scale)[None, :])), new, shrink
+
+
+@gluon.jit
+def _parts(p):
+    """[TILE, Q] -> [4, Q, TILE / 4]: the keys of each part of a row's sum, in order."""
+    q: gl.constexpr = p.shape[1]
+    return p.reshape([_TILE // 16, 2, 4, 2, q]).permute((2, 4, 0, 1, 3)).reshape([4, q, _TILE // 4])
+
+
+@gluon.jit
+def _add_up(sums, p, shrink):
+    """The four sums [4, Q] after a tile's weights. All keys of a part lie in one thread, which adds them in order."""
+    parts = _parts(p)
+    layout: gl.constexpr = parts.type.layout
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    first = gl.arange(0, _TILE // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))) == 0
+    zeros = gl.zeros_like(parts)
+    begun = gl.fma(sums[:, :, None] + zeros, shrink[None, :][:, :, None] + zeros, parts)
+    return gl.sum(gl.where(first[None, :][:, None, :], begun, parts), axis=2)
+
+
+@gluon.jit
 def _decode_kernel(
     q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
     FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    gl.inline_asm_elementwise(  # programmatic dependent launch, as `triton_launch.begin`
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-    left_op: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-    right_op: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
-    # codes: a thread reads pairs of a key's elements; of a value, four elements of neighbouring keys
-    key_words: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [_TILE, 64],
-    )  # fmt: skip
-    value_words: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [8, 0], [16, 0], [32, 0], [64, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
-        [[0, 8], [0, 16]], [], [_TILE, 32],
-    )  # fmt: skip
-    k_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    v_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    if FP8:
-        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, H // 2], k_shared)
-        v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, H // 4], v_shared)
+    _begin()
+    if FP8:  # words of two codes of a key, of four codes of a value
+        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, H // 2], _K_SHARED)
+        v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, H // 4], _V_SHARED)
     else:
-        k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], k_shared)
+        k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], _K_SHARED)
         v_ring = k_ring
     scale_ring = gl.allocate_shared_memory(gl.int32, [4, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings, sources = (k_ring, v_ring, scale_ring), (keys, values, scales)
-
     sequence, group = gl.program_id(0) // G, gl.program_id(0) % G
     length = gl.load(lengths + sequence)
     pages = table + sequence * table_stride
     tiles = gl.cdiv(length, _TILE)
     for half in gl.static_range(SLOTS - 1):
         _copy(rings, sources, pages, half, tiles, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)
-    element = gl.arange(0, H, layout=gl.SliceLayout(1, right_op))
-    head = gl.arange(0, Q, layout=gl.SliceLayout(0, right_op))
+    element, head = gl.arange(0, H, layout=gl.SliceLayout(1, _RIGHT)), gl.arange(0, Q, layout=gl.SliceLayout(0, _RIGHT))
     at_q = (sequence * N + group * (N // G) + head)[None, :] * H + element[:, None]
     query = gl.load(q + at_q, mask=(head < N // G)[None, :], other=0.0)
-    key = gl.arange(0, _TILE, layout=gl.SliceLayout(1, mma))
-    top = gl.full([Q], float("-inf"), gl.float32, layout=gl.SliceLayout(0, right_op))
-    zeros = gl.zeros([_TILE, Q], gl.float32, layout=right_op)
-    parts_layout: gl.constexpr = _parts(zeros, Q).type.layout
+    key = gl.arange(0, _TILE, layout=gl.SliceLayout(1, _MMA))
+    top = gl.full([Q], float("-inf"), gl.float32, layout=gl.SliceLayout(0, _RIGHT))
+    parts_layout: gl.constexpr = _parts(gl.zeros([_TILE, Q], gl.float32, layout=_RIGHT)).type.layout
     sums = gl.zeros([4, Q], gl.float32, layout=gl.SliceLayout(2, parts_layout))
-    first = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts_layout))) == 0
-    acc = gl.zeros([H, Q], gl.float32, layout=mma)
+    acc = gl.zeros([H, Q], gl.float32, layout=_MMA)
     for t in range(tiles):
         async_copy.wait_group(SLOTS - 2)  # this tile's keys are here
         gl.thread_barrier()
         _copy(rings, sources, pages, 2 * t - 1 + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8)
-        if FP8:
-            w = _pairs(k_ring.index((2 * t) % SLOTS).load(key_words))
-            k = gl.join(w.to(gl.int16), (w >> 16).to(gl.int16)).to(gl.bfloat16, bitcast=True)
-            k = gl.convert_layout(k.reshape([_TILE, H]), left_op)
-        else:
-            k = k_ring.index((2 * t) % SLOTS).load(left_op)
-        s = mma_v2(k, query, gl.zeros([_TILE, Q], gl.float32, layout=mma))
+        k = _key_operand(k_ring.index((2 * t) % SLOTS), FP8)
+        s = mma_v2(k, query, gl.zeros([_TILE, Q], gl.float32, layout=_MMA))
         if FP8:  # BF16 in the lower half: the key's power of two
-            s *= (scale_ring.index(t % 4).load(gl.SliceLayout(1, mma)) << 16).to(gl.float32, bitcast=True)[:, None]
+            s *= (scale_ring.index(t % 4).load(gl.SliceLayout(1, _MMA)) << 16).to(gl.float32, bitcast=True)[:, None]
         s = gl.where(((tiles - 1 - t) * _TILE + key < length)[:, None], s, float("-inf"))
-        s = gl.convert_layout(s, right_op)
+        s = gl.convert_layout(s, _RIGHT)
         async_copy.wait_group(SLOTS - 2)  # this tile's values are here
         gl.thread_barrier()
         _copy(rings, sources, pages, 2 * t + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 0, FP8)
-        new = gl.maximum(top, gl.max(s, axis=0))
-        shrink = gl.exp2((top - new) * scale)
-        p = gl.exp2(gl.fma(s, scale + zeros, zeros - (new * scale)[None, :]))
-        top = new
-        if FP8:
-            v_scale = (scale_ring.index(t % 4).load(gl.SliceLayout(1, right_op)) & -65536).to(gl.float32, bitcast=True)
-            weights = (p * v_scale[:, None]).to(gl.bfloat16)  # rounds as p alone would: a power of two
-            v0, v1, v2, v3 = _quads(v_ring.index((2 * t + 1) % SLOTS).load(value_words))
-            v = gl.join(gl.join(v0, v2), gl.join(v1, v3)).reshape([_TILE, 4, 8, 2, 2])
-            v = gl.convert_layout(v.permute((3, 1, 4, 2, 0)).reshape([H, _TILE]), left_op)
-        else:
-            weights = p.to(gl.bfloat16)
-            v = v_ring.index((2 * t + 1) % SLOTS).permute((1, 0)).load(left_op)
-        acc = mma_v2(v, weights, acc * gl.convert_layout(shrink, gl.SliceLayout(0, mma))[None, :])
-        parts = _parts(p, Q)
-        shrink = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(2, parts_layout)))
-        zeros3 = gl.zeros_like(parts)
-        begun = gl.fma(sums[:, :, None] + zeros3, shrink[None, :][:, :, None] + zeros3, parts)
-        # all keys of a part lie in one thread, which adds them one after another
-        sums = gl.sum(gl.where(first[None, :][:, None, :], begun, parts), axis=2)
+        p, top, shrink = _softmax(s, top, scale)
+        weights = p
+        if FP8:  # BF16 in the upper half: the value's. What is rounded next rounds as p alone would.
+            unit = (scale_ring.index(t % 4).load(gl.SliceLayout(1, _RIGHT)) & -65536).to(gl.float32, bitcast=True)
+            weights = p * unit[:, None]
+        v = _value_operand(v_ring.index((2 * t + 1) % SLOTS), FP8)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(0, _MMA))[None, :]
+        acc = mma_v2(v, weights.to(gl.bfloat16), acc)
+        sums = _add_up(sums, p, shrink)
     async_copy.wait_group(0)
-
     total = gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0)
-    y = (acc * gl.convert_layout(_reciprocal(total), gl.SliceLayout(0, mma))[None, :]).to(gl.bfloat16)
-    m = gl.arange(0, H, layout=gl.SliceLayout(1, mma))
-    if FP8:  # rows of the result lie as the values' words were read
-        m = 4 * (m // 16 % 4 * 8 + m % 8) + m // 64 * 2 + m // 8 % 2
-    head = gl.arange(0, Q, layout=gl.SliceLayout(0, mma))
+    y = (acc * gl.convert_layout(_reciprocal(total), gl.SliceLayout(0, _MMA))[None, :]).to(gl.bfloat16)
+    _store(
+        y, sequence, group, out, codes, code_scales, codes_stride, scales_stride, N, G, FP8, QUANT, FLOOR, POW2
+    )
+
+
+@gluon.jit
+def _store(
+    y, sequence, group, out, codes, code_scales, codes_stride, scales_stride,
+    N: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """The heads [H, Q] of one group, BF16 or quantized."""
+    H: gl.constexpr = y.shape[0]
+    element, head = _value_rows(H, FP8), gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, _MMA))
     mine, head = head < N // G, group * (N // G) + head
     if QUANT:  # a head is a group of 128 columns
         x = y.to(gl.float32)
         unit = scale_from(gl.max(abs_bits(x), axis=0), FLOOR, POW2)
-        at = sequence.to(gl.int64) * codes_stride + head[None, :] * H + m[:, None]
+        at = sequence.to(gl.int64) * codes_stride + head[None, :] * H + element[:, None]
         gl.store(codes + at, encode(x, unit[None, :]).to(gl.uint8, bitcast=True), mask=mine[None, :])
         gl.store(code_scales + head * scales_stride + sequence, unit, mask=mine)
     else:
-        gl.store(out + (sequence * N + head)[None, :] * H + m[:, None], y, mask=mine[None, :])
-
-
-@gluon.jit
-def _parts(p, Q: gl.constexpr):
-    """[TILE, Q] -> [4, Q, TILE / 4]: the keys of each part of a row's sum, in order."""
-    return p.reshape([_TILE // 16, 2, 4, 2, Q]).permute((2, 4, 0, 1, 3)).reshape([4, Q, _TILE // 4])
+        gl.store(out + (sequence * N + head)[None, :] * H + element[:, None], y, mask=mine[None, :])
 
 
 def serves(cache: LayerCache, heads: int) -> bool:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 CUDA = "cuda"
 LENGTHS = [1, 2, 7, 64, 127, 128, 129, 255, 256, 257, 400, 513, 640, 900, 1024, 1025, 1500, 2047, 3000, 4097]
 BF16_HEADS = [(32, 8, 128), (16, 8, 128), (9, 3, 64), (14, 2, 64), (64, 4, 128), (48, 4, 64), (8, 8, 64)]
-FP8_HEADS = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (64, 4, 128), (5, 5, 128)]
+FP8_HEADS = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (64, 4, 128), (9, 3, 64), (14, 2, 64), (64, 4, 64)]
 NOTHING = 2.0**-100  # below it, outputs over FP8 pages may differ
 CASES = [(*heads, False) for heads in BF16_HEADS] + [(*heads, True) for heads in FP8_HEADS]
 
@@ -124,4 +124,5 @@ def test_what_is_not_served_is_said(kernel) -> None:
     assert not kernel.serves(cache(128, 1, 64, False), 32)  # too many queries a key head
     assert not kernel.serves(cache(64, 2, 64, False), 4)
     assert not kernel.serves(cache(128, 2, 32, False), 4)
-    assert not kernel.serves(cache(128, 2, 64, True), 4)
+    assert kernel.serves(cache(128, 2, 64, True), 4)
+    assert not kernel.serves(cache(128, 2, 96, True), 4)

@@ -51,11 +51,17 @@ _QUERIES = (8, 16)  # of a key/value head: columns of the tensor core
 _MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=_MMA, k_width=2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(operand_index=1, parent=_MMA, k_width=2))
-# FP8, heads of 128: a thread reads pairs of a key's elements; of a value, four elements of neighbouring keys
+# FP8: a thread reads pairs of a key's elements; of a value, four (heads of 128) or two elements of neighbouring keys
 _KEY_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]], [], [TILE, 64],
+    )
+)  # fmt: skip
+_KEY_WORDS_64 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8], [0, 16], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [TILE, 32],
     )
 )  # fmt: skip
 _VALUE_WORDS = gl.constexpr(
@@ -65,7 +71,7 @@ _VALUE_WORDS = gl.constexpr(
     )
 )  # fmt: skip
 _K_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-_V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+_V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # and FP8 heads of 64
 
 # ---- kernel ---------------------------------------------------------------------------------------------------------
 
@@ -94,6 +100,20 @@ def _pairs(x):
         prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c;
         prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c; }""",
         "=&r,=&r,r", [x], dtype=gl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _twos(x):
+    """Two E4M3 codes in each 16-bit word -> two BF16 tensors; two neighbouring words are converted together."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 high, low, t, x, c; mov.b32 c, 0x7b807b80;
+        prmt.b32 x, $2, 0, 0x3120;
+        shr.b32 t, x, 4; and.b32 t, t, 0x07070707; and.b32 high, x, 0x80808080; or.b32 high, high, t;
+        shl.b32 low, x, 4; and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c;
+        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c; }""",
+        "=&r,=&r,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -154,7 +174,7 @@ def _copy(
 def _key_operand(slot, FP8: gl.constexpr):
     """A tile of keys [TILE, H] as the left operand."""
     if FP8:
-        w = _pairs(slot.load(_KEY_WORDS))
+        w = _pairs(slot.load(_KEY_WORDS if slot.shape[1] == 64 else _KEY_WORDS_64))
         k = gl.join(w.to(gl.int16), (w >> 16).to(gl.int16)).to(gl.bfloat16, bitcast=True)
         return gl.convert_layout(k.reshape([_TILE, 2 * slot.shape[1]]), _LEFT)
     else:
@@ -165,9 +185,15 @@ def _key_operand(slot, FP8: gl.constexpr):
 def _value_operand(slot, FP8: gl.constexpr):
     """A tile of values transposed, [H, TILE], as the left operand; FP8: rows in the order of `_value_rows`."""
     if FP8:
-        v0, v1, v2, v3 = _quads(slot.load(_VALUE_WORDS))
-        v = gl.join(gl.join(v0, v2), gl.join(v1, v3)).reshape([_TILE, 4, 8, 2, 2])
-        return gl.convert_layout(v.permute((3, 1, 4, 2, 0)).reshape([4 * slot.shape[1], _TILE]), _LEFT)
+        words = slot.load(_VALUE_WORDS)
+        if slot.dtype == gl.int32:
+            v0, v1, v2, v3 = _quads(words)
+            v = gl.join(gl.join(v0, v2), gl.join(v1, v3)).reshape([_TILE, 4, 8, 2, 2])
+            return gl.convert_layout(v.permute((3, 1, 4, 2, 0)).reshape([128, _TILE]), _LEFT)
+        else:
+            v0, v1 = _twos(words)
+            v = gl.join(v0, v1).reshape([_TILE, 4, 8, 2])
+            return gl.convert_layout(v.permute((1, 3, 2, 0)).reshape([64, _TILE]), _LEFT)
     else:
         return slot.permute((1, 0)).load(_LEFT)
 
@@ -176,8 +202,8 @@ def _value_operand(slot, FP8: gl.constexpr):
 def _value_rows(H: gl.constexpr, FP8: gl.constexpr):
     """Which element of a head each row of the result is."""
     m = gl.arange(0, H, layout=gl.SliceLayout(1, _MMA))
-    if FP8:
-        m = 4 * (m // 16 % 4 * 8 + m % 8) + m // 64 * 2 + m // 8 % 2
+    if FP8:  # of H / 32 neighbouring elements, two lie 8 rows apart, the other two 64
+        m = H // 32 * (m // 16 % 4 * 8 + m % 8) + m // 64 * 2 + m // 8 % 2
     return m
 
 
@@ -216,9 +242,12 @@ def _decode_kernel(
     FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     _begin()
-    if FP8:  # words of two codes of a key, of four codes of a value
-        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, H // 2], _K_SHARED)
-        v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, H // 4], _V_SHARED)
+    if FP8 and H == 128:  # words of two codes of a key, of four codes of a value
+        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 64], _K_SHARED)
+        v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, 32], _V_SHARED)
+    elif FP8:
+        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 32], _V_SHARED)
+        v_ring = k_ring
     else:
         k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], _K_SHARED)
         v_ring = k_ring
@@ -290,8 +319,7 @@ def _store(
 def serves(cache: LayerCache, heads: int) -> bool:
     """Whether `decode` reads such a cache; what it does not serve is FlashAttention-4's."""
     page, groups, head_dim = cache.keys.shape[1:]
-    dims = (64, 128) if cache.scales is None else (128,)
-    return head_dim in dims and page % TILE == 0 and heads // groups <= _QUERIES[-1]
+    return head_dim in (64, 128) and page % TILE == 0 and heads // groups <= _QUERIES[-1]
 
 
 def decode(q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -326,9 +354,10 @@ def _launch(
     assert serves(cache, heads) and q.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
     assert table.stride(1) == 1 and lengths.is_contiguous()
     fp8 = scales is not None
-    if scales is not None:  # a word: two elements of a key, four of a value, the powers of two of both
+    if scales is not None:  # a word: two elements of a key, four or two of a value, the powers of two of both
         assert scales.is_contiguous()
-        keys, values, scales = keys.view(torch.int16), values.view(torch.int32), scales.view(torch.int32)
+        value_words = torch.int32 if head_dim == 128 else torch.int16
+        keys, values, scales = keys.view(torch.int16), values.view(value_words), scales.view(torch.int32)
     log2_scale = float(np.float32(scale) * np.float32(math.log2(math.e)))  # one FP32 product, as in FlashAttention-4
     codes, units = (quantized.codes.view(torch.uint8), quantized.scale) if quantized is not None else (q, q)
     queries = next(size for size in _QUERIES if size >= heads // groups)

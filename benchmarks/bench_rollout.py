@@ -5,9 +5,9 @@
 
 Each measurement is a process of its own, and they take turns: ours in each precision, then the peer's, for `--rounds`.
 `--peer` is a command that measures another engine on the same sizes and prints `VBENCH {json}` lines with `engine`
-(name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s` and `peak_gib`; `{dtype}`, `{batch}` (a comma
-list), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for prompt + new tokens itself. The
-first, short generation at each batch size compiles kernels and is not counted. Writes `results/rollout.json`.
+(name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s` and `peak_gib`; `{dtype}`, `{kv}` (the cache:
+auto or fp8), `{batch}` (a comma list), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for
+prompt + new tokens itself. The first, short generation at each batch size compiles kernels and is not counted. Writes `results/rollout.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import COPY_TBPS, RESULTS, SPEC, NoText, ask, emit, environment, median, quantiles, require_gpu, save, table
+from common import (
+    COPY_TBPS,
+    RESULTS,
+    SPEC,
+    NoText,
+    ask,
+    emit,
+    environment,
+    median,
+    quantiles,
+    require_gpu,
+    save,
+    split_variant,
+    table,
+)
 
 from jetrl.api import random_model
 from jetrl.rollout.engine import Engine, StepReport
@@ -128,21 +142,23 @@ def one(variant: str, args: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def peer_row(row: dict[str, Any], dtype: str) -> dict[str, Any]:
+def peer_row(row: dict[str, Any], variant: str) -> dict[str, Any]:
     """A peer's row under our names, its version kept. Its share of the floor is that of its mean context."""
-    named = {"engine": f"peer {dtype}", "peer": row.get("engine", "unknown"), "tokens/s": row["out_tok_s"]}
+    dtype, kv_cache, _ = split_variant(variant)
+    named = {"engine": f"peer {variant}", "peer": row.get("engine", "unknown"), "tokens/s": row["out_tok_s"]}
     if "peak_gib" in row:
         named["peak GiB"] = row["peak_gib"]
     if "decode_tok_s" in row:
         step = row["batch"] / row["decode_tok_s"] * 1e3
-        floor = floor_ms(dtype, row["batch"], row["prompt"] + row["out"] / 2, row["layers"])
+        floor = floor_ms(dtype, row["batch"], row["prompt"] + row["out"] / 2, row["layers"], kv_cache)
         named |= {"decode tokens/s": row["decode_tok_s"], "step_ms": step, "share of floor": floor / step}
     return row | named
 
 
-def peer_command(template: str, dtype: str, batch: list[int], prompt: int, new: int, layers: int) -> str:
+def peer_command(template: str, variant: str, batch: list[int], prompt: int, new: int, layers: int) -> str:
+    dtype, kv_cache, _ = split_variant(variant)
     sizes = {"batch": ",".join(map(str, batch)), "prompt": prompt, "new": new, "layers": layers}
-    return template.format(dtype=dtype, **sizes)
+    return template.format(dtype=dtype, kv=kv_cache or "auto", **sizes)
 
 
 def main() -> None:
@@ -154,7 +170,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SPEC.num_layers)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", default="", help="command of another engine")
-    parser.add_argument("--peer-dtype", nargs="+", default=["bf16", "fp8"])
+    parser.add_argument("--peer-dtype", nargs="+", default=["bf16", "fp8"], help="or 'fp8 kv8' (FP8 cache)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="rollout")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -1,6 +1,6 @@
 """The table of docs/PERFORMANCE.md, measured in one go: ours and another engine's, in turns, on one GPU.
 
-    python benchmarks/table.py --peer "COMMAND" --again         # all pieces, 14 minutes and compilation
+    python benchmarks/table.py --peer "COMMAND" --again         # all pieces, 16 minutes and compilation
     python benchmarks/table.py --peer "COMMAND"                 # those that results/table.json lacks
     python benchmarks/table.py --peer "COMMAND" --budget 560    # begin nothing that would not end in 560 s; call again
     python benchmarks/table.py --pieces "update fp8" "update bf16" --again
@@ -81,6 +81,7 @@ PIECES = [  # ours and what it is compared with, one after the other
     _step("update fp8 nonexact", 25),
     _step("update bf16 nonexact", 25),
     _rollout("peer rollout fp8", 80, "fp8", SHORT),
+    _rollout("peer rollout fp8 kv8", 80, "fp8 kv8", SHORT),
 ]
 
 # ---- what the table says --------------------------------------------------------------------------------------------

@@ -46,4 +46,6 @@ def test_the_peers_command_is_filled_in() -> None:
     assert peer_command(template, "fp8", [64, 256], 8192, 512, 36) == (
         "python vbench.py --dtype fp8 --batch 64,256 --prompt 8192 --out 512 --layers 36"
     )
+    assert peer_command("{dtype} {kv}", "fp8 kv8", [1], 1, 1, 1) == "fp8 fp8"
+    assert peer_command("{dtype} {kv}", "bf16", [1], 1, 1, 1) == "bf16 auto"
     assert bench_rollout.PEER_MARK == "VBENCH "

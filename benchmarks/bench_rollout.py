@@ -7,7 +7,8 @@ Each measurement is a process of its own, and they take turns: ours in each prec
 `--peer` is a command that measures another engine on the same sizes and prints `VBENCH {json}` lines with `engine`
 (name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s` and `peak_gib`; `{dtype}`, `{kv}` (the cache:
 auto or fp8), `{batch}` (a comma list), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for
-prompt + new tokens itself. The first, short generation at each batch size compiles kernels and is not counted. Writes `results/rollout.json`.
+prompt + new tokens itself. The first, short generation at each batch size compiles kernels and is not counted. Writes
+`results/rollout.json`.
 """
 
 from __future__ import annotations

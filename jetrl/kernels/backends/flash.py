@@ -27,7 +27,7 @@ from jetrl.kernels.backends.triton_cache import read_cache, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
-from jetrl.types import LayerCache, PagedPlan, VarlenPlan
+from jetrl.types import PagedPlan, VarlenPlan
 
 # its own kernels make its compiler say this at every compilation
 warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
@@ -69,33 +69,48 @@ def attend_varlen(
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
-    """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already."""
+    """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already.
+
+    The sequences that decode come first in a step of the engine: they have the decode kernel, also beside prompts.
+    """
     _check(q)
-    cache, table = plan.cache.layer(layer), plan.block_table
-    if _decodes(q, plan, cache):
-        return gluon_attention.decode(q, cache, table, plan.kv_lengths, scale)
+    cache, first = plan.cache.layer(layer), _decoding(q, plan)
+    if first == len(plan.query_lengths):
+        return gluon_attention.decode(q, cache, plan.block_table, plan.kv_lengths, scale)
+    out = torch.empty_like(q)
+    if first:
+        decoding = cache, plan.block_table[:first], plan.kv_lengths[:first]
+        gluon_attention.decode(q[:first], *decoding, scale, out[:first])
+    table, lengths = plan.block_table[first:], plan.kv_lengths[first:]
+    starts = plan.cu_seqlens[first:] - first if first else plan.cu_seqlens
     if cache.scales is not None:
-        cache, table = read_cache(cache, table, plan.kv_lengths, plan.kv_pages)
+        cache, table = read_cache(cache, table, lengths, plan.kv_pages)
     # no bound on the key length: the page table gives one, and a bound that changes each step would spoil a CUDA graph
-    return _flash_attn_fwd(
-        q, cache.keys, cache.values, cu_seqlens_q=plan.cu_seqlens, seqused_k=plan.kv_lengths,
-        max_seqlen_q=max(plan.query_lengths, default=0), page_table=table, softmax_scale=scale, causal=True,
-        num_splits=1,
-    )[0]  # fmt: skip
+    _flash_attn_fwd(
+        q[first:], cache.keys, cache.values, cu_seqlens_q=starts, seqused_k=lengths,
+        max_seqlen_q=max(plan.query_lengths), page_table=table, softmax_scale=scale, causal=True, num_splits=1,
+        out=out[first:],
+    )  # fmt: skip
+    return out
 
 
 def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
     """`quantize_act(attend_cached(...).flatten(1))`, in one kernel for a decode step with heads of 128."""
-    cache = plan.cache.layer(layer)
-    if q.shape[2] == BLOCK and _decodes(q, plan, cache):
+    if q.shape[2] == BLOCK and _decoding(q, plan) == len(plan.query_lengths):
         _check(q)
+        cache = plan.cache.layer(layer)
         return gluon_attention.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, pow2)
     return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 
-def _decodes(q: Tensor, plan: PagedPlan, cache: LayerCache) -> bool:
-    """Whether every sequence has one query, and our own kernel serves these sizes."""
-    return plan.query_lengths == (1,) * q.shape[0] and gluon_attention.serves(cache, q.shape[1])
+def _decoding(q: Tensor, plan: PagedPlan) -> int:
+    """How many sequences the decode kernel takes: the first ones that have one query each, if it serves these sizes."""
+    if not gluon_attention.serves(plan.cache.layer(0), q.shape[1]):
+        return 0
+    count = len(plan.query_lengths)
+    if plan.query_lengths == (1,) * count:
+        return count
+    return next(i for i, length in enumerate(plan.query_lengths) if length != 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:

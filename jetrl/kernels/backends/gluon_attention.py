@@ -322,13 +322,15 @@ def serves(cache: LayerCache, heads: int) -> bool:
     return head_dim in (64, 128) and page % TILE == 0 and heads // groups <= _QUERIES[-1]
 
 
-def decode(q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """`q` [B, N, H], one query a sequence, over the pages of `cache` -> [B, N, H].
+def decode(
+    q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """`q` [B, N, H], one query a sequence, over the pages of `cache` -> [B, N, H], in `out` if that is given.
 
     `table` int32 [B, M] names the pages of a sequence, `lengths` int32 [B] counts its keys, the new one among them: at
     least 1.
     """
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     _launch(q, cache, table, lengths, scale, out, None, False)
     return out
 
@@ -352,7 +354,7 @@ def _launch(
     (batch, heads, head_dim), (page, groups) = q.shape, cache.keys.shape[1:3]
     keys, values, scales = cache.keys, cache.values, cache.scales
     assert serves(cache, heads) and q.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
-    assert table.stride(1) == 1 and lengths.is_contiguous()
+    assert table.stride(1) == 1 and lengths.is_contiguous() and out.is_contiguous() and out.shape == q.shape
     fp8 = scales is not None
     if scales is not None:  # a word: two elements of a key, four or two of a value, the powers of two of both
         assert scales.is_contiguous()

@@ -158,6 +158,8 @@ def peer_row(row: dict[str, Any], variant: str) -> dict[str, Any]:
 
 def peer_command(template: str, variant: str, batch: list[int], prompt: int, new: int, layers: int) -> str:
     dtype, kv_cache, _ = split_variant(variant)
+    if kv_cache and "{kv}" not in template:
+        raise SystemExit(f"the peer's command has no {{kv}} to ask for the cache of {variant!r}")
     sizes = {"batch": ",".join(map(str, batch)), "prompt": prompt, "new": new, "layers": layers}
     return template.format(dtype=dtype, kv=kv_cache or "auto", **sizes)
 

@@ -117,17 +117,17 @@ class PagedPlan:
     `kv_lengths[i]` keys, found at `block_table[i]`. Row t writes its key and value to cache slot
     `slots[t] = page * page_size + offset`; a slot of -1 is a padding row and writes nothing.
 
-    `kv_pages` is at least the number of pages that hold keys of these sequences, a shared page counted for each:
-    `sum(ceil(kv_lengths / page_size))`, or where only the device knows the lengths, the entries of the table. It bounds
-    what a backend takes to dequantize the pages of an FP8 cache, without waiting for the device.
+    `kv_pages[i]` is at least the number of pages that hold keys of sequence i: `ceil(kv_lengths[i] / page_size)`, or
+    where only the device knows the lengths, the width of the table. It bounds what a backend takes to dequantize the
+    pages of an FP8 cache, without waiting for the device.
     """
 
-    cache: Any  # rollout.kv_cache.KVCache
+    cache: Any  # rollout.runner.KVCache
     cu_seqlens: Tensor  # [B+1] int32
     query_lengths: tuple[int, ...]
     kv_lengths: Tensor  # [B] int32
     max_kv_length: int
-    kv_pages: int
+    kv_pages: tuple[int, ...]
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
 

@@ -311,7 +311,11 @@ def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tm
     assert status == 0 and "lr = 2e-05" in out and not (tmp_path / "runs").exists()
     assert 'kv_cache = "bf16"' in out
     assert 'kv_cache = "fp8"' in jetrl("train", recipe, "quant.kv_cache=fp8", "--dry-run")[1]
-    assert "kv_cache =" not in jetrl("train", recipe, "quant.kv_cache=fp8", "precision=bf16", "--dry-run")[1]
+    status, out, _ = jetrl("train", recipe, "precision=bf16", "--dry-run")
+    assert status == 0 and "kv_cache =" not in out
+    assert_refused(
+        jetrl("train", recipe, "quant.kv_cache=fp8", "precision=bf16", "--dry-run"), "kv_cache: has no effect"
+    )
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class RolloutStats:
 class Engine:
     """The rollout engine. Sizes are those of the config's `rollout` section; `eos_token_ids` overrides the tokenizer's.
 
-    `kv_cache_tokens=None` sizes the cache for each call from what the requests can need, within half the free memory.
+    `kv_cache_tokens=None` sizes the cache for each call from what the requests can need and most of the free memory.
     """
 
     def __init__(

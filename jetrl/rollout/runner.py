@@ -238,7 +238,7 @@ class ModelRunner:
             query_lengths=tuple(plan.counts.tolist()),
             kv_lengths=self._put(kv_lengths.astype(np.int32)),
             max_kv_length=int(kv_lengths.max()),
-            kv_pages=int((-(-kv_lengths // self.page_size)).sum()),
+            kv_pages=tuple((-(-kv_lengths // self.page_size)).tolist()),
             block_table=self._put(plan.block_table),
             slots=self._put(self._slots(plan)),
         )

@@ -48,4 +48,6 @@ def test_the_peers_command_is_filled_in() -> None:
     )
     assert peer_command("{dtype} {kv}", "fp8 kv8", [1], 1, 1, 1) == "fp8 fp8"
     assert peer_command("{dtype} {kv}", "bf16", [1], 1, 1, 1) == "bf16 auto"
+    with pytest.raises(SystemExit, match="kv"):
+        peer_command(template, "fp8 kv8", [1], 1, 1, 1)
     assert bench_rollout.PEER_MARK == "VBENCH "

@@ -54,7 +54,7 @@ def paged(cache: Cache, tables: Tensor, starts: list[int], counts: list[int]) ->
     return PagedPlan(
         cache=cache, cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=CUDA), query_lengths=tuple(counts),
         kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA), max_kv_length=max(kv),
-        kv_pages=sum(-(-n // page) for n in kv), block_table=tables.to(torch.int32).to(CUDA),
+        kv_pages=tuple(-(-n // page) for n in kv), block_table=tables.to(torch.int32).to(CUDA),
         slots=torch.tensor(slots, dtype=torch.int64, device=CUDA),
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_an_fp8_cache_is_a_bf16_cache_of_rounded_heads(ops, n: int, g: int, h: i
         rows = torch.cat([torch.arange(starts[b + 1] - counts[b], starts[b + 1]) for b in range(4)]).to(CUDA)
         plan = paged(cache, tables, [m - c for m, c in zip(lengths, counts, strict=True)], list(counts))
         if spare == 0:
-            plan = replace(plan, kv_pages=4 * blocks)
+            plan = replace(plan, kv_pages=(blocks,) * 4)
         outs.append(ops.attend_cached(q[rows], plan, 0, h**-0.5))
         assert torch.equal(outs[-1], want[rows]), "FP8" if fp8 else "BF16"
         for pow2 in (False, True):
@@ -183,7 +183,8 @@ def test_nan_behind_the_keys_of_fp8_pages_reaches_nobody(ops, spare: int) -> Non
     outs = []
     for cache in caches:
         plan = paged(cache, tables, [0] * 4, list(lengths))
-        outs.append(ops.attend(q, k, v, plan if spare else replace(plan, kv_pages=16), 0, h**-0.5))
+        plan = plan if spare else replace(plan, kv_pages=(16,) * len(plan.kv_pages))
+        outs.append(ops.attend(q, k, v, plan, 0, h**-0.5))
     assert outs[0].isfinite().all() and torch.equal(outs[0], outs[1])
 
 

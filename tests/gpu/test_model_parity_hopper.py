@@ -70,7 +70,7 @@ def paged_batch(
     cu = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=CUDA)
     plan = PagedPlan(
         cache=cache, cu_seqlens=cu, query_lengths=tuple(counts), max_kv_length=max(kv), slots=slots.to(CUDA),
-        kv_pages=sum(-(-n // page) for n in kv),
+        kv_pages=tuple(-(-n // page) for n in kv),
         kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA),
         block_table=table[members].to(torch.int32).to(CUDA),
     )  # fmt: skip
@@ -183,7 +183,7 @@ def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str, page: int, p
     with torch.no_grad():
         model(paged_batch(cache, table, sequences, list(range(8)), [0] * 8, [60] * 8))
         static = paged_batch(cache, table, sequences, list(range(8)), [60] * 8, [1] * 8)
-        static = replace(static, plan=replace(static.plan, kv_pages=64))  # a bound that holds for all replays
+        static = replace(static, plan=replace(static.plan, kv_pages=(64,) * len(static.plan.kv_pages)))  # a bound that holds for all replays
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

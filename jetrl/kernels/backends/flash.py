@@ -75,16 +75,18 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     """
     _check(q)
     cache, first = plan.cache.layer(layer), _decoding(q, plan)
-    if first == len(plan.query_lengths):
+    if first and first == len(plan.query_lengths):
         return gluon_attention.decode(q, cache, plan.block_table, plan.kv_lengths, scale)
     out = torch.empty_like(q)
+    if not plan.query_lengths:
+        return out
     if first:
         decoding = cache, plan.block_table[:first], plan.kv_lengths[:first]
         gluon_attention.decode(q[:first], *decoding, scale, out[:first])
     table, lengths = plan.block_table[first:], plan.kv_lengths[first:]
     starts = plan.cu_seqlens[first:] - first if first else plan.cu_seqlens
     if cache.scales is not None:
-        cache, table = read_cache(cache, table, lengths, plan.kv_pages)
+        cache, table = read_cache(cache, table, lengths, sum(plan.kv_pages[first:]))
     # no bound on the key length: the page table gives one, and a bound that changes each step would spoil a CUDA graph
     _flash_attn_fwd(
         q[first:], cache.keys, cache.values, cu_seqlens_q=starts, seqused_k=lengths,
@@ -96,7 +98,7 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
 
 def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
     """`quantize_act(attend_cached(...).flatten(1))`, in one kernel for a decode step with heads of 128."""
-    if q.shape[2] == BLOCK and _decoding(q, plan) == len(plan.query_lengths):
+    if q.shape[2] == BLOCK and plan.query_lengths and _decoding(q, plan) == len(plan.query_lengths):
         _check(q)
         cache = plan.cache.layer(layer)
         return gluon_attention.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, pow2)

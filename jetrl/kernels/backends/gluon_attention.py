@@ -30,15 +30,24 @@ import math
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from jetrl.errors import UserError
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 from jetrl.types import LayerCache
+
+# Gluon renames things from version to version
+if not triton.__version__.startswith("3.6."):
+    raise UserError(
+        f"the hopper kernels are written for Triton 3.6, which comes with torch 2.11; Triton {triton.__version__} is "
+        "installed. Install both with: pip install torch==2.11.0 'jetrl[hopper]'"
+    )
 
 TILE = 128  # keys: what FlashAttention-4 takes for heads of 64 and 128
 _TILE = gl.constexpr(TILE)
@@ -71,7 +80,7 @@ _VALUE_WORDS = gl.constexpr(
     )
 )  # fmt: skip
 _K_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-_V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # and FP8 heads of 64
+_V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # of 64 codes: for keys as well
 
 # ---- kernel ---------------------------------------------------------------------------------------------------------
 
@@ -368,7 +377,7 @@ def _launch(
             q, keys, values, scales if fp8 else q, table, lengths, out, codes, units, log2_scale, table.stride(0),
             codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries, PAGE=page,
             SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
-            num_warps=4, maxnreg=128 if fp8 else None, enable_fp_fusion=False, launch_pdl=True,
+            num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None, enable_fp_fusion=False, launch_pdl=True,
         )  # fmt: skip
 
 

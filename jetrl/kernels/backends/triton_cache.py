@@ -187,7 +187,7 @@ def read_cache(cache: LayerCache, table: Tensor, lengths: Tensor, kv_pages: int)
     """The pages of an FP8 cache that hold keys of these sequences, in BF16: scratch pages and their table [B, M].
 
     `table` int32 [B, M], `lengths` int32 [B] (keys of each sequence), `kv_pages` at least the sum over the sequences of
-    the pages that hold their keys (`PagedPlan.kv_pages`): known on the host, so nothing waits for the device, and a
+    the pages that hold their keys (of `PagedPlan.kv_pages`): known on the host, so nothing waits for the device, and a
     CUDA graph may hold the call. The scratch has that many pages, one sequence's behind the other's, but never more
     than the cache: from there on each page goes whole to the place that it has there, and sequences that share a page
     write the same bits to it twice, however many of its keys are theirs (a graph's padding rows own one of page 0). One

@@ -191,6 +191,8 @@ class Reading:
         row = self.row
         base = f"{_number(self.base, row.unit)} ({row.against})" if row.base is not None else ""
         result = "not run" if self.result is None else RESULT[row.how].format(self.result)
+        if self.met is False and result == f"{row.goal:.2f}x":  # just below: not to be rounded up to the goal
+            result = f"{self.result:.3f}x"
         verdict = {True: "met", False: "red", None: ""}[self.met]
         peak = "" if self.peak is None else f"{self.peak:.0f}"
         return [row.what, _number(self.ours, row.unit), base, result, GOAL[row.how].format(row.goal), verdict, peak]

@@ -61,7 +61,7 @@ def load_model(
 ) -> Policy:
     """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
 
-    `kv_cache` is `quant.kv_cache`: bf16, the default, or fp8.
+    `kv_cache` is `quant.kv_cache`: bf16, the default, or fp8. The folder does not say what its model was trained with.
     """
     config = _config_for({"model": {"path": str(path)}} | _quant(kv_cache), precision, device)
     tokenizer, spec, _ = load_spec(config)

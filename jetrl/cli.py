@@ -172,6 +172,8 @@ def compare(
     precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
 ) -> None:  # fmt: skip
     """Run one recipe in several precision flows, from the same seed and warm start, and lay them side by side."""
+    from jetrl.config import switched_off
+    from jetrl.config_toml import split_override
     from jetrl.loop import StopRequest, run
     from jetrl.report.console import comparison
     from jetrl.report.html import write_report
@@ -180,7 +182,11 @@ def compare(
     flows = [flow.strip() for flow in precision.split(",") if flow.strip()]
     if not flows or len(set(flows)) < len(flows):
         raise UserError(f"--precision {precision}: name each flow once, as in bf16,fp8,fp8_rollout.")
-    configs = [_config(recipe, overrides, [f"precision={flow}"]) for flow in flows]  # all are checked before the first
+
+    def said_of(flow: str) -> list[str]:  # quant.kv_cache=fp8, say, is for the FP8 flows
+        return [text for text in overrides or [] if split_override(text)[0] not in switched_off("precision", flow)]
+
+    configs = [_config(recipe, said_of(flow), [f"precision={flow}"]) for flow in flows]  # all checked before the first
     folders, stop = [], StopRequest().install()
     for flow, config in zip(flows, configs, strict=True):
         config = _placed(config.model_copy(update={"name": f"{config.name}-{flow}"}))

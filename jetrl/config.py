@@ -330,14 +330,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     given = {key for key, _ in pairs}
     for key, value in pairs:
         set_override(data, key, value)
-        for dependent in _switched_off(key, value) - given:
+        for dependent in switched_off(key, value) - given:
             section, _, name = dependent.partition(".")
             if isinstance(data.get(section), dict):
                 data[section].pop(name, None)
     return parse_config(data, f"{path} with overrides" if overrides else str(path))
 
 
-def _switched_off(key: str, value: Any) -> set[str]:
+def switched_off(key: str, value: Any) -> set[str]:
     """The full keys that have no effect once an override has set `key` to `value`."""
     keys = set()
     for section in (cast(type[Section], Config), *sections().values()):

@@ -441,6 +441,13 @@ def test_compare(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "tiny-bf16-2").exists(), "all precisions are checked before the first run"
 
 
+def test_compare_takes_settings_of_fp8_for_the_flows_that_have_them(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
+    status, _, err = jetrl("compare", recipe, "train.steps=1", "quant.kv_cache=fp8", "--precision", "bf16,fp8")
+    assert status == 0, err
+    held = {flow: (tmp_path / "runs" / f"tiny-{flow}" / "config.toml").read_text() for flow in ("bf16", "fp8")}
+    assert 'kv_cache = "fp8"' in held["fp8"] and "kv_cache =" not in held["bf16"]
+
+
 def test_paths_that_are_nothing(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

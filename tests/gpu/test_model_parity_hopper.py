@@ -183,7 +183,8 @@ def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str, page: int, p
     with torch.no_grad():
         model(paged_batch(cache, table, sequences, list(range(8)), [0] * 8, [60] * 8))
         static = paged_batch(cache, table, sequences, list(range(8)), [60] * 8, [1] * 8)
-        static = replace(static, plan=replace(static.plan, kv_pages=(64,) * len(static.plan.kv_pages)))  # a bound that holds for all replays
+        bound = (64,) * len(static.plan.kv_pages)  # holds for all replays
+        static = replace(static, plan=replace(static.plan, kv_pages=bound))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

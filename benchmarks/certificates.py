@@ -17,6 +17,7 @@ The expected seconds leave out what compiling kernels takes (a minute or more in
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -75,7 +76,8 @@ def measure(cases: list[Case], deadline: float) -> None:
             print(f"no time left for {case}", file=sys.stderr)
             return
         if built != precision:
-            model = None  # its memory goes before the next one comes
+            model = None  # its memory goes before the next one comes; engines hold it in cycles
+            gc.collect()
             torch.cuda.empty_cache()
             name, kv_cache, _ = split_variant(precision)
             model, built = random_model(shape, name, "cuda", kv_cache=kv_cache), precision

@@ -190,6 +190,8 @@ class Reading:
         """what, ours, baseline, result, goal, verdict, peak GiB"""
         row = self.row
         base = f"{_number(self.base, row.unit)} ({row.against})" if row.base is not None else ""
+        if row.how == "share" and self.base is None:  # for comparison only, and not every peer reports it
+            base = ""
         result = "not run" if self.result is None else RESULT[row.how].format(self.result)
         if self.met is False and result == f"{row.goal:.2f}x":  # just below: not to be rounded up to the goal
             result = f"{self.result:.3f}x"

@@ -124,8 +124,9 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
         with clock("warm start", config.sft.steps):
             stop.in_warm_start = True
             warm_start(
-                session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance()
-            )
+                session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
+                clock.display.message,
+            )  # fmt: skip
             stop.in_warm_start = False
     state.begin(session, run_dir)
     session.engine.load(publish(session.model, 0, session.flow_digest))
@@ -202,7 +203,7 @@ def run_sft(config: Config) -> Path:
     with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
         return warm_start(
             session.model, config, session.task, session.tokenizer,
-            lambda step, loss: display.step({"step": step, "policy/loss": loss}),
+            lambda step, loss: display.step({"step": step, "policy/loss": loss}), display.message,
         )  # fmt: skip
 
 

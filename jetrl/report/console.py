@@ -85,7 +85,7 @@ class Display:
                 self.console.print(Text(self.about, style="dim"))
             self._live.start(refresh=True)
         else:
-            self._line(f"{self.title}: {self.total_steps} steps" + (f"; {self.about}" if self.about else ""))
+            self._line(f"{self.title}: {_counted(self.total_steps)}" + (f"; {self.about}" if self.about else ""))
         return self
 
     def __exit__(
@@ -246,6 +246,10 @@ class Display:
         entropy = _number(metrics.get("policy/entropy"), 3)
         table.add_row("entropy", entropy, "tokens/s", count(speed) if speed is not None else "-")
         return table
+
+
+def _counted(steps: int) -> str:
+    return f"{steps} step" + "s" * (steps != 1)
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -58,11 +58,14 @@ def _state_hash(state: dict[str, torch.Tensor]) -> str:
 
 
 def warm_start(
-    model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None]
-) -> Path:
+    model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
+    tell: Callable[[str], None],
+) -> Path:  # fmt: skip
     """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`."""
     path = cache_path(config, model)
-    if not path.is_file():
+    if path.is_file():
+        tell(f"warm start taken from {path}")
+    else:
         state = train_sft(model, config, task, tokenizer, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")

@@ -24,21 +24,23 @@ def session_of(folder: Path, changes: dict[str, Any]) -> Session:
     return session
 
 
-def train(session: Session) -> tuple[Path, list[float]]:
+def train(session: Session, told: list[str] | None = None) -> tuple[Path, list[float]]:
     losses: list[float] = []
     made = warm_start(
-        session.model, session.config, session.task, session.tokenizer, lambda step, loss: losses.append(loss)
-    )
+        session.model, session.config, session.task, session.tokenizer, lambda step, loss: losses.append(loss),
+        (told if told is not None else []).append,
+    )  # fmt: skip
     return made, losses
 
 
 def test_it_learns_and_the_second_time_it_is_cached(tmp_path: Path) -> None:
+    told: list[str] = []
     first = session_of(tmp_path, {})
-    path, losses = train(first)
-    assert len(losses) == 6 and losses[-1] < 0.85 * losses[0]
+    path, losses = train(first, told)
+    assert len(losses) == 6 and losses[-1] < 0.85 * losses[0] and told == []
     second = session_of(tmp_path, {})
-    again, nothing = train(second)
-    assert again == path and nothing == []
+    again, nothing = train(second, told)
+    assert again == path and nothing == [] and told == [f"warm start taken from {path}"]
     assert second.model.checksum() == first.model.checksum()
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a temporary file is left"
 

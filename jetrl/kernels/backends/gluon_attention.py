@@ -37,6 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from jetrl.errors import UserError
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
@@ -86,62 +87,49 @@ _V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # of 64 code
 
 
 @gluon.jit
-def _begin():
-    """Programmatic dependent launch, as `triton_launch.begin`."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+def _widened(codes: str, outputs: str) -> str:
+    """PTX: the four E4M3 codes in register `codes` -> BF16, two in each of two outputs. 2**120 mends the bias."""
+    first, second = outputs.split()
+    return f"""
+        shr.b32 t, {codes}, 4; and.b32 t, t, 0x07070707; and.b32 high, {codes}, 0x80808080; or.b32 high, high, t;
+        shl.b32 low, {codes}, 4; and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 t, low, high, 0x5140; mul.bf16x2 {first}, t, c;
+        prmt.b32 t, low, high, 0x7362; mul.bf16x2 {second}, t, c;"""
+
+
+_REGISTERS = "{ .reg .b32 high, low, t, x, c; mov.b32 c, 0x7b807b80;"
+_PAIRS = gl.constexpr(_REGISTERS + _widened("$2", "$0 $1") + " }")
+_TWOS = gl.constexpr(_REGISTERS + "prmt.b32 x, $2, 0, 0x3120;" + _widened("x", "$0 $1") + " }")
+_QUADS = gl.constexpr(
+    _REGISTERS + "prmt.b32 x, $4, $5, 0x5140;" + _widened("x", "$0 $1")
+    + "prmt.b32 x, $4, $5, 0x7362;" + _widened("x", "$2 $3") + " }"
+)  # fmt: skip
+
+
 @gluon.jit
 def _pairs(x):
-    """Two E4M3 codes in each 16-bit word -> two BF16 in a 32-bit word. The exponent's bias is mended by 2**120."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .b32 high, low, t, c; mov.b32 c, 0x7b807b80;
-        shr.b32 t, $2, 4; and.b32 t, t, 0x07070707; and.b32 high, $2, 0x80808080; or.b32 high, high, t;
-        shl.b32 low, $2, 4; and.b32 low, low, 0xf0f0f0f0;
-        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c;
-        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c; }""",
-        "=&r,=&r,r", [x], dtype=gl.int32, is_pure=True, pack=2,
-    )  # fmt: skip
+    """Two E4M3 codes in each 16-bit word -> two BF16 in a 32-bit word."""
+    return gl.inline_asm_elementwise(_PAIRS, "=&r,=&r,r", [x], dtype=gl.int32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def _twos(x):
     """Two E4M3 codes in each 16-bit word -> two BF16 tensors; two neighbouring words are converted together."""
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 high, low, t, x, c; mov.b32 c, 0x7b807b80;
-        prmt.b32 x, $2, 0, 0x3120;
-        shr.b32 t, x, 4; and.b32 t, t, 0x07070707; and.b32 high, x, 0x80808080; or.b32 high, high, t;
-        shl.b32 low, x, 4; and.b32 low, low, 0xf0f0f0f0;
-        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c;
-        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c; }""",
-        "=&r,=&r,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+        _TWOS, "=&r,=&r,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+    )
 
 
 @gluon.jit
 def _quads(x):
     """Four E4M3 codes in each 32-bit word -> four BF16 tensors; two neighbouring words are converted together."""
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 high, low, t, x, c; mov.b32 c, 0x7b807b80;
-        prmt.b32 x, $4, $5, 0x5140;
-        shr.b32 t, x, 4; and.b32 t, t, 0x07070707; and.b32 high, x, 0x80808080; or.b32 high, high, t;
-        shl.b32 low, x, 4; and.b32 low, low, 0xf0f0f0f0;
-        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c;
-        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c;
-        prmt.b32 x, $4, $5, 0x7362;
-        shr.b32 t, x, 4; and.b32 t, t, 0x07070707; and.b32 high, x, 0x80808080; or.b32 high, high, t;
-        shl.b32 low, x, 4; and.b32 low, low, 0xf0f0f0f0;
-        prmt.b32 t, low, high, 0x5140; mul.bf16x2 $2, t, c;
-        prmt.b32 t, low, high, 0x7362; mul.bf16x2 $3, t, c; }""",
-        "=&r,=&r,=&r,=&r,r,r", [x], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        _QUADS, "=&r,=&r,=&r,=&r,r,r", [x], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True,
+        pack=2,
     )  # fmt: skip
 
 
@@ -249,8 +237,9 @@ def _decode_kernel(
     q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
     FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    _begin()
+    begin(PDL)
     if FP8 and H == 128:  # words of two codes of a key, of four codes of a value
         k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 64], _K_SHARED)
         v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, 32], _V_SHARED)
@@ -377,7 +366,7 @@ def _launch(
             q, keys, values, scales if fp8 else q, table, lengths, out, codes, units, log2_scale, table.stride(0),
             codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries, PAGE=page,
             SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
-            num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None, enable_fp_fusion=False, launch_pdl=True,
+            num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None, enable_fp_fusion=False, **LAUNCH,
         )  # fmt: skip
 
 

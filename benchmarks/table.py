@@ -189,9 +189,8 @@ class Reading:
     def cells(self) -> list[str]:
         """what, ours, baseline, result, goal, verdict, peak GiB"""
         row = self.row
-        base = f"{_number(self.base, row.unit)} ({row.against})" if row.base is not None else ""
-        if row.how == "share" and self.base is None:  # for comparison only, and not every peer reports it
-            base = ""
+        told = self.base is not None or row.how != "share"  # a share is for comparison; not every peer reports it
+        base = f"{_number(self.base, row.unit)} ({row.against})" if row.base is not None and told else ""
         result = "not run" if self.result is None else RESULT[row.how].format(self.result)
         if self.met is False and result == f"{row.goal:.2f}x":  # just below: not to be rounded up to the goal
             result = f"{self.result:.3f}x"

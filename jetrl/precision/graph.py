@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
@@ -130,15 +131,16 @@ def build_flow(spec: ModelSpec, recipe: Recipe, view: View) -> FlowGraph:
     return FlowGraph(view, tuple(builder.nodes.values()), tuple(builder.edges))
 
 
-class _Builder:
+class _Builder(ABC):
     def __init__(self, spec: ModelSpec, recipe: Recipe, view: View) -> None:
         self.spec, self.recipe = spec, recipe
         self.side: Side = "rollout" if view == "rollout" else "train"
         self.nodes: dict[str, FlowNode] = {}
         self.edges: list[FlowEdge] = []
 
+    @abstractmethod
     def build(self) -> None:
-        raise NotImplementedError
+        """Make all nodes and edges of the view."""
 
     def op(self, name: str, op: str, inputs: Mapping[str, str], out: Format = BF16, **attributes: Attribute) -> str:
         assert op in ROUNDING and name not in self.nodes, (op, name)

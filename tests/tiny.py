@@ -30,7 +30,7 @@ def tiny_data(folder: Path) -> dict[str, Any]:
     (folder / "reward.py").write_text(REWARD)
     return {
         "name": "tiny", "precision": "fp8", "device": "cpu", "num_threads": 1, "output_dir": str(folder / "runs"),
-        "model": {"arch": ARCH, "tokenizer": "builtin:arithmetic"},
+        "model": {"arch": dict(ARCH), "tokenizer": "builtin:arithmetic"},
         "task": {
             "name": "addition", "params": {"digits": [2]}, "reward": f"{folder}/reward.py:reward", "num_eval": 4,
             "max_prompt_length": 16,

@@ -1,19 +1,21 @@
 """The values that cross the borders between rooms. Frozen, and without torch at run time.
 
-Shape letters: T packed tokens, B sequences, P prompt tokens, C completion tokens, M blocks of a sequence.
+Shape letters: T packed tokens, B sequences, M blocks of a sequence, N and K rows and columns of a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Side = Literal["train", "rollout"]
+Author = Literal["policy", "environment"]
 FinishReason = Literal["stop", "length"]
+EndReason = Literal["stop", "length", "turns", "error", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +55,26 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `id` with `sampling.seed` names its random stream: equal ids give equal tokens."""
+    """One sequence to generate. `id` with `sampling.seed` names its random stream: equal ids give equal tokens.
+
+    `max_conversation` is for a turn of a conversation: the most tokens that all its turns may reach together. The engine
+    then keeps what it computed for this turn until `forget`, and a later request with the same id, whose tokens begin
+    with this turn's, goes on from there. None: a single answer.
+    """
 
     id: int
     tokens: tuple[int, ...]
     sampling: SamplingParams
+    max_conversation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine returns for one request.
+    """What an engine returns for one request.
 
     `logprobs[i]` is the full-distribution log-probability of `tokens[i]` at the sampling temperature (FP32), also when
-    top-p, top-k or min-p truncated the draw. A stop token that ended the sequence is the last entry of `tokens`.
+    top-p, top-k or min-p truncated the draw. A stop token that ended the sequence is the last entry of `tokens`, and is
+    not part of `text`.
     """
 
     request_id: int
@@ -78,13 +87,164 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class StepReport:
+    """How far an engine is after a step: requests that run, wait and have finished, and tokens drawn, since it was
+    last idle."""
+
+    step: int
+    running: int
+    waiting: int
+    finished: int
+    generated_tokens: int
+
+
+class Engine(Protocol):
+    """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours.
+
+    Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
+    those that the learner's forward computes with the same weights; if not, the learner makes its own pass.
+    """
+
+    keeps_bits: bool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are running or waiting."""
+        ...
+
+    def load(self, weights: WeightSet) -> None:
+        """Use these weights from now on. Called while the engine has no work."""
+        ...
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all or none: UserError if one of them can never run."""
+        ...
+
+    def step(self) -> StepReport:
+        """Compute for a while (one forward pass, or a few). Called while `has_work`."""
+        ...
+
+    def collect(self) -> list[Completion]:
+        """What has finished since the last call, in the order in which it finished."""
+        ...
+
+    def forget(self, ids: Collection[int]) -> None:
+        """These conversations have ended: nothing needs to be kept for a further turn. Unknown ids are ignored."""
+        ...
+
+    def release(self) -> None:
+        """Give memory back to training until the next `add`. Called while the engine has no work."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring tokens of a trajectory by one author.
+
+    The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
+    functions. The environment's tokens have no log-probs. `reward` is what the environment gave for this turn of the
+    policy (0 where it says nothing before the end).
+    """
+
+    author: Author
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...] = ()
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One answer or one conversation, as a single sequence of tokens: `segments` in order, the prompt first.
+
+    A plain answer is the prompt (by the environment) and one segment by the policy. `end`: "stop" (the policy or the
+    environment ended it), "length" (`rollout.max_response_length`), "turns" (`environment.max_turns`), and for those
+    that are left out of training "error" or "timeout" of the environment, described by `error`.
+    """
+
+    segments: tuple[Segment, ...]
+    end: EndReason
+    weight_version: int
+    flow_digest: str
+    error: str = ""
+
+    @property
+    def turns(self) -> tuple[Segment, ...]:
+        """The policy's segments."""
+        return tuple(s for s in self.segments if s.author == "policy")
+
+    @property
+    def length(self) -> int:
+        """Tokens of all segments, the prompt's included."""
+        return sum(len(s.tokens) for s in self.segments)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.turns)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens behind the prompt, the environment's included: what `rollout.max_response_length` bounds."""
+        return self.length - len(self.segments[0].tokens)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it ran into a limit of length or turns."""
+        return self.end in ("length", "turns")
+
+
+Advantage = float | tuple[float, ...]
+"""One number for all policy tokens of a trajectory, or one for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
-    """The completions of one prompt, with a reward and an advantage each once these stages have run."""
+    """The trajectories of one prompt, with a reward and an advantage each once these stages have run."""
 
     prompt: Prompt
-    completions: tuple[Completion, ...]
+    trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...] = ()
-    advantages: tuple[float, ...] = ()
+    advantages: tuple[Advantage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An environment's answer to the policy, as tokens: what `Conversations.poll` returns.
+
+    `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people.
+    `reward` belongs to the policy's turn before. `failure` is "" or why the environment gave no answer.
+    """
+
+    key: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    reward: float = 0.0
+    done: bool = False
+    failure: Literal["", "error", "timeout"] = ""
+    error: str = ""
+
+
+class Conversations(Protocol):
+    """The environment's side of many conversations; `tasks.conversations.EnvironmentPool` is one.
+
+    Calls return at once; the environments work in the background and `poll` gives what is ready.
+    """
+
+    def start(self, key: int, problem: Problem) -> None:
+        """Begin conversation `key`; its first `Reply` is the prompt."""
+        ...
+
+    def act(self, key: int, text: str, ended: bool) -> None:
+        """The policy's turn, as text; `ended`: a stop token closed it."""
+        ...
+
+    def poll(self, wait: bool) -> list[Reply]:
+        """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
+        ...
+
+    def close(self, key: int) -> None:
+        """The conversation is over, whoever ended it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +304,10 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed sequences (prompt + completion) of one forward/backward. Row t predicts `targets[t]`, the next token.
+    """Packed trajectories of one forward/backward. Row t predicts `targets[t]`, the next token.
 
-    `loss_mask[t]` is 1 where `targets[t]` is a completion token; the other rows carry zeros.
+    `loss_mask[t]` is 1 where `targets[t]` is the policy's; the other rows hold zeros in every column. The columns from
+    `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
     """
 
     tokens: Tensor  # [T] int64
@@ -155,9 +316,13 @@ class MicroBatch:
     loss_mask: Tensor  # [T] float32, 0 or 1
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    sequence_ids: Tensor  # [T] int64, number of the sequence within the whole PackedBatch
+    sequence_ids: Tensor  # [T] int64, number of the trajectory within the whole PackedBatch
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
+    old_logprobs: Tensor | None = None  # [T] float32, of the policy before the step's first update
+    ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy
+    values: Tensor | None = None  # [T] float32, the critic's before the step's first update
+    returns: Tensor | None = None  # [T] float32, what the critic should have said
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +337,25 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightTensor:
+    """One published tensor [N, K] (or [N]): BF16 values, or E4M3 codes with the scale of each 128x128 block.
+
+    `value = code * scale`; blocks restart at this tensor's first row, and the last ones are smaller where a size is no
+    multiple of 128.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None  # [ceil(N / 128), ceil(K / 128)] float32
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSet:
-    """What publishing gives the engine: the version and flow; in one process the tensors are the model's own."""
+    """What publishing gives an engine: every tensor of the model by its Hugging Face name, as the forward reads it.
+
+    In one process the tensors are views of the trainer's own memory, which the next publishing overwrites; an engine
+    aliases or copies them, or sends them elsewhere. `model.weights.checksum` names their content.
+    """
 
     version: int
     flow_digest: str
-    checksum: str
+    tensors: Mapping[str, WeightTensor]

@@ -57,9 +57,9 @@ class SamplingParams:
 class Request:
     """One sequence to generate. `id` with `sampling.seed` names its random stream: equal ids give equal tokens.
 
-    `max_conversation` is for a turn of a conversation: the most tokens that all its turns may reach together. The engine
-    then keeps what it computed for this turn until `forget`, and a later request with the same id, whose tokens begin
-    with this turn's, goes on from there. None: a single answer.
+    `max_conversation` is for a turn of a conversation: the most tokens that all its turns may reach together. The
+    engine then keeps what it computed for this turn until `forget`, and a later request with the same id, whose tokens
+    begin with this turn's, goes on from there. None: a single answer.
     """
 
     id: int
@@ -234,8 +234,8 @@ class Conversations(Protocol):
         """Begin conversation `key`; its first `Reply` is the prompt."""
         ...
 
-    def act(self, key: int, text: str, ended: bool) -> None:
-        """The policy's turn, as text; `ended`: a stop token closed it."""
+    def act(self, key: int, completion: Completion) -> None:
+        """The policy's turn."""
         ...
 
     def poll(self, wait: bool) -> list[Reply]:

@@ -173,7 +173,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Run one recipe in several precision flows, from the same seed and warm start, and lay them side by side."""
     from jetrl.config import switched_off
-    from jetrl.config_toml import split_override
+    from jetrl.config.toml import split_override
     from jetrl.loop import StopRequest, run
     from jetrl.report.console import comparison
     from jetrl.report.html import write_report

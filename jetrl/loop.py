@@ -1,7 +1,7 @@
 """The spine: one RL run from start to end. It holds calls only; every feature lives in the room that it names.
 
-One batch travels in one direction: task.sample -> engine.generate -> score -> advantages -> pack -> update ->
-publish -> engine.load -> recorder.write.
+One batch travels in one direction: gather (sample, roll out, score, select) -> pack -> estimate -> update -> publish ->
+engine.load -> recorder.write.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from jetrl.errors import UserError
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
 from jetrl.report.html import write_report
-from jetrl.report.recorder import Recorder, group_rows
+from jetrl.report.recorder import Recorder
+from jetrl.report.samples import failed_rows, group_rows
 from jetrl.report.track import open_trackers
-from jetrl.rl.advantage import advantages
-from jetrl.rollout.engine import StepReport
-from jetrl.rollout.requests import completion_stats, eval_requests, gather, train_requests
-from jetrl.tasks.rewards import check_gold, score
-from jetrl.tasks.task import eval_prompts, sample
+from jetrl.rl.selection import recorded
+from jetrl.tasks.rewards import check_gold
 from jetrl.train import state
+from jetrl.train.gather import evaluate, gather
 from jetrl.train.packing import pack
+from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
-from jetrl.train.step import NonFiniteError, update
+from jetrl.train.step import update
+from jetrl.train.trainer import NonFiniteError
+from jetrl.types import StepReport
 
 
 class StopRequest:
@@ -78,8 +80,12 @@ class Clock:
 
         return on_step
 
+    def message(self, text: str) -> None:
+        """A line for the user, above the display."""
+        self.display.message(text)
+
     def take(self) -> dict[str, float]:
-        """The times as metrics; starts anew."""
+        """The times as metrics; starts again from zero."""
         seconds, self.seconds = self.seconds, {}
         return {f"time/{k}": v for k, v in seconds.items()} | {"time/step": sum(seconds.values())}
 
@@ -95,7 +101,7 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
         state.restore(session, found, run_dir)
     display = Display(
         config.train.steps, config.name, about=session.task.describe(), start_step=session.step
-    )  # fmt: skip
+    )
     resume = config.checkpoint.resume != "never"  # without a checkpoint as well: a run may stop before its first
     with Recorder(run_dir, resume) as recorder, display:
         clock = Clock(display)
@@ -126,7 +132,7 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
             warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
                 clock.display.message,
-            )  # fmt: skip
+            )
             stop.in_warm_start = False
     state.begin(session, run_dir)
     session.engine.load(publish(session.model, 0, session.flow_digest))
@@ -139,60 +145,55 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
 
 
 def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest) -> None:
-    """One RL step, in nine calls."""
+    """One RL step: sample and roll out, score and select, pack, estimate, update, publish, load, record."""
     config, step = session.config, session.step + 1
-    prompts = sample(session.task, session.tokenizer, step, config)
-    with clock("rollout", len(prompts) * config.rollout.group_size):
-        completions = session.engine.generate(train_requests(prompts, config, step), on_step=clock.progress())
-    groups = gather(prompts, completions, config.rollout.group_size)
-    with clock("reward"):
-        groups, reward_stats = score(groups, session.reward, config)
-    scored, kept, advantage_stats = advantages(groups, config.rl)  # dynamic sampling may keep none
+    with saved_on_mistake(session, run_dir):
+        gathered = gather(session, clock, step)
     with clock("pack"):
         batches = pack(
-            kept, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
+            gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step,
-        )  # fmt: skip
+        )
     with clock("update", len(batches)):
+        learnt, batches = estimate(
+            gathered.learnt, batches, session.learner, session.reference, config, session.unified
+        )
         try:
-            stats = update(session.model, session.optimizer, batches, config, step, session.reference, session.unified)
+            stats = update(session.learner, batches, config, step)
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
         weights = publish(session.model, session.weight_version + 1, session.flow_digest)
     session.engine.load(weights)
-    session.step, session.weight_version = step, weights.version
-    metrics = reward_stats | advantage_stats | stats | completion_stats(groups, clock.seconds["rollout"])
+    session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
+    metrics = gathered.stats | stats
     if due(config.eval.eval_interval, step, config):
         metrics |= evaluate(session, clock)
     metrics |= clock.take()
     recorder.write(step, metrics)
-    recorder.write_samples(step, group_rows(scored, session.token_text))
+    recorder.write_samples(step, group_rows(recorded(gathered.groups, learnt), session.token_text))
+    recorder.write_samples(step, failed_rows(gathered.failed, session.token_text))
     clock.display.step({"step": step} | metrics)
     if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             state.save(session, run_dir)
 
 
+@contextmanager
+def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
+    """A mistake of the user's that stops the run in the middle of a step keeps all steps before it: they are saved."""
+    try:
+        yield
+    except UserError:
+        if session.config.checkpoint.save_interval:
+            state.save(session, run_dir)
+        raise
+
+
 def due(interval: int, step: int, config: Config) -> bool:
     """Whether something done every `interval` steps (0: never) and after the last is due."""
     return interval > 0 and (step % interval == 0 or step == config.train.steps)
-
-
-def evaluate(session: Session, clock: Clock) -> dict[str, float]:
-    """avg@k and pass@k on the held-out problems, in the rollout's precision flow."""
-    config, k = session.config, session.config.eval.num_samples
-    prompts = eval_prompts(session.task, session.tokenizer, config)
-    with clock("eval", len(prompts) * k):
-        completions = session.engine.generate(eval_requests(prompts, config), on_step=clock.progress())
-        groups, _ = score(gather(prompts, completions, k), session.reward, None)
-    rewards = [g.rewards for g in groups]
-    name = session.task.name
-    return {
-        f"eval/{name}/avg@{k}": sum(map(sum, rewards)) / (len(rewards) * k),
-        f"eval/{name}/pass@{k}": sum(max(r) > 0.999 for r in rewards) / len(rewards),
-    }
 
 
 def run_sft(config: Config) -> Path:
@@ -204,7 +205,7 @@ def run_sft(config: Config) -> Path:
         return warm_start(
             session.model, config, session.task, session.tokenizer,
             lambda step, loss: display.step({"step": step, "policy/loss": loss}), display.message,
-        )  # fmt: skip
+        )
 
 
 def evaluate_once(session: Session) -> dict[str, float]:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from jetrl.config import Config, QuantConfig, digest, load_config, parse_config, resolve, sections, to_toml
-from jetrl.config_base import Section
-from jetrl.config_docs import describe_config
-from jetrl.config_errors import PEERS, peer_name
-from jetrl.config_toml import set_override, split_override, toml_literal
+from jetrl.config.base import Section
+from jetrl.config.docs import describe_config
+from jetrl.config.errors import PEERS, peer_name
+from jetrl.config.toml import set_override, split_override, toml_literal
 from jetrl.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -438,6 +438,6 @@ def test_recipes_are_valid(path: Path, tmp_path: Path) -> None:
 
 def test_config_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "CONFIG.md").read_text(encoding="utf-8")
-    assert page == describe_config(), "run: python -m jetrl.config_docs > docs/CONFIG.md"
+    assert page == describe_config(), "run: python -m jetrl.config.docs > docs/CONFIG.md"
     for key in all_keys():
         assert f"| `{key.rpartition('.')[2]}` |" in page

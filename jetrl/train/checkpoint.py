@@ -39,6 +39,7 @@ class Meta:
     flow_digest: str
     config_digest: str
     initial_accuracy: float | None = None
+    num_prompts: int = 0  # taken from the training stream so far
     sha256: str = ""
     model_sha256: dict[str, str] | None = None  # by file name
 

@@ -1,37 +1,32 @@
-"""Groups of completions -> packed batches, one for each optimizer update.
+"""Trajectories -> packed batches, one for each optimizer update. RL and the warm start pack the same way.
 
-Letters: T packed tokens of a micro-batch, P prompt tokens, C completion tokens, B sequences of a micro-batch.
-Everything is decided by order, length and index: equal groups give equal batches on every machine.
+Letters: T packed tokens of a micro-batch, B trajectories of a micro-batch, R rows that carry loss, P policy tokens of a
+trajectory. Everything is decided by order, length and index: equal groups give equal batches on every machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.rl.losses import Denominators
-from jetrl.types import Completion, Group, MicroBatch, PackedBatch
+from jetrl.types import Advantage, Group, MicroBatch, PackedBatch, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """One prompt with one completion, on its way into a micro-batch. `index` is its number within the update."""
+    """One trajectory on its way into a micro-batch. `index` is its number within the update."""
 
     index: int
-    prompt: tuple[int, ...]
-    completion: Completion
-    advantage: float
+    trajectory: Trajectory
     in_loss: bool
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.completion.tokens)
 
 
 def pack(
@@ -43,18 +38,16 @@ def pack(
     mask_truncated: bool = False,
     updates_per_step: int = 1,
 ) -> list[PackedBatch]:
-    """Pack scored groups, one `PackedBatch` an update, micro-batches of at most `max_tokens_per_gpu` tokens.
+    """Pack groups, one `PackedBatch` an update, micro-batches of at most `max_tokens_per_gpu` tokens.
 
     - The groups are cut into `updates_per_step` runs of neighbours whose sizes differ by at most one; a group is never
       split. With fewer groups than updates (dynamic sampling may drop some) there are only as many updates as groups,
       and none for no groups.
-    - Sequences go longest first, ties by number, into the first micro-batch with room (first-fit decreasing).
-    - Row t predicts token t + 1, so a completion's tokens are the targets of rows P-1 .. P+C-2; the last row of a
-      sequence predicts nothing and is masked. Rows outside the loss hold zeros.
-    - `mask_truncated`: a completion that ran into the length limit stays in the batch with loss mask 0.
+    - `mask_truncated`: a trajectory that ran into a limit stays in the batch with loss mask 0.
+    - Advantages are zeros here; `fill` writes them.
 
-    Raises UserError for a sequence longer than `max_tokens_per_gpu`; ValueError for a completion of another precision
-    flow or weight version than this trainer's, and for groups that lack advantages.
+    Raises UserError for a trajectory longer than `max_tokens_per_gpu`; ValueError for one of another precision flow or
+    weight version than this trainer's.
     """
     if updates_per_step < 1:
         raise UserError(f"rl.updates_per_step = {updates_per_step} must be at least 1")
@@ -64,19 +57,43 @@ def pack(
     batches = []
     for update in range(num_updates):
         start, end = (len(groups) * edge // num_updates for edge in (update, update + 1))
-        sequences = _sequences(groups[start:end], mask_truncated)
-        bins = bin_pack([sequence.length for sequence in sequences], max_tokens_per_gpu)
-        micro_batches = tuple(_micro_batch([sequences[index] for index in chosen]) for chosen in bins)
-        batches.append(
-            PackedBatch(
-                micro_batches=micro_batches,
-                num_sequences=len(sequences),
-                num_loss_tokens=sum(len(s.completion.tokens) for s in sequences if s.in_loss),
-                flow_digest=flow_digest,
-                weight_version=weight_version,
-            )
-        )
+        trajectories = [t for group in groups[start:end] for t in group.trajectories]
+        in_loss = [not (mask_truncated and t.truncated) for t in trajectories]
+        bins = bin_pack([t.length for t in trajectories], max_tokens_per_gpu)
+        batches.append(packed(trajectories, in_loss, bins, flow_digest, weight_version))
     return batches
+
+
+def pack_in_order(trajectories: Sequence[Trajectory], max_tokens_per_gpu: int) -> PackedBatch:
+    """One batch of neighbours, a new micro-batch where the next trajectory does not fit (the warm start's order)."""
+    bins: list[list[int]] = [[]]
+    used = 0
+    for index, trajectory in enumerate(trajectories):
+        if bins[-1] and used + trajectory.length > max_tokens_per_gpu:
+            bins.append([])
+            used = 0
+        bins[-1].append(index)
+        used += trajectory.length
+    return packed(trajectories, [True] * len(trajectories), bins, "", 0)
+
+
+def packed(
+    trajectories: Sequence[Trajectory], in_loss: Sequence[bool], bins: Sequence[Sequence[int]], flow_digest: str,
+    weight_version: int,
+) -> PackedBatch:
+    """The batch with a micro-batch for each of `bins`, which hold places in `trajectories`.
+
+    Row t predicts token t + 1, so the policy's tokens at places a .. b of a trajectory are the targets of its rows
+    a-1 .. b-1; the last row predicts nothing. Rows outside the loss hold zeros in every column.
+    """
+    sequences = [_Sequence(i, t, kept) for i, (t, kept) in enumerate(zip(trajectories, in_loss, strict=True))]
+    return PackedBatch(
+        micro_batches=tuple(_micro_batch([sequences[index] for index in chosen]) for chosen in bins),
+        num_sequences=len(sequences),
+        num_loss_tokens=sum(s.trajectory.num_policy_tokens for s in sequences if s.in_loss),
+        flow_digest=flow_digest,
+        weight_version=weight_version,
+    )
 
 
 def bin_pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -103,14 +120,12 @@ def bin_pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def denominators(batch: PackedBatch, max_response_length: int) -> Denominators:
     """What the losses of all micro-batches of this update are divided by. Needs at least one loss token.
 
-    An update in which every completion was truncated under `mask_truncated` has none: check `batch.num_loss_tokens`
+    An update in which every trajectory was truncated under `mask_truncated` has none: check `batch.num_loss_tokens`
     and skip it.
     """
     counts = [0] * batch.num_sequences
-    for micro_batch in batch.micro_batches:
-        edges = micro_batch.cu_seqlens.tolist()
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
-            counts[int(micro_batch.sequence_ids[start])] = int(micro_batch.loss_mask[start:end].sum())
+    for _, sequence, _, rows in _loss_rows(batch):
+        counts[sequence] = len(rows)
     assert sum(counts) == batch.num_loss_tokens, (sum(counts), batch.num_loss_tokens)
     return Denominators(
         num_loss_tokens=batch.num_loss_tokens,
@@ -120,6 +135,51 @@ def denominators(batch: PackedBatch, max_response_length: int) -> Denominators:
     )
 
 
+def fill(
+    batches: Sequence[PackedBatch], column: str, values: Sequence[Advantage | np.ndarray]
+) -> list[PackedBatch]:
+    """The batches with `column` (such as "advantages") set: one entry of `values` a trajectory, in packing order.
+
+    An entry is one number for all policy tokens, or one for each of them. Trajectories outside the loss keep zeros.
+    """
+    assert len(values) == sum(batch.num_sequences for batch in batches), "one entry a trajectory"
+    filled, first = [], 0
+    for batch in batches:
+        columns = [torch.zeros(len(m.tokens), dtype=torch.float32) for m in batch.micro_batches]
+        for number, sequence, _, rows in _loss_rows(batch):
+            value = values[first + sequence]
+            columns[number][rows] = value if isinstance(value, float) else torch.as_tensor(value, dtype=torch.float32)
+        micros = [replace(m, **{column: c}) for m, c in zip(batch.micro_batches, columns, strict=True)]
+        filled.append(replace(batch, micro_batches=tuple(micros)))
+        first += batch.num_sequences
+    return filled
+
+
+def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> PackedBatch:
+    """The batch with `column` set from what a pass computed: one tensor [R] a micro-batch."""
+    micros = []
+    for micro, values in zip(batch.micro_batches, rows, strict=True):
+        whole = torch.zeros(len(micro.tokens), dtype=torch.float32)
+        whole[micro.loss_mask > 0] = values.to("cpu", torch.float32)
+        micros.append(replace(micro, **{column: whole}))
+    return replace(batch, micro_batches=tuple(micros))
+
+
+def by_trajectory(batches: Sequence[PackedBatch], column: str, lengths: Sequence[int]) -> list[np.ndarray]:
+    """`column` as one float64 array [P] a trajectory, in packing order; `lengths` are their numbers of policy tokens.
+
+    Trajectories outside the loss give zeros.
+    """
+    found, first = [np.zeros(length) for length in lengths], 0
+    for batch in batches:
+        for number, sequence, _, rows in _loss_rows(batch):
+            values = getattr(batch.micro_batches[number], column)[rows]
+            assert len(values) == len(found[first + sequence]), "all policy tokens of a trajectory are in the loss"
+            found[first + sequence] = values.double().numpy()
+        first += batch.num_sequences
+    return found
+
+
 def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
     """The same micro-batch with its tensors on `device`."""
     values: dict[str, Any] = {entry.name: getattr(micro_batch, entry.name) for entry in fields(micro_batch)}
@@ -127,13 +187,13 @@ def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch
     return MicroBatch(**values)
 
 
-def _sequences(groups: Sequence[Group], mask_truncated: bool) -> list[_Sequence]:
-    sequences: list[_Sequence] = []
-    for group in groups:
-        for completion, advantage in zip(group.completions, group.advantages, strict=True):
-            in_loss = not (mask_truncated and completion.finish_reason == "length")
-            sequences.append(_Sequence(len(sequences), group.prompt.tokens, completion, advantage, in_loss))
-    return sequences
+def _loss_rows(batch: PackedBatch) -> Iterator[tuple[int, int, int, Tensor]]:
+    """(micro-batch, number of the sequence, its first row, its loss rows within the micro-batch)."""
+    for number, micro in enumerate(batch.micro_batches):
+        edges = micro.cu_seqlens.tolist()
+        for start, end in zip(edges[:-1], edges[1:], strict=True):
+            rows = start + micro.loss_mask[start:end].nonzero()[:, 0]
+            yield number, int(micro.sequence_ids[start]), start, rows
 
 
 def _micro_batch(sequences: Sequence[_Sequence]) -> MicroBatch:
@@ -143,7 +203,7 @@ def _micro_batch(sequences: Sequence[_Sequence]) -> MicroBatch:
     sequence_ids: list[int] = []
     edges = [0]
     for sequence in sequences:
-        ids = sequence.prompt + sequence.completion.tokens
+        ids = [token for segment in sequence.trajectory.segments for token in segment.tokens]
         tokens += ids
         targets += (*ids[1:], 0)
         positions += range(len(ids))
@@ -151,12 +211,14 @@ def _micro_batch(sequences: Sequence[_Sequence]) -> MicroBatch:
         edges.append(len(tokens))
     loss_mask, advantages, logprobs = (torch.zeros(len(tokens), dtype=torch.float32) for _ in range(3))
     for sequence, start in zip(sequences, edges[:-1], strict=True):
-        if sequence.in_loss:
-            first = start + len(sequence.prompt) - 1
-            rows = slice(first, first + len(sequence.completion.tokens))
-            loss_mask[rows] = 1.0
-            advantages[rows] = sequence.advantage
-            logprobs[rows] = torch.tensor(sequence.completion.logprobs, dtype=torch.float32)
+        first = start - 1
+        for segment in sequence.trajectory.segments if sequence.in_loss else ():
+            rows = slice(first, first + len(segment.tokens))
+            if segment.author == "policy":
+                loss_mask[rows] = 1.0
+                if segment.logprobs:  # worked solutions of the warm start were not sampled
+                    logprobs[rows] = torch.tensor(segment.logprobs, dtype=torch.float32)
+            first = rows.stop
     return MicroBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
@@ -166,29 +228,30 @@ def _micro_batch(sequences: Sequence[_Sequence]) -> MicroBatch:
         rollout_logprobs=logprobs,
         sequence_ids=torch.tensor(sequence_ids, dtype=torch.int64),
         cu_seqlens=torch.tensor(edges, dtype=torch.int32),
-        lengths=tuple(sequence.length for sequence in sequences),
+        lengths=tuple(sequence.trajectory.length for sequence in sequences),
     )
 
 
 def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
     where = f"prompt {group.prompt.index}"
-    if not group.prompt.tokens:
-        raise ValueError(f"{where}: the prompt has no tokens, so nothing predicts the first token of a completion")
-    if not group.completions or len(group.advantages) != len(group.completions):
-        raise ValueError(f"{where}: {len(group.completions)} completions but {len(group.advantages)} advantages")
-    for completion, advantage in zip(group.completions, group.advantages, strict=True):
-        request = f"{where}, request {completion.request_id}"
-        if completion.flow_digest != flow_digest:
+    if not group.trajectories:
+        raise ValueError(f"{where}: the group has no trajectories")
+    for trajectory in group.trajectories:
+        first = trajectory.segments[0]
+        if first.author != "environment" or not first.tokens:
+            raise ValueError(f"{where}: the prompt has no tokens, so nothing predicts the first token of a completion")
+        if trajectory.flow_digest != flow_digest:
             raise ValueError(
-                f"{request}: sampled with precision flow {completion.flow_digest}, but the trainer's is {flow_digest}; "
+                f"{where}: sampled with precision flow {trajectory.flow_digest}, but the trainer's is {flow_digest}; "
                 "the batch is refused"
             )
-        if completion.weight_version != weight_version:
+        if trajectory.weight_version != weight_version:
             raise ValueError(
-                f"{request}: sampled with weights of version {completion.weight_version}, but the trainer holds "
+                f"{where}: sampled with weights of version {trajectory.weight_version}, but the trainer holds "
                 f"version {weight_version}; the batch is refused"
             )
-        if not completion.tokens or len(completion.tokens) != len(completion.logprobs):
-            raise ValueError(f"{request}: {len(completion.tokens)} tokens, {len(completion.logprobs)} log-probs")
-        if not all(map(math.isfinite, (advantage, *completion.logprobs))):
-            raise ValueError(f"{request}: its advantage ({advantage}) or one of its log-probs is NaN or infinite")
+        for segment in trajectory.turns:
+            if not segment.tokens or len(segment.tokens) != len(segment.logprobs):
+                raise ValueError(f"{where}: {len(segment.tokens)} tokens, {len(segment.logprobs)} log-probs")
+            if not all(map(math.isfinite, segment.logprobs)):
+                raise ValueError(f"{where}: one of its log-probs is NaN or infinite")

@@ -16,12 +16,15 @@ from jetrl.model import hf
 from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
-from jetrl.rollout.engine import Engine
+from jetrl.model.critic import Critic
 from jetrl.spec import ModelSpec
 from jetrl.tasks.rewards import load_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task
 from jetrl.tasks.tokenizer import load_tokenizer
+from jetrl.train.engines import build_engine
 from jetrl.train.optim import build_optimizer
+from jetrl.train.step import Learner
+from jetrl.types import Conversations, Engine
 
 
 @dataclass(slots=True)
@@ -32,16 +35,21 @@ class Session:
     tokenizer: Any
     task: Task
     reward: RewardFunction
-    model: Transformer
-    optimizer: torch.optim.Optimizer
+    learner: Learner
     engine: Engine
     flow_digest: str
     unified: bool
     base_config: dict[str, Any] | None  # the model's own config.json, kept in what we save
+    conversations: Conversations | None = None  # None: single answers
     reference: Transformer | None = None
     step: int = 0
     weight_version: int = 0
+    num_prompts: int = 0  # taken from the task's training stream so far
     initial_accuracy: float | None = None
+
+    @property
+    def model(self) -> Transformer:
+        return self.learner.model
 
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""
@@ -57,17 +65,34 @@ def build(config: Config) -> Session:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = prepare(config)
     model = build_model(config, plan.spec, plan.recipe)
+    engine = build_engine(config, model, plan.tokenizer, plan.base_config)
     return Session(
-        config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward, model=model,
-        optimizer=build_optimizer(model.named_parameters(), config.train),
-        engine=build_engine(config, model, plan.tokenizer), flow_digest=flow_digest(plan.spec, plan.recipe),
-        unified=keeps_bits(config), base_config=plan.base_config,
-    )  # fmt: skip
+        config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,
+        learner=build_learner(config, model), engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
+        unified=keeps_bits(config, engine), base_config=plan.base_config,
+        conversations=build_conversations(config, plan),
+    )
 
 
-def keeps_bits(config: Config) -> bool:
-    """Whether the learner's log-probs are the sampler's, bit for bit: not across two precisions, nor with cuBLASLt."""
-    return config.precision != "fp8_rollout" and (config.precision, config.kernels) != ("fp8", "hopper_scaled_mm")
+def build_learner(config: Config, model: Transformer) -> Learner:
+    """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's."""
+    if config.rl.adv_estimator != "gae":
+        return Learner(model, build_optimizer(model.named_parameters(), config.train))
+    shared = config.rl.critic == "shared"
+    critic = Critic(model, shared)
+    accumulate_in(critic, getattr(torch, config.train.grad_dtype))
+    named = [(f"critic.{name}", p) for name, p in critic.named_parameters()]
+    if shared:
+        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic)
+    settings = config.train.model_copy(update={"lr": config.rl.critic_lr})
+    return Learner(model, build_optimizer(model.named_parameters(), config.train), critic, build_optimizer(named, settings))
+
+
+def keeps_bits(config: Config, engine: Engine) -> bool:
+    """Whether the learner's log-probs are the sampler's, bit for bit: the engine must promise it, and so must the flow
+    (not across two precisions, nor with cuBLASLt)."""
+    flow = config.precision != "fp8_rollout" and (config.precision, config.kernels) != ("fp8", "hopper_scaled_mm")
+    return flow and engine.keeps_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +147,7 @@ def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
     return build_recipe(
         config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
         q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim,
-    )  # fmt: skip
+    )
 
 
 def build_model(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
@@ -133,7 +158,7 @@ def build_model(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
     model = Transformer(
         spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
         activation_checkpointing=config.train.activation_checkpointing,
-    )  # fmt: skip
+    )
     if config.model.path is None:
         model.init_random(config.model.init_seed)
     else:
@@ -148,28 +173,6 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     state = hf.load_state(folder, model.spec)
     dtype = model.head_weight.dtype
     model.load_state_dict({k: v.to(dtype) for k, v in state.items()})
-
-
-def build_engine(config: Config, model: Transformer, tokenizer: Any) -> Engine:
-    """The rollout engine over the same model object."""
-    r = config.rollout
-    assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
-    return Engine(
-        model, tokenizer, flow_digest(model.spec, model.recipe), page_size=r.page_size, max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,
-        eos_token_ids=eos_ids(tokenizer, config.model.path),
-    )  # fmt: skip
-
-
-def eos_ids(tokenizer: Any, folder: str | None) -> frozenset[int]:
-    """End-of-sequence ids: the tokenizer's, and those in the model folder's config.json and generation_config.json."""
-    ids: list[int | None] = [tokenizer.eos_token_id]
-    for source in (hf.read_config(folder), hf.read_generation_config(folder)) if folder is not None else ():
-        listed = (source or {}).get("eos_token_id")
-        ids += listed if isinstance(listed, list) else [listed]
-    if wrong := [i for i in ids if i is not None and (not isinstance(i, int) or i < 0)]:
-        raise UserError(f"{folder}: eos_token_id {wrong[0]!r} is no token id. Mend (generation_)config.json.")
-    return frozenset(i for i in ids if i is not None)
 
 
 def reference_of(model: Transformer) -> Transformer:

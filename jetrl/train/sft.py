@@ -12,21 +12,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from jetrl import __version__
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
+from jetrl.rl.losses import Stats
 from jetrl.tasks.task import Task, encode_problem
-from jetrl.train.optim import build_optimizer, clip_gradients_, global_grad_norm, schedule_factor, set_lr
-from jetrl.train.packing import to_device
+from jetrl.train.optim import build_optimizer, schedule_factor
+from jetrl.train.packing import pack_in_order
 from jetrl.train.step import forward_rows
-from jetrl.types import MicroBatch
+from jetrl.train.trainer import NonFiniteError, optimizer_step
+from jetrl.types import MicroBatch, Problem, Segment, Trajectory
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far from those of RL in the task's stream
 
@@ -49,7 +51,7 @@ def _weights_hash(model: Transformer) -> str:
     return _state_hash(model.state_dict())
 
 
-def _state_hash(state: dict[str, torch.Tensor]) -> str:
+def _state_hash(state: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(state.items()):
         digest.update(name.encode())
@@ -76,7 +78,7 @@ def warm_start(
     return path
 
 
-def _read_cache(path: Path) -> dict[str, torch.Tensor]:
+def _read_cache(path: Path) -> dict[str, Tensor]:
     """The cached weights, verified."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -91,8 +93,8 @@ def _read_cache(path: Path) -> dict[str, torch.Tensor]:
 
 def train_sft(
     model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None]
-) -> dict[str, torch.Tensor]:
-    """Minimise the mean negative log-prob of solution tokens; returns the trained master weights."""
+) -> dict[str, Tensor]:
+    """Minimise the mean negative log-prob of the solutions' policy tokens; returns the trained master weights."""
     sft = config.sft
     student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
     student.to(model.head_weight.device)
@@ -104,65 +106,39 @@ def train_sft(
     for step in range(1, sft.steps + 1):
         first = (step - 1) * sft.batch_size
         index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
-        micros, tokens = _batch(task, tokenizer, index, config), 0
-        count = sum(int(m.loss_mask.sum()) for m in micros)
-        optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for host in micros:
-            micro = to_device(host, model.head_weight.device)
-            loss = -forward_rows(student, micro, 1.0).logprobs.sum() / count
-            loss.backward()
-            total += float(loss.detach())
-            tokens += micro.tokens.numel()
-        norm = global_grad_norm(student.parameters())
-        if not np.isfinite(total) or not np.isfinite(float(norm)):
-            raise UserError(
-                f"The warm start stops at step {step}: loss {total}, gradient norm {float(norm)}. Lower sft.lr, or set "
-                "sft.warmup_steps."
+        solved = [solved_trajectory(task.problem(i), tokenizer, config) for i in index]
+        batch = pack_in_order(solved, config.train.max_tokens_per_gpu)
+        factor = schedule_factor(step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps)
+
+        def loss_of(micro: MicroBatch, count: int = batch.num_loss_tokens) -> tuple[Tensor, Stats]:
+            return -forward_rows(student, micro, 1.0).logprobs.sum() / count, {}
+
+        try:
+            stats = optimizer_step(
+                list(student.parameters()), optimizer, batch.micro_batches, loss_of, lr=sft.lr * factor,
+                max_grad_norm=config.train.max_grad_norm,
             )
-        clip_gradients_(student.parameters(), norm, config.train.max_grad_norm)
-        factor = schedule_factor(
-            step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps
-        )
-        set_lr(optimizer, sft.lr * factor)
-        optimizer.step()
+        except NonFiniteError as error:
+            raise UserError(
+                f"The warm start stops at step {step}: {error}. Lower sft.lr, or set sft.warmup_steps."
+            ) from error
         student.publish()
-        progress(step, total)
+        progress(step, stats["loss"])
     dtype = model.head_weight.dtype
     return {k: v.to(dtype).contiguous() for k, v in student.state_dict().items()}
 
 
-def _batch(task: Task, tokenizer: Any, indices: list[int], config: Config) -> list[MicroBatch]:
-    """Prompt + worked solution + end of sequence, packed in order into micro-batches."""
-    sequences = []
-    for i in indices:
-        problem = task.problem(i)
-        if problem.solution is None:
-            raise UserError(
-                f"The warm start needs worked solutions, and problem {problem.id} has none. Set sft.steps = 0, or give "
-                "a `solution` column."
-            )
-        prompt = encode_problem(problem, tokenizer, config.task)
-        answer = tokenizer.encode(problem.solution, add_special_tokens=False) + [tokenizer.eos_token_id]
-        sequences.append((prompt, answer))
-    lots: list[list[tuple[list[int], list[int]]]] = [[]]
-    used = 0
-    for prompt, answer in sequences:
-        if lots[-1] and used + len(prompt) + len(answer) > config.train.max_tokens_per_gpu:
-            lots.append([])
-            used = 0
-        lots[-1].append((prompt, answer))
-        used += len(prompt) + len(answer)
-    return [_micro(lot) for lot in lots]
-
-
-def _micro(lot: list[tuple[list[int], list[int]]]) -> MicroBatch:
-    lengths = tuple(len(p) + len(a) for p, a in lot)
-    tokens = torch.tensor([t for p, a in lot for t in (*p, *a)])
-    mask = torch.tensor([m for p, a in lot for m in [0.0] * (len(p) - 1) + [1.0] * len(a) + [0.0]])
-    zeros = torch.zeros_like(mask)
-    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    return MicroBatch(
-        tokens, torch.cat([torch.arange(n) for n in lengths]), tokens.roll(-1), mask, zeros, zeros,
-        torch.repeat_interleave(torch.arange(len(lot)), torch.tensor(lengths)), cu, lengths,
-    )  # fmt: skip
+def solved_trajectory(problem: Problem, tokenizer: Any, config: Config) -> Trajectory:
+    """Prompt and worked solution as a trajectory, with the end of sequence behind the policy's last part."""
+    if problem.solution is None:
+        raise UserError(
+            f"The warm start needs worked solutions, and problem {problem.id} has none. Set sft.steps = 0, or give "
+            "a `solution` column."
+        )
+    parts = (("policy", problem.solution),) if isinstance(problem.solution, str) else problem.solution
+    segments = [Segment("environment", tuple(encode_problem(problem, tokenizer, config.task)), "")]
+    for i, (author, text) in enumerate(parts):
+        end = [tokenizer.eos_token_id] if i == len(parts) - 1 else []
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=False) + end)
+        segments.append(Segment("policy" if author == "policy" else "environment", tokens, text))
+    return Trajectory(tuple(segments), "stop", 0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jetrl.model import hf
 from jetrl.train import checkpoint
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, reference_of
-from jetrl.train.step import NonFiniteError
+from jetrl.train.trainer import NonFiniteError
 from jetrl.types import PackedBatch
 
 _REFERENCE = "reference.safetensors"
@@ -36,7 +37,10 @@ def find(config: Config, run_dir: Path) -> Path | None:
 
 
 def begin(session: Session, run_dir: Path) -> None:
-    """After the warm start: freeze the reference policy, if there is a KL penalty, and keep it for resume."""
+    """After the warm start: the critic takes the policy's weights; the reference policy, if there is a KL penalty, is
+    frozen and kept for resume."""
+    if session.learner.critic is not None:
+        session.learner.critic.start_from(session.model)
     if session.config.rl.kl_coef > 0:
         session.reference = reference_of(session.model)
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -45,15 +49,21 @@ def begin(session: Session, run_dir: Path) -> None:
 
 def save(session: Session, run_dir: Path) -> Path:
     """Write the checkpoint of the current step."""
-    tensors = {f"model.{k}": v for k, v in _weights(session.model).items()} | _optimizer_tensors(session)
+    learner = session.learner
+    tensors = {f"model.{k}": v for k, v in _weights(learner.model).items()}
+    tensors |= _optimizer_tensors("optimizer", learner.optimizer)
+    if learner.critic is not None:
+        tensors |= {f"critic.{k}": v for k, v in _weights(learner.critic).items()}
+    if learner.critic_optimizer is not None:
+        tensors |= _optimizer_tensors("critic_optimizer", learner.critic_optimizer)
     meta = checkpoint.Meta(
         session.step, session.weight_version, session.flow_digest, resume_digest(session.config),
-        session.initial_accuracy,
-    )  # fmt: skip
+        session.initial_accuracy, session.num_prompts,
+    )
     return checkpoint.save(
         run_dir / "checkpoints", meta, tensors, lambda folder: save_hf(session, folder),
         session.config.checkpoint.keep,
-    )  # fmt: skip
+    )
 
 
 def save_hf(session: Session, folder: Path) -> None:
@@ -76,10 +86,16 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
             "to start anew. Only train.steps, eval, checkpoint and track settings, output_dir and, with BF16 masters "
             "or moments, train.offload_optimizer may change."
         )
-    session.model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
-    session.model.publish()
-    _load_optimizer(session, tensors)
-    session.step, session.weight_version = meta.step, meta.weight_version
+    learner = session.learner
+    learner.model.load_state_dict(_with_prefix(tensors, "model"))
+    learner.model.publish()
+    _load_optimizer(learner.optimizer, _with_prefix(tensors, "optimizer"))
+    if learner.critic is not None:
+        learner.critic.load_state_dict(_with_prefix(tensors, "critic"))
+        learner.critic.publish()
+    if learner.critic_optimizer is not None:
+        _load_optimizer(learner.critic_optimizer, _with_prefix(tensors, "critic_optimizer"))
+    session.step, session.weight_version, session.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     session.initial_accuracy = meta.initial_accuracy
     if session.config.rl.kl_coef > 0:
         session.reference = reference_of(session.model)
@@ -127,19 +143,23 @@ def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
     return {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
 
 
-def _optimizer_tensors(session: Session) -> dict[str, Tensor]:
-    state = session.optimizer.state_dict()["state"]
+def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors named `prefix.*`, without the prefix."""
+    return {k[len(prefix) + 1 :]: v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
+
+
+def _optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"]
     return {
-        f"optimizer.{i}.{k}": torch.as_tensor(v).detach().cpu().contiguous()
+        f"{name}.{i}.{k}": torch.as_tensor(v).detach().cpu().contiguous()
         for i, slots in state.items() for k, v in slots.items()
-    }  # fmt: skip
+    }
 
 
-def _load_optimizer(session: Session, tensors: dict[str, Tensor]) -> None:
-    full = session.optimizer.state_dict()
+def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    full = optimizer.state_dict()
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            state.setdefault(int(index), {})[key] = value
-    session.optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})

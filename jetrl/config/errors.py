@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from jetrl.config_toml import toml_literal
+from jetrl.config.toml import toml_literal
 
 # What other systems call our keys, for messages only: ours (and a note) | whose: names; whose: names. Indented lines
 # belong to the line above.

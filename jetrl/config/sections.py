@@ -1,23 +1,15 @@
-"""The config tree: frozen pydantic models, read from TOML recipes with dotted overrides, written back as TOML.
-
-`load_config` and `parse_config` turn every mistake into a `UserError` that names the key and the cure. Nothing here
-imports torch, so a recipe can be checked on any machine.
-"""
+"""The config tree: every section and key of a recipe, with its type, default, meaning and the rules between keys."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
-from jetrl.config_base import Rule, Section
-from jetrl.config_errors import explain
-from jetrl.config_toml import read_toml, set_override, split_override, toml_key, toml_literal
-from jetrl.errors import UserError
+from jetrl.config.base import Rule, Section
+from jetrl.config.rl import RLConfig
+from jetrl.config.toml import toml_literal
 
 Schedule = Literal["constant", "linear", "cosine"]
 ScaleKind = Literal["fp32", "pow2"]
@@ -67,11 +59,13 @@ class TaskConfig(Section):
 
     section: ClassVar[str] = "task"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("train_file", "eval_file"), "name", ("addition", "gym")),
+        Rule(("train_file", "eval_file"), "name", ("addition", "gym", "environment")),
         Rule(("system_prompt",), "chat_template", (False,)),
     )
-    name: Literal["addition", "file", "gym"] = Field(
-        description="addition: sums made on the fly. file: your jsonl or parquet. gym: a reasoning-gym data set.")
+    name: Literal["addition", "file", "gym", "environment"] = Field(
+        description="addition: sums made on the fly. file: your jsonl or parquet. gym: a reasoning-gym data set. "
+        "environment: problems that the environment itself makes from a seed.",
+    )
     params: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the task itself: digits, style (addition); prompt_key, "
         "answer_key (file); dataset and its own settings (gym); gold_template, check_gold (all).",
@@ -96,10 +90,15 @@ class RolloutConfig(Section):
     """How completions are sampled, and the sizes of the engine."""
 
     section: ClassVar[str] = "rollout"
+    engine: str = Field(
+        default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. Or your own, as "
+        "module:Class or path/to/file.py:Class (CONTRIBUTING.md).",
+    )
     prompts_per_step: int = Field(default=16, ge=1, description="Prompts in a training step.")
     group_size: int = Field(
-        default=8, ge=1, description="Completions of each prompt; their mean reward is the baseline. At least 2.")
-    max_response_length: int = Field(default=64, ge=1, description="Longest completion in tokens.")
+        default=8, ge=1, description="Completions of each prompt. At least 2 where they are each other's baseline.")
+    max_response_length: int = Field(
+        default=64, ge=1, description="Longest completion in tokens; of a conversation, all that follows the prompt.")
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature; the learner's log-probs use the same.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: keep this much probability. 1: off.")
@@ -118,48 +117,29 @@ class RolloutConfig(Section):
         default=None, ge=1, description="Size of the KV cache in tokens. none: from free memory and from need.")
 
 
-class RLConfig(Section):
-    """The objective."""
+class EnvironmentConfig(Section):
+    """Conversations: an environment that answers the policy, turn by turn (docs/ENVIRONMENTS.md)."""
 
-    section: ClassVar[str] = "rl"
+    section: ClassVar[str] = "environment"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), "updates_per_step", (1,)),
-        Rule(("rollout_is_threshold",), "rollout_is", (None,)),
-        Rule(("rollout_rs_threshold",), "rollout_rs", ("none",)),
-        Rule(("kl_estimator",), "kl_coef", (0,)),
-        Rule(("overlong_penalty_factor",), "overlong_buffer_len", (0,)),
+        Rule(("params", "max_turns", "max_turn_tokens", "timeout", "max_concurrent", "at_limit"), "name", (None,)),
     )
-    algo: Literal["grpo"] = Field(default="grpo", description="Group-relative policy optimization.")
-    norm_adv_by_std: bool = Field(default=True, description="Divide advantages by the group's standard deviation.")
-    loss_agg: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = Field(
-        default="token_mean", description="How token losses are averaged: over all tokens; within sequences, then over "
-        "them; or sums of sequences, divided by their number and by max_response_length.",
-    )  # fmt: skip
-    clip_ratio_low: float = Field(
-        default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")
-    clip_ratio_high: float = Field(default=0.2, gt=0, description="The policy ratio is clipped from above at 1 + this.")
-    clip_ratio_c: float | None = Field(
-        default=None, gt=1, description="Dual clip: bound on the ratio where the advantage is negative. none: off.")
-    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL penalty. 0: no reference model is loaded.")
-    kl_estimator: Literal["k2", "k3"] = Field(
-        default="k3", description="Estimator of the KL to the reference model (the gradient of k1 is noise).")
-    updates_per_step: int = Field(
-        default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        default=None, description="Truncated importance weights between sampler and learner (for fp8_rollout).")
-    rollout_is_threshold: float = Field(default=2.0, gt=0, description="Importance weights are cut off at this value.")
-    rollout_rs: Literal["none", "token", "sequence", "geometric"] = Field(
-        default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
-    rollout_rs_threshold: float = Field(
-        default=2.0, gt=1, description="Ratios above this, or below its inverse, are masked.")
-    dynamic_sampling: Literal["off", "drop"] = Field(
-        default="off", description="drop: leave out groups whose rewards are all equal, as they carry no gradient.")
-    overlong_buffer_len: int = Field(
-        default=0, ge=0, description="Soft length penalty over the last tokens before max_response_length. 0: off.")
-    overlong_penalty_factor: float = Field(default=1.0, gt=0, description="Penalty at the end of that buffer.")
-    mask_truncated: bool = Field(
-        default=False, description="Leave completions that hit max_response_length out of the loss.")
-    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus.")
+    name: str | None = Field(
+        default=None, description="calculator, retry, or your own as module:Class or path/to/file.py:Class. none: "
+        "single answers.",
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
+    max_turns: int = Field(default=8, ge=1, description="Most turns of the policy in a conversation.")
+    max_turn_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens of one turn. none: what is left of rollout.max_response_length, "
+        "which bounds all turns together, the environment's included.",
+    )
+    timeout: float = Field(default=60.0, gt=0, description="Seconds for one call of the environment.")
+    max_concurrent: int = Field(default=64, ge=1, description="Most calls of environments at the same time.")
+    at_limit: Literal["keep", "zero"] = Field(
+        default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
+        "environment has given so far, or 0.",
+    )
 
 
 class TrainConfig(Section):
@@ -279,6 +259,7 @@ class Config(Section):
     quant: QuantConfig = Field(default=QuantConfig(), description="FP8 details.")
     task: TaskConfig = Field(description="Problems and rewards.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
+    environment: EnvironmentConfig = Field(default=EnvironmentConfig(), description="Conversations.")
     rl: RLConfig = Field(default=RLConfig(), description="Objective.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
     sft: SFTConfig = Field(default=SFTConfig(), description="Warm start.")
@@ -286,11 +267,31 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
     track: TrackConfig = Field(default=TrackConfig(), description="Trackers.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dapo_buffer(cls, data: Any) -> Any:
+        """DAPO's soft length penalty covers a fifth of the longest response (4,096 of 20,480 in the paper)."""
+        rl, rollout = (data.get(k) if isinstance(data, Mapping) else None for k in ("rl", "rollout"))
+        if not isinstance(rl, Mapping) or rl.get("algo") != "dapo" or "overlong_buffer_len" in rl:
+            return data
+        longest = rollout.get("max_response_length") if isinstance(rollout, Mapping) else None
+        longest = RolloutConfig.model_fields["max_response_length"].default if longest is None else longest
+        buffer = longest // 5 if isinstance(longest, int) else 0  # a wrong type is reported where it stands
+        return {**data, "rl": {**rl, "overlong_buffer_len": buffer}}
+
     def problems(self) -> Iterator[str]:
         rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
         sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
-        if self.rl.algo == "grpo" and rollout.group_size < 2:
-            yield f"rollout.group_size: GRPO needs at least 2 completions of a prompt, got {rollout.group_size}"
+        if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
+            yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
+                   f"a prompt, got {rollout.group_size}")
+        if self.rl.dynamic_sampling != "off" and rollout.group_size < 2:
+            yield 'rl.dynamic_sampling: a group of one never carries a signal; use "off", or a larger group_size'
+        if self.task.name == "environment" and self.environment.name is None:
+            yield 'environment.name: is needed with task.name = "environment"; set the class that makes the problems'
+        if self.rl.critic_warmup_steps >= self.train.steps:
+            yield (f"rl.critic_warmup_steps: must be below train.steps = {self.train.steps}, or the policy never "
+                   f"learns; got {self.rl.critic_warmup_steps}")
         if self.rl.updates_per_step > rollout.prompts_per_step:
             yield (f"rl.updates_per_step: must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
                    f"because groups are not split; got {self.rl.updates_per_step}")  # fmt: skip
@@ -305,96 +306,3 @@ class Config(Section):
         in_bf16 = self.quant.num_first_layers_in_bf16 + self.quant.num_last_layers_in_bf16
         if isinstance(layers, int) and in_bf16 > layers:
             yield f"quant.num_first_layers_in_bf16: {in_bf16} first and last layers in BF16, but the model has {layers}"
-
-
-def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
-    """Checks a nested mapping. All mistakes are listed in one `UserError`, which begins with `source`."""
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        lines = explain(error, Config)
-    if len(lines) == 1:
-        raise UserError(f"{source}: {lines[0]}")
-    raise UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML recipe and applies overrides such as `train.lr=1e-5`, the last one winning.
-
-    A value is read as TOML and, where it is none, as a plain string; `none` unsets an optional key. An override that
-    switches a feature off also takes back what the file says about that feature, so that `rl.rollout_is=none` works on
-    a recipe that sets `rl.rollout_is_threshold`.
-    """
-    data = read_toml(Path(path))
-    pairs = [split_override(text) for text in overrides]
-    given = {key for key, _ in pairs}
-    for key, value in pairs:
-        set_override(data, key, value)
-        for dependent in switched_off(key, value) - given:
-            section, _, name = dependent.partition(".")
-            if isinstance(data.get(section), dict):
-                data[section].pop(name, None)
-    return parse_config(data, f"{path} with overrides" if overrides else str(path))
-
-
-def switched_off(key: str, value: Any) -> set[str]:
-    """The full keys that have no effect once an override has set `key` to `value`."""
-    keys = set()
-    for section in (cast(type[Section], Config), *sections().values()):
-        for rule in section.rules:
-            off = value in rule.off or (value == "none" and None in rule.off)
-            if off and section.full_key(rule.switch) == key:
-                keys |= {section.full_key(dependent) for dependent in rule.keys}
-    return keys
-
-
-def sections() -> dict[str, type[Section]]:
-    """The sections of a config by name, in order."""
-    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
-
-
-def resolve(config: Config, *, cuda_available: bool) -> Config:
-    """Replaces what is left to the machine (`device`, `kernels`, engine sizes) by values; refuses what it cannot do."""
-    device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
-    kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
-    if device == "cuda" and not cuda_available:
-        raise UserError('device = "cuda", but torch sees no GPU; set device = "cpu" (or "auto"), or mend the driver')
-    if (kernels == "reference") != (device == "cpu"):
-        pair = f'kernels = "{kernels}" with device = "{device}"'
-        raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')
-    page_size, tokens = (128, 8192) if device == "cuda" else (16, 2048)
-    sizes = {"page_size": page_size, "max_tokens_per_step": tokens}
-    sizes = {key: value for key, value in sizes.items() if getattr(config.rollout, key) is None}
-    rollout = config.rollout.model_copy(update=sizes)
-    return config.model_copy(update={"device": device, "kernels": kernels, "rollout": rollout})
-
-
-def to_toml(config: Config) -> str:
-    """The config as TOML that `load_config` reads back to an equal config; keys without effect are left out."""
-    silent = config.without_effect()
-    blocks = [_table("", config, silent)]
-    for name in sections():
-        section: Section = getattr(config, name)
-        inner = {key.removeprefix(f"{name}.") for key in silent if key.startswith(f"{name}.")}
-        blocks.append(_table(name, section, section.without_effect() | inner))
-        for key in type(section).model_fields:
-            if isinstance(value := getattr(section, key), dict) and value:
-                rows = [f"{toml_key(k)} = {toml_literal(v)}" for k, v in value.items()]
-                blocks.append("\n".join([f"[{name}.{key}]", *rows]))
-    return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def _table(name: str, section: Section, silent: set[str]) -> str:
-    """One TOML table, without its sub-tables. Empty where nothing in it has an effect."""
-    values = {key: getattr(section, key) for key in type(section).model_fields if key not in silent}
-    rows = [f"{key} = {toml_literal(v)}" for key, v in values.items() if not isinstance(v, (dict, Section, type(None)))]
-    return "\n".join([f"[{name}]", *rows] if name and rows else rows)
-
-
-def digest(config: Config) -> str:
-    """16 hexadecimal digits that name the config: equal configs, and only these, have equal digests."""
-    # without the key that older runs lack where it has its default: they can be resumed
-    exclude = {"quant": {"kv_cache"}} if config.quant.kv_cache == "bf16" else None
-    text = json.dumps(config.model_dump(mode="json", exclude=exclude), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

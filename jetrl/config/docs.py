@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jetrl.config import Config, sections
-from jetrl.config_base import Section
-from jetrl.config_errors import describe_bounds, describe_type
-from jetrl.config_toml import toml_literal
+from jetrl.config.base import Section
+from jetrl.config.errors import describe_bounds, describe_type
+from jetrl.config.toml import toml_literal
 
 INTRO = """# Configuration
 
-<!-- Written by `python -m jetrl.config_docs > docs/CONFIG.md`; a test compares. -->
+<!-- Written by `python -m jetrl.config.docs > docs/CONFIG.md`; a test compares. -->
 
 A run is described by a TOML file (examples: `recipes/`). Any key can be overridden on the command line, by its full
 name:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
-from jetrl.config_errors import union_members
-from jetrl.config_toml import plain_value, toml_literal
+from jetrl.config.errors import union_members
+from jetrl.config.toml import plain_value, toml_literal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,116 @@
+"""Recipes in and out: TOML with dotted overrides to a `Config`, a `Config` back to TOML, and its digest.
+
+Every mistake becomes a `UserError` that names the key and the cure. Nothing here imports torch, so a recipe can be
+checked on any machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from jetrl.config.base import Section
+from jetrl.config.errors import explain
+from jetrl.config.sections import Config
+from jetrl.config.toml import read_toml, set_override, split_override, toml_key, toml_literal
+from jetrl.errors import UserError
+
+
+def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
+    """Checks a nested mapping. All mistakes are listed in one `UserError`, which begins with `source`."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        lines = explain(error, Config)
+    if len(lines) == 1:
+        raise UserError(f"{source}: {lines[0]}")
+    raise UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML recipe and applies overrides such as `train.lr=1e-5`, the last one winning.
+
+    A value is read as TOML and, where it is none, as a plain string; `none` unsets an optional key. An override that
+    switches a feature off also takes back what the file says about that feature, so that `rl.rollout_is=none` works on
+    a recipe that sets `rl.rollout_is_threshold`.
+    """
+    data = read_toml(Path(path))
+    pairs = [split_override(text) for text in overrides]
+    given = {key for key, _ in pairs}
+    for key, value in pairs:
+        set_override(data, key, value)
+        for dependent in switched_off(key, value) - given:
+            section, _, name = dependent.partition(".")
+            if isinstance(data.get(section), dict):
+                data[section].pop(name, None)
+    return parse_config(data, f"{path} with overrides" if overrides else str(path))
+
+
+def switched_off(key: str, value: Any) -> set[str]:
+    """The full keys that have no effect once an override has set `key` to `value`."""
+    keys = set()
+    for section in (cast(type[Section], Config), *sections().values()):
+        for rule in section.rules:
+            off = value in rule.off or (value == "none" and None in rule.off)
+            if off and section.full_key(rule.switch) == key:
+                keys |= {section.full_key(dependent) for dependent in rule.keys}
+    return keys
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of a config by name, in order."""
+    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def resolve(config: Config, *, cuda_available: bool) -> Config:
+    """Replaces what is left to the machine (`device`, `kernels`, engine sizes) by values; refuses what it cannot do."""
+    device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
+    kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
+    if device == "cuda" and not cuda_available:
+        raise UserError('device = "cuda", but torch sees no GPU; set device = "cpu" (or "auto"), or mend the driver')
+    if (kernels == "reference") != (device == "cpu"):
+        pair = f'kernels = "{kernels}" with device = "{device}"'
+        raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')
+    page_size, tokens = (128, 8192) if device == "cuda" else (16, 2048)
+    sizes = {"page_size": page_size, "max_tokens_per_step": tokens}
+    sizes = {key: value for key, value in sizes.items() if getattr(config.rollout, key) is None}
+    rollout = config.rollout.model_copy(update=sizes)
+    return config.model_copy(update={"device": device, "kernels": kernels, "rollout": rollout})
+
+
+def to_toml(config: Config) -> str:
+    """The config as TOML that `load_config` reads back to an equal config; keys without effect are left out."""
+    silent = config.without_effect()
+    blocks = [_table("", config, silent)]
+    for name in sections():
+        section: Section = getattr(config, name)
+        inner = {key.removeprefix(f"{name}.") for key in silent if key.startswith(f"{name}.")}
+        blocks.append(_table(name, section, section.without_effect() | inner))
+        for key in type(section).model_fields:
+            if isinstance(value := getattr(section, key), dict) and value:
+                rows = [f"{toml_key(k)} = {toml_literal(v)}" for k, v in value.items()]
+                blocks.append("\n".join([f"[{name}.{key}]", *rows]))
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _table(name: str, section: Section, silent: set[str]) -> str:
+    """One TOML table, without its sub-tables. Empty where nothing in it has an effect."""
+    values = {key: getattr(section, key) for key in type(section).model_fields if key not in silent}
+    optional = type(section).model_fields  # a None that is the default is left out
+    rows = [
+        f"{key} = {toml_literal(v)}" for key, v in values.items()
+        if not isinstance(v, (dict, Section)) and not (v is None and optional[key].default is None)
+    ]
+    return "\n".join([f"[{name}]", *rows] if name and rows else rows)
+
+
+def digest(config: Config) -> str:
+    """16 hexadecimal digits that name the config: equal configs, and only these, have equal digests."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,124 @@
+"""The section `[rl]`: an algorithm is a preset of its keys, and every key can be overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from jetrl.choices import (
+    AdvEstimator,
+    Algo,
+    DynamicSampling,
+    KLEstimator,
+    KLIn,
+    LossAgg,
+    Ratio,
+    RolloutIS,
+    RolloutRS,
+    Surrogate,
+)
+from jetrl.config.base import Rule, Section
+from jetrl.config.toml import toml_literal
+from jetrl.presets import IGNORED, PRESETS, REQUIRED
+
+
+class RLConfig(Section):
+    """The objective. `algo` sets the defaults of the other keys (docs/ALGORITHMS.md); each of them can be overridden."""
+
+    section: ClassVar[str] = "rl"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *(Rule(ignored.keys, ignored.switch, ignored.off) for ignored in IGNORED),
+        Rule(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "value_clip"), "updates_per_step", (1,)),
+        Rule(("critic", "critic_lr", "critic_warmup_steps"), "adv_estimator", ("grpo", "rloo", "reinforce_pp")),
+        Rule(("value_coef",), "critic", ("separate",)),
+        Rule(("critic_lr", "critic_warmup_steps"), "critic", ("shared",)),
+        Rule(("rollout_is_threshold",), "rollout_is", ("none",)),
+        Rule(("rollout_rs_threshold",), "rollout_rs", ("none",)),
+        Rule(("overlong_penalty_factor",), "overlong_buffer_len", (0,)),
+    )
+    algo: Algo = Field(
+        default="grpo", description="The algorithm: a preset of the keys below.")
+    adv_estimator: AdvEstimator = Field(
+        default="grpo", description="Advantages: relative to the group (grpo), to the others of the group (rloo), "
+        "normalized over the step (reinforce_pp), or from a critic (gae).",
+    )
+    norm_adv_by_std: bool = Field(
+        default=True, description="Divide advantages by the standard deviation of the group (grpo) or step (gae).")
+    adv_epsilon: float = Field(default=1e-6, ge=0, description="Added to that standard deviation.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of a token's later rewards.")
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="Lambda of generalized advantage estimation.")
+    ratio: Ratio = Field(
+        default="token", description="Policy ratio of a token, of its sequence (the product over its tokens), or the "
+        "geometric mean of its sequence (GSPO).",
+    )
+    surrogate: Surrogate = Field(
+        default="clip", description="clip: PPO's clipped ratio. cispo: the ratio is clipped, the gradient is not.")
+    loss_agg: LossAgg = Field(
+        default="token_mean", description="How token losses are averaged: over all tokens; within sequences, then over "
+        "them; sums of sequences, divided by their number; or by that and by max_response_length.",
+    )
+    clip_ratio_low: float = Field(
+        default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")
+    clip_ratio_high: float = Field(default=0.2, gt=0, description="The policy ratio is clipped from above at 1 + this.")
+    clip_ratio_c: float | None = Field(
+        default=None, gt=1, description="Dual clip: bound on the ratio where the advantage is negative. none: off.")
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL penalty. 0: no reference model is loaded.")
+    kl_estimator: KLEstimator = Field(
+        default="k3", description="Estimator of the KL to the reference model (k1 in the reward only: as a loss, its "
+        "gradient is noise).",
+    )
+    kl_in: KLIn = Field(
+        default="loss", description="Whether the KL penalty is a term of the loss or is taken off each token's reward.")
+    critic: Literal["separate", "shared"] = Field(
+        default="separate", description="The critic of gae: a model with weights of its own, in the same precision "
+        "flow, or a value head on the policy.",
+    )
+    critic_lr: float = Field(default=1e-5, gt=0, le=1e30, description="Learning rate of a separate critic.")
+    critic_warmup_steps: int = Field(
+        default=0, ge=0, description="First steps in which only a separate critic learns.")
+    value_coef: float = Field(default=0.5, gt=0, description="Weight of the value loss of a shared critic.")
+    value_clip: float | None = Field(
+        default=0.2, gt=0, description="Values may move by this much in a step before the loss stops them. none: off.")
+    updates_per_step: int = Field(
+        default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
+    rollout_is: RolloutIS = Field(
+        default="none", description="Truncated importance weights between sampler and learner (for fp8_rollout).")
+    rollout_is_threshold: float = Field(default=2.0, gt=0, description="Importance weights are cut off at this value.")
+    rollout_rs: RolloutRS = Field(
+        default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
+    rollout_rs_threshold: float = Field(
+        default=2.0, gt=1, description="Ratios above this, or below its inverse, are masked.")
+    dynamic_sampling: DynamicSampling = Field(
+        default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. refill: "
+        "also sample further prompts, until prompts_per_step groups carry a signal.",
+    )
+    max_refill_rounds: int = Field(default=8, ge=1, description="Most rounds of sampling in a step of refill.")
+    overlong_buffer_len: int = Field(
+        default=0, ge=0, description="Soft length penalty over the last tokens before max_response_length. 0: off.")
+    overlong_penalty_factor: float = Field(default=1.0, gt=0, description="Penalty at the end of that buffer.")
+    mask_truncated: bool = Field(
+        default=False, description="Leave answers that hit max_response_length, and conversations that hit a limit, "
+        "out of the loss.",
+    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        """The algorithm's values for the keys that are not given."""
+        preset = PRESETS.get(data.get("algo", "grpo")) if isinstance(data, Mapping) else None
+        return dict(preset.values) | dict(data) if preset is not None else data
+
+    def _was_set(self, key: str) -> bool:
+        """As in `Section`; a value that is the preset's own counts as not given."""
+        preset = PRESETS[self.algo].values
+        return super()._was_set(key) and not (key in preset and preset[key] == getattr(self, key))
+
+    def problems(self) -> Iterator[str]:
+        for rule in REQUIRED:
+            value, other = getattr(self, rule.key), getattr(self, rule.other)
+            if value in rule.values and other not in rule.allowed and rule.key not in self.without_effect():
+                allowed = " or ".join(map(toml_literal, rule.allowed))
+                yield f"rl.{rule.key}: {toml_literal(value)} needs rl.{rule.other} = {allowed}: {rule.why}"

@@ -1,0 +1,86 @@
+"""The critic of PPO: V of each row, from hidden states of the policy (shared) or of a model of its own (separate).
+
+    V_t = hidden_t @ w      w [1, D] published in BF16; FP32 sum over D, not rounded again
+
+A separate critic is the policy's architecture in the policy's precision flow, with its own master weights and without
+an lm_head. A row's value does not depend on the other rows, so packing changes no bit of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels import gemm, logprob
+from jetrl.kernels.gradient import grad_dtype, grad_in_place
+from jetrl.model.transformer import Published, Transformer
+from jetrl.types import ForwardBatch
+
+
+class _Values(torch.autograd.Function):
+    """`hidden @ w` in FP32; the gradient of `hidden` is rounded once, that of w is summed in FP32 over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.master = master
+        return logprob.head_logits(hidden, gemm.prepare_bf16(weight))[:, 0].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dv: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        hidden, weight = ctx.saved_tensors
+        d_hidden = (dv[:, None] * weight.to(torch.float32)).to(hidden.dtype)
+        d_weight = dv[None] @ hidden.to(torch.float32)
+        if (grad := grad_in_place(ctx.master)) is None:
+            return d_hidden, d_weight.to(grad_dtype(ctx.master)), None
+        grad += d_weight
+        return d_hidden, None, None
+
+
+class Critic(nn.Module):
+    """A value head and, unless it is shared with the policy, a model of its own. Starts with V = 0 everywhere."""
+
+    def __init__(self, policy: Transformer, shared: bool) -> None:
+        super().__init__()
+        master = policy.head_weight.dtype
+        self.body: Transformer | None = None
+        if not shared:
+            spec = replace(policy.spec, tie_embeddings=True)  # no lm_head: nothing reads it
+            self.body = Transformer(
+                spec, policy.recipe, master_dtype=master, dtype=policy.dtype,
+                activation_checkpointing=policy.activation_checkpointing,
+            )
+        self.head = Published((1, policy.spec.hidden_size), master, policy.dtype)
+        nn.init.zeros_(self.head.weight)
+        self.to(policy.head_weight.device)
+        self.start_from(policy)
+
+    @torch.no_grad()
+    def start_from(self, policy: Transformer) -> Critic:
+        """Take over the policy's weights (after the warm start), with V = 0 again. Publishes."""
+        if self.body is not None:
+            names = self.body.state_dict().keys()
+            self.body.load_state_dict({k: v for k, v in policy.state_dict().items() if k in names})
+        self.head.weight.zero_()
+        return self.publish()
+
+    def publish(self) -> Critic:
+        """Refresh the copies that the forward pass reads."""
+        if self.body is not None:
+            self.body.publish()
+        self.head.publish()
+        return self
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """V [T] FP32 of final hidden states [T, D]; differentiable."""
+        return _Values.apply(hidden, self.head.weight, self.head.published)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """V [T] FP32 of every row, by the critic's own model."""
+        assert self.body is not None, "a shared critic reads the policy's hidden states: call `values`"
+        return self.values(self.body(batch))

@@ -1,0 +1,77 @@
+"""Which engine rolls out: our own over the trainer's model, or one that the user names (`rollout.engine`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jetrl.config import Config
+from jetrl.errors import UserError
+from jetrl.model import hf
+from jetrl.model.transformer import Transformer
+from jetrl.precision.flow import flow_digest
+from jetrl.rollout.engine import PagedEngine
+from jetrl.tasks.importing import import_attribute
+from jetrl.types import Engine
+
+_METHODS = ("load", "add", "step", "collect", "forget", "release")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What an engine's constructor is given.
+
+    `model` is the trainer's own, for engines that share it; others read `WeightSet.tensors` in `load`. `base_config` is
+    the model's Hugging Face config.json. `eos_token_ids` end a sequence.
+    """
+
+    config: Config
+    model: Transformer
+    tokenizer: Any
+    base_config: dict[str, Any]
+    flow_digest: str
+    eos_token_ids: frozenset[int]
+
+
+def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config: dict[str, Any] | None) -> Engine:
+    """The engine that `rollout.engine` names."""
+    context = EngineContext(
+        config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
+        eos_ids(tokenizer, config.model.path),
+    )
+    return paged_engine(context) if config.rollout.engine == "jetrl" else _users_engine(context)
+
+
+def paged_engine(context: EngineContext) -> PagedEngine:
+    """The rollout engine over the trainer's own model object."""
+    r = context.config.rollout
+    assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
+    return PagedEngine(
+        context.model, context.tokenizer, context.flow_digest, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
+        max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,
+        eos_token_ids=context.eos_token_ids,
+    )
+
+
+def _users_engine(context: EngineContext) -> Engine:
+    name = context.config.rollout.engine
+    if ":" not in name:
+        raise UserError(f"rollout.engine = {name!r}: write jetrl, module:Class or path/to/file.py:Class.")
+    factory = import_attribute(name, "rollout.engine", "class")
+    if missing := [method for method in _METHODS if not callable(getattr(factory, method, None))]:
+        raise UserError(f"rollout.engine = {name}: it has no {', '.join(missing)}; jetrl.types.Engine says what is needed.")
+    engine = factory(context)
+    if not isinstance(getattr(engine, "keeps_bits", None), bool):
+        raise UserError(f"rollout.engine = {name}: set keeps_bits = False (or True, if its log-probs are the learner's).")
+    return engine
+
+
+def eos_ids(tokenizer: Any, folder: str | None) -> frozenset[int]:
+    """End-of-sequence ids: the tokenizer's, and those in the model folder's config.json and generation_config.json."""
+    ids: list[int | None] = [tokenizer.eos_token_id]
+    for source in (hf.read_config(folder), hf.read_generation_config(folder)) if folder is not None else ():
+        listed = (source or {}).get("eos_token_id")
+        ids += listed if isinstance(listed, list) else [listed]
+    if wrong := [i for i in ids if i is not None and (not isinstance(i, int) or i < 0)]:
+        raise UserError(f"{folder}: eos_token_id {wrong[0]!r} is no token id. Fix (generation_)config.json.")
+    return frozenset(i for i in ids if i is not None)

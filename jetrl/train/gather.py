@@ -1,0 +1,145 @@
+"""The data of one step: sample prompts, roll out, score, select; and again while dynamic sampling refills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from jetrl.config import Config
+from jetrl.errors import UserError
+from jetrl.rl.refill import Refill
+from jetrl.rl.selection import select
+from jetrl.rollout.requests import eval_asked, train_asked
+from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
+from jetrl.tasks.rewards import score
+from jetrl.tasks.task import eval_prompts, sample
+from jetrl.train.setup import Session
+from jetrl.types import Group, Prompt, StepReport, Trajectory
+
+
+class Clock(Protocol):
+    """Times the phases of a step (`loop.Clock`)."""
+
+    def __call__(self, phase: str, total: int | None = None) -> AbstractContextManager[None]: ...
+
+    def progress(self) -> Callable[[StepReport], None]: ...
+
+    def message(self, text: str) -> None: ...
+
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A step's trajectories: all scored groups, those to learn from, those whose environment failed.
+
+    `next_prompt` is the place in the task's stream from which the next step samples.
+    """
+
+    groups: tuple[Group, ...]
+    learnt: tuple[Group, ...]
+    failed: tuple[tuple[Prompt, Trajectory], ...]
+    stats: dict[str, float]
+    next_prompt: int
+
+
+def gather(session: Session, clock: Clock, step: int) -> Gathered:
+    """Sample, roll out, score and select for step `step`. Changes nothing in the session: a repeated step is equal.
+
+    Raises UserError if nothing could be learnt from: every conversation failed, or refilling found no signal at all.
+    """
+    config = session.config
+    rollouts: list[Rollout] = []
+    scores: list[dict[str, float]] = []
+    place = session.num_prompts
+
+    def one_round(count: int) -> list[Group]:
+        nonlocal place
+        prompts = sample(session.task, session.tokenizer, place, count, config)
+        asked = train_asked(config, step, (place - session.num_prompts) * config.rollout.group_size)
+        with clock("rollout", count * config.rollout.group_size):
+            rollouts.append(roll_out(session.engine, prompts, asked, session.conversations, clock.progress()))
+        place += count
+        with clock("reward"):
+            groups, stats = scored(session, rollouts[-1], config)
+        scores.append(stats)
+        return groups
+
+    if config.rl.dynamic_sampling == "refill":
+        groups, learnt, stats = _refilled(one_round, config, clock)
+    else:
+        groups = tuple(one_round(config.rollout.prompts_per_step))
+        learnt, stats = select(groups, config.rl) if groups else ((), {})
+    failed = tuple(f for rollout in rollouts for f in rollout.failed)
+    if not groups:
+        raise UserError(_all_failed(step, failed))
+    whole = Rollout([group for rollout in rollouts for group in rollout.groups], list(failed))
+    stats = merged(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
+    return Gathered(groups, learnt, failed, stats, place)
+
+
+def scored(session: Session, rollout: Rollout, config: Config | None) -> tuple[list[Group], dict[str, float]]:
+    """`tasks.rewards.score` of a rollout; with a config, long responses pay its penalty."""
+    at_limit = session.config.environment.at_limit
+    in_turns = session.conversations is not None
+    return score(rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit)
+
+
+def _refilled(
+    one_round: Callable[[int], list[Group]], config: Config, clock: Clock
+) -> tuple[tuple[Group, ...], tuple[Group, ...], dict[str, float]]:
+    refill = Refill(config.rollout.prompts_per_step, config.rl.max_refill_rounds)
+    while count := refill.next_count:
+        refill = refill.add(one_round(count), count)
+    if refill.seen and not refill.kept:
+        raise UserError(
+            f'rl.dynamic_sampling = "refill": none of {refill.num_sampled} prompts in {refill.rounds} rounds gave a '
+            "group whose rewards differ, so there is nothing to learn from. Make the task easier or harder, raise "
+            "rollout.group_size or rollout.temperature, or rl.max_refill_rounds."
+        )
+    if len(refill.kept) < refill.wanted:
+        clock.message(
+            f"refill: {len(refill.kept)} of {refill.wanted} groups carry a signal after {refill.rounds} rounds "
+            f"({refill.num_sampled} prompts); the step learns from these"
+        )
+    return refill.seen, refill.kept, refill.stats()
+
+
+def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The scoring statistics of a step's rounds as one: least, largest, sums of counts, and means of the others."""
+    reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum}
+    if len(scores) == 1:
+        return scores[0]
+    return {key: reducers.get(key, _mean)([s[key] for s in scores if key in s]) for key in scores[0]}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:
+    first = failed[0][1]
+    return (
+        f"Step {step}: all {len(failed)} conversations failed in the environment, the first by {first.end}: "
+        f"{first.error}. Fix the environment (or raise environment.timeout)."
+    )
+
+
+def evaluate(session: Session, clock: Clock) -> dict[str, float]:
+    """avg@k and pass@k on the held-out problems, in the rollout's precision flow. Failed conversations do not count."""
+    config, k, name = session.config, session.config.eval.num_samples, session.task.name
+    prompts = eval_prompts(session.task, session.tokenizer, config)
+    with clock("eval", len(prompts) * k):
+        rollout = roll_out(session.engine, prompts, eval_asked(config), session.conversations, clock.progress())
+        if not rollout.groups:
+            raise UserError("Evaluation: " + _all_failed(session.step, rollout.failed))
+        groups, _ = scored(session, rollout, None)
+    rewards = [g.rewards for g in groups]
+    count = sum(map(len, rewards))
+    metrics = {
+        f"eval/{name}/avg@{k}": sum(map(sum, rewards)) / count,
+        f"eval/{name}/pass@{k}": sum(max(r) > 0.999 for r in rewards) / len(rewards),
+    }
+    return metrics | ({f"eval/{name}/num_failed": float(len(rollout.failed))} if rollout.failed else {})

@@ -1,0 +1,84 @@
+"""What an algorithm asks of a packed batch before the update: passes of the reference, the learner and the critic,
+and from them the advantage of every policy token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.config import Config
+from jetrl.model.critic import Critic
+from jetrl.model.transformer import Transformer
+from jetrl.rl.advantage import advantages
+from jetrl.rl.losses import kl_penalty
+from jetrl.train.packing import by_trajectory, fill, to_device, with_rows
+from jetrl.train.step import Learner, forward_batch, forward_rows
+from jetrl.types import Group, PackedBatch
+
+
+@torch.no_grad()
+def logprob_pass(model: Transformer, batch: PackedBatch, temperature: float) -> list[Tensor]:
+    """Log-probs [R] of every micro-batch's loss rows, without gradients (old policy, reference policy)."""
+    device = model.head_weight.device
+    return [forward_rows(model, to_device(m, device), temperature).logprobs for m in batch.micro_batches]
+
+
+@torch.no_grad()
+def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch) -> list[Tensor]:
+    """Values [R] of every micro-batch's loss rows, without gradients."""
+    body = policy if critic.body is None else critic.body
+    found = []
+    for host in batch.micro_batches:
+        micro = to_device(host, policy.head_weight.device)
+        hidden = body(forward_batch(micro))
+        found.append(critic.values(hidden[micro.loss_mask.nonzero()[:, 0]]))
+    return found
+
+
+def estimate(
+    groups: Sequence[Group], batches: Sequence[PackedBatch], learner: Learner, reference: Transformer | None,
+    config: Config, unified: bool,
+) -> tuple[list[Group], list[PackedBatch]]:
+    """Make the passes that the algorithm needs and fill in the advantages, of groups and batches alike.
+
+    The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`); else the
+    learner makes its own pass, if there are several updates or the reward holds a KL penalty.
+    """
+    rl, temperature, packed = config.rl, config.rollout.temperature, list(batches)
+    kl_in_reward = reference is not None and rl.kl_in == "reward"
+    if not unified and (len(packed) > 1 or kl_in_reward):
+        packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature)) for b in packed]
+    if reference is not None:
+        packed = [with_rows(b, "ref_logprobs", logprob_pass(reference, b, temperature)) for b in packed]
+    if learner.critic is not None:
+        packed = [with_rows(b, "values", value_pass(learner.critic, learner.model, b)) for b in packed]
+    lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]
+    kl = _token_kl(packed, lengths, config, unified) if kl_in_reward else None
+    values = by_trajectory(packed, "values", lengths) if learner.critic is not None else None
+    filled, returns = advantages(groups, rl, kl=kl, values=values)
+    packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
+    if returns is not None:
+        packed = fill(packed, "returns", returns)
+    if kl_in_reward:  # the loss has no KL term then
+        packed = [_without_reference(batch) for batch in packed]
+    return list(filled), packed
+
+
+def _token_kl(batches: Sequence[PackedBatch], lengths: Sequence[int], config: Config, unified: bool) -> list[np.ndarray]:
+    """Estimates of the KL to the reference policy, one array [P] float64 a trajectory."""
+    policy = by_trajectory(batches, "rollout_logprobs" if unified else "old_logprobs", lengths)
+    reference = by_trajectory(batches, "ref_logprobs", lengths)
+    estimator = config.rl.kl_estimator
+    return [
+        kl_penalty(torch.from_numpy(p), torch.from_numpy(r), estimator).numpy()
+        for p, r in zip(policy, reference, strict=True)
+    ]
+
+
+def _without_reference(batch: PackedBatch) -> PackedBatch:
+    return replace(batch, micro_batches=tuple(replace(m, ref_logprobs=None) for m in batch.micro_batches))

@@ -19,6 +19,7 @@ from jetrl.config.errors import explain
 from jetrl.config.sections import Config
 from jetrl.config.toml import read_toml, set_override, split_override, toml_key, toml_literal
 from jetrl.errors import UserError
+from jetrl.presets import PRESETS
 
 
 def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
@@ -59,6 +60,9 @@ def switched_off(key: str, value: Any) -> set[str]:
             off = value in rule.off or (value == "none" and None in rule.off)
             if off and section.full_key(rule.switch) == key:
                 keys |= {section.full_key(dependent) for dependent in rule.keys}
+    if key == "rl.algo" and value in PRESETS:
+        keys |= {dependent for name, chosen in PRESETS[value].values.items()
+                 for dependent in switched_off(f"rl.{name}", chosen)}
     return keys
 
 

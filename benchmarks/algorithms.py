@@ -1,0 +1,153 @@
+"""Every algorithm on the quickstart: held-out accuracy, steps, time and parity over several seeds.
+
+    python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--jobs 2] [--threads 1] [--write] [key=value ...]
+
+Runs recipes/quickstart.toml once for each algorithm and seed, `--jobs` at a time, and writes
+benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all are).
+`--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. Settings that differ from the
+recipe's and the preset's stand in `SETTINGS`, and in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jetrl.presets import PRESETS
+from jetrl.report.environment import cpu_name, git_commit
+from jetrl.report.recorder import read_metrics
+
+ROOT = Path(__file__).parents[1]
+RECIPE, RESULT, PAGE = ROOT / "recipes/quickstart.toml", ROOT / "benchmarks/results/algorithms.json", ROOT / "docs/ALGORITHMS.md"
+BEGIN, END = "<!-- table: written by benchmarks/algorithms.py -->", "<!-- end of table -->"
+GOAL = 0.9
+# Beyond the preset: what the quickstart's small model and few steps need.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "ppo": ("rl.critic_lr=3e-4",),
+}
+
+
+def train(algo: str, seed: int, folder: Path, threads: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """One run, by the command line; its figures."""
+    name = f"{algo}-{seed}"
+    command = [
+        sys.executable, "-m", "jetrl.cli", "train", str(RECIPE), f"rl.algo={algo}", f"seed={seed}", f"name={name}",
+        f"output_dir={folder}", f"sft.cache_dir={folder / 'sft'}", f"num_threads={threads}", *SETTINGS.get(algo, ()),
+        *overrides,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment(threads))
+    if done.returncode:
+        print(f"{name} failed with status {done.returncode}:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+        return {"algo": algo, "seed": seed, "error": done.stderr[-500:]}
+    return {"algo": algo, "seed": seed, "threads": threads} | figures(read_metrics(folder / name))
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the table tells of a run's metrics."""
+    accuracy = [(row["step"], v) for row in rows for k, v in row.items() if k.startswith("eval/") and "/avg@" in k]
+    parity = [row["parity/logprob_abs_diff_max"] for row in rows if "parity/logprob_abs_diff_max" in row]
+    reached = [step for step, value in accuracy if value >= GOAL]
+    return {
+        "before": accuracy[0][1], "after": accuracy[-1][1], "curve": accuracy, "first_step_at_goal": min(reached, default=None),
+        "steps": rows[-1]["step"], "steps_with_update": len(parity), "parity_max": max(parity),
+        "seconds": sum(row["time/step"] for row in rows[1:]),
+    }
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+
+
+def warm_starts(seeds: Sequence[int], folder: Path, threads: int, jobs: int) -> None:
+    """The warm start of each seed, made once for all algorithms."""
+
+    def one(seed: int) -> None:
+        subprocess.run(
+            [sys.executable, "-m", "jetrl.cli", "sft", str(RECIPE), f"seed={seed}", f"sft.cache_dir={folder / 'sft'}",
+             f"num_threads={threads}"],
+            check=True, capture_output=True, env=_environment(threads),
+        )
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, seeds))
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: one row an algorithm, medians and the range over seeds."""
+    lines = [
+        "| algorithm | held-out accuracy before | after (each seed) | first step at 0.9 | steps | seconds | largest "
+        "parity gap | besides the preset |", "|---|--:|---|--:|--:|--:|--:|---|",
+    ]
+    for algo in PRESETS:
+        mine = sorted((r for r in runs if r["algo"] == algo and "error" not in r), key=lambda r: r["seed"])
+        if not mine:
+            continue
+        before = statistics.median(r["before"] for r in mine)
+        after = ", ".join(f"{r['after']:.3f}" for r in mine)
+        first = ", ".join(str(r["first_step_at_goal"] or "-") for r in mine)
+        seconds = statistics.median(r["seconds"] for r in mine)
+        settings = ", ".join(f"`{s}`" for s in SETTINGS.get(algo, ())) or "-"
+        lines.append(
+            f"| {algo} | {before:.3f} | {after} | {first} | {mine[0]['steps']} | {seconds:.0f} | "
+            f"{max(r['parity_max'] for r in mine)} | {settings} |"
+        )
+    return "\n".join(lines)
+
+
+def write_page(record: dict[str, Any]) -> None:
+    """Put the table between the marks of docs/ALGORITHMS.md."""
+    text = PAGE.read_text()
+    head, rest = text.split(BEGIN, 1)
+    threads = sorted({r["threads"] for r in record["runs"] if "threads" in r})
+    note = f"{record['cpu']}, {'/'.join(map(str, threads))} thread(s) a run, commit {record['commit'][:7]}, {record['date']}."
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table(record['runs'])}\n\n{note}\n\n{END}{rest.split(END, 1)[1]}")
+
+
+def main() -> int:
+    """Exit status: the number of runs that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algos", default=",".join(PRESETS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="make runs again that are in the result file")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/ALGORITHMS.md")
+    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    kept = json.loads(args.result.read_text())["runs"] if args.result.is_file() and not args.again else []
+    record = {"commit": git_commit(ROOT / "jetrl")[0] or "unknown", "cpu": cpu_name(), "date": f"{datetime.now(UTC):%Y-%m-%d}",
+              "overrides": args.overrides, "settings": SETTINGS, "runs": kept}
+    made = {(r["algo"], r["seed"]) for r in kept if "error" not in r}
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    todo = [(a, s) for s in seeds for a in args.algos.split(",") if (a, s) not in made]
+    args.result.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+        folder, start = Path(temporary), time.perf_counter()
+        if todo:
+            warm_starts(seeds, folder, args.threads, args.jobs)
+            print(f"warm starts: {time.perf_counter() - start:.0f} s", flush=True)
+        for run in pool.map(lambda job: train(*job, folder, args.threads, args.overrides), todo):
+            record["runs"] = [r for r in record["runs"] if (r["algo"], r["seed"]) != (run["algo"], run["seed"])] + [run]
+            args.result.write_text(json.dumps(record, indent=1) + "\n")
+            shown = run.get("error") or f"{run['before']:.3f} -> {run['after']:.3f}, parity {run['parity_max']}"
+            print(f"{run['algo']} seed {run['seed']}: {shown}", flush=True)
+    print("\n" + table(record["runs"]))
+    if args.write:
+        write_page(record)
+    return sum("error" in run for run in record["runs"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The choices of `[rl]` by name: the one place where they are written down. Imports nothing of ours.
+
+What each name means is told where it is computed: `rl/advantage.py`, `rl/surrogate.py`, `rl/losses.py`,
+`rl/mismatch.py`, `rl/selection.py` and `rl/refill.py`. `jetrl/presets.py` says which choices make an algorithm.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Algo = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+AdvEstimator = Literal["grpo", "rloo", "reinforce_pp", "gae"]
+Ratio = Literal["token", "sequence_mean", "sequence"]
+Surrogate = Literal["clip", "cispo"]
+LossAgg = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLIn = Literal["loss", "reward"]
+RolloutIS = Literal["none", "token", "sequence"]
+RolloutRS = Literal["none", "token", "sequence", "geometric"]
+DynamicSampling = Literal["off", "drop", "refill"]

@@ -47,7 +47,7 @@ class Required:
 
 _KL_IN_REWARD = {
     "kl_in": "The paper subtracts the KL penalty from the reward, so it passes through the advantage.",
-    "kl_estimator": "In the reward the plain log-ratio is unbiased: it is the term that makes reward - KL the objective.",
+    "kl_estimator": "In the reward the plain log-ratio is right: its mean is the KL that the objective subtracts.",
 }
 
 _PRESETS = (
@@ -90,7 +90,7 @@ _PRESETS = (
         {
             "surrogate": "The weight is clipped, not the token: rare tokens that turn an argument still learn.",
             "clip_ratio_low": "The paper has no lower bound: 1 - 1 = 0.",
-            "clip_ratio_high": "The paper tunes this bound and gives no number; TRL's advice is weights up to 5 = 1 + 4.",
+            "clip_ratio_high": "The paper tunes this bound and gives no number; TRL advises weights up to 5.",
         },
     ),
     Preset(
@@ -128,7 +128,7 @@ _PRESETS = (
 )  # fmt: skip
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})
-"""By name, in the order of `choices.Algo`. For dapo, `overlong_buffer_len` depends on another key: the config sets it."""
+"""By name, in the order of `choices.Algo`. dapo's `overlong_buffer_len` depends on another key: the config sets it."""
 
 IGNORED: tuple[Ignored, ...] = (
     Ignored(("norm_adv_by_std",), "adv_estimator", ("rloo", "reinforce_pp")),  # rloo: never; reinforce_pp: always

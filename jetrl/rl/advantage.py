@@ -1,36 +1,103 @@
-"""Group-relative advantages: GRPO and Dr.GRPO, and DAPO's dropping of groups that teach nothing.
+"""Advantages: relative to the group (GRPO, Dr.GRPO, RLOO) or of single tokens (REINFORCE++, GAE).
 
-Everything is Python floats with correctly rounded sums (`math.fsum`), so an advantage does not depend on the order of
-the completions, on other groups, or on the machine.
+Everything is Python floats, and every sum over trajectories or tokens is correctly rounded (`math.fsum`), so an
+advantage depends neither on the order of trajectories nor on the machine.
 
-Letters: G groups (prompts), S completions of a group (may differ from group to group).
+Letters: G groups (prompts), S trajectories of a group (may differ from group to group), P policy tokens of one
+trajectory, in order over all its turns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jetrl.errors import UserError
-from jetrl.types import Group
+from jetrl.rl.gae import gae, rewards_to_go, whiten
+from jetrl.rl.moments import all_equal, mean, std
+from jetrl.rl.selection import check_scored, failed
+from jetrl.types import Advantage, Group, Trajectory
+
+Column = NDArray[np.float64]  # [P]
 
 
 class AdvantageConfig(Protocol):
     """The fields of `[rl]` that this module reads."""
 
     @property
+    def adv_estimator(self) -> str: ...
+
+    @property
     def norm_adv_by_std(self) -> bool: ...
 
     @property
-    def dynamic_sampling(self) -> str: ...
+    def adv_epsilon(self) -> float: ...
+
+    @property
+    def gamma(self) -> float: ...
+
+    @property
+    def gae_lambda(self) -> float: ...
+
+    @property
+    def kl_coef(self) -> float: ...
+
+    @property
+    def kl_in(self) -> str: ...
+
+
+def advantages(
+    groups: Sequence[Group],
+    config: AdvantageConfig,
+    kl: Sequence[Column] | None = None,
+    values: Sequence[Column] | None = None,
+) -> tuple[list[Group], dict[str, float], list[Column] | None]:
+    """Scored groups with advantages, statistics, and the critic's targets (gae only).
+
+    `kl` and `values` have one array [P] for each trajectory, in the order of the groups: the KL estimate of each policy
+    token (not multiplied by `kl_coef`; needed with `kl_in = "reward"` and a `kl_coef`), and the critic's value of the
+    state in which the token was drawn (needed by gae). The returns have that layout.
+
+    grpo and rloo give one number a trajectory, reinforce_pp and gae a tuple of P. A trajectory that failed in its
+    environment has zeros, and the others are treated as if it were not there.
+
+    Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories of -kl_coef * sum_t kl_t.
+    Those of the rewards themselves are in `selection.reward_stats`.
+
+    Raises UserError for a reward that is NaN or infinite; ValueError for groups without rewards or trajectories.
+    """
+    if not groups:
+        raise ValueError("advantages() got no groups")
+    for index, group in enumerate(groups):
+        check_scored(group)
+        _check_rewards(group.rewards, index)
+    penalized = config.kl_in == "reward" and config.kl_coef > 0
+    assert penalized == (kl is not None), f"kl_in {config.kl_in}, kl_coef {config.kl_coef}, kl given: {kl is not None}"
+    assert (config.adv_estimator == "gae") == (values is not None), "gae needs the critic's values, others ignore them"
+    items = list(_items(groups, kl, values, config.kl_coef))
+    by_group, by_token = BY_GROUP.get(config.adv_estimator), BY_TOKEN.get(config.adv_estimator)
+    returns = None
+    if by_group is not None:
+        result = _grouped(groups, items, by_group, config)
+    elif by_token is not None:
+        result, returns = _tokenwise(items, by_token, config)
+    else:
+        raise UserError(f'rl.adv_estimator is "{config.adv_estimator}"; use {", ".join([*BY_GROUP, *BY_TOKEN])}')
+    stats = {"reward/kl_penalty_mean": mean([math.fsum(i.penalties) for i in items])} if penalized else {}
+    numbers = iter(result)
+    filled = [replace(g, advantages=tuple(next(numbers) for _ in g.trajectories)) for g in groups]
+    return filled, stats, returns
 
 
 def group_advantages(
     rewards: Sequence[Sequence[float]], norm_adv_by_std: bool = True, eps: float = 1e-6
 ) -> list[tuple[float, ...]]:
-    """Advantage of each completion relative to its group, for every one of its tokens.
+    """Advantage of each trajectory relative to its group, for every one of its tokens.
 
     GRPO (`norm_adv_by_std=True`):   A_i = (r_i - mean(r)) / (std(r) + eps)
     Dr.GRPO (`norm_adv_by_std=False`): A_i = r_i - mean(r)
@@ -42,79 +109,150 @@ def group_advantages(
     Raises UserError for a reward that is NaN or infinite, and for an empty group.
     Source: GRPO, arXiv 2402.03300 section 4.1; Dr.GRPO, arXiv 2503.20783 section 3.
     """
-    return [_advantages_of_one(_checked(group, index), norm_adv_by_std, eps) for index, group in enumerate(rewards)]
+    for index, group in enumerate(rewards):
+        _check_rewards(group, index)
+    return [_grpo([float(r) for r in group], norm_adv_by_std, eps) for group in rewards]
 
 
-def has_zero_std(rewards: Sequence[float]) -> bool:
-    """Whether all rewards of a group are equal, so that every advantage is zero."""
-    return max(rewards) == min(rewards)
+def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
+    """REINFORCE leave-one-out: `A_i = r_i - mean of r_j over j != i`, for one group.
 
-
-def drop_zero_std(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups whose rewards differ, in order. Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2."""
-    return tuple(group for group in groups if not has_zero_std(group.rewards))
-
-
-def advantages(
-    groups: Sequence[Group], rl_config: AdvantageConfig
-) -> tuple[tuple[Group, ...], tuple[Group, ...], dict[str, float]]:
-    """Fill in `advantages` and count: returns all groups, those to learn from (all, but for "drop"), and statistics.
-
-    The statistics are over all groups that came in, dropped or not: `reward/mean`, `reward/std` (sample deviation over
-    all completions), `reward/frac_zero_std` (share of groups without any signal), `reward/num_groups_dropped`.
-    With `dynamic_sampling = "drop"` there may be none to learn from; the caller then skips the update.
+    Equal rewards give exact zeros. So does a group of one, which has no others to compare with; TRL refuses it, verl
+    gives it its whole reward. Source: arXiv 2402.14740 section 3.
     """
-    if not groups:
-        raise ValueError("advantages() got no groups")
-    if rl_config.dynamic_sampling not in ("off", "drop"):
-        raise UserError(f'rl.dynamic_sampling is "{rl_config.dynamic_sampling}"; use "off" or "drop"')
-    for group in groups:
-        if len(group.rewards) != len(group.completions):
-            raise ValueError(
-                f"group of prompt {group.prompt.index}: {len(group.completions)} completions but "
-                f"{len(group.rewards)} rewards; score the group first"
-            )
-    values = group_advantages([group.rewards for group in groups], rl_config.norm_adv_by_std)
-    filled = tuple(replace(group, advantages=value) for group, value in zip(groups, values, strict=True))
-    kept = drop_zero_std(filled) if rl_config.dynamic_sampling == "drop" else filled
-    rewards = [reward for group in groups for reward in group.rewards]
-    num_zero_std = sum(has_zero_std(group.rewards) for group in groups)
-    return filled, kept, {
-        "reward/mean": _mean(rewards),
-        "reward/std": _std(rewards),
-        "reward/frac_zero_std": num_zero_std / len(groups),
-        "reward/num_groups_dropped": float(len(groups) - len(kept)),
-    }
-
-
-def _advantages_of_one(rewards: Sequence[float], norm_by_std: bool, eps: float) -> tuple[float, ...]:
-    if has_zero_std(rewards):
+    if all_equal(rewards):
         return (0.0,) * len(rewards)
-    mean = _mean(rewards)
-    scale = 1.0 / (_std(rewards) + eps) if norm_by_std else 1.0
-    return tuple((reward - mean) * scale for reward in rewards)
+    return tuple(r - mean([*rewards[:i], *rewards[i + 1 :]]) for i, r in enumerate(rewards))
 
 
-def _checked(rewards: Sequence[float], index: int) -> list[float]:
-    values = [float(reward) for reward in rewards]
-    if not values:
-        raise UserError(f"group {index} has no completions; rl needs at least one reward in each group")
-    bad = [value for value in values if not math.isfinite(value)]
+def token_rewards(trajectory: Trajectory, reward: float, penalties: Sequence[float] = ()) -> list[float]:
+    """Rewards [P] of the policy tokens, which add up to `reward` plus the penalties (up to rounding).
+
+    A turn's own reward (`Segment.reward`) goes onto its last token. What is left of `reward`, the reward of the whole
+    trajectory, goes onto the last token of all. `penalties` [P] are added token by token.
+    """
+    turns = [turn for turn in trajectory.turns if turn.tokens]
+    result: list[float] = []
+    for turn in turns:
+        result += [0.0] * (len(turn.tokens) - 1) + [turn.reward]
+    if result:
+        result[-1] += reward - math.fsum(turn.reward for turn in turns)
+    if penalties:
+        result = [value + penalty for value, penalty in zip(result, penalties, strict=True)]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One trajectory with what its advantages are made from; `penalties` and `values` are [P] or empty."""
+
+    trajectory: Trajectory
+    reward: float
+    penalties: list[float]
+    values: list[float]
+
+    @property
+    def score(self) -> float:
+        """The sum of its token rewards, rounded once: exactly its reward where there are no penalties."""
+        return math.fsum([self.reward, *self.penalties])
+
+
+ByGroup = Callable[[list[float], AdvantageConfig], tuple[float, ...]]
+ByToken = Callable[[list[_Item], AdvantageConfig], tuple[list[list[float]], list[list[float]] | None]]
+
+
+def _grpo(rewards: Sequence[float], norm_by_std: bool, eps: float) -> tuple[float, ...]:
+    if all_equal(rewards):
+        return (0.0,) * len(rewards)
+    center = mean(rewards)
+    scale = 1.0 / (std(rewards) + eps) if norm_by_std else 1.0
+    return tuple((reward - center) * scale for reward in rewards)
+
+
+def _reinforce_pp(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], None]:
+    """`A_t = (G_t - mean) / (std + eps)`, over all policy tokens of the step. Source: arXiv 2501.03262 section 3."""
+    rows = [rewards_to_go(token_rewards(i.trajectory, i.reward, i.penalties), config.gamma) for i in items]
+    return whiten(rows, config.adv_epsilon), None
+
+
+def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], list[list[float]]]:
+    """GAE of each trajectory; with `norm_adv_by_std` whitened over all policy tokens of the step, the returns not."""
+    rows, returns = [], []
+    for item in items:
+        rewards = token_rewards(item.trajectory, item.reward, item.penalties)
+        row, targets = gae(rewards, item.values, config.gamma, config.gae_lambda)
+        rows.append(row)
+        returns.append(targets)
+    return whiten(rows, config.adv_epsilon) if config.norm_adv_by_std else rows, returns
+
+
+# One entry an estimator of `rl.adv_estimator`: from the scores of one group, or from all trajectories of the step.
+BY_GROUP: dict[str, ByGroup] = {
+    "grpo": lambda scores, config: _grpo(scores, config.norm_adv_by_std, config.adv_epsilon),
+    "rloo": lambda scores, config: rloo_advantages(scores),
+}
+BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae}
+
+
+def _items(
+    groups: Sequence[Group], kl: Sequence[Column] | None, values: Sequence[Column] | None, kl_coef: float
+) -> Iterator[_Item]:
+    count = sum(len(group.trajectories) for group in groups)
+    for name, columns in (("kl", kl), ("values", values)):
+        if columns is not None and len(columns) != count:
+            raise ValueError(f"{len(columns)} arrays of {name} for {count} trajectories")
+    index = 0
+    for group in groups:
+        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+            size = trajectory.num_policy_tokens
+            penalties = [] if kl is None else [-kl_coef * value for value in _column("kl", kl[index], size)]
+            row = [] if values is None else _column("values", values[index], size)
+            yield _Item(trajectory, float(reward), penalties, row)
+            index += 1
+
+
+def _column(name: str, values: Column, size: int) -> list[float]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (size,) or not np.isfinite(array).all():
+        raise ValueError(f"{name} of shape {array.shape} for {size} policy tokens, or not all finite; this is a defect")
+    return array.tolist()
+
+
+def _grouped(
+    groups: Sequence[Group], items: list[_Item], estimator: ByGroup, config: AdvantageConfig
+) -> list[Advantage]:
+    result: list[Advantage] = []
+    rest = iter(items)
+    for group in groups:
+        members = [next(rest) for _ in group.trajectories]
+        scores = [item.score for item in members if not failed(item.trajectory)]
+        live = iter(estimator(scores, config) if scores else ())
+        result += [0.0 if failed(item.trajectory) else next(live) for item in members]
+    return result
+
+
+def _tokenwise(
+    items: list[_Item], estimator: ByToken, config: AdvantageConfig
+) -> tuple[list[Advantage], list[Column] | None]:
+    """A failed trajectory has advantage 0 at each token, and its values as returns: no error to learn from."""
+    rows, returns = estimator([item for item in items if not failed(item.trajectory)], config)
+    live_rows, live_returns = iter(rows), iter(returns or ())
+    result: list[Advantage] = []
+    targets: list[Column] = []
+    for item in items:
+        out = failed(item.trajectory)
+        result.append((0.0,) * item.trajectory.num_policy_tokens if out else tuple(next(live_rows)))
+        if returns is not None:
+            targets.append(np.array(item.values if out else next(live_returns), dtype=np.float64))
+    return result, None if returns is None else targets
+
+
+def _check_rewards(rewards: Sequence[float], index: int) -> None:
+    if not rewards:
+        raise UserError(f"group {index} has no trajectories; rl needs at least one reward in each group")
+    bad = [value for value in rewards if not math.isfinite(value)]
     if bad:
         raise UserError(
-            f"group {index}: {len(bad)} of {len(values)} rewards are not finite (first: {bad[0]}); "
-            "mend the reward function so that it returns a finite number for every completion"
+            f"group {index}: {len(bad)} of {len(rewards)} rewards are not finite (first: {bad[0]}); "
+            "fix the reward function so that it returns a finite number for every trajectory"
         )
-    return values
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _std(values: Sequence[float]) -> float:
-    """Sample standard deviation; 0 for a single value."""
-    if len(values) < 2 or has_zero_std(values):
-        return 0.0
-    mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -13,14 +13,15 @@ an overflow there would turn into NaN in the backward (0 * inf) even though the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-LossAgg = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
-KLEstimator = Literal["k1", "k2", "k3"]
+from jetrl.choices import KLEstimator, LossAgg, Ratio, Surrogate
+from jetrl.rl.surrogate import RATIOS, SURROGATES, Clip
+
 Stats = dict[str, Tensor]
 
 
@@ -50,9 +51,10 @@ def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: LossAgg, de
 
     token_mean              w_t = 1 / N                 N = loss tokens of the update   (DAPO, arXiv 2503.14476)
     seq_mean_token_mean     w_t = 1 / (S * n_s(t))      n_s = loss tokens of sequence s (GRPO, arXiv 2402.03300)
+    seq_mean_token_sum      w_t = 1 / S                                             (REINFORCE on whole answers)
     seq_mean_token_sum_norm w_t = 1 / (S * L)           L = max_response_length         (Dr.GRPO, arXiv 2503.20783)
 
-    S counts the sequences with loss tokens, so a completion masked out for truncation leaves the average altogether.
+    S counts the sequences with loss tokens, so a trajectory masked out for truncation leaves the average altogether.
     """
     mask = loss_mask.double()
     if loss_agg == "token_mean":
@@ -61,9 +63,12 @@ def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: LossAgg, de
         counts = torch.tensor(denominators.sequence_tokens, dtype=torch.float64, device=loss_mask.device)
         # A masked row may belong to a sequence without loss tokens; the mask makes its weight 0, never 0 / 0.
         return mask / (denominators.num_sequences * counts[sequence_ids].clamp(min=1))
+    if loss_agg == "seq_mean_token_sum":
+        return mask / denominators.num_sequences
     if loss_agg == "seq_mean_token_sum_norm":
         return mask / (denominators.num_sequences * denominators.max_response_length)
-    raise ValueError(f'loss_agg is "{loss_agg}"; use token_mean, seq_mean_token_mean or seq_mean_token_sum_norm')
+    names = "token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm"
+    raise ValueError(f'loss_agg is "{loss_agg}"; use {names}')
 
 
 def policy_loss(
@@ -79,14 +84,22 @@ def policy_loss(
     loss_agg: LossAgg,
     denominators: Denominators,
     is_weights: Tensor | None = None,
+    ratio: Ratio = "token",
+    surrogate: Surrogate = "clip",
 ) -> tuple[Tensor, Stats]:
-    """The clipped surrogate of PPO with GRPO's advantages, decoupled clip bounds and dual clip.
+    """`loss = sum_t w_t * is_weights_t * l_t`, with the weights w_t of `token_weights` and the token losses
 
-    With r_t = exp(logprobs_t - old_logprobs_t), and per token, before the weights of `token_weights`:
+        clip:  l_t = -min(r_t A_t, clip(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
+               l_t = min(l_t, -clip_ratio_c A_t)   where A_t < 0 and clip_ratio_c is given
+        cispo: l_t = -sg(clip(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high)) A_t logprobs_t     sg: no gradient
 
-        l_t = -min(r_t A_t, clip(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
-        l_t = min(l_t, -clip_ratio_c A_t)   where A_t < 0 and clip_ratio_c is given
-        loss = sum_t w_t * is_weights_t * l_t
+    and, with d_t = logprobs_t - old_logprobs_t, the ratios (gradients: see `surrogate.RATIOS`)
+
+        token:         r_t = exp(d_t)
+        sequence_mean: r_t = exp(mean of d over the sequence of t)
+        sequence:      r_t = exp(sum of d over the sequence of t)
+
+    The last two want one advantage for the whole sequence, and are for whole sequences in a micro-batch.
 
     Args (all [T], floating, one device): `logprobs` carries the gradient; `old_logprobs` are those of the policy that
     took the samples, or None for `logprobs.detach()`: then r_t is exactly 1 and the gradient is that of
@@ -95,29 +108,23 @@ def policy_loss(
     TIS weights and rejection masks of `rl.mismatch`; a rejected token counts in the denominators, with loss 0.
 
     Returns the loss (0-dim, dtype of `logprobs`) and the additive statistics `policy/loss`, `policy/ratio_mean`,
-    `policy/kl` (mean of old - new log-probs, Schulman's k1), `policy/clip_frac_high` (A > 0 and the bound cuts the
-    gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`.
+    `policy/kl` (mean of old - new log-probs of tokens, Schulman's k1), `policy/clip_frac_high` (A > 0 and the bound
+    cuts the gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`; under cispo the first two
+    count the weights that were cut from above and from below, whatever A is.
 
     Sources: PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3; clip-higher, DAPO, arXiv 2503.14476 section 3.1;
-    dual clip, arXiv 1912.09729.
+    dual clip, arXiv 1912.09729; CISPO, arXiv 2506.13585 section 3.1; GSPO, arXiv 2507.18071; RLOO, arXiv 2402.14740.
     """
-    _check_clip(clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    clip = Clip(clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    if ratio not in RATIOS or surrogate not in SURROGATES or (ratio, surrogate) == ("sequence", "cispo"):
+        raise ValueError(f'ratio "{ratio}" with surrogate "{surrogate}": unknown, or no definition of the two together')
     active = loss_mask > 0
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
-    log_ratio = torch.where(active, logprobs - old, 0.0)
+    token_log_ratio = torch.where(active, logprobs - old, 0.0)
     adv = torch.where(active, advantages, 0.0).to(logprobs.dtype)
-    ratio = log_ratio.detach().exp()
-    clipped_high = (adv > 0) & (ratio > 1 + clip_ratio_high)
-    clipped_low = (adv < 0) & (ratio < 1 - clip_ratio_low)
-    clipped_dual = torch.zeros_like(clipped_low)
-    bound = torch.full_like(ratio, 1 - clip_ratio_low).masked_fill(clipped_high, 1 + clip_ratio_high)
-    if clip_ratio_c is not None:
-        clipped_dual = (adv < 0) & (ratio > clip_ratio_c)
-        bound = bound.masked_fill(clipped_dual, clip_ratio_c)
-    clipped = clipped_high | clipped_low | clipped_dual
-    # A clipped token is a constant. Its log-ratio is cut out before exp, so that an overflow cannot reach the backward.
-    live_ratio = torch.where(clipped, 0.0, log_ratio).exp()
-    token_loss = -adv * torch.where(clipped, bound, live_ratio)
+    log_ratio = RATIOS[ratio](token_log_ratio, active, sequence_ids)
+    tokens = SURROGATES[surrogate](log_ratio, logprobs, adv, active, clip)
+    token_loss = tokens.loss
     if is_weights is not None:
         token_loss = token_loss * torch.where(active, is_weights.detach(), 0.0).to(token_loss.dtype)
     weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
@@ -128,11 +135,11 @@ def policy_loss(
 
     return loss, {
         "policy/loss": loss.detach(),
-        "policy/ratio_mean": share(ratio),
-        "policy/kl": share(-log_ratio),
-        "policy/clip_frac_low": share(clipped_low),
-        "policy/clip_frac_high": share(clipped_high),
-        "policy/clip_frac_dual": share(clipped_dual),
+        "policy/ratio_mean": share(log_ratio.detach().exp()),
+        "policy/kl": share(-token_log_ratio),
+        "policy/clip_frac_low": share(tokens.clipped_low),
+        "policy/clip_frac_high": share(tokens.clipped_high),
+        "policy/clip_frac_dual": share(tokens.clipped_dual),
     }
 
 
@@ -195,13 +202,68 @@ def entropy_bonus(
     return bonus, {"policy/entropy": token_entropy.detach().double().sum() / denominators.num_loss_tokens}
 
 
+def value_loss(
+    values: Tensor,
+    old_values: Tensor | None,
+    returns: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    value_clip: float | None,
+    loss_agg: LossAgg,
+    denominators: Denominators,
+) -> tuple[Tensor, Stats]:
+    """The critic's clipped squared error, with the weights w_t of `token_weights`:
+
+        loss = sum_t w_t * 0.5 * max((v_t - R_t)^2, (clip(v_t, v_old_t - value_clip, v_old_t + value_clip) - R_t)^2)
+
+    `values` [T] carries the gradient; `old_values` [T] are the critic's before the step's first update (None: these
+    values themselves, so nothing is clipped); `returns` [T] of `gae`. `value_clip` None: the plain squared error.
+
+    Additive statistics: `critic/loss`, `critic/value_mean`, `critic/clip_frac` (share of tokens where the clipped
+    error is the larger one: they have no gradient), and for `explained_variance` `critic/return_mean`,
+    `critic/return_square_mean` and `critic/error_square_mean`. Source: PPO2 of OpenAI's baselines, as verl and TRL
+    have it.
+    """
+    active = loss_mask > 0
+    value, target = torch.where(active, values, 0.0), torch.where(active, returns, 0.0).to(values.dtype)
+    square, clipped = (value - target).square(), torch.zeros_like(active)
+    if value_clip is not None and old_values is not None:
+        old = torch.where(active, old_values.detach(), 0.0).to(values.dtype)
+        bounded = torch.clamp(value.detach(), old - value_clip, old + value_clip)
+        bounded_square = (bounded - target).square()
+        clipped = bounded_square > square.detach()  # only where the clip moved the value: there it is a constant
+        square = torch.where(clipped, bounded_square, square)
+    loss = _weighted_sum(0.5 * square, token_weights(loss_mask, sequence_ids, loss_agg, denominators))
+    exact_value, exact_target = value.detach().double(), target.double()
+    shares = {
+        "critic/value_mean": exact_value,
+        "critic/clip_frac": clipped.double(),
+        "critic/return_mean": exact_target,
+        "critic/return_square_mean": exact_target.square(),
+        "critic/error_square_mean": (exact_target - exact_value).square(),
+    }
+    return loss, {"critic/loss": loss.detach()} | {
+        name: column.sum() / denominators.num_loss_tokens for name, column in shares.items()
+    }
+
+
+def explained_variance(stats: Mapping[str, float]) -> dict[str, float]:
+    """The summed statistics with `critic/explained_variance` in place of the two means of squares.
+
+    `1 - Var(R - v) / Var(R)` over all loss tokens: 1 for a perfect critic, 0 for one that says the mean. It is left out
+    where all returns are equal. Without a critic's statistics nothing changes.
+    """
+    if "critic/error_square_mean" not in stats:
+        return dict(stats)
+    rest = {k: v for k, v in stats.items() if k not in ("critic/return_square_mean", "critic/error_square_mean")}
+    bias = stats["critic/return_mean"] - stats["critic/value_mean"]
+    spread = stats["critic/return_square_mean"] - stats["critic/return_mean"] ** 2
+    if spread > 1e-12 * stats["critic/return_square_mean"]:  # below this it is rounding
+        rest["critic/explained_variance"] = 1 - (stats["critic/error_square_mean"] - bias**2) / spread
+    return rest
+
+
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Summed in float64 and rounded once to the dtype of `values`; differentiable in `values`."""
     return (values.double() * weights).sum().to(values.dtype)
-
-
-def _check_clip(low: float, high: float, dual: float | None) -> None:
-    if not 0 <= low <= 1 or high < 0:
-        raise ValueError(f"clip_ratio_low = {low} must be within [0, 1] and clip_ratio_high = {high} not negative")
-    if dual is not None and dual <= 1:
-        raise ValueError(f"clip_ratio_c = {dual} must be above 1 (common: 3 to 10), or left out for no dual clip")

@@ -12,18 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from jetrl.choices import RolloutIS, RolloutRS
 from jetrl.errors import UserError
+from jetrl.rl.sequences import per_sequence
 
 Values = Tensor | NDArray[np.floating] | Sequence[float]
-RolloutIS = Literal["none", "token", "sequence"]
-RolloutRS = Literal["none", "token", "sequence", "geometric"]
 
 # A float64 is mantissa * 2**(exponent - 53) with |mantissa| < 2**53 and exponent >= -1073 (subnormals included).
 _EXACT_SHIFT = 1126
@@ -148,7 +147,7 @@ def importance_weights(
     rollout_logprobs: Tensor,
     loss_mask: Tensor,
     sequence_ids: Tensor,
-    rollout_is: RolloutIS | None,
+    rollout_is: RolloutIS,
     threshold: float,
 ) -> Tensor:
     """Truncated importance-sampling weights [T] float64, detached; 0 where masked.
@@ -162,12 +161,12 @@ def importance_weights(
     speed kills stability" (2025).
     """
     active = loss_mask > 0
-    if rollout_is in (None, "none"):
+    if rollout_is == "none":
         return active.double()
     _check_threshold("rollout_is_threshold", threshold, 0.0)
     diff = _log_ratio(trainer_logprobs, rollout_logprobs, active)
     if rollout_is == "sequence":
-        diff = _per_sequence(diff, active, sequence_ids)[0]
+        diff = per_sequence(diff, active, sequence_ids)[0]
     elif rollout_is != "token":
         raise UserError(f'rl.rollout_is is "{rollout_is}"; use none, token or sequence')
     return diff.exp().clamp(max=threshold) * active
@@ -179,7 +178,7 @@ def rejection_mask(
     rollout_logprobs: Tensor,
     loss_mask: Tensor,
     sequence_ids: Tensor,
-    rollout_rs: RolloutRS | None,
+    rollout_rs: RolloutRS,
     threshold: float,
 ) -> Tensor:
     """Masked importance sampling: 1 where a loss token is kept, 0 where rejected or masked. [T] float64, detached.
@@ -195,12 +194,12 @@ def rejection_mask(
     token level as IcePop, arXiv 2510.18855.
     """
     active = loss_mask > 0
-    if rollout_rs in (None, "none"):
+    if rollout_rs == "none":
         return active.double()
     _check_threshold("rollout_rs_threshold", threshold, 1.0)
     diff = _log_ratio(trainer_logprobs, rollout_logprobs, active)
     if rollout_rs in ("sequence", "geometric"):
-        diff, counts = _per_sequence(diff, active, sequence_ids)
+        diff, counts = per_sequence(diff, active, sequence_ids)
         diff = diff / counts.clamp(min=1) if rollout_rs == "geometric" else diff
     elif rollout_rs != "token":
         raise UserError(f'rl.rollout_rs is "{rollout_rs}"; use none, token, sequence or geometric')
@@ -210,18 +209,6 @@ def rejection_mask(
 
 def _log_ratio(trainer: Tensor, rollout: Tensor, active: Tensor) -> Tensor:
     return torch.where(active, trainer.double() - rollout.double(), 0.0)
-
-
-def _per_sequence(diff: Tensor, active: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of `diff` and number of active tokens of each token's sequence, both [T] float64.
-
-    `segment_reduce` sums each sequence by itself: no atomics, so the bits are the same in every run.
-    """
-    _, inverse, lengths = torch.unique(sequence_ids, return_inverse=True, return_counts=True)
-    order = torch.argsort(inverse, stable=True)
-    sums = torch.segment_reduce(diff[order], "sum", lengths=lengths)
-    counts = torch.segment_reduce(active.double()[order], "sum", lengths=lengths)
-    return sums[inverse], counts[inverse]
 
 
 def _check_threshold(name: str, threshold: float, above: float) -> None:

@@ -1,0 +1,139 @@
+"""The objective of a micro-batch: policy loss, entropy bonus, KL to the reference and a shared critic's loss.
+
+Which parts there are, and in which form, the config says; nothing here knows algorithms by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from jetrl.choices import KLEstimator, KLIn, LossAgg, Ratio, RolloutIS, RolloutRS, Surrogate
+from jetrl.rl import losses, mismatch
+from jetrl.rl.losses import Denominators, Stats
+
+
+class ObjectiveConfig(Protocol):
+    """The fields of `[rl]` that this module reads."""
+
+    @property
+    def ratio(self) -> Ratio: ...
+
+    @property
+    def surrogate(self) -> Surrogate: ...
+
+    @property
+    def loss_agg(self) -> LossAgg: ...
+
+    @property
+    def clip_ratio_low(self) -> float: ...
+
+    @property
+    def clip_ratio_high(self) -> float: ...
+
+    @property
+    def clip_ratio_c(self) -> float | None: ...
+
+    @property
+    def entropy_coef(self) -> float: ...
+
+    @property
+    def kl_coef(self) -> float: ...
+
+    @property
+    def kl_estimator(self) -> KLEstimator: ...
+
+    @property
+    def kl_in(self) -> KLIn: ...
+
+    @property
+    def rollout_is(self) -> RolloutIS: ...
+
+    @property
+    def rollout_is_threshold(self) -> float: ...
+
+    @property
+    def rollout_rs(self) -> RolloutRS: ...
+
+    @property
+    def rollout_rs_threshold(self) -> float: ...
+
+    @property
+    def value_clip(self) -> float | None: ...
+
+    @property
+    def value_coef(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The loss rows of a micro-batch, all [R]. `logprobs`, `entropy` and `values` are the learner's, with gradient.
+
+    `old_logprobs` None: the old policy is the current one. `ref_logprobs` None: no reference policy. `values` with
+    `returns` only where the policy's own model is the critic as well; `old_values` None: these values themselves.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    sequence_ids: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+
+def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> tuple[Tensor, Stats]:
+    """The micro-batch's share of
+
+        policy_loss - entropy_coef * entropy + kl_coef * KL (with kl_in = "loss") + value_coef * value_loss
+
+    with its additive statistics. The micro-batches' shares add up to the loss of one large batch.
+    """
+    ids, mask = inputs.sequence_ids, torch.ones_like(inputs.logprobs)
+    loss, stats = losses.policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask, ids, clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high, clip_ratio_c=config.clip_ratio_c, loss_agg=config.loss_agg,
+        denominators=shares, is_weights=_corrections(inputs, mask, config), ratio=config.ratio,
+        surrogate=config.surrogate,
+    )  # fmt: skip
+    bonus, more = losses.entropy_bonus(inputs.entropy, mask, ids, loss_agg=config.loss_agg, denominators=shares)
+    stats = stats | more
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * bonus
+    if inputs.ref_logprobs is not None:
+        in_loss = config.kl_in == "loss"
+        assert not (in_loss and config.kl_estimator == "k1"), "the gradient of k1 as a loss is noise"
+        kl, more = losses.kl_loss(
+            inputs.logprobs if in_loss else inputs.logprobs.detach(), inputs.ref_logprobs, mask, ids,
+            estimator=config.kl_estimator, loss_agg=config.loss_agg, denominators=shares,
+        )  # fmt: skip
+        loss, stats = loss + config.kl_coef * kl if in_loss else loss, stats | more
+    if inputs.values is not None:
+        assert inputs.returns is not None, "a critic's values without the returns to compare them with"
+        error, more = losses.value_loss(
+            inputs.values, inputs.old_values, inputs.returns, mask, ids, value_clip=config.value_clip,
+            loss_agg=config.loss_agg, denominators=shares,
+        )  # fmt: skip
+        loss, stats = loss + config.value_coef * error, stats | more
+    return loss, stats
+
+
+def _corrections(inputs: Inputs, mask: Tensor, config: ObjectiveConfig) -> Tensor | None:
+    """Importance weights and rejection mask [R], where the config asks for one of them.
+
+    They compare the learner with the sampler as both were before this step's first update.
+    """
+    if config.rollout_is == "none" and config.rollout_rs == "none":
+        return None
+    learned = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    sampled, ids = inputs.rollout_logprobs, inputs.sequence_ids
+    weights = mismatch.importance_weights(learned, sampled, mask, ids, config.rollout_is, config.rollout_is_threshold)
+    return weights * mismatch.rejection_mask(
+        learned, sampled, mask, ids, config.rollout_rs, config.rollout_rs_threshold
+    )

@@ -1,0 +1,65 @@
+"""Dynamic sampling "refill": sample further prompts until a step has as many groups with signal as it wants.
+
+A pure state, told of each round's groups; it says how many prompts the next round should sample. What it says depends
+on nothing but the groups so far, so that a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jetrl.rl.selection import has_signal, reward_stats
+from jetrl.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """The groups of one step so far, in the order in which their prompts were sampled.
+
+    `wanted` is `rollout.prompts_per_step`. The first round samples that many; at most `max_refill_rounds` follow.
+
+        refill = Refill(wanted, max_refill_rounds)
+        while count := refill.next_count:
+            refill = refill.add(scored groups of the next `count` prompts of the stream)
+
+    Source: DAPO, arXiv 2503.14476 section 3.2.
+    """
+
+    wanted: int
+    max_refill_rounds: int
+    seen: tuple[Group, ...] = ()
+    rounds: int = 0
+
+    @property
+    def kept(self) -> tuple[Group, ...]:
+        """The first `wanted` groups with signal. There may be fewer, or none, when the rounds are used up."""
+        return tuple(group for group in self.seen if has_signal(group))[: self.wanted]
+
+    @property
+    def next_count(self) -> int:
+        """How many prompts to sample next; 0 when the step is complete, or its rounds are used up.
+
+        `min(wanted, ceil(missing / rate))` with the share of groups with signal so far as rate; `wanted` while there
+        was none.
+        """
+        with_signal = sum(map(has_signal, self.seen))
+        missing = self.wanted - with_signal
+        if missing <= 0 or self.rounds > self.max_refill_rounds:
+            return 0
+        if not with_signal:
+            return self.wanted
+        return min(self.wanted, -(-missing * len(self.seen) // with_signal))  # ceil, in whole numbers
+
+    def add(self, groups: Sequence[Group]) -> Refill:
+        """The state after a round that gave these scored groups."""
+        assert len(groups) == self.next_count > 0, (len(groups), self.next_count)
+        return replace(self, seen=(*self.seen, *groups), rounds=self.rounds + 1)
+
+    def stats(self) -> dict[str, float]:
+        """`reward_stats` of all groups that came in; `reward/num_groups_dropped` counts those not learnt from, and
+        `reward/num_refill_rounds` the rounds after the first."""
+        return reward_stats(self.seen) | {
+            "reward/num_groups_dropped": float(len(self.seen) - len(self.kept)),
+            "reward/num_refill_rounds": float(self.rounds - 1),
+        }

@@ -1,0 +1,94 @@
+"""Which trajectories and groups are learnt from: failed conversations, groups without signal, dynamic sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from jetrl.errors import UserError
+from jetrl.rl.moments import all_equal, mean, std
+from jetrl.types import Group, Trajectory
+
+
+class SelectionConfig(Protocol):
+    """The field of `[rl]` that this module reads."""
+
+    @property
+    def dynamic_sampling(self) -> str: ...
+
+
+def failed(trajectory: Trajectory) -> bool:
+    """Whether the environment failed, so that the trajectory's reward means nothing: it is left out of training."""
+    return trajectory.end in ("error", "timeout")
+
+
+def live_rewards(group: Group) -> list[float]:
+    """The rewards of the trajectories that did not fail, in order."""
+    check_scored(group)
+    pairs = zip(group.trajectories, group.rewards, strict=True)
+    return [reward for trajectory, reward in pairs if not failed(trajectory)]
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of a group differ. If not, grpo and rloo give zero advantages: there is nothing to learn.
+
+    reinforce_pp and gae compare with other groups or with a critic; for them this is a choice of data.
+    Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2.
+    """
+    rewards = live_rewards(group)
+    return bool(rewards) and not all_equal(rewards)
+
+
+def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
+    """`reward/mean`, `reward/std` (sample deviation over all trajectories) and `reward/frac_zero_std` (share of groups
+    without signal), over all groups that came in, learnt from or not. Failed trajectories do not count.
+
+    Raises UserError if every trajectory failed.
+    """
+    rewards = [reward for group in groups for reward in live_rewards(group)]
+    if not rewards:
+        raise UserError(_all_failed(groups))
+    return {
+        "reward/mean": mean(rewards),
+        "reward/std": std(rewards),
+        "reward/frac_zero_std": sum(not has_signal(group) for group in groups) / len(groups),
+    }
+
+
+def select(groups: Sequence[Group], config: SelectionConfig) -> tuple[tuple[Group, ...], dict[str, float]]:
+    """The groups to learn from, in order, with `reward_stats` of all that came in and `reward/num_groups_dropped`.
+
+    off: all of them. drop: those with signal; there may be none, and the caller then skips the update. refill is a loop
+    of several rollouts: see `rl.refill`.
+    """
+    if not groups:
+        raise ValueError("select() got no groups")
+    assert config.dynamic_sampling in ("off", "drop"), f"{config.dynamic_sampling}: see rl.refill"
+    kept = tuple(g for g in groups if has_signal(g)) if config.dynamic_sampling == "drop" else tuple(groups)
+    return kept, reward_stats(groups) | {"reward/num_groups_dropped": float(len(groups) - len(kept))}
+
+
+def recorded(groups: Iterable[Group], learnt: Iterable[Group]) -> tuple[Group, ...]:
+    """All groups that came in, for the record: those learnt from with their advantages, the others with zeros."""
+    filled = {group.prompt.index: group for group in learnt}
+    return tuple(
+        filled.get(group.prompt.index, replace(group, advantages=(0.0,) * len(group.trajectories))) for group in groups
+    )
+
+
+def check_scored(group: Group) -> None:
+    if len(group.rewards) != len(group.trajectories):
+        raise ValueError(
+            f"group of prompt {group.prompt.index}: {len(group.trajectories)} trajectories but "
+            f"{len(group.rewards)} rewards; score the group first"
+        )
+
+
+def _all_failed(groups: Sequence[Group]) -> str:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    first = trajectories[0]
+    return (
+        f"all {len(trajectories)} conversations of this step failed in the environment; the first with {first.end}: "
+        f"{first.error or 'no message'}. Fix the environment, or give it more time."
+    )

@@ -156,7 +156,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             updates_per_step=config.rl.updates_per_step,
         )
     with clock("update", len(batches)):
-        learnt, batches = estimate(
+        learnt, batches, advantage_stats = estimate(
             gathered.learnt, batches, session.learner, session.reference, config, session.unified
         )
         try:
@@ -167,7 +167,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         weights = publish(session.model, session.weight_version + 1, session.flow_digest)
     session.engine.load(weights)
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
-    metrics = gathered.stats | stats
+    metrics = gathered.stats | advantage_stats | stats
     if due(config.eval.eval_interval, step, config):
         metrics |= evaluate(session, clock)
     metrics |= clock.take()

@@ -25,7 +25,7 @@ from jetrl.presets import IGNORED, PRESETS, REQUIRED
 
 
 class RLConfig(Section):
-    """The objective. `algo` sets the defaults of the other keys (docs/ALGORITHMS.md); each of them can be overridden."""
+    """The objective. `algo` sets the defaults of the other keys (docs/ALGORITHMS.md); each can be overridden."""
 
     section: ClassVar[str] = "rl"
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -91,8 +91,8 @@ class RLConfig(Section):
     rollout_rs_threshold: float = Field(
         default=2.0, gt=1, description="Ratios above this, or below its inverse, are masked.")
     dynamic_sampling: DynamicSampling = Field(
-        default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. refill: "
-        "also sample further prompts, until prompts_per_step groups carry a signal.",
+        default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. "
+        "refill: also sample further prompts, until prompts_per_step groups carry a signal.",
     )
     max_refill_rounds: int = Field(default=8, ge=1, description="Most rounds of sampling in a step of refill.")
     overlong_buffer_len: int = Field(

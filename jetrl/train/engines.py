@@ -59,10 +59,10 @@ def _users_engine(context: EngineContext) -> Engine:
         raise UserError(f"rollout.engine = {name!r}: write jetrl, module:Class or path/to/file.py:Class.")
     factory = import_attribute(name, "rollout.engine", "class")
     if missing := [method for method in _METHODS if not callable(getattr(factory, method, None))]:
-        raise UserError(f"rollout.engine = {name}: it has no {', '.join(missing)}; jetrl.types.Engine says what is needed.")
+        raise UserError(f"rollout.engine = {name}: it has no {', '.join(missing)}; see jetrl.types.Engine.")
     engine = factory(context)
     if not isinstance(getattr(engine, "keeps_bits", None), bool):
-        raise UserError(f"rollout.engine = {name}: set keeps_bits = False (or True, if its log-probs are the learner's).")
+        raise UserError(f"rollout.engine = {name}: set keeps_bits, True only if its log-probs are the learner's bits.")
     return engine
 
 

@@ -5,7 +5,6 @@ and from them the advantage of every policy token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,13 +42,15 @@ def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch) -> list[
 def estimate(
     groups: Sequence[Group], batches: Sequence[PackedBatch], learner: Learner, reference: Transformer | None,
     config: Config, unified: bool,
-) -> tuple[list[Group], list[PackedBatch]]:
-    """Make the passes that the algorithm needs and fill in the advantages, of groups and batches alike.
+) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
+    """Make the passes that the algorithm needs and fill in the advantages, of groups and batches alike; statistics.
 
     The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`); else the
     learner makes its own pass, if there are several updates or the reward holds a KL penalty.
     """
     rl, temperature, packed = config.rl, config.rollout.temperature, list(batches)
+    if not groups:  # dynamic sampling may keep none
+        return [], [], {}
     kl_in_reward = reference is not None and rl.kl_in == "reward"
     if not unified and (len(packed) > 1 or kl_in_reward):
         packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature)) for b in packed]
@@ -60,16 +61,16 @@ def estimate(
     lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]
     kl = _token_kl(packed, lengths, config, unified) if kl_in_reward else None
     values = by_trajectory(packed, "values", lengths) if learner.critic is not None else None
-    filled, returns = advantages(groups, rl, kl=kl, values=values)
+    filled, stats, returns = advantages(groups, rl, kl=kl, values=values)
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
         packed = fill(packed, "returns", returns)
-    if kl_in_reward:  # the loss has no KL term then
-        packed = [_without_reference(batch) for batch in packed]
-    return list(filled), packed
+    return filled, packed, stats
 
 
-def _token_kl(batches: Sequence[PackedBatch], lengths: Sequence[int], config: Config, unified: bool) -> list[np.ndarray]:
+def _token_kl(
+    batches: Sequence[PackedBatch], lengths: Sequence[int], config: Config, unified: bool
+) -> list[np.ndarray]:
     """Estimates of the KL to the reference policy, one array [P] float64 a trajectory."""
     policy = by_trajectory(batches, "rollout_logprobs" if unified else "old_logprobs", lengths)
     reference = by_trajectory(batches, "ref_logprobs", lengths)
@@ -79,6 +80,3 @@ def _token_kl(batches: Sequence[PackedBatch], lengths: Sequence[int], config: Co
         for p, r in zip(policy, reference, strict=True)
     ]
 
-
-def _without_reference(batch: PackedBatch) -> PackedBatch:
-    return replace(batch, micro_batches=tuple(replace(m, ref_logprobs=None) for m in batch.micro_batches))

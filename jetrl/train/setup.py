@@ -13,10 +13,10 @@ from jetrl.errors import UserError
 from jetrl.kernels.dispatch import DEVICE_OF, select
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.model import hf
+from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
-from jetrl.model.critic import Critic
 from jetrl.spec import ModelSpec
 from jetrl.tasks.rewards import load_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task
@@ -85,7 +85,8 @@ def build_learner(config: Config, model: Transformer) -> Learner:
     if shared:
         return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic)
     settings = config.train.model_copy(update={"lr": config.rl.critic_lr})
-    return Learner(model, build_optimizer(model.named_parameters(), config.train), critic, build_optimizer(named, settings))
+    policy_optimizer = build_optimizer(model.named_parameters(), config.train)
+    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings))
 
 
 def keeps_bits(config: Config, engine: Engine) -> bool:

@@ -71,6 +71,8 @@ def update(learner: Learner, batches: list[PackedBatch], config: Config, step: i
     if not stats:
         return {}
     merged = {k: sum(s[k] for s in stats) / len(stats) for k in stats[0] if not k.startswith("parity/")}
+    if learner.critic is not None:
+        merged = losses.explained_variance(merged)
     return merged | {k: v for k, v in stats[0].items() if k.startswith("parity/")}
 
 

@@ -12,25 +12,45 @@ from hypothesis import strategies as st
 
 from jetrl.errors import UserError
 from jetrl.rl.losses import policy_loss
-from jetrl.train.packing import bin_pack, denominators, pack, to_device
-from jetrl.types import Completion, Group, PackedBatch, Problem, Prompt
+from jetrl.train.packing import (
+    bin_pack,
+    by_trajectory,
+    denominators,
+    fill,
+    pack,
+    pack_in_order,
+    to_device,
+    with_rows,
+)
+from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
 
 
-def completion(tokens: tuple[int, ...], logprobs: tuple[float, ...], reason: str = "stop") -> Completion:
-    return Completion(0, tokens, logprobs, "", reason, 3, "flow")
+def policy(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Segment:
+    return Segment("policy", tokens, "", logprobs)
 
 
-def group(index: int, prompt: tuple[int, ...], completions: tuple[Completion, ...], adv: tuple[float, ...]) -> Group:
-    return Group(Prompt(index, Problem(str(index), "p", "a"), prompt), completions, adv, adv)
+def environment(*tokens: int) -> Segment:
+    return Segment("environment", tokens, "")
+
+
+def answer(segment: Segment, end: str = "stop") -> Trajectory:
+    """A plain answer whose prompt `group` fills in."""
+    return Trajectory((segment,), end, 3, "flow")
+
+
+def group(index: int, prompt: tuple[int, ...], answers: tuple[Trajectory, ...], adv: tuple[float, ...]) -> Group:
+    whole = tuple(replace(t, segments=(environment(*prompt), *t.segments)) for t in answers)
+    return Group(Prompt(index, Problem(str(index), "p", "a"), prompt), whole, adv, adv)
 
 
 def packed(groups, limit: int = 64, **options) -> list[PackedBatch]:
-    return pack(groups, max_tokens_per_gpu=limit, flow_digest="flow", weight_version=3, **options)
+    batches = pack(groups, max_tokens_per_gpu=limit, flow_digest="flow", weight_version=3, **options)
+    return fill(batches, "advantages", [a for g in groups for a in g.advantages])
 
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
-SHORT = completion((30,), (-0.5,))
-LONG = completion((31, 32, 33), (-1.0, -2.0, -3.0), "length")
+SHORT = answer(policy((30,), (-0.5,)))
+LONG = answer(policy((31, 32, 33), (-1.0, -2.0, -3.0)), "length")
 EXAMPLE = [group(0, (10, 11), (SHORT, LONG), (1.5, -1.5)), group(1, (20,), (SHORT, SHORT), (0.25, 0.75))]
 
 
@@ -43,7 +63,12 @@ def some_groups(draw) -> list[Group]:
         for _ in range(draw(st.integers(1, 4))):
             tokens = tuple(draw(st.lists(st.integers(0, 50), min_size=1, max_size=9)))
             logprobs = tuple(-draw(st.integers(1, 64)) / 16 for _ in tokens)
-            answers.append(completion(tokens, logprobs, draw(st.sampled_from(["stop", "length"]))))
+            turns = [policy(tokens, logprobs)]
+            for _ in range(draw(st.integers(0, 2))):  # further turns of a conversation
+                reply = tuple(draw(st.lists(st.integers(60, 70), min_size=1, max_size=3)))
+                more = tuple(draw(st.lists(st.integers(0, 50), min_size=1, max_size=2)))
+                turns += [environment(*reply), policy(more, tuple(-draw(st.integers(1, 64)) / 16 for _ in more))]
+            answers.append(Trajectory(tuple(turns), draw(st.sampled_from(["stop", "length", "turns"])), 3, "flow"))
         adv = tuple(draw(st.integers(-8, 8)) / 8 for _ in answers)
         groups.append(group(index, prompt, tuple(answers), adv))
     return groups
@@ -70,9 +95,10 @@ def test_layout_by_hand():
 
 
 @settings(max_examples=60, deadline=None)
-@given(some_groups(), st.integers(15, 60), st.integers(1, 4), st.booleans())
+@given(some_groups(), st.integers(25, 60), st.integers(1, 4), st.booleans())
 def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncated: bool):
-    """Every completion token appears exactly once, with its prompt, advantage and log-prob, in its group's update."""
+    """Every token of the policy appears exactly once, behind what came before it, with its advantage and log-prob, in its
+    group's update; tokens of the environment are in no loss."""
     batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask_truncated)
     found = []
     for batch in batches:
@@ -97,10 +123,10 @@ def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncate
         found += [here[number] for number in sorted(here)]
     expected = []
     for g in groups:
-        for c, adv in zip(g.completions, g.advantages, strict=True):
-            masked = mask_truncated and c.finish_reason == "length"
-            rows = [] if masked else [(t, adv, lp) for t, lp in zip(c.tokens, c.logprobs, strict=True)]
-            expected.append((list(g.prompt.tokens + c.tokens), rows))
+        for t, adv in zip(g.trajectories, g.advantages, strict=True):
+            masked = mask_truncated and t.end != "stop"
+            rows = [(token, adv, lp) for s in t.turns for token, lp in zip(s.tokens, s.logprobs, strict=True)]
+            expected.append(([token for s in t.segments for token in s.tokens], [] if masked else rows))
     assert found == expected, "sequences in the order of the groups, updates one after the other"
 
 
@@ -135,21 +161,21 @@ def test_long_sequence_is_refused_with_both_numbers():
 
 
 def test_other_flow_and_other_weights_are_refused():
-    for change, message in (
-        ({"flow_digest": "bf16"}, "precision flow bf16, but the trainer's is flow"),
-        ({"weight_version": 2}, "version 2, but the trainer holds version 3"),
-        ({"logprobs": (-0.5, -0.5)}, "1 tokens, 2 log-probs"),
-        ({"logprobs": (math.nan,)}, "NaN"),
-        ({"tokens": (), "logprobs": ()}, "0 tokens"),
+    for wrong, message in (
+        (replace(SHORT, flow_digest="bf16"), "precision flow bf16, but the trainer's is flow"),
+        (replace(SHORT, weight_version=2), "version 2, but the trainer holds version 3"),
+        (answer(policy((30,), (-0.5, -0.5))), "1 tokens, 2 log-probs"),
+        (answer(policy((30,), (math.nan,))), "NaN"),
+        (answer(policy((), ())), "0 tokens"),
     ):
-        bad = group(9, (1,), (SHORT, replace(SHORT, request_id=17, **change)), (1.0, -1.0))
-        with pytest.raises(ValueError, match=f"prompt 9, request 17.*{message}"):
+        bad = group(9, (1,), (SHORT, wrong), (1.0, -1.0))
+        with pytest.raises(ValueError, match=f"prompt 9.*{message}"):
             packed([EXAMPLE[0], bad])
 
 
-def test_groups_without_advantages_or_prompt_are_refused():
-    with pytest.raises(ValueError, match="2 completions but 0 advantages"):
-        packed([replace(EXAMPLE[0], advantages=())])
+def test_groups_without_prompt_or_trajectories_are_refused():
+    with pytest.raises(ValueError, match="no trajectories"):
+        packed([group(0, (1,), (), ())])
     with pytest.raises(ValueError, match="no tokens"):
         packed([group(0, (), (SHORT,), (1.0,))])
     with pytest.raises(UserError, match="updates_per_step = 0"):
@@ -172,7 +198,7 @@ def test_an_update_without_loss_tokens_is_visible():
 
 
 @settings(max_examples=25, deadline=None)
-@given(some_groups(), st.integers(15, 40), st.sampled_from(AGGREGATIONS))
+@given(some_groups(), st.integers(25, 40), st.sampled_from(AGGREGATIONS))
 def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_agg: str):
     """The losses of all micro-batches add up to the same number for any `max_tokens_per_gpu`."""
 
@@ -189,6 +215,47 @@ def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_a
         )  # fmt: skip
 
     assert total(limit) == pytest.approx(total(10_000), rel=1e-12, abs=1e-13)
+
+
+def test_a_conversation_by_hand():
+    """Two turns of the policy with the environment's tokens 40, 41 between them."""
+    talk = Trajectory((policy((30, 31), (-1.0, -2.0)), environment(40, 41), policy((32,), (-3.0,))), "turns", 3, "flow")
+    (batch,) = packed([group(0, (10,), (talk, SHORT), (0.5, -0.5))], limit=8)
+    (micro,) = batch.micro_batches
+    assert micro.tokens.tolist() == [10, 30, 31, 40, 41, 32, 10, 30]
+    assert micro.targets.tolist() == [30, 31, 40, 41, 32, 0, 30, 0]
+    assert micro.loss_mask.tolist() == [1, 1, 0, 0, 1, 0, 1, 0]
+    assert micro.rollout_logprobs.tolist() == [-1, -2, 0, 0, -3, 0, -0.5, 0]
+    assert batch.num_loss_tokens == 4
+    (filled,) = fill([batch], "advantages", [(1.0, 2.0, 3.0), -4.0])
+    assert filled.micro_batches[0].advantages.tolist() == [1, 2, 0, 0, 3, 0, -4, 0]
+    (masked,) = packed([group(0, (10,), (talk, SHORT), (0.5, -0.5))], limit=8, mask_truncated=True)
+    assert masked.micro_batches[0].loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_groups(), st.integers(25, 60), st.integers(1, 3), st.booleans())
+def test_columns_of_passes_come_back_by_trajectory(groups: list[Group], limit: int, updates: int, mask: bool):
+    """What a pass computes for the loss rows is found again, token by token, in the order of the trajectories."""
+    batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask)
+    rows = [[m.rollout_logprobs[m.loss_mask > 0] * 2 for m in b.micro_batches] for b in batches]
+    batches = [with_rows(b, "values", r) for b, r in zip(batches, rows, strict=True)]
+    trajectories = [t for g in groups for t in g.trajectories]
+    found = by_trajectory(batches, "values", [t.num_policy_tokens for t in trajectories])
+    for values, t in zip(found, trajectories, strict=True):
+        expected = [0.0 if mask and t.end != "stop" else 2 * lp for s in t.turns for lp in s.logprobs]
+        assert values.tolist() == expected
+    for b in fill(batches, "returns", found):
+        assert all(torch.equal(m.returns, m.values) for m in b.micro_batches)
+
+
+def test_in_order_by_hand():
+    """The warm start's packing: neighbours, a new micro-batch where the next does not fit."""
+    solved = [Trajectory((environment(*range(n)), policy((9,), ())), "stop", 0, "") for n in (3, 2, 4, 1)]
+    batch = pack_in_order(solved, 7)
+    assert [m.lengths for m in batch.micro_batches] == [(4, 3), (5, 2)] and batch.num_loss_tokens == 4
+    assert batch.micro_batches[1].sequence_ids.tolist() == [2] * 5 + [3] * 2
+    assert batch.micro_batches[0].loss_mask.tolist() == [0, 0, 1, 0, 0, 1, 0]
 
 
 def test_to_device_keeps_everything():

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import tiny_config
 from torch import Tensor
 
-from jetrl.rl.advantage import advantages
-from jetrl.rollout.requests import gather, train_requests
-from jetrl.tasks.rewards import score
-from jetrl.tasks.task import sample
+from jetrl.loop import Clock
+from jetrl.report.console import Display
+from jetrl.rl.objective import objective
+from jetrl.train import trainer
+from jetrl.train.gather import gather
 from jetrl.train.packing import denominators, pack
+from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build, keeps_bits
-from jetrl.train.step import forward_rows, logprob_pass, objective, update
+from jetrl.train.step import forward_rows, inputs_of, update
 from jetrl.types import PackedBatch
 
 
@@ -28,14 +31,12 @@ def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096) -> tu
     session = build(config)
     torch.set_num_threads(threads)
     session.engine.load(publish(session.model, 0, session.flow_digest))
-    prompts = sample(session.task, session.tokenizer, 1, config)
-    completions = session.engine.generate(train_requests(prompts, config, 1))
-    groups, _ = score(gather(prompts, completions, config.rollout.group_size), session.reward, config)
-    _, kept, _ = advantages(groups, config.rl)
+    kept = gather(session, Clock(Display(1, "test", console=Console(quiet=True))), 1).learnt
     batches = pack(
         kept, max_tokens_per_gpu=max_tokens, flow_digest=session.flow_digest, weight_version=0,
         updates_per_step=config.rl.updates_per_step,
-    )  # fmt: skip
+    )
+    _, batches, _ = estimate(kept, batches, session.learner, None, config, session.unified)
     return session, batches
 
 
@@ -60,7 +61,7 @@ def test_an_update_moves_the_log_probs_along_the_advantages(tmp_path: Path, prec
     changes = {"precision": precision, "rollout.prompts_per_step": 8, "train.lr": 3e-4}
     session, (batch,) = sampled(tmp_path, changes)
     before, advs, ids = rows_of(session, batch)
-    update(session.model, session.optimizer, [batch], session.config, 1, None, session.unified)
+    update(session.learner, [batch], session.config, 1)
     session.model.publish()
     after, _, _ = rows_of(session, batch)
     change = (after - before).double()
@@ -77,7 +78,7 @@ def gradient(session: Session, batch: PackedBatch) -> dict[str, Tensor]:
     total = 0.0
     for micro in batch.micro_batches:
         rows = forward_rows(session.model, micro, session.config.rollout.temperature)
-        loss, _ = objective(rows, micro, None, None, session.config, shares)
+        loss, _ = objective(inputs_of(micro, rows, None, single=True), session.config.rl, shares)
         loss.backward()
         total += float(loss)
     return {name: p.grad.clone() for name, p in session.model.named_parameters()} | {"loss": torch.tensor(total)}
@@ -121,42 +122,68 @@ def test_fp8_gradients_point_where_bf16_gradients_point(tmp_path: Path) -> None:
 
 def test_several_updates_use_the_log_probs_of_sampling_as_the_old_policy(tmp_path: Path) -> None:
     session, batches = sampled(tmp_path, {"rl.updates_per_step": 2, "train.lr": 3e-2})
-    stats = update(session.model, session.optimizer, batches, session.config, 1, None, session.unified)
+    stats = update(session.learner, batches, session.config, 1)
     assert len(batches) == 2 and stats["policy/ratio_mean"] != 1.0 and stats["policy/kl"] != 0.0
     assert stats["parity/logprob_abs_diff_max"] == 0.0
 
 
 def test_an_update_without_loss_tokens_changes_nothing(tmp_path: Path) -> None:
     session, _ = sampled(tmp_path, {})
-    checksum = session.model.checksum()
-    assert update(session.model, session.optimizer, [], session.config, 1, None, True) == {}
-    assert session.model.publish().checksum() == checksum
+    before = {name: value.clone() for name, value in session.model.state_dict().items()}
+    assert update(session.learner, [], session.config, 1) == {}
+    assert all(torch.equal(value, before[name]) for name, value in session.model.state_dict().items())
 
 
 def test_a_failed_update_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever catches the error and goes on gets the gradient of the next batch alone."""
-    from jetrl.train import step
-
     norms = []
     for fail in (False, True):
         session, batches = sampled(tmp_path / str(fail), {})
-        args = (session.model, session.optimizer, batches, session.config, 1, None, session.unified)
+        args = (session.learner, batches, session.config, 1)
         if fail:
             with monkeypatch.context() as patch:
-                patch.setattr(step, "global_grad_norm", lambda parameters: torch.tensor(float("inf")))
-                with pytest.raises(step.NonFiniteError):
+                patch.setattr(trainer, "global_grad_norm", lambda parameters: float("inf"))
+                with pytest.raises(trainer.NonFiniteError):
                     update(*args)
         norms.append(update(*args)["policy/grad_norm"])
     assert norms[0] == norms[1] > 0
 
 
 @pytest.mark.parametrize(
-    ("precision", "kernels", "kept"),
-    [("fp8", "hopper", True), ("bf16", "hopper_scaled_mm", True), ("fp8", "hopper_scaled_mm", False),
-     ("fp8_rollout", "reference", False)],
-)  # fmt: skip
-def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
-    tmp_path: Path, precision: str, kernels: str, kept: bool
+    ("precision", "kernels", "engine_keeps", "kept"),
+    [("fp8", "hopper", True, True), ("bf16", "hopper_scaled_mm", True, True), ("fp8", "hopper_scaled_mm", True, False),
+     ("fp8_rollout", "reference", True, False), ("fp8", "hopper", False, False)],
+)
+def test_where_the_bits_are_promised(
+    tmp_path: Path, precision: str, kernels: str, engine_keeps: bool, kept: bool
 ) -> None:
     config = tiny_config(tmp_path, {"precision": precision}).model_copy(update={"kernels": kernels})
-    assert keeps_bits(config) is kept
+    session = build(tiny_config(tmp_path, {}))
+    session.engine.keeps_bits = engine_keeps
+    assert keeps_bits(config, session.engine) is kept
+
+
+def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several updates the old log-probs are the learner's: in fp8_rollout other numbers than the sampler's."""
+    from jetrl.train import passes
+
+    calls: list[PackedBatch] = []
+
+    def counted(model, batch, temperature):  # type: ignore[no-untyped-def]
+        calls.append(batch)
+        return logprob_pass(model, batch, temperature)
+
+    monkeypatch.setattr(passes, "logprob_pass", counted)
+    for precision, expected in (("fp8", 0), ("fp8_rollout", 2)):
+        calls.clear()
+        _, batches = sampled(tmp_path / precision, {"rl.updates_per_step": 2, "precision": precision})
+        assert len(calls) == expected == sum(m.old_logprobs is not None for b in batches for m in b.micro_batches)
+    for micro in (m for b in batches for m in b.micro_batches):
+        assert micro.old_logprobs is not None
+        gap = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask > 0].abs()
+        assert 1e-5 < float(gap.max()) < 1.0
+    calls.clear()
+    sampled(tmp_path / "one", {"precision": "fp8_rollout"})
+    assert calls == [], "with one update a step the log-probs at hand are the old ones"

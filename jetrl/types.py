@@ -20,12 +20,15 @@ EndReason = Literal["stop", "length", "turns", "error", "timeout"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One item of a task: what is asked, the gold answer, and (for `jetrl sft`) a worked solution."""
+    """One item of a task: what is asked, the gold answer, and (for `jetrl sft`) a worked solution.
+
+    A solution is the policy's answer, or a conversation with the environment as (author, text) of each turn.
+    """
 
     id: str
     prompt: str | tuple[Mapping[str, str], ...]  # plain text, or chat messages with role and content
     answer: str
-    solution: str | None = None
+    solution: str | tuple[tuple[Author, str], ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)  # further columns; given to reward functions
 
 

@@ -7,6 +7,8 @@ carry that came in and a two-digit sum, and the answer behind `#`:
 
 Columns have a fixed width, so that the model finds what it copies at a fixed distance. The warm start's teacher may
 be one that forgets carries (`forget_carry`): imitation then learns the mistake too, and RL has something to unlearn.
+For the environment `calculator`, a share of the worked solutions (`use_tool`) are conversations that call it:
+`<348+275>`, its reply `=623.`, and `#623`.
 Question style, for models that read English, asks in words and takes the last number of the reply.
 """
 
@@ -18,10 +20,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.rewards import completion_text, last_integer
-from jetrl.tasks.task import RewardFunction, check_params, gold_params, stable_hash
+from jetrl.tasks.calculator import calculate
+from jetrl.tasks.protocol import RewardFunction, check_params, completion_text, gold_params, stable_hash
+from jetrl.tasks.rewards import last_integer
 from jetrl.tasks.tokenizer import is_arithmetic
-from jetrl.types import Problem
+from jetrl.types import Author, Problem
 
 MAX_DIGITS = 18
 HELD_OUT_SHARE = 16  # one pair of operands in this many is held out
@@ -32,12 +35,13 @@ class AdditionTask:
     """Two numbers of equally many digits. `digits`: how many, each length as often; `style`: how it is asked.
 
     `forget_carry`: share of the carries that the worked solutions (compact style) leave out; their sums are wrong then.
+    `use_tool`: share of the sums whose worked solution asks the calculator instead, and is right.
     """
 
     name = "addition"
 
     def __init__(self, params: Mapping[str, Any], seed: int, tokenizer: Any) -> None:
-        check_params(self.name, params, ("digits", "style", "forget_carry", "gold_template", "check_gold"))
+        check_params(self.name, params, ("digits", "style", "forget_carry", "use_tool", "gold_template", "check_gold"))
         self.digits = _digits(params.get("digits", [2, 3]))
         self.seed = seed
         self.gold_template, self.check_gold = gold_params(params)
@@ -45,7 +49,8 @@ class AdditionTask:
         if style not in STYLES:
             raise UserError(f"task.params.style: must be one of {', '.join(STYLES)}, got {style!r}.")
         self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
-        self.forget_carry = _share(params.get("forget_carry", 0.0), self.style)
+        self.forget_carry = _share(params, "forget_carry", self.style)
+        self.use_tool = _share(params, "use_tool", self.style)
         if self.forget_carry and self.gold_template is None:
             self.gold_template = "#{answer}"  # the worked solutions are no gold texts then
         self.reward: RewardFunction = compact_reward if self.style == "compact" else last_integer
@@ -92,7 +97,8 @@ class AdditionTask:
 
     def _make(self, a: int, b: int) -> Problem:
         if self.style == "compact":
-            solution = worked_solution(a, b, self.forget_carry)
+            by_tool = uses_tool(a, b, self.use_tool)
+            solution = tool_solution(a, b) if by_tool else worked_solution(a, b, self.forget_carry)
             return Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b), solution=solution)
         question = f"What is {a} + {b}? Work step by step, and end your reply with the sum."
         return Problem(id=f"{a}+{b}", prompt=question, answer=str(a + b), solution=f"{a} + {b} = {a + b}")
@@ -114,6 +120,17 @@ def worked_solution(a: int, b: int, forget_carry: float = 0.0) -> str:
     return ";".join(steps) + "#" + (str(carry) if carry else "") + written
 
 
+def tool_solution(a: int, b: int) -> tuple[tuple[Author, str], ...]:
+    """The turns of a conversation with the environment `calculator`: a call, its reply, the answer."""
+    call = f"<{a}+{b}>"
+    return (("policy", call), ("environment", calculate(call)), ("policy", f"#{a + b}"))
+
+
+def uses_tool(a: int, b: int, share: float) -> bool:
+    """Whether the teacher asks the calculator for this sum: always alike, for the given share of all sums."""
+    return random.Random(stable_hash("tool", a, b)).random() < share
+
+
 def is_held_out(a: int, b: int) -> bool:
     """Whether the pair is held out, in either order and whatever the seed."""
     return stable_hash("held out", min(a, b), max(a, b)) % HELD_OUT_SHARE == 0
@@ -129,11 +146,14 @@ def _behind_hash(text: str) -> str | None:
     return rest if mark else None
 
 
-def _share(value: Any, style: str) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1:
-        raise UserError(f"task.params.forget_carry: must be a number from 0 to below 1, got {value!r}.")
+def _share(params: Mapping[str, Any], key: str, style: str) -> float:
+    value = params.get(key, 0.0)
+    limit = "to below 1" if key == "forget_carry" else "to 1"
+    if type(value) not in (int, float) or not 0 <= value <= 1 or (key == "forget_carry" and value == 1):
+        raise UserError(f"task.params.{key}: must be a number from 0 {limit}, got {value!r}.")
     if value and style != "compact":
-        raise UserError('task.params.forget_carry: only worked solutions of style "compact" can forget a carry.')
+        what = "forget a carry" if key == "forget_carry" else "call the calculator"
+        raise UserError(f'task.params.{key}: only worked solutions of style "compact" can {what}.')
     return float(value)
 
 

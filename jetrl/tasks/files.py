@@ -14,7 +14,7 @@ from typing import Any
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
-from jetrl.tasks.task import RewardFunction, check_params, gold_params, shorten, stable_hash
+from jetrl.tasks.protocol import RewardFunction, check_params, gold_params, shorten, stable_hash
 from jetrl.types import Problem
 
 _RESERVED = {"prompts", "completions", "completion_ids", "answer", "solution"}  # what reward functions get anyway

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.rewards import completion_text
-from jetrl.tasks.task import check_params, gold_params, stable_hash
+from jetrl.tasks.protocol import check_params, completion_text, gold_params, stable_hash
 from jetrl.types import Problem
 
 CHUNK_SIZE = 512  # problems of one seed

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.tasks.protocol import completion_text
 
 TIME_LIMIT = 5.0  # seconds for one item, parsing and comparison together
 START_LIMIT = 120.0  # seconds for a worker to import math-verify
@@ -33,7 +34,7 @@ Scorer = Callable[[str, str], float]  # gold answer, completion -> score
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float | None]:
     """1 where the completion's answer (the last `\\boxed{}` before anything else) equals the gold one, else 0."""
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    texts = [completion_text(c) for c in completions]
     return _shared_pool().map(list(zip(answer, texts, strict=True)))
 
 

@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.tasks.importing import FILE_MODULE, import_attribute
+from jetrl.tasks.protocol import completion_text
 
 _VERL = {"data_source", "solution_str", "ground_truth"}  # the parameters that tell verl's `compute_score`
 
 
-def import_function(name: str) -> Callable[..., Any]:
+def import_function(name: str, key: str = "task.reward") -> Callable[..., Any]:
     """The function of `module:function` or `path/to/file.py:function`. verl's `compute_score` is adapted."""
-    place, colon, attribute = name.rpartition(":")
-    if not colon or not place or not attribute:
-        raise UserError(f"task.reward = {name!r}: write module:function or path/to/file.py:function.")
-    module = _load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, attribute, None)
-    if function is None:
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise UserError(f"task.reward: {place} has no {attribute!r}; its functions: {', '.join(defined) or 'none'}.")
+    function = import_attribute(name, key, "function")
     if not callable(function):
-        raise UserError(f"task.reward: {name} is of type {type(function).__name__}, not a function.")
+        raise UserError(f"{key}: {name} is of type {type(function).__name__}, not a function.")
     if inspect.iscoroutinefunction(function):
-        raise UserError(f"task.reward: {name} is an async function; wrap it in a plain one that runs it.")
+        raise UserError(f"{key}: {name} is an async function; wrap it in a plain one that runs it.")
     parameters = inspect.signature(function).parameters
     return _adapt_verl(function) if parameters.keys() >= _VERL else function
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # importing runs the user's code
-        hint = f" If it is a file here, write {name}.py:function." if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"task.reward: cannot import {name}: {type(error).__name__}: {error}.{hint}") from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"task.reward: file {path} not found (searched from {Path.cwd()}).")
-    name = f"jetrl_reward_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that the module's own dataclasses and pickles find it
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # running the user's code
-        del sys.modules[name]
-        raise UserError(f"task.reward: {path} cannot be loaded: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., list[float]]:
@@ -70,7 +36,7 @@ def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., list[float]]
         for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
             score = compute_score(
                 data_source=None if data_source is None else data_source[i],
-                solution_str=completion if isinstance(completion, str) else completion[-1]["content"],
+                solution_str=completion_text(completion),
                 ground_truth=gold, extra_info=None if extra_info is None else extra_info[i],
             )  # fmt: skip
             scores.append(score["score"] if isinstance(score, Mapping) else score)
@@ -84,7 +50,7 @@ def reward_name(function: Callable[..., Any]) -> str:
     """How messages call the function: `module:function`, or the type of a callable object."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", type(function).__module__)
-    file = getattr(sys.modules.get(module), "__file__", None) if module.startswith("jetrl_reward_") else None
+    file = getattr(sys.modules.get(module), "__file__", None) if module.startswith(FILE_MODULE) else None
     return f"{file or module}:{name}"
 
 

@@ -1,13 +1,17 @@
-"""Scoring completions: reward functions in TRL's signature, found by name, called and checked.
+"""Scoring trajectories: reward functions in TRL's signature, found by name, called and checked.
 
 A reward function is `f(prompts, completions, **columns) -> list[float | None]`. The columns are `answer`, `solution`
 (where problems have one), `completion_ids` and every further column of the data; a function takes those that it names.
 Where a prompt is a list of chat messages, its completion is one too, as in TRL. None says "could not be scored": it
 counts in `reward/num_errors` and as 0.
+
+A conversation with an environment has the rewards that the environment gave. A function that `task.reward` names
+replaces them; its completion is the whole conversation behind the prompt, as messages.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import traceback
@@ -17,11 +21,13 @@ from typing import Any
 
 from jetrl.config import Config, TaskConfig
 from jetrl.errors import UserError
+from jetrl.tasks.prompts import encode_text
+from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
 from jetrl.tasks.reward_loading import import_function, reward_name, select_columns
-from jetrl.tasks.task import RewardFunction, Task, shorten
-from jetrl.types import Group, Problem
+from jetrl.types import Group, Problem, Trajectory
 
-Item = tuple[Problem, str, tuple[int, ...]]  # problem, text of the completion, its tokens
+Completion = str | list[dict[str, str]]  # a text; of conversations, messages
+Item = tuple[Problem, Completion, tuple[int, ...]]  # problem, completion, its tokens
 
 _NUMBER = re.compile(r"(?<![0-9.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 _MAX_REWARD = 1e30
@@ -29,56 +35,76 @@ _MAX_NUMBER = 1000  # characters; Python refuses to read integers of more than s
 
 
 def load_reward(config: TaskConfig, task: Task) -> RewardFunction:
-    """The function that `task.reward` names, else the task's own."""
-    if config.reward is not None:
-        return import_function(config.reward)
-    if task.reward is None:
-        raise UserError(
-            f"task.reward: task {task.name!r} has no reward of its own. Set jetrl.tasks.rewards:exact_match, "
-            "jetrl.tasks.rewards:last_integer, jetrl.tasks.math_reward:math_reward, or a function of yours, as "
-            "module:function or path/to/file.py:function."
-        )
-    return task.reward
+    """The function that `task.reward` names, else the task's own. Runs without an environment need one."""
+    if (reward := find_reward(config, task)) is not None:
+        return reward
+    raise UserError(
+        f"task.reward: task {task.name!r} has no reward of its own. Set jetrl.tasks.rewards:exact_match, "
+        "jetrl.tasks.rewards:last_integer, jetrl.tasks.math_reward:math_reward, or a function of yours, as "
+        "module:function or path/to/file.py:function."
+    )
+
+
+def find_reward(config: TaskConfig, task: Task) -> RewardFunction | None:
+    """The function that `task.reward` names, else the task's own, if it has one."""
+    return import_function(config.reward) if config.reward is not None else task.reward
 
 
 def score(
-    groups: Sequence[Group], reward: RewardFunction, config: Config | None
-) -> tuple[list[Group], dict[str, float]]:
-    """Groups with rewards, and the `reward/*` metrics. With a config, long completions pay its overlong penalty."""
-    items = [(g.prompt.problem, c.text, c.tokens) for g in groups for c in g.completions]
-    scores = call_reward(reward, items)
-    errors = sum(s is None for s in scores)
-    if errors == len(scores):
-        raise UserError(
-            f"Reward function {reward_name(reward)}: not one of {errors} completions could be scored (all None). "
-            f"First completion: {shorten(items[0][1])!r}, answer: {items[0][0].answer!r}."
-        )
+    groups: Sequence[Group], reward: RewardFunction | None, config: Config | None, *, conversations: bool = False,
+    at_limit: str = "keep",
+) -> tuple[list[Group], dict[str, float]]:  # fmt: skip
+    """Groups with rewards, and the `reward/*` metrics. With a config, long responses pay its overlong penalty.
+
+    `reward` None: what the environment gave, the sum over the turns. `conversations` says that an environment is in
+    use: completions are lists of messages then. `at_limit = "zero"`: trajectories that ran into a limit get 0.
+    """
+    trajectories = [(g.prompt.problem, t) for g in groups for t in g.trajectories]
+    if reward is None:
+        scores: list[float | None] = [math.fsum(s.reward for s in t.turns) for _, t in trajectories]
+    else:
+        items = [_item(problem, t, conversations) for problem, t in trajectories]
+        scores = call_reward(reward, items)
+        if items and all(s is None for s in scores):
+            raise UserError(
+                f"Reward function {reward_name(reward)}: not one of {len(scores)} completions could be scored (all "
+                f"None). First completion: {_shown(items[0][1])}, answer: {items[0][0].answer!r}."
+            )
     rewards = [0.0 if s is None else s for s in scores]
-    stats = {}
-    if config is not None and config.rl.overlong_buffer_len:
+    stats = {"reward/num_errors": float(sum(s is None for s in scores))}
+    if at_limit == "zero":
+        rewards = [0.0 if t.truncated else r for r, (_, t) in zip(rewards, trajectories, strict=True)]
+    if config is not None and config.rl.overlong_buffer_len and rewards:
         longest, rl = config.rollout.max_response_length, config.rl
         penalties = [
-            overlong_penalty(len(t), longest, rl.overlong_buffer_len, rl.overlong_penalty_factor) for *_, t in items
+            overlong_penalty(t.response_length, longest, rl.overlong_buffer_len, rl.overlong_penalty_factor)
+            for _, t in trajectories
         ]
         rewards = [r + p for r, p in zip(rewards, penalties, strict=True)]
         stats["reward/overlong_penalty_mean"] = sum(penalties) / len(penalties)
-    scored, start = [], 0
-    for group in groups:
-        end = start + len(group.completions)
-        scored.append(replace(group, rewards=tuple(rewards[start:end])))
-        start = end
-    return scored, _stats(scored, rewards) | {"reward/num_errors": float(errors)} | stats
+    if rewards:
+        stats |= {"reward/min": min(rewards), "reward/max": max(rewards)}
+    ends = list(itertools.accumulate(len(g.trajectories) for g in groups))
+    starts = [0, *ends[:-1]]
+    scored = [replace(g, rewards=tuple(rewards[i:j])) for g, i, j in zip(groups, starts, ends, strict=True)]
+    return scored, stats
 
 
-def _stats(groups: Sequence[Group], rewards: Sequence[float]) -> dict[str, float]:
-    mean = math.fsum(rewards) / len(rewards)
-    return {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-        "reward/frac_zero_std": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
-    }
+def _item(problem: Problem, trajectory: Trajectory, conversations: bool) -> Item:
+    """What the reward function gets of a trajectory: an answer's text and tokens, or a conversation's messages."""
+    opening, *rest = trajectory.segments
+    tokens = tuple(token for segment in rest for token in segment.tokens)
+    if not conversations:
+        assert [s.author for s in rest] == ["policy"], "only conversations have several turns"
+        return problem, rest[0].text, tokens
+    if not problem.prompt:  # the environment made it
+        problem = replace(problem, prompt=opening.text)
+    roles = {"policy": "assistant", "environment": "user"}
+    return problem, [{"role": roles[s.author], "content": s.text} for s in rest], tokens
+
+
+def _shown(completion: Completion) -> str:
+    return repr(shorten(completion if isinstance(completion, str) else str(completion)))
 
 
 def call_reward(reward: RewardFunction, items: Sequence[Item]) -> list[float | None]:
@@ -93,7 +119,7 @@ def call_reward(reward: RewardFunction, items: Sequence[Item]) -> list[float | N
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"Reward function {name} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}). "
-            "Mend it; --debug shows the whole traceback."
+            "Fix it; --debug shows the whole traceback."
         ) from error
     if isinstance(result, (str, Mapping)) or not hasattr(result, "__len__"):
         raise UserError(f"Reward function {name} must return a list of numbers, got {type(result).__name__}.")
@@ -109,7 +135,7 @@ def _number(value: Any, name: str, item: Item) -> float | None:
         plain = value.item() if hasattr(value, "item") else value  # a scalar of numpy or torch
     except (ValueError, RuntimeError):
         plain = value  # an array; refused below
-    where = f"for completion {shorten(item[1])!r} of problem {item[0].id}"
+    where = f"for completion {_shown(item[1])} of problem {item[0].id}"
     if not isinstance(plain, (int, float)):
         raise UserError(f"Reward function {name} returned {value!r} ({type(value).__name__}), not a number, {where}.")
     if not -_MAX_REWARD <= plain <= _MAX_REWARD:  # NaN as well
@@ -124,7 +150,8 @@ def _columns(items: Sequence[Item]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {
         "prompts": [p.prompt if isinstance(p.prompt, str) else [dict(m) for m in p.prompt] for p in problems],
         "completions": [
-            text if isinstance(p.prompt, str) else [{"role": "assistant", "content": text}] for p, text, _ in items
+            [{"role": "assistant", "content": c}] if isinstance(c, str) and not isinstance(p.prompt, str) else c
+            for p, c, _ in items
         ],
         "completion_ids": [list(tokens) for *_, tokens in items],
         "answer": [p.answer for p in problems],
@@ -137,31 +164,28 @@ def _columns(items: Sequence[Item]) -> dict[str, list[Any]]:
     return columns
 
 
-def check_gold(task: Task, reward: RewardFunction, tokenizer: Any, num: int = 8) -> int:
+def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: int = 8) -> int:
     """Score the gold answers of the first `num` problems, through the tokenizer and back as the engine's text goes.
 
-    One without reward would never be learnt, so it stops the run. Returns how many were scored: those with a gold text.
+    One without reward would never be learnt, so it stops the run. Returns how many were scored: those with a gold text;
+    none where only the environment gives rewards (`reward` None).
     """
+    if reward is None:
+        return 0
     items: list[Item] = []
     for problem in (task.problem(i) for i in range(num if task.check_gold else 0)):
         if gold := gold_text(task, problem, reward):
-            try:
-                tokens = tuple(tokenizer.encode(gold, add_special_tokens=False))
-            except Exception as error:  # as in encode_problem
-                raise UserError(
-                    f"Problem {problem.id}: the tokenizer cannot encode the gold answer {shorten(gold)!r}: {error}. "
-                    "Use a tokenizer that knows these characters, or change the answer."
-                ) from error
-            items.append((problem, tokenizer.decode(list(tokens)), tokens))
+            tokens = encode_text(gold, tokenizer, f"Problem {problem.id}", "gold answer")
+            items.append((problem, tokenizer.decode(tokens), tuple(tokens)))
     if not items:
         return 0
     for (problem, text, _), value in zip(items, call_reward(reward, items), strict=True):
         if value is None or value <= 0:
             raise UserError(
                 f"The gold answer of problem {problem.id} earns no reward, so no completion can be expected to.\n"
-                f"  prompt: {shorten(str(problem.prompt), 400)!r}\n  gold text: {shorten(text, 400)!r}\n"
+                f"  prompt: {shorten(str(problem.prompt), 400)!r}\n  gold text: {shorten(str(text), 400)!r}\n"
                 f"  answer: {problem.answer!r}\n  score: {value} by {reward_name(reward)}\n"
-                "Mend the reward function or the answers; set task.params.gold_template (such as '#### {answer}') if "
+                "Fix the reward function or the answers; set task.params.gold_template (such as '#### {answer}') if "
                 "the function wants the answer in a form of its own; task.params.check_gold = false skips this check."
             )
     return len(items)
@@ -170,7 +194,8 @@ def check_gold(task: Task, reward: RewardFunction, tokenizer: Any, num: int = 8)
 def gold_text(task: Task, problem: Problem, reward: RewardFunction) -> str:
     """A completion that deserves the full reward: the task's template, else the solution, else the function's form."""
     if task.gold_template is None and problem.solution is not None:
-        return problem.solution
+        solution = problem.solution
+        return solution if isinstance(solution, str) else [text for author, text in solution if author == "policy"][-1]
     template = task.gold_template or str(getattr(reward, "gold_template", "{answer}"))
     return template.replace("{answer}", problem.answer) if problem.answer else ""
 
@@ -187,11 +212,6 @@ def overlong_penalty(length: int, max_response_length: int, buffer_len: int, fac
         )
     excess = length - (max_response_length - buffer_len)
     return -factor * excess / buffer_len if excess > 0 else 0.0
-
-
-def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of a completion in either of TRL's forms."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:

@@ -4,7 +4,9 @@ import pytest
 
 from jetrl.config import TaskConfig, parse_config
 from jetrl.errors import UserError
-from jetrl.tasks.task import build_task, encode_problem, eval_prompts, sample, stable_hash
+from jetrl.tasks.prompts import encode_problem
+from jetrl.tasks.protocol import stable_hash
+from jetrl.tasks.task import build_task, eval_prompts, sample
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Problem
 

@@ -1,0 +1,79 @@
+"""What every task offers, and the small functions that all of them share.
+
+A task's training stream is a pure function of (seed, index), so that a resumed run needs no state of it. Its held-out
+problems never appear in that stream.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from jetrl.errors import UserError
+from jetrl.types import Problem
+
+RewardFunction = Callable[..., Sequence[float | None]]
+"""`f(prompts, completions, **columns)`: one number per completion, None where it could not be scored."""
+
+
+class Task(Protocol):
+    """A source of problems with known answers."""
+
+    name: str
+    gold_template: str | None  # how a perfect completion is made of `{answer}`; None: the solution, else the answer
+    check_gold: bool  # whether gold answers must earn a reward before step 1
+
+    @property
+    def reward(self) -> RewardFunction | None:
+        """The task's own; None: `task.reward` of the config must name one."""
+        ...
+
+    def problem(self, index: int) -> Problem:
+        """Number `index` (from 0, without end) of the training stream."""
+        ...
+
+    def eval_problems(self, n: int) -> list[Problem]:
+        """The first `n` held-out problems (all of them, where a file has fewer): the same for every seed of a run."""
+        ...
+
+    def describe(self) -> str:
+        """One line on what is trained on and how the held-out problems were chosen."""
+        ...
+
+
+def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
+    """The text of a completion in either of TRL's forms; of a conversation, the policy's last turn."""
+    if isinstance(completion, str):
+        return completion
+    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
+
+
+def stable_hash(*key: object) -> int:
+    """A 64-bit number from the key's text, the same in every process, on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+
+
+def shorten(text: str, limit: int = 120) -> str:
+    """The text for a message: its beginning, and dots where it goes on."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def check_params(task: str, params: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise for a key of `task.params` that the task does not have, with the nearest one that it has."""
+    for key in params:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}."
+            raise UserError(f"task.params.{key}: task {task!r} has no such parameter; {hint}")
+
+
+def gold_params(params: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """The two parameters of every task that say what text must earn a reward, and whether that is checked."""
+    template, check = params.get("gold_template"), params.get("check_gold", True)
+    if template is not None and not (isinstance(template, str) and "{answer}" in template):
+        raise UserError(f"task.params.gold_template: must be a text that contains {{answer}}, got {template!r}.")
+    if not isinstance(check, bool):
+        raise UserError(f"task.params.check_gold: must be true or false, got {check!r}.")
+    return template, check

@@ -42,15 +42,15 @@ def build_task(config: TaskConfig, seed: int, tokenizer: Any, environment: str |
     return task
 
 
-def sample(task: Task, tokenizer: Any, step: int, config: Config, conversations: bool = False) -> list[Prompt]:
-    """The prompts of training step `step`, counted from 1: the next `prompts_per_step` of the stream.
+def sample(
+    task: Task, tokenizer: Any, first: int, count: int, config: Config, conversations: bool = False
+) -> list[Prompt]:
+    """`count` prompts of the training stream, from number `first` (from 0) on.
 
     With `conversations`, problems get the `index` and `seed` that environments are given, and prompts have no tokens:
     the environment's first messages will be the prompt.
     """
-    assert step >= 1, f"steps count from 1, got {step}"
-    count = config.rollout.prompts_per_step
-    indices = range((step - 1) * count, step * count)
+    indices = range(first, first + count)
     if conversations:
         return [_opening(i, task.problem(i), config.seed) for i in indices]
     return [_prompt(i, task.problem(i), tokenizer, config.task) for i in indices]

@@ -53,11 +53,11 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     config = session.config
     rollouts: list[Rollout] = []
     scores: list[dict[str, float]] = []
-    place = session.num_prompts
+    place, in_turns = session.num_prompts, session.conversations is not None
 
     def one_round(count: int) -> list[Group]:
         nonlocal place
-        prompts = sample(session.task, session.tokenizer, place, count, config)
+        prompts = sample(session.task, session.tokenizer, place, count, config, in_turns)
         asked = train_asked(config, step, (place - session.num_prompts) * config.rollout.group_size)
         with clock("rollout", count * config.rollout.group_size):
             rollouts.append(roll_out(session.engine, prompts, asked, session.conversations, clock.progress()))
@@ -130,7 +130,7 @@ def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:
 def evaluate(session: Session, clock: Clock) -> dict[str, float]:
     """avg@k and pass@k on the held-out problems, in the rollout's precision flow. Failed conversations do not count."""
     config, k, name = session.config, session.config.eval.num_samples, session.task.name
-    prompts = eval_prompts(session.task, session.tokenizer, config)
+    prompts = eval_prompts(session.task, session.tokenizer, config, session.conversations is not None)
     with clock("eval", len(prompts) * k):
         rollout = roll_out(session.engine, prompts, eval_asked(config), session.conversations, clock.progress())
         if not rollout.groups:

@@ -18,13 +18,15 @@ from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
-from jetrl.tasks.rewards import load_reward
+from jetrl.tasks.conversations import EnvironmentPool, build_pool
+from jetrl.tasks.environment import Factory, load_environment
+from jetrl.tasks.rewards import find_reward, load_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.engines import build_engine
 from jetrl.train.optim import build_optimizer
 from jetrl.train.step import Learner
-from jetrl.types import Conversations, Engine
+from jetrl.types import Engine
 
 
 @dataclass(slots=True)
@@ -34,13 +36,13 @@ class Session:
     config: Config
     tokenizer: Any
     task: Task
-    reward: RewardFunction
+    reward: RewardFunction | None  # None: the environment gives the rewards
     learner: Learner
     engine: Engine
     flow_digest: str
     unified: bool
     base_config: dict[str, Any] | None  # the model's own config.json, kept in what we save
-    conversations: Conversations | None = None  # None: single answers
+    conversations: EnvironmentPool | None = None  # None: single answers
     reference: Transformer | None = None
     step: int = 0
     weight_version: int = 0
@@ -74,6 +76,14 @@ def build(config: Config) -> Session:
     )
 
 
+def build_conversations(config: Config, plan: Prepared) -> EnvironmentPool | None:
+    """The environments of a run; None for single answers."""
+    if plan.environment is None:
+        return None
+    e = config.environment
+    return build_pool(plan.environment, plan.tokenizer, config.task, timeout=e.timeout, max_concurrent=e.max_concurrent)
+
+
 def build_learner(config: Config, model: Transformer) -> Learner:
     """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's."""
     if config.rl.adv_estimator != "gae":
@@ -105,7 +115,8 @@ class Prepared:
     base_config: dict[str, Any] | None
     recipe: Recipe
     task: Task
-    reward: RewardFunction
+    reward: RewardFunction | None
+    environment: Factory | None
 
 
 def prepare(config: Config) -> Prepared:
@@ -115,8 +126,18 @@ def prepare(config: Config) -> Prepared:
     recipe = recipe_of(config, spec)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
-    task = build_task(config.task, config.seed, tokenizer)
-    return Prepared(tokenizer, spec, base, recipe, task, load_reward(config.task, task))
+    task = build_task(config.task, config.seed, tokenizer, config.environment.name)
+    reward, environment = _scoring(config, task)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
+
+
+def _scoring(config: Config, task: Task) -> tuple[RewardFunction | None, Factory | None]:
+    """The reward function and the environment. An environment's own rewards count unless `task.reward` is set."""
+    if config.environment.name is None:
+        return load_reward(config.task, task), None
+    own = find_reward(config.task, task)
+    environment = load_environment(config.environment.name, config.environment.params, own)
+    return own if config.task.reward is not None else None, environment
 
 
 def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:

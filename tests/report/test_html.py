@@ -298,6 +298,13 @@ def drawn(page: Path, folder: Path) -> str:
 needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 
 
+def clicking(page: Path, *nodes: str) -> Path:
+    """The page with clicks on these nodes (JavaScript) after its start."""
+    head, _, tail = page.read_text(encoding="utf-8").rpartition("start();")
+    page.write_text(head + "start();" + "".join(f"{node}.click();" for node in nodes) + tail, encoding="utf-8")
+    return page
+
+
 @needs_browser
 def test_a_browser_draws_the_page(make_run, tmp_path: Path) -> None:
     folders = [make_run("fp8"), make_run("rollout", precision="fp8_rollout")]
@@ -313,11 +320,7 @@ def test_a_browser_draws_the_page(make_run, tmp_path: Path) -> None:
 def test_a_browser_draws_conversations(make_run, tmp_path: Path) -> None:
     run = make_run("guess", conversations=True, steps=10)
     page = write_report([run], tmp_path / "r.html")
-    source = page.read_text(encoding="utf-8")
-    head, _, tail = source.rpartition("start();")
-    click = "document.querySelector('#groups').lastElementChild.click();"
-    page.write_text(f"{head}start(); {click}{tail}", encoding="utf-8")
-    text = drawn(page, tmp_path)
+    text = drawn(clicking(page, "document.querySelector('#groups').lastElementChild"), tmp_path)
     rows = [row for row in read_samples(run) if row["step"] == 10 and "turns" in row]
     turns = [turn for row in rows for turn in row["turns"]]
     for author in ("policy", "environment"):
@@ -328,3 +331,20 @@ def test_a_browser_draws_conversations(make_run, tmp_path: Path) -> None:
     titles = ("Turns", "Out of turns", "Prompts sampled", "Explained variance", "Environment errors")
     assert all(f"<h3>{title}</h3>" in text for title in titles) and "Environment time-outs" not in text
     assert re.search(r'id="failed-box">', text) and "NaN" not in text
+
+
+@needs_browser
+def test_the_browser_shows_failed_ones_only_with_the_whole_error(tmp_path: Path) -> None:
+    error = "KeyError: 'x'\n  at line 3 of <game>"
+    failed = {"reward": None, "advantage": None, "finish_reason": "timeout", "error": error, "prompt": "another"}
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write(1, {"reward/mean": 1.0})
+        recorder.write_samples(1, [talk([3], ["kept"]), talk([2], ["lost"], **failed), talk([1], ["other"], group=2)])
+        recorder.write_samples(2, [talk([1], ["later"])])
+    page = write_report([tmp_path / "run"], tmp_path / "r.html")
+    text = drawn(clicking(page, "$('failed-only')", "$('plain-text')"), tmp_path)
+    assert text.count('class="turn policy"') == 1 and ">lost</div>" in text and ">kept</div>" not in text
+    assert "no reward · 1 failed" in text and "mean reward" not in text
+    assert '<b class="bad">time-out: KeyError: \'x\'</b>' in text
+    assert f'<p class="failure">{error.replace("<", "&lt;").replace(">", "&gt;")}</p>' in text
+    assert re.findall(r"<option[^>]*>(\d)</option></select>", text) == ["1"]  # step 2 has no failed one

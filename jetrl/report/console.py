@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -23,10 +22,20 @@ from rich.text import Text
 
 from jetrl.errors import UserError
 from jetrl.report.run import Headline
+from jetrl.report.text import (
+    ASCII_BLOCKS,
+    BLOCKS,
+    accuracy_of,
+    count,
+    counted,
+    duration,
+    failures_of,
+    notes,
+    number,
+    parity_text,
+    sparkline,
+)
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_ASCII_BLOCKS = "_.:-=+*#"
-_ACCURACY = re.compile(r"eval/.+/avg@\d+")
 _MAX_WIDTH = 100
 
 
@@ -85,7 +94,7 @@ class Display:
                 self.console.print(Text(self.about, style="dim"))
             self._live.start(refresh=True)
         else:
-            self._line(f"{self.title}: {_counted(self.total_steps)}" + (f"; {self.about}" if self.about else ""))
+            self._line(f"{self.title}: {counted(self.total_steps, 'step')}" + (f"; {self.about}" if self.about else ""))
         return self
 
     def __exit__(
@@ -116,10 +125,10 @@ class Display:
     def step(self, metrics: Mapping[str, float]) -> None:
         """Show the row of a finished step. `metrics` holds the key `step` beside those that go to metrics.jsonl."""
         now = self._clock()
-        number = int(metrics["step"])
-        if number > self.current:  # the row of step 0 is an evaluation: no measure of a step's time
-            self._durations.append((now - self._step_started) / (number - self.current))
-        self.current, self._step_started = number, now
+        step = int(metrics["step"])
+        if step > self.current:  # the row of step 0 is an evaluation: no measure of a step's time
+            self._durations.append((now - self._step_started) / (step - self.current))
+        self.current, self._step_started = step, now
         self._metrics.update(metrics)
         shown = metrics.get("reward/mean", metrics.get("policy/loss"))
         if shown is not None:
@@ -130,10 +139,12 @@ class Display:
         accuracy = accuracy_of(metrics)
         if accuracy is not None and self._first_accuracy is None:
             self._first_accuracy = accuracy
-        due = now - self._step_told >= self._step_interval or number >= self.total_steps
+        due = now - self._step_told >= self._step_interval or step >= self.total_steps
         if self._live is None and due:
             self._step_told = now
             self._line(self._plain(metrics))
+            for line in _joined([f"{name}: {text}" for name, text in notes(metrics)]):
+                self._line(line)
 
     def message(self, text: str) -> None:
         """Print a line above the display."""
@@ -225,12 +236,12 @@ class Display:
         table.add_column(width=9, style="dim")
         table.add_column(ratio=1, no_wrap=True)
         utf8 = self.console.encoding.lower().startswith("utf")
-        spark = sparkline(self._curve, max(width // 2 - 26, 6), _BLOCKS if utf8 else _ASCII_BLOCKS)
+        spark = sparkline(self._curve, max(width // 2 - 26, 6), BLOCKS if utf8 else ASCII_BLOCKS)
         warm_start = "policy/loss" in metrics and "reward/mean" not in metrics
         first, digits = ("policy/loss", 4) if warm_start else ("reward/mean", 3)
-        reward = Text.assemble(_number(metrics.get(first), digits), "  ", (spark, "cyan"))
+        reward = Text.assemble(number(metrics.get(first), digits), "  ", (spark, "cyan"))
         accuracy = accuracy_of(metrics)
-        held_out = Text(_number(accuracy, 3), style="bold" if accuracy is not None else "")
+        held_out = Text(number(accuracy, 3), style="bold" if accuracy is not None else "")
         if accuracy is not None and accuracy != self._first_accuracy:
             held_out.append(f"  (was {self._first_accuracy:.3f})", style="dim")
         gap = metrics.get("parity/logprob_abs_diff_max")
@@ -242,56 +253,28 @@ class Display:
                 parity.append(f"  (worst {parity_text(self._worst_gap)})", style="red")
         speed = metrics.get("perf/tokens_per_s_per_gpu")
         table.add_row("loss" if warm_start else "reward", reward, "held-out", held_out)
-        table.add_row("length", _number(metrics.get("response_length/mean"), 1), "parity", parity)
-        entropy = _number(metrics.get("policy/entropy"), 3)
+        table.add_row("length", number(metrics.get("response_length/mean"), 1), "parity", parity)
+        entropy = number(metrics.get("policy/entropy"), 3)
         table.add_row("entropy", entropy, "tokens/s", count(speed) if speed is not None else "-")
+        for row in self._extra_numbers():
+            table.add_row(*row)
         return table
 
-
-def _counted(steps: int) -> str:
-    return f"{steps} step" + "s" * (steps != 1)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def accuracy_of(metrics: Mapping[str, float]) -> float | None:
-    """The first held-out accuracy (`eval/<set>/avg@k`) of a row."""
-    return next((float(value) for key, value in metrics.items() if _ACCURACY.fullmatch(key)), None)
+    def _extra_numbers(self) -> Iterator[tuple[RenderableType, ...]]:
+        """Rows of the panel for what not every run has: conversations, refill, a step without signal."""
+        metrics = self._metrics
+        if "environment/turns_mean" in metrics:
+            failures = failures_of(metrics)
+            most = metrics.get("environment/turns_max")
+            turns = number(metrics["environment/turns_mean"], 1) + (f"  (most {most:.0f})" if most is not None else "")
+            yield "turns", turns, "failed", Text(failures or "0", style="bold red" if failures else "")
+        yield from (note for note in notes(metrics) if note[0] != "environment")
 
 
-def parity_text(gap: float) -> str:
-    """`0` only for a gap of exactly 0; else the gap in three digits (1.19e-07, 0.0123)."""
-    return "0" if gap == 0.0 else f"{gap:.3g}"
-
-
-def count(value: float) -> str:
-    """12345.6 -> 12,346; small rates keep a decimal."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def duration(seconds: float) -> str:
-    """83 -> 1:23, 3723 -> 1:02:03; below ten seconds with one decimal."""
-    if seconds < 9.95:
-        return f"{max(seconds, 0.0):.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str:
-    """The values as one character each; more than `width` are averaged in equal runs. NaN is a blank."""
-    if len(values) > width:
-        edges = [i * len(values) // width for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return " " * len(values)
-    low, span = min(finite), max(finite) - min(finite)
-    top = len(blocks) - 1
-    levels = [round((value - low) / (span or 1.0) * top) if math.isfinite(value) else None for value in values]
-    return "".join(" " if level is None else blocks[level] for level in levels)
+def _joined(notes: Sequence[str]) -> list[str]:
+    """One line of all notes where 80 columns hold them, else one line each."""
+    together = "  " + "; ".join(notes)
+    return [together] if notes and len(together) <= 80 else [f"  {note}" for note in notes]
 
 
 def summary(

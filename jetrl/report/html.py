@@ -1,15 +1,15 @@
 """`write_report`: one or several runs as a single HTML file that needs no network and no server.
 
-The page draws its curves itself (report.js) from JSON that this module embeds. Text of samples reaches the page only as
-JSON with `<`, `>` and `&` escaped, and is put there as text nodes. Flow pictures are embedded as images, so that a
-script in one does not run.
+The page draws itself (report.js: curves, samples.js: sample browser, page.js: the order) from JSON that this module
+embeds. Text of samples reaches the page only as JSON with `<`, `>` and `&` escaped, and is put there as text nodes.
+Flow pictures are embedded as images, so that a script in one does not run.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +22,12 @@ from markupsafe import Markup
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
 from jetrl.report.run import PARITY_KEY, Headline, Run, headline, load_runs
+from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
 
-MAX_SAMPLES = 400  # rows on the page, over all runs
-MAX_TOKENS = 1500  # tokens of a row
 MAX_POINTS = 1500  # of a curve; longer ones are binned
 FLOW_FILE = "flow.svg"
+SCRIPTS = ("report.js", "samples.js", "page.js")
+_LARGEST = re.compile(r"parity/.*|.*[/_]max")  # metrics whose bins keep the largest value
 _HERE = Path(__file__).parent
 
 
@@ -48,11 +49,11 @@ def write_report(run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, st
         comparison=_comparison(runs) if len(runs) > 1 else [],
         differences=config_differences(runs) if len(runs) > 1 else [],
         flows=[(name, _image(svg), "prefers-color-scheme" in svg) for name, svg in flows.items()],
-        sample_note=_sample_note(samples),
+        sample_note=sample_note(samples),
         binned=any(len(run.rows) > MAX_POINTS for run in runs),
         max_points=MAX_POINTS,
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
-        js=Markup((_HERE / "report.js").read_text(encoding="utf-8")),
+        js=Markup("\n".join((_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)),
         data=script_json(_payload(runs, samples)),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
@@ -71,64 +72,6 @@ def script_json(data: Any) -> Markup:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-def choose_samples(rows: Iterable[Mapping[str, Any]], max_rows: int) -> dict[str, Any]:
-    """At most `max_rows` rows, evenly over the steps, first and last step among them, in whole groups where they fit.
-
-    Returns `steps` (each with its groups) and the counts `kept`, `total` and `cut` (rows that lost tokens).
-    """
-    by_step: dict[int, list[list[Mapping[str, Any]]]] = {}
-    previous: tuple[Any, ...] | None = None
-    total = 0
-    for row in rows:
-        key = (row["step"], row.get("group"), row["prompt"], row["answer"])
-        groups = by_step.setdefault(row["step"], [])
-        if key != previous:
-            groups.append([])
-        groups[-1].append(row)
-        previous = key
-        total += 1
-    steps = sorted(by_step)
-    largest = max((len(groups[0]) for groups in by_step.values()), default=1)
-    wanted = min(len(steps), max(max_rows // largest, 1))
-    places = sorted(set(np.linspace(0, len(steps) - 1, wanted).round().astype(int).tolist())) if steps else []
-    chosen: dict[int, list[list[Mapping[str, Any]]]] = {steps[place]: [] for place in places}
-    left = max_rows
-    for turn in range(max((len(by_step[step]) for step in chosen), default=0)):
-        for step in chosen:
-            groups = by_step[step]
-            if turn < len(groups) and left > 0 and (turn == 0 or len(groups[turn]) <= left):
-                chosen[step].append(groups[turn][:left])
-                left -= len(chosen[step][-1])
-    payload = [
-        {"step": step, "groups": [_group(group) for group in groups]} for step, groups in chosen.items() if groups
-    ]
-    cut = sum(len(row["tokens"]) > MAX_TOKENS for groups in chosen.values() for group in groups for row in group)
-    return {"steps": payload, "kept": max_rows - left, "total": total, "cut": cut}
-
-
-def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {"prompt": rows[0]["prompt"], "answer": rows[0]["answer"], "rows": [_sample(row) for row in rows]}
-
-
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    tokens, completion = list(row["tokens"]), row["completion"]
-    sample = {
-        "t": tokens[:MAX_TOKENS],
-        "l": [_finite(round(float(value), 5)) for value in row["logprobs"][:MAX_TOKENS]],
-        "n": len(tokens),
-        "r": _finite(row["reward"]),
-        "a": _finite(row["advantage"]),
-        "f": row["finish_reason"],
-    }
-    if completion not in ("".join(tokens), "".join(tokens[:-1])):  # the last token may be the end of the sequence
-        sample["c"] = completion
-    return sample
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _payload(runs: Sequence[Run], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -150,15 +93,14 @@ def _payload(runs: Sequence[Run], samples: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def thin(key: str, steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
-    """A curve of at most `MAX_POINTS` points: bins keep the largest value of parity and `*max*`, else the mean."""
+    """A curve of at most `MAX_POINTS` points: bins keep the largest value of parity and of maxima, else the mean."""
     if len(steps) > MAX_POINTS:
         edges = np.linspace(0, len(steps), MAX_POINTS + 1).round().astype(int)
-        largest = key.startswith("parity/") or "max" in key
         array = np.asarray(values)
-        reduce = np.max if largest else np.mean
+        reduce = np.max if _LARGEST.fullmatch(key) else np.mean
         values = [float(reduce(array[a:b])) for a, b in zip(edges, edges[1:], strict=False)]
         steps = [steps[b - 1] for b in edges[1:]]
-    return [list(steps), [_finite(float(f"{value:.6g}")) for value in values]]
+    return [list(steps), [finite(float(f"{value:.6g}")) for value in values]]
 
 
 def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
@@ -218,12 +160,22 @@ def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
     """Rows (what, one text a run, CSS class by run joined with spaces) of the table that compares runs."""
     told = [_describe(run, headline(run)) for run in runs]
     names = {
-        "precision": "Precision", "model": "Model", "steps": "Steps", "accuracy": "Held-out accuracy",
-        "reward": "Reward, mean of last 10 steps", "parity": "Parity: largest log-prob gap",
-        "throughput": "Tokens/s (a GPU), median", "time": "Time", "hardware": "Hardware",
-    }  # fmt: skip
+        "precision": "Precision",
+        "model": "Model",
+        "steps": "Steps",
+        "accuracy": "Held-out accuracy",
+        "reward": "Reward, mean of last 10 steps",
+        "parity": "Parity: largest log-prob gap",
+        "throughput": "Tokens/s (a GPU), median",
+        "time": "Time",
+        "hardware": "Hardware",
+    }
     table = [(name, [one[key] for one in told], key) for key, name in names.items()]
-    last = {"policy/entropy": "Entropy, last step", "response_length/mean": "Response length, last step"}
+    last = {
+        "policy/entropy": "Entropy, last step",
+        "response_length/mean": "Response length, last step",
+        "environment/turns_mean": "Turns, last step",
+    }
     table[5:5] = [
         (name, [_last(run, key) for run in runs], "")
         for key, name in last.items()
@@ -251,17 +203,6 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str,
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _sample_note(samples: Sequence[Mapping[str, Any]]) -> str:
-    kept, total = (sum(one[key] for one in samples) for key in ("kept", "total"))
-    cut = sum(one["cut"] for one in samples)
-    if not total:
-        return ""
-    note = f"All {total:,} recorded completions." if kept == total else (
-        f"{kept:,} of the {total:,} recorded completions, chosen evenly over the steps; samples.jsonl has all of them."
-    )  # fmt: skip
-    return note + (f" {cut:,} of them are cut after {MAX_TOKENS:,} tokens." if cut else "")
 
 
 def _flows_of(runs: Sequence[Run]) -> dict[str, str]:

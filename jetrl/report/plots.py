@@ -123,10 +123,8 @@ def _phases(axis: Axes, runs: Sequence[Run]) -> None:
     axis.set_ylim(-0.6, max(len(runs), 2) - 0.3)
     axis.grid(axis="y", visible=False)
     if names:
-        axis.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(len(names), 6), frameon=False, fontsize=8.5,
-            handlelength=1, columnspacing=1,
-        )  # fmt: skip
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": min(len(names), 6)}
+        axis.legend(**place, frameon=False, fontsize=8.5, handlelength=1, columnspacing=1)
     else:
         axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes, color="#55554f")
     _title(axis, "Time by phase")

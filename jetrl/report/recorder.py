@@ -6,21 +6,19 @@ line on resume; the readers pass over it. Numbers that JSON does not have (NaN, 
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.report.environment import describe_environment
+from jetrl.report.files import cut_torn_line, disk_errors, keep_rows, lock, read_rows
 from jetrl.report.track import Tracker
-from jetrl.types import Group
+from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -38,9 +36,9 @@ class Recorder:
         self.resume = resume
         self.trackers: list[Tracker] = []  # each row goes to them as well
         metrics, samples = self.run_dir / METRICS_FILE, self.run_dir / SAMPLES_FILE
-        with _disk_errors(self.run_dir):
+        with disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.run_dir)
+        self._lock = lock(self.run_dir)
         if not resume and metrics.exists() and metrics.stat().st_size > 0:
             raise UserError(
                 f"{self.run_dir} already holds a run ({len(read_metrics(self.run_dir))} rows in {METRICS_FILE}). "
@@ -48,7 +46,7 @@ class Recorder:
             )
         for path in (metrics, samples):
             if resume:
-                _cut_torn_line(path)
+                cut_torn_line(path)
             elif path.exists() and path.stat().st_size > 0:
                 path.write_bytes(b"")  # samples without metrics: of a run that died before its first step
         self._metrics = self._open(metrics)
@@ -57,7 +55,7 @@ class Recorder:
         self.last_step = int(rows[-1]["step"]) if rows else -1
 
     def _open(self, path: Path) -> int:
-        with _disk_errors(path):
+        with disk_errors(path):
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def drop_after(self, step: int) -> None:
@@ -65,7 +63,7 @@ class Recorder:
         os.close(self._metrics)
         os.close(self._samples)
         for name in (METRICS_FILE, SAMPLES_FILE):
-            _keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
+            keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         self._samples = self._open(self.run_dir / SAMPLES_FILE)
         self.last_step = min(self.last_step, step)
@@ -74,22 +72,22 @@ class Recorder:
         """Append the row of `step`: flat keys, plain numbers. One row a step, in order (step 0: before training)."""
         assert step > self.last_step, f"row of step {step} after that of step {self.last_step}"
         row: dict[str, Any] = {"step": step}
-        row.update((key, _encode(key, value)) for key, value in metrics.items() if key != "step")
+        row.update((key, _encode(value)) for key, value in metrics.items() if key != "step")
         self._append(self._metrics, METRICS_FILE, [row])
         self.last_step = step
         for tracker in self.trackers:
             tracker.log(step, {key: value for key, value in metrics.items() if key != "step"})
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append sample rows of `step` (see `group_rows`); each holds all of `SAMPLE_KEYS`."""
+        """Append sample rows of `step` (see `group_rows`, `failed_rows`); each holds all of `SAMPLE_KEYS`."""
         encoded = []
         for row in rows:
             missing = [key for key in SAMPLE_KEYS if key not in row]
             assert not missing, f"sample row without {missing}"
-            assert len(row["tokens"]) == len(row["logprobs"]), "a sample needs one log-prob a token"
-            logprobs = [_encode("logprobs", value) for value in row["logprobs"]]
-            reward, advantage = (_encode(key, row[key]) for key in ("reward", "advantage"))
-            encoded.append({"step": step, **row, "logprobs": logprobs, "reward": reward, "advantage": advantage})
+            for part in (row, *(turn for turn in row.get("turns", ()) if turn["author"] == "policy")):
+                assert len(part["tokens"]) == len(part["logprobs"]), "a sample needs one log-prob a token"
+            assert len(row.get("advantages", row["tokens"])) == len(row["tokens"]), "one advantage a token, or one"
+            encoded.append({"step": step, **_with_numbers(row, _encode)})
         self._append(self._samples, SAMPLES_FILE, encoded)
 
     def write_config(self, text: str) -> None:
@@ -113,13 +111,13 @@ class Recorder:
         for row in rows:
             line = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
             data = line.encode("utf-8", errors="replace")  # token strings may hold lone surrogates
-            with _disk_errors(self.run_dir / name):
+            with disk_errors(self.run_dir / name):
                 while data:
                     data = data[os.write(file, data) :]
 
     def _replace(self, name: str, text: str) -> None:
         temporary = self.run_dir / f".{name}.tmp"
-        with _disk_errors(self.run_dir / name):
+        with disk_errors(self.run_dir / name):
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(self.run_dir / name)
 
@@ -144,47 +142,81 @@ class Recorder:
         self.close()
 
 
-def _lock(run_dir: Path) -> int:
-    """Hold the run folder for this process (the system lets go of it, however the process ends); its descriptor."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return -1
-    with _disk_errors(run_dir):
-        file = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        if isinstance(error, BlockingIOError):
-            raise UserError(f"Another process is writing {run_dir}. Wait, or choose another name.") from None
-        return -1  # a file system without locks
-    return file
-
-
 def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Sample rows of scored groups; `token_text` decodes one token id. Chat prompts become `role: content` lines."""
+    """Sample rows of scored groups, one a trajectory; `token_text` decodes one token id.
+
+    A plain answer has the problem's prompt, chat messages as `role: content` lines. A conversation has the prompt as it
+    stood before the policy, and `turns`: what followed, by author. Where any trajectory of a group is a conversation,
+    all are told as such. With an advantage for each token, these are `advantages` and `advantage` is their mean.
+    """
     rows: list[dict[str, Any]] = []
     for group in groups:
-        problem = group.prompt.problem
-        prompt = problem.prompt
-        if not isinstance(prompt, str):
-            prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-        for completion, reward, advantage in zip(group.completions, group.rewards, group.advantages, strict=True):
-            rows.append(
-                {
-                    "group": group.prompt.index,
-                    "prompt": prompt,
-                    "answer": problem.answer,
-                    "completion": completion.text,
-                    "tokens": [token_text(token) for token in completion.tokens],
-                    "logprobs": list(completion.logprobs),
-                    "reward": reward,
-                    "advantage": advantage,
-                    "finish_reason": completion.finish_reason,
-                }
-            )
+        talk = any(_is_conversation(group.prompt, one) for one in group.trajectories)
+        for trajectory, reward, advantage in zip(group.trajectories, group.rewards, group.advantages, strict=True):
+            rows.append(_row(group.prompt, trajectory, token_text, talk) | _scores(reward, advantage))
     return rows
+
+
+def failed_rows(
+    failed: Iterable[tuple[Prompt, Trajectory]], token_text: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """Sample rows of trajectories that their environment broke: no reward, no advantage, and `error`."""
+    return [
+        _row(prompt, trajectory, token_text, True) | {"reward": None, "advantage": None, "error": trajectory.error}
+        for prompt, trajectory in failed
+    ]
+
+
+def _is_conversation(prompt: Prompt, trajectory: Trajectory) -> bool:
+    """Whether there is more than the problem's own prompt and one answer of the policy."""
+    first, *later = trajectory.segments
+    own = bool(prompt.problem.prompt) and first.tokens == prompt.tokens
+    return not own or [segment.author for segment in later] != ["policy"]
+
+
+def _row(
+    prompt: Prompt, trajectory: Trajectory, token_text: Callable[[int], str], conversation: bool
+) -> dict[str, Any]:
+    text, later = _prompt_text(prompt.problem), trajectory.segments[1:]
+    if conversation and trajectory.segments:  # none where the environment failed before it gave a prompt
+        text = trajectory.segments[0].text
+    row: dict[str, Any] = {
+        "group": prompt.index,
+        "prompt": text,
+        "answer": prompt.problem.answer,
+        "completion": "".join(segment.text for segment in later),
+        "tokens": [token_text(token) for segment in trajectory.turns for token in segment.tokens],
+        "logprobs": [value for segment in trajectory.turns for value in segment.logprobs],
+        "reward": None,
+        "advantage": None,
+        "finish_reason": trajectory.end,
+    }
+    if conversation:
+        row["turns"] = [_turn(segment, token_text) for segment in later]
+    return row
+
+
+def _scores(reward: float, advantage: Advantage) -> dict[str, Any]:
+    if isinstance(advantage, tuple):
+        mean = math.fsum(advantage) / len(advantage)
+        return {"reward": reward, "advantage": mean, "advantages": list(advantage)}
+    return {"reward": reward, "advantage": advantage}
+
+
+def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
+    turn: dict[str, Any] = {"author": segment.author, "text": segment.text}
+    if segment.author == "policy":
+        turn["tokens"] = [token_text(token) for token in segment.tokens]
+        turn["logprobs"] = list(segment.logprobs)
+    if segment.reward != 0:
+        turn["reward"] = segment.reward
+    return turn
+
+
+def _prompt_text(problem: Problem) -> str:
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in problem.prompt)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
@@ -192,7 +224,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is no run folder. Give one, such as runs/<name>.")
-    rows = [{key: _decode(value) for key, value in row.items()} for row in _read_rows(path)]
+    rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
     if wrong := [row.get("step") for row in rows if not isinstance(row.get("step"), int)]:
         raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
     return rows
@@ -203,14 +235,25 @@ def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     path = Path(run_dir) / SAMPLES_FILE
     if not path.exists():
         return
-    for row in _read_rows(path):
+    for row in read_rows(path):
         if missing := [key for key in SAMPLE_KEYS if key not in row]:
             raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
-        logprobs = [_decode(value) for value in row["logprobs"]]
-        yield {**row, "logprobs": logprobs, "reward": _decode(row["reward"]), "advantage": _decode(row["advantage"])}
+        yield _with_numbers(row, _decode)
 
 
-def _encode(key: str, value: Any) -> float | int | str | None:
+def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """The row with `convert` applied to its rewards, advantages and log-probs, those of its turns included."""
+    changed = dict(row)
+    for key in changed.keys() & {"reward", "advantage"}:
+        changed[key] = convert(changed[key])
+    for key in changed.keys() & {"logprobs", "advantages"}:
+        changed[key] = [convert(value) for value in changed[key]]
+    if "turns" in changed:
+        changed["turns"] = [_with_numbers(turn, convert) for turn in changed["turns"]]
+    return changed
+
+
+def _encode(value: Any) -> float | int | str | None:
     """A number as JSON has it. Zero-dimensional arrays and tensors count as numbers."""
     if value is None or isinstance(value, int):
         return value
@@ -224,72 +267,3 @@ def _encode(key: str, value: Any) -> float | int | str | None:
 
 def _decode(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            row = _parse(line)
-            if row is not None:
-                yield row
-            elif line.endswith(b"\n"):
-                raise UserError(f"{path}, line {number}, is no row: {line[:80]!r}. Remove that line.")
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The row that a line holds, or None where the line is torn or foreign."""
-    try:
-        row = json.loads(line)
-    except ValueError:  # of JSON or of UTF-8
-        return None
-    return row if isinstance(row, dict) and "step" in row else None
-
-
-def _cut_torn_line(path: Path) -> None:
-    """End the file after its last whole row. A whole row that lost only its newline gets it back."""
-    if not path.exists():
-        return
-    with _disk_errors(path), path.open("rb+") as file:
-        end = 0
-        last = b""
-        for line in file:
-            end += len(line)
-            last = line
-        if last and not last.endswith(b"\n"):
-            if _parse(last) is None:
-                file.truncate(end - len(last))
-            else:
-                file.seek(end)
-                file.write(b"\n")
-
-
-def _keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with _disk_errors(path):
-        with path.open("rb") as source, temporary.open("wb") as target:
-            for line in source:
-                row = _parse(line)
-                if row is None:
-                    raise UserError(f"{path} has a line that is no row: {line[:80]!r}. Remove that line.")
-                if keep(row):
-                    target.write(line)
-        temporary.replace(path)
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Say a full disk or a folder that may not be written plainly; other errors pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-            free = shutil.disk_usage(place.parent if not place.is_dir() else place).free
-            reason = "no space left" if error.errno == errno.ENOSPC else "disk quota used up"
-            raise UserError(
-                f"cannot write {path}: {reason} ({free / 2**20:.1f} MiB free). Free some space, or choose another "
-                "output_dir; then go on with checkpoint.resume=auto."
-            ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise UserError(f"cannot write {path}: {error.strerror}. Choose another output_dir.") from error
-        raise

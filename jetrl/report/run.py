@@ -168,6 +168,6 @@ def _load(path: Path) -> Run:
         config = tomllib.loads(text)
         env = json.loads(env_file.read_text(encoding="utf-8")) if env_file.exists() else {}
     except ValueError as error:
-        raise UserError(f"{path}: {CONFIG_FILE} or {ENV_FILE} cannot be read ({error}). Mend or remove it.") from error
+        raise UserError(f"{path}: {CONFIG_FILE} or {ENV_FILE} cannot be read ({error}). Fix or remove it.") from error
     label = str(config.get("name") or path.resolve().name)
     return Run(path=path, label=label, rows=rows, config=config, config_text=text, env=env)

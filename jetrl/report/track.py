@@ -22,8 +22,11 @@ class Tracker(Protocol):
 def open_trackers(backends: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Tracker]:
     """Open the trackers that `track.backends` names; one whose package is missing is a UserError."""
     makers: dict[str, type[_TensorBoard] | type[_Logged] | type[_MLflow]] = {
-        "tensorboard": _TensorBoard, "wandb": _Logged, "trackio": _Logged, "mlflow": _MLflow,
-    }  # fmt: skip
+        "tensorboard": _TensorBoard,
+        "wandb": _Logged,
+        "trackio": _Logged,
+        "mlflow": _MLflow,
+    }
     return [makers[name](name, run_dir, config) for name in backends]
 
 

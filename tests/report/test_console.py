@@ -9,7 +9,8 @@ import re
 import pytest
 from rich.console import Console
 
-from jetrl.report.console import Display, duration, sparkline, summary
+from jetrl.report.console import Display, summary
+from jetrl.report.text import duration, sparkline
 
 
 class Clock:
@@ -33,9 +34,12 @@ def text_of(console: Console) -> str:
 
 
 ROW = {
-    "reward/mean": 0.625, "response_length/mean": 5.31, "parity/logprob_abs_diff_max": 0.0,
-    "policy/entropy": 0.83, "perf/tokens_per_s_per_gpu": 12345.6,
-}  # fmt: skip
+    "reward/mean": 0.625,
+    "response_length/mean": 5.31,
+    "parity/logprob_abs_diff_max": 0.0,
+    "policy/entropy": 0.83,
+    "perf/tokens_per_s_per_gpu": 12345.6,
+}
 
 
 def test_plain_output_is_one_line_a_step_with_time_left() -> None:
@@ -151,13 +155,71 @@ def test_duration() -> None:
 def test_summary_says_what_happened_and_what_to_do() -> None:
     console = plain_console()
     long_command = "jetrl export runs/addition/checkpoints/step_000100 --out a/folder/with/a/long/name --format fp8"
-    summary(
-        run_dir="runs/addition", steps=30, seconds=83.2, accuracy_before=0.02, accuracy_after=0.97, parity_max=0.0,
-        next_commands=[("export it", long_command)], console=console,
-    )  # fmt: skip
+    numbers = {"accuracy_before": 0.02, "accuracy_after": 0.97, "parity_max": 0.0}
+    then = [("export it", long_command)]
+    summary(run_dir="runs/addition", steps=30, seconds=83.2, **numbers, next_commands=then, console=console)
     out = text_of(console)
     assert "0.020 -> 0.970" in out and "bit for bit" in out and "30 in 1:23" in out and "runs/addition" in out
     assert f"    {long_command}\n" in out  # not wrapped: it is there to be copied
     console = plain_console()
     summary(run_dir="r", steps=1, seconds=1.0, parity_max=1e-7, console=console)
     assert "1e-07 (largest log-prob gap)" in text_of(console) and "accuracy" not in text_of(console)
+
+
+CONVERSATION = {
+    "environment/turns_mean": 3.25,
+    "environment/turns_max": 8.0,
+    "environment/num_errors": 2.0,
+    "environment/num_timeouts": 1.0,
+    "rollout/refill_rounds": 3.0,
+    "reward/min": 0.0,
+    "reward/max": 0.0,
+}
+
+
+def test_failures_refill_and_a_lack_of_signal_have_a_line_of_their_own() -> None:
+    console = plain_console()
+    quiet = {"environment/num_errors": 0.0, "environment/num_timeouts": 0.0, "rollout/refill_rounds": 1.0}
+    with Display(40, "run", console=console, clock=Clock()) as display:
+        display.step({"step": 1, **ROW, **CONVERSATION})
+        display.step({"step": 2, **ROW, **quiet, "reward/min": 0.0, "reward/max": 1.0})
+        display.step({"step": 3, **ROW, "environment/num_timeouts": 1.0})
+        display.step({"step": 4, **ROW, "reward/min": 1.0, "reward/max": 1.0, "critic/loss": 0.5})
+    lines = text_of(console).splitlines()
+    told = [line for line in lines if not line.startswith("step")]
+    assert told[1] == "  refill: 3 rounds; environment: 2 errors, 1 time-out; no signal: all rewards 0"
+    assert told[2:] == ["  environment: 1 time-out"] and [line[:9] for line in lines[1:3]] == ["step  1/4", "  refill:"]
+
+
+def test_notes_too_long_for_one_line_have_one_each() -> None:
+    console = plain_console()
+    with Display(40, "run", console=console, clock=Clock()) as display:
+        display.step({"step": 1, **CONVERSATION, "environment/num_errors": 1024.0, "rollout/refill_rounds": 10.0})
+    refill, environment, signal = text_of(console).splitlines()[2:]
+    assert (refill, environment) == ("  refill: 10 rounds", "  environment: 1024 errors, 1 time-out")
+    assert signal == "  no signal: all rewards 0"
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_panel_has_rows_for_conversations(width: int) -> None:
+    sheet = Console(file=io.StringIO(), width=width, force_terminal=False)
+    display = Display(9, "run", console=sheet)
+    display.step({"step": 1, **ROW, **CONVERSATION})
+    sheet.print(display.render())
+    panel = text_of(sheet).splitlines()[-11:]
+    assert max(len(line) for line in panel) <= width and panel[0].startswith("╭") and panel[-1].startswith("╰")
+    if width == 80:
+        assert "turns     3.2  (most 8)" in panel[7] and "failed    2 errors, 1 time-out" in panel[7]
+        assert "refill    3 rounds" in panel[8] and "no signal all rewards 0" in panel[9]
+
+
+def test_the_panel_shows_failures_in_red_and_forgets_them() -> None:
+    console = terminal()
+    display = Display(9, "run", console=console)
+    display.step({"step": 1, **CONVERSATION})
+    console.print(display.render())
+    assert "\x1b[1;31m2 errors, 1 time-out" in text_of(console)
+    display.step({"step": 2, "environment/num_errors": 0.0, "environment/num_timeouts": 0.0})
+    sheet = plain_console()
+    sheet.print(display.render())
+    assert "failed    0" in text_of(sheet)

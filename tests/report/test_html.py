@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,10 @@ from typing import Any
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.report.html import (
-    MAX_POINTS,
-    MAX_SAMPLES,
-    MAX_TOKENS,
-    choose_samples,
-    config_differences,
-    script_json,
-    spell,
-    thin,
-    write_report,
-)
-from jetrl.report.recorder import Recorder
+from jetrl.report.html import MAX_POINTS, config_differences, script_json, spell, thin, write_report
+from jetrl.report.recorder import Recorder, read_samples
 from jetrl.report.run import headline, load_runs
+from jetrl.report.samples import MAX_SAMPLES, MAX_TOKENS, choose_samples, sample_note
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><script>alert(1)</script><text>qkv</text></svg>'
 
@@ -154,9 +146,8 @@ def test_runs_of_one_name_are_told_apart(make_run, tmp_path: Path) -> None:
     (second / "config.toml").write_text('name = "one"\n')
     assert [run.label for run in load_runs([first, second])] == ["one", "two"]
     shutil.copytree(first, tmp_path / "copy" / "one")
-    assert [run.label for run in load_runs([first, tmp_path / "copy" / "one"])] == [
-        str(first), str(tmp_path / "copy" / "one")
-    ]  # fmt: skip
+    copy = tmp_path / "copy" / "one"
+    assert [run.label for run in load_runs([first, copy])] == [str(first), str(copy)]
     with pytest.raises(UserError, match="given twice"):
         load_runs([first, first])
 
@@ -189,10 +180,78 @@ def test_limits_are_told_on_the_page(make_rows, tmp_path: Path) -> None:
             recorder.write_samples(step, make_rows(step, 50) if step < 50 else [long])
     page = Page(write_report([tmp_path / "run"], tmp_path / "r.html"))
     samples = page.data["runs"][0]["samples"]
-    assert f"{samples['kept']} of the 589 recorded completions, chosen evenly" in page.text and samples["kept"] <= 400
-    assert "1 of them are cut after 1,500 tokens" in page.text
+    assert f"{samples['kept']} of the 589 recorded samples, chosen evenly" in page.text and samples["kept"] <= 400
+    assert "1 of them are cut after 1,500 tokens of the policy" in page.text
     (row,) = samples["steps"][-1]["groups"][0]["rows"]
     assert len(row["t"]) == len(row["l"]) == MAX_TOKENS and row["n"] == 2000 and "c" not in row
+
+
+def test_conversations_go_by_turns_and_failed_ones_join_their_group(make_run, tmp_path: Path) -> None:
+    page = Page(write_report([make_run("guess", conversations=True, steps=10)], tmp_path / "r.html"))
+    steps = page.data["runs"][0]["samples"]["steps"]
+    assert [len(one["groups"]) for one in steps] == [4, 4, 4]  # three plain ones, and the game with its failed member
+    written = [row for row in read_samples(tmp_path / "runs" / "guess") if "turns" in row and row["step"] == 10]
+    game = steps[-1]["groups"][-1]
+    assert game["prompt"] == written[0]["prompt"] and len(game["rows"]) == len(written) == 5
+    for shown, row in zip(game["rows"], written, strict=True):
+        policy = [turn for turn in shown["turns"] if turn["by"] == "policy"]
+        assert [turn["by"] for turn in shown["turns"]] == [turn["author"] for turn in row["turns"]]
+        assert [token for turn in policy for token in turn["t"]] == row["tokens"]
+        assert [turn["r"] for turn in shown["turns"]] == [turn.get("reward", 0.0) for turn in row["turns"]]
+        if "advantages" in row:
+            assert [v for turn in policy for v in turn["v"]] == [round(v, 5) for v in row["advantages"]]
+        texts = [turn["c"] for turn in shown["turns"] if turn["by"] == "environment"]
+        assert texts == [turn["text"] for turn in row["turns"] if turn["author"] == "environment"]
+        assert shown["f"] == row["finish_reason"] and "t" not in shown and all("c" not in turn for turn in policy)
+    last = game["rows"][-1]
+    assert (last["f"], last["r"], last["a"]) == ("error", None, None) and last["e"].startswith("ConnectionError")
+    assert "All 51 recorded samples." in page.text  # three steps of 3 x 4 + 5
+
+
+def talk(tokens: Sequence[int], texts: Sequence[str], **changes: Any) -> dict[str, Any]:
+    """A row of turns: so many tokens of the policy, then that text of the environment, and so on."""
+    turns: list[dict[str, Any]] = []
+    for number, text in zip(tokens, texts, strict=True):
+        turns.append({"author": "policy", "text": "a" * number, "tokens": ["a"] * number, "logprobs": [-0.5] * number})
+        turns.append({"author": "environment", "text": text})
+    row = {"step": 1, "group": 1, "prompt": "p", "answer": "", "completion": "", "reward": 1.0, "advantage": 0.0}
+    lists = {"tokens": ["a"] * sum(tokens), "logprobs": [-0.5] * sum(tokens)}
+    return {**row, **lists, "finish_reason": "turns", "turns": turns, **changes}
+
+
+def test_long_conversations_are_cut_and_say_so() -> None:
+    chosen = choose_samples([talk([1000, 700, 9], ["x" * 5000, "y" * 5000, "z"]), talk([1], ["x"])], 10)
+    first, second = chosen["steps"][0]["groups"][0]["rows"]
+    assert [len(turn["t"]) for turn in first["turns"][::2]] == [1000, 500, 0]
+    assert [len(turn["c"]) for turn in first["turns"][1::2]] == [5000, 3000, 0]
+    assert [turn["n"] for turn in first["turns"]] == [1000, 5000, 700, 5000, 9, 1]  # the page tells what is missing
+    assert [turn["n"] for turn in second["turns"]] == [1, 1] and chosen["cut"] == 1
+    limits = "1 of them are cut after 1,500 tokens of the policy or 8,000 characters of the environment."
+    assert sample_note([chosen]) == f"All 2 recorded samples. {limits}"
+
+
+def test_a_conversation_with_its_own_prompt_keeps_it() -> None:
+    chosen = choose_samples([talk([1], ["x"]), talk([1], ["x"], prompt="q")], 10)
+    (group,) = chosen["steps"][0]["groups"]
+    assert group["prompt"] == "p" and "p" not in group["rows"][0] and group["rows"][1]["p"] == "q"
+
+
+def test_rows_of_before_conversations_are_read(tmp_path: Path) -> None:
+    """Without `group` (the oldest), `turns`, `advantages` and `error`."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    row = {"step": 1, "prompt": "1+1=", "answer": "2", "completion": "2", "tokens": ["2"], "logprobs": [-0.5]}
+    row |= {"reward": 1.0, "advantage": 0.5, "finish_reason": "stop"}
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row | {"prompt": p}) + "\n" for p in ("a", "a", "b")))
+    page = Page(write_report([tmp_path], tmp_path / "r.html"))
+    groups = page.data["runs"][0]["samples"]["steps"][0]["groups"]
+    assert [(group["prompt"], len(group["rows"])) for group in groups] == [("a", 2), ("b", 1)]
+    assert groups[0]["rows"][0] == {"n": 1, "r": 1.0, "a": 0.5, "f": "stop", "t": ["2"], "l": [-0.5]}
+
+
+def test_bins_keep_the_largest_of_maxima_and_the_mean_of_shares() -> None:
+    steps, values = list(range(3000)), [float(i % 2) for i in range(3000)]
+    kinds = ("environment/turns_max", "response_length/max", "parity/k3_kl", "environment/frac_max_turns")
+    assert [set(thin(key, steps, values)[1]) for key in kinds] == [{1.0}, {1.0}, {1.0}, {0.5}]
 
 
 def test_thin_keeps_short_curves_exactly() -> None:
@@ -224,18 +283,68 @@ def test_mistakes_are_told(make_run, tmp_path: Path) -> None:
         write_report([tmp_path / "empty"], tmp_path / "r.html")
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
-def test_a_browser_draws_the_page(make_run, tmp_path: Path) -> None:
-    folders = [make_run("fp8"), make_run("rollout", precision="fp8_rollout")]
-    out = write_report(folders, tmp_path / "r.html", {"flow": SVG})
+def drawn(page: Path, folder: Path) -> str:
+    """The page as a browser has it after its script."""
     options = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --virtual-time-budget=2000 --window-size=1000,2000 --dump-dom"
     ).split()
-    command = ["chromium", *options, f"--user-data-dir={tmp_path / 'profile'}", out.as_uri()]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert 'data-drawn="true"' in drawn  # set by the last line of the script
-    assert "<title>2 runs · jetrl report</title>" in drawn
-    assert drawn.count('class="card chart') == 7 and "NaN" not in re.sub(r"<script.*?</script>", "", drawn, flags=re.S)
-    assert drawn.count("exactly 0 in all 40 steps</b>") == 1 and drawn.count("not 0 in 40 of 40 steps</b>") == 1
-    assert 'class="completion"' in drawn and "rgba(var(--heat)" in drawn
+    command = ["chromium", *options, f"--user-data-dir={folder / 'profile'}", page.as_uri()]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert 'data-drawn="true"' in text  # set by the last line of the script
+    return re.sub(r"<script.*?</script>", "", text, flags=re.S)
+
+
+needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+
+
+def clicking(page: Path, *nodes: str) -> Path:
+    """The page with clicks on these nodes (JavaScript) after its start."""
+    head, _, tail = page.read_text(encoding="utf-8").rpartition("start();")
+    page.write_text(head + "start();" + "".join(f"{node}.click();" for node in nodes) + tail, encoding="utf-8")
+    return page
+
+
+@needs_browser
+def test_a_browser_draws_the_page(make_run, tmp_path: Path) -> None:
+    folders = [make_run("fp8"), make_run("rollout", precision="fp8_rollout")]
+    text = drawn(write_report(folders, tmp_path / "r.html", {"flow": SVG}), tmp_path)
+    assert "<title>2 runs · jetrl report</title>" in text
+    assert text.count('class="card chart') == 7 and "NaN" not in text
+    assert text.count("exactly 0 in all 40 steps</b>") == 1 and text.count("not 0 in 40 of 40 steps</b>") == 1
+    assert 'class="completion"' in text and "rgba(var(--heat)" in text and 'class="turn' not in text
+    assert re.search(r'id="failed-box" hidden', text)  # nothing failed in these runs
+
+
+@needs_browser
+def test_a_browser_draws_conversations(make_run, tmp_path: Path) -> None:
+    run = make_run("guess", conversations=True, steps=10)
+    page = write_report([run], tmp_path / "r.html")
+    text = drawn(clicking(page, "document.querySelector('#groups').lastElementChild"), tmp_path)
+    rows = [row for row in read_samples(run) if row["step"] == 10 and "turns" in row]
+    turns = [turn for row in rows for turn in row["turns"]]
+    for author in ("policy", "environment"):
+        assert text.count(f'class="turn {author}"') == sum(turn["author"] == author for turn in turns)
+    assert text.count("<b>Environment</b>") == sum(turn["author"] == "environment" for turn in turns)
+    assert text.count("reward <b class=\"bad\">-0.05</b>") == sum(turn.get("reward") == -0.05 for turn in turns)
+    assert text.count("error: ConnectionError: the server closed the line") == 1 and "1 failed" in text
+    titles = ("Turns", "Out of turns", "Prompts sampled", "Explained variance", "Environment errors")
+    assert all(f"<h3>{title}</h3>" in text for title in titles) and "Environment time-outs" not in text
+    assert re.search(r'id="failed-box">', text) and "NaN" not in text
+
+
+@needs_browser
+def test_the_browser_shows_failed_ones_only_with_the_whole_error(tmp_path: Path) -> None:
+    error = "KeyError: 'x'\n  at line 3 of <game>"
+    failed = {"reward": None, "advantage": None, "finish_reason": "timeout", "error": error, "prompt": "another"}
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write(1, {"reward/mean": 1.0})
+        recorder.write_samples(1, [talk([3], ["kept"]), talk([2], ["lost"], **failed), talk([1], ["other"], group=2)])
+        recorder.write_samples(2, [talk([1], ["later"])])
+    page = write_report([tmp_path / "run"], tmp_path / "r.html")
+    text = drawn(clicking(page, "$('failed-only')", "$('plain-text')"), tmp_path)
+    assert text.count('class="turn policy"') == 1 and ">lost</div>" in text and ">kept</div>" not in text
+    assert "no reward · 1 failed" in text and "mean reward" not in text
+    assert '<b class="bad">time-out: KeyError: \'x\'</b>' in text
+    assert f'<p class="failure">{error.replace("<", "&lt;").replace(">", "&gt;")}</p>' in text
+    assert re.findall(r"<option[^>]*>(\d)</option></select>", text) == ["1"]  # step 2 has no failed one

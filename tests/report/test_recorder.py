@@ -7,14 +7,15 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jetrl.errors import UserError
 from jetrl.report import recorder as module
 from jetrl.report.environment import git_commit
-from jetrl.report.recorder import Recorder, group_rows, read_metrics, read_samples
-from jetrl.types import Completion, Group, Problem, Prompt
+from jetrl.report.recorder import Recorder, failed_rows, group_rows, read_metrics, read_samples
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
 def row(step: int) -> dict[str, float]:
@@ -125,21 +126,113 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         Recorder(tmp_path / "file" / "run")
 
 
-def test_groups_become_rows(tmp_path: Path) -> None:
+def named(token: int) -> str:
+    return f"<{token}>"
+
+
+def plain_group(*advantages: float | tuple[float, ...]) -> Group:
+    """Two answers to `1+1?`, the second cut off."""
     problem = Problem("p", ({"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1?"}), "2")
-    first = Completion(0, (5, 6), (-0.5, -0.25), "2", "stop", 3, "d")
-    second = Completion(1, (7,), (-1.5,), "\ud800", "length", 3, "d")  # a lone surrogate must not stop the run
-    group = Group(Prompt(9, problem, (1, 2)), (first, second), (1.0, 0.0), (0.5, -0.5))
-    rows = group_rows([group], lambda token: f"<{token}>")
-    assert rows[0] == {
-        "group": 9, "prompt": "system: Be short.\nuser: 1+1?", "answer": "2", "completion": "2",
-        "tokens": ["<5>", "<6>"], "logprobs": [-0.5, -0.25], "reward": 1.0, "advantage": 0.5, "finish_reason": "stop",
-    }  # fmt: skip
+    asked = Segment("environment", (1, 2), "<|user|>1+1?")
+    first = Segment("policy", (5, 6), "2", (-0.5, -0.25))
+    second = Segment("policy", (7,), "\ud800", (-1.5,))  # a lone surrogate must not stop the run
+    trajectories = (Trajectory((asked, first), "stop", 3, "d"), Trajectory((asked, second), "length", 3, "d"))
+    return Group(Prompt(9, problem, (1, 2)), trajectories, (1.0, 0.0), advantages)
+
+
+def test_plain_answers_become_rows(tmp_path: Path) -> None:
+    rows = group_rows([plain_group(0.5, -0.5)], named)
     with Recorder(tmp_path) as recorder:
         recorder.write_samples(2, rows)
+    lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
+    assert lines[0] == (  # byte for byte what runs wrote before there were conversations
+        b'{"step": 2, "group": 9, "prompt": "system: Be short.\\nuser: 1+1?", "answer": "2", "completion": "2", '
+        b'"tokens": ["<5>", "<6>"], "logprobs": [-0.5, -0.25], "reward": 1.0, "advantage": 0.5, '
+        b'"finish_reason": "stop"}'
+    )
     back = list(read_samples(tmp_path))
-    assert [one["step"] for one in back] == [2, 2] and back[0] == {"step": 2, **rows[0]}
-    assert back[1]["completion"] == "?" and back[1]["logprobs"] == [-1.5]
+    assert back[0] == {"step": 2, **rows[0]}
+    assert back[1]["completion"] == "?" and back[1]["logprobs"] == [-1.5] and back[1]["finish_reason"] == "length"
+
+
+def conversation() -> tuple[Prompt, Trajectory]:
+    prompt = Prompt(4, Problem("p", "1+1?", "2"), (1, 2))
+    segments = (
+        Segment("environment", (1, 2), "Q: 1+1?"),
+        Segment("policy", (5, 6), "three", (-0.5, math.nan), reward=-0.25),
+        Segment("environment", (8, 8, 8), " No. "),
+        Segment("policy", (7,), "two", (-1.5,)),
+    )
+    return prompt, Trajectory(segments, "turns", 3, "d")
+
+
+def test_conversations_become_rows_with_turns(tmp_path: Path) -> None:
+    prompt, talk = conversation()
+    single = Trajectory(talk.segments[:2], "stop", 3, "d")
+    group = Group(prompt, (talk, single), (0.75, math.inf), ((1.0, -2.0, 4.0), (3.0, 0.5)))
+    rows = group_rows([group], named)
+    turns = [
+        {"author": "policy", "text": "three", "tokens": ["<5>", "<6>"], "logprobs": [-0.5, math.nan], "reward": -0.25},
+        {"author": "environment", "text": " No. "},
+        {"author": "policy", "text": "two", "tokens": ["<7>"], "logprobs": [-1.5]},
+    ]
+    nan = repr(math.nan)  # unequal to itself, so compared as text
+    assert repr(rows[0]["turns"]) == repr(turns) and repr(rows[0]["logprobs"]) == f"[-0.5, {nan}, -1.5]"
+    assert (rows[0]["prompt"], rows[0]["completion"]) == ("Q: 1+1?", "three No. two")
+    assert rows[0]["tokens"] == ["<5>", "<6>", "<7>"] and rows[0]["finish_reason"] == "turns"
+    assert rows[0]["advantage"] == 1.0 and rows[0]["advantages"] == [1.0, -2.0, 4.0]  # (1 - 2 + 4) / 3
+    assert rows[1]["prompt"] == "Q: 1+1?" and len(rows[1]["turns"]) == 1  # told as its neighbour is
+    with Recorder(tmp_path) as recorder:
+        recorder.write_samples(1, rows)
+    text = (tmp_path / "samples.jsonl").read_text()
+    json.loads(text.splitlines()[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    back = list(read_samples(tmp_path))
+    assert repr(back[0]) == repr({"step": 1, **rows[0]}) and back[1]["reward"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("problem", "tokens"),
+    [("", (1, 2)), ("", ()), ("1+1?", (1, 9)), ((), (1, 2))],
+    ids=["no prompt", "no tokens", "another prompt", "no messages"],
+)
+def test_a_prompt_that_the_environment_wrote_makes_a_conversation(problem: Any, tokens: tuple[int, ...]) -> None:
+    _, talk = conversation()
+    single = Trajectory(talk.segments[:2], "stop", 3, "d")
+    (row,) = group_rows([Group(Prompt(4, Problem("p", problem, ""), tokens), (single,), (1.0,), (0.0,))], named)
+    assert row["prompt"] == "Q: 1+1?" and [turn["author"] for turn in row["turns"]] == ["policy"]
+
+
+def test_a_plain_answer_with_an_advantage_for_each_token_keeps_them() -> None:
+    rows = group_rows([plain_group((0.1, 0.2), (-1.0,))], named)
+    assert rows[0]["advantages"] == [0.1, 0.2] and rows[0]["advantage"] == math.fsum((0.1, 0.2)) / 2
+    assert "turns" not in rows[0] and rows[1]["advantage"] == -1.0
+
+
+def test_failed_trajectories_become_rows_without_reward(tmp_path: Path) -> None:
+    prompt, talk = conversation()
+    broken = Trajectory(talk.segments[:3], "error", 3, "d", "KeyError: 'x'")
+    unborn = Trajectory((), "timeout", 3, "d", "no reply within 60 s")
+    rows = failed_rows([(prompt, broken), (prompt, unborn)], named)
+    with Recorder(tmp_path) as recorder:
+        recorder.write_samples(1, rows)
+    first, second = read_samples(tmp_path)
+    assert first["reward"] is first["advantage"] is second["reward"] is None
+    assert (first["finish_reason"], first["error"], first["group"]) == ("error", "KeyError: 'x'", 4)
+    assert first["tokens"] == ["<5>", "<6>"]
+    assert [turn["author"] for turn in first["turns"]] == ["policy", "environment"]
+    assert (second["finish_reason"], second["turns"], second["tokens"], second["completion"]) == ("timeout", [], [], "")
+    assert second["prompt"] == "1+1?"  # all that there is before the environment has said a word
+
+
+def test_turns_and_advantages_must_fit_the_tokens(tmp_path: Path) -> None:
+    prompt, talk = conversation()
+    (row,) = group_rows([Group(prompt, (talk,), (1.0,), ((1.0, 2.0, 3.0),))], named)
+    with Recorder(tmp_path) as recorder:
+        with pytest.raises(AssertionError, match="one advantage a token"):
+            recorder.write_samples(1, [{**row, "advantages": [1.0]}])
+        with pytest.raises(AssertionError, match="one log-prob a token"):
+            recorder.write_samples(1, [{**row, "turns": [{**row["turns"][0], "logprobs": []}]}])
+    assert list(read_samples(tmp_path)) == []
 
 
 def test_a_sample_without_its_logprobs_is_refused(tmp_path: Path, make_rows) -> None:
@@ -156,9 +249,8 @@ def test_environment_keeps_the_first_start_when_resumed(tmp_path: Path, monkeypa
     with Recorder(tmp_path, resume=True) as recorder:
         recorder.write_environment(["jetrl", "resume"])
     environment = json.loads((tmp_path / "env.json").read_text())
-    assert environment == {
-        "command": "jetrl train", "gpu": "H200", "resumed": [{"after_step": 7, "command": "jetrl resume"}]
-    }  # fmt: skip
+    resumed = [{"after_step": 7, "command": "jetrl resume"}]
+    assert environment == {"command": "jetrl train", "gpu": "H200", "resumed": resumed}
 
 
 def test_environment_names_versions(tmp_path: Path) -> None:

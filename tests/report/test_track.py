@@ -26,8 +26,9 @@ def test_logged(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
     tracker.close()
     assert calls == [
         ("init", (), {"project": "jetrl", "name": "run", "config": {"seed": 1}}),
-        ("log", (ROW,), {"step": 3}), ("finish", (), {}),
-    ]  # fmt: skip
+        ("log", (ROW,), {"step": 3}),
+        ("finish", (), {}),
+    ]
 
 
 def test_mlflow_names_hold_no_at_sign(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

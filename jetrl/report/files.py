@@ -1,0 +1,103 @@
+"""Files of one JSON object a line: read and repaired; the lock of a run folder; disk errors in plain words."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+
+
+def lock(run_dir: Path) -> int:
+    """Hold the run folder for this process (the system lets go of it, however the process ends); its descriptor."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return -1
+    with disk_errors(run_dir):
+        file = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"Another process is writing {run_dir}. Wait, or choose another name.") from None
+        return -1  # a file system without locks
+    return file
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file; a torn last line is left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = parse_row(line)
+            if row is not None:
+                yield row
+            elif line.endswith(b"\n"):
+                raise UserError(f"{path}, line {number}, is no row: {line[:80]!r}. Remove that line.")
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row that a line holds, or None where the line is torn or foreign."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # of JSON or of UTF-8
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
+
+
+def cut_torn_line(path: Path) -> None:
+    """End the file after its last whole row. A whole row that lost only its newline gets it back."""
+    if not path.exists():
+        return
+    with disk_errors(path), path.open("rb+") as file:
+        end = 0
+        last = b""
+        for line in file:
+            end += len(line)
+            last = line
+        if last and not last.endswith(b"\n"):
+            if parse_row(last) is None:
+                file.truncate(end - len(last))
+            else:
+                file.seek(end)
+                file.write(b"\n")
+
+
+def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the rows for which `keep` is false."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        with path.open("rb") as source, temporary.open("wb") as target:
+            for line in source:
+                row = parse_row(line)
+                if row is None:
+                    raise UserError(f"{path} has a line that is no row: {line[:80]!r}. Remove that line.")
+                if keep(row):
+                    target.write(line)
+        temporary.replace(path)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Say a full disk or a folder that may not be written plainly; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+            free = shutil.disk_usage(place.parent if not place.is_dir() else place).free
+            reason = "no space left" if error.errno == errno.ENOSPC else "disk quota used up"
+            raise UserError(
+                f"cannot write {path}: {reason} ({free / 2**20:.1f} MiB free). Free some space, or choose another "
+                "output_dir; then go on with checkpoint.resume=auto."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(f"cannot write {path}: {error.strerror}. Choose another output_dir.") from error
+        raise

@@ -1,0 +1,63 @@
+// ---- the page -------------------------------------------------------------------------------------------------------
+const everNonZero = (key) => RUNS.some((run) => run.series[key]?.[1].some((value) => value !== 0));
+function start() {
+  const accuracy = [...new Set(RUNS.flatMap((run) => run.accuracy))];
+  const wanted = [
+    ["reward/mean", "Reward", { sub: "mean over the completions of a step" }],
+    ...accuracy.slice(0, 2).map((key) => [key, "Held-out accuracy", { sub: key, smoothable: false }]),
+    [DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
+    ["policy/entropy", "Entropy", { sub: "of the policy, nats a token" }],
+    ["response_length/mean", "Response length", { sub: "mean, tokens" }],
+    ["response_length/frac_truncated", "Cut off", { sub: "share of completions that hit the length limit" }],
+    ["environment/turns_mean", "Turns", { sub: "of the policy in a conversation, mean" }],
+    ["environment/frac_max_turns", "Out of turns", { sub: "share of conversations that hit environment.max_turns" }],
+    ["rollout/num_prompts_sampled", "Prompts sampled", { sub: "in a step, refill included" }],
+    ["policy/ref_kl", "KL to the reference policy", { sub: "mean, nats a token" }],
+    ["critic/explained_variance", "Explained variance", { sub: "share of the returns' variance that the critic explains" }],
+    ["critic/loss", "Critic loss", { sub: "of its predicted returns" }],
+    ...["error", "timeout"].map((kind) => [`environment/num_${kind}s`, kind === "error" ? "Environment errors" : "Environment time-outs",
+      { sub: "conversations of a step that are left out of training", smoothable: false }]).filter(([key]) => everNonZero(key)),
+  ];
+  const main = [...wanted.map(([key, ...rest]) => lineChart(key, ...rest)), timeChart()].filter(Boolean);
+  const drawn = new Set(wanted.map(([key]) => key));
+  charts.push(...main);
+  $("charts").append(...main.map((chart) => chart.node));
+  const longest = Math.max(0, ...RUNS.map((run) => run.series["reward/mean"]?.[0].length ?? 0));
+  smoothing = longest > 60 ? 0.7 : 0;
+  $("smoothing").value = smoothing;
+  $("smoothing-value").textContent = smoothing;
+  $("smoothing").addEventListener("input", (event) => {
+    smoothing = Number(event.target.value);
+    $("smoothing-value").textContent = smoothing;
+    charts.forEach((chart) => chart.draw());
+  });
+  document.querySelectorAll(".swatch[data-run]").forEach((node) => node.replaceWith(swatch(Number(node.dataset.run))));
+  if (RUNS.length > 1) $("legend").append(...RUNS.map((run, i) => {
+    const node = el("button", { type: "button", "aria-pressed": "true", title: "show or hide" }, swatch(i), run.label);
+    node.addEventListener("click", () => {
+      if (hidden.has(i)) hidden.delete(i); else if (hidden.size < RUNS.length - 1) hidden.add(i);
+      node.setAttribute("aria-pressed", !hidden.has(i));
+      charts.forEach((chart) => chart.draw());
+    });
+    return node;
+  }));
+  const rest = [...new Set(RUNS.flatMap((run) => Object.keys(run.series)))].filter((key) => !drawn.has(key) && !key.startsWith("time/")).sort();
+  $("more").hidden = !rest.length;
+  $("more").addEventListener("toggle", () => {
+    if ($("more-charts").children.length) return;
+    const more = rest.map((key) => lineChart(key, key, { height: 150, symlog: key.startsWith("parity/") && !key.includes("frac_") })).filter(Boolean);
+    charts.push(...more);
+    $("more-charts").append(...more.map((chart) => chart.node));
+    more.forEach((chart) => chart.draw());
+  });
+  let width = 0;
+  new ResizeObserver(() => { // also draws the first time
+    if (innerWidth === width) return;
+    width = innerWidth;
+    charts.forEach((chart) => chart.draw());
+  }).observe(document.body);
+  charts.forEach((chart) => chart.draw());
+  sampleBrowser();
+  document.documentElement.dataset.drawn = "true";
+}
+start();

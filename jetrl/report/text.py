@@ -1,0 +1,81 @@
+"""Numbers, times and curves as short text for the console."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.:-=+*#"
+_ACCURACY = re.compile(r"eval/.+/avg@\d+")
+
+
+def counted(n: float, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{n:.0f} {what}" + "s" * (n != 1)
+
+
+def number(value: float | None, digits: int) -> str:
+    """The value with so many decimals; `-` where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def accuracy_of(metrics: Mapping[str, float]) -> float | None:
+    """The first held-out accuracy (`eval/<set>/avg@k`) of a row."""
+    return next((float(value) for key, value in metrics.items() if _ACCURACY.fullmatch(key)), None)
+
+
+def parity_text(gap: float) -> str:
+    """`0` only for a gap of exactly 0; else the gap in three digits (1.19e-07, 0.0123)."""
+    return "0" if gap == 0.0 else f"{gap:.3g}"
+
+
+def count(value: float) -> str:
+    """12345.6 -> 12,346; small rates keep a decimal."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """83 -> 1:23, 3723 -> 1:02:03; below ten seconds with one decimal."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+    """The values as one character each; more than `width` are averaged in equal runs. NaN is a blank."""
+    if len(values) > width:
+        edges = [i * len(values) // width for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(blocks) - 1
+    levels = [round((value - low) / (span or 1.0) * top) if math.isfinite(value) else None for value in values]
+    return "".join(" " if level is None else blocks[level] for level in levels)
+
+
+def notes(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What else a step's row has to say, as (name, text): refill, failed environments, rewards without any signal.
+
+    A critic learns from equal rewards too, so with one nothing is said of them.
+    """
+    found = []
+    if (rounds := metrics.get("rollout/refill_rounds", 0.0)) > 1:
+        found.append(("refill", f"{rounds:.0f} rounds"))
+    if failures := failures_of(metrics):
+        found.append(("environment", failures))
+    least = metrics.get("reward/min")
+    if least is not None and least == metrics.get("reward/max") and "critic/loss" not in metrics:
+        found.append(("no signal", f"all rewards {least:.3g}"))
+    return found
+
+
+def failures_of(metrics: Mapping[str, float]) -> str:
+    """`2 errors, 1 time-out`; empty where no environment failed."""
+    kinds = (("environment/num_errors", "error"), ("environment/num_timeouts", "time-out"))
+    return ", ".join(counted(metrics[key], kind) for key, kind in kinds if metrics.get(key))

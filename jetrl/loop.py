@@ -19,8 +19,7 @@ from jetrl.errors import UserError
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
 from jetrl.report.html import write_report
-from jetrl.report.recorder import Recorder
-from jetrl.report.samples import failed_rows, group_rows
+from jetrl.report.recorder import Recorder, failed_rows, group_rows
 from jetrl.report.track import open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
@@ -172,8 +171,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         metrics |= evaluate(session, clock)
     metrics |= clock.take()
     recorder.write(step, metrics)
-    recorder.write_samples(step, group_rows(recorded(gathered.groups, learnt), session.token_text))
-    recorder.write_samples(step, failed_rows(gathered.failed, session.token_text))
+    rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
+    recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
     clock.display.step({"step": step} | metrics)
     if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row

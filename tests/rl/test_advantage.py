@@ -92,6 +92,16 @@ def test_rewards_that_are_not_finite_are_refused(bad: float):
 
 
 @pytest.mark.parametrize("norm", [True, False])
+@given(rewards=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9).filter(lambda r: min(r) < max(r)))
+def test_grpo_keeps_the_bits_it_had(norm: bool, rewards: list[float]):
+    """The float operations in the order in which they were before there were other estimators."""
+    mean = math.fsum(rewards) / len(rewards)
+    std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    scale = 1.0 / (std + 1e-6) if norm else 1.0
+    assert group_advantages([rewards], norm) == [tuple((r - mean) * scale for r in rewards)]
+
+
+@pytest.mark.parametrize("norm", [True, False])
 @given(groups=st.lists(REWARDS, min_size=1, max_size=4))
 def test_entry_point_gives_the_bits_of_group_advantages(norm: bool, groups: list[list[float]]):
     filled, stats, returns = advantages(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetrl.rl.losses import Denominators, entropy_bonus, kl_loss, kl_penalty, policy_loss, token_weights
 
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": None}
 
 
@@ -108,6 +108,7 @@ def test_dual_clip_by_hand():
         # count; so 2 sequences; max_response_length 8
         ("token_mean", 16 / 4),
         ("seq_mean_token_mean", (6 / 3 + 10) / 2),
+        ("seq_mean_token_sum", 16 / 2),
         ("seq_mean_token_sum_norm", 16 / (2 * 8)),
     ],
 )

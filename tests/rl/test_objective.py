@@ -1,0 +1,236 @@
+"""The objective: bit for bit what it was before there was more than one algorithm, and what the new parts add to it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetrl.rl import losses, mismatch
+from jetrl.rl.losses import Denominators
+from jetrl.rl.objective import Inputs, objective
+
+# ---- the implementation of before, frozen: one ratio, one surrogate, KL only in the loss --------------------------
+
+
+def frozen_weights(mask: Tensor, ids: Tensor, loss_agg: str, den: Denominators) -> Tensor:
+    mask = mask.double()
+    if loss_agg == "token_mean":
+        return mask / den.num_loss_tokens
+    if loss_agg == "seq_mean_token_mean":
+        counts = torch.tensor(den.sequence_tokens, dtype=torch.float64)
+        return mask / (den.num_sequences * counts[ids].clamp(min=1))
+    assert loss_agg == "seq_mean_token_sum_norm"
+    return mask / (den.num_sequences * den.max_response_length)
+
+
+def frozen_sum(values: Tensor, weights: Tensor) -> Tensor:
+    return (values.double() * weights).sum().to(values.dtype)
+
+
+def frozen_policy_loss(logprobs, old_logprobs, advantages, mask, ids, config, den, is_weights):
+    low, high, dual = config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c
+    active = mask > 0
+    old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
+    log_ratio = torch.where(active, logprobs - old, 0.0)
+    adv = torch.where(active, advantages, 0.0).to(logprobs.dtype)
+    ratio = log_ratio.detach().exp()
+    clipped_high = (adv > 0) & (ratio > 1 + high)
+    clipped_low = (adv < 0) & (ratio < 1 - low)
+    clipped_dual = torch.zeros_like(clipped_low)
+    bound = torch.full_like(ratio, 1 - low).masked_fill(clipped_high, 1 + high)
+    if dual is not None:
+        clipped_dual = (adv < 0) & (ratio > dual)
+        bound = bound.masked_fill(clipped_dual, dual)
+    clipped = clipped_high | clipped_low | clipped_dual
+    live_ratio = torch.where(clipped, 0.0, log_ratio).exp()
+    token_loss = -adv * torch.where(clipped, bound, live_ratio)
+    if is_weights is not None:
+        token_loss = token_loss * torch.where(active, is_weights.detach(), 0.0).to(token_loss.dtype)
+    loss = frozen_sum(token_loss, frozen_weights(mask, ids, config.loss_agg, den))
+
+    def share(values: Tensor) -> Tensor:
+        return (values.detach().double() * active).sum() / den.num_loss_tokens
+
+    return loss, {
+        "policy/loss": loss.detach(),
+        "policy/ratio_mean": share(ratio),
+        "policy/kl": share(-log_ratio),
+        "policy/clip_frac_low": share(clipped_low),
+        "policy/clip_frac_high": share(clipped_high),
+        "policy/clip_frac_dual": share(clipped_dual),
+    }
+
+
+def frozen_objective(inputs: Inputs, config: SimpleNamespace, den: Denominators):
+    ids, mask = inputs.sequence_ids, torch.ones_like(inputs.logprobs)
+    old, logprobs = inputs.old_logprobs, inputs.logprobs
+    learned = logprobs.detach() if old is None else old
+    weights = None
+    if config.rollout_is != "none" or config.rollout_rs != "none":
+        sampled = inputs.rollout_logprobs
+        weights = mismatch.importance_weights(
+            learned, sampled, mask, ids, config.rollout_is, config.rollout_is_threshold
+        )
+        weights = weights * mismatch.rejection_mask(
+            learned, sampled, mask, ids, config.rollout_rs, config.rollout_rs_threshold
+        )
+    loss, stats = frozen_policy_loss(logprobs, old, inputs.advantages, mask, ids, config, den, weights)
+    token_entropy = torch.where(mask > 0, inputs.entropy, 0.0)
+    bonus = frozen_sum(token_entropy, frozen_weights(mask, ids, config.loss_agg, den))
+    stats = stats | {"policy/entropy": token_entropy.detach().double().sum() / den.num_loss_tokens}
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * bonus
+    if inputs.ref_logprobs is not None:
+        difference = logprobs - inputs.ref_logprobs
+        kl = {"k2": 0.5 * difference.square(), "k3": torch.expm1(-difference) + difference}[config.kl_estimator]
+        loss = loss + config.kl_coef * frozen_sum(kl, frozen_weights(mask, ids, config.loss_agg, den))
+        stats = stats | {"policy/ref_kl": kl.detach().double().sum() / den.num_loss_tokens}
+    return loss, stats
+
+
+# -------------------------------------------------------------------------------------------------------------------
+
+
+def settings(**changes) -> SimpleNamespace:
+    values = {
+        "ratio": "token", "surrogate": "clip", "loss_agg": "token_mean", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
+        "clip_ratio_c": None, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "loss",
+        "rollout_is": "none", "rollout_is_threshold": 2.0, "rollout_rs": "none", "rollout_rs_threshold": 1.3,
+        "value_clip": 0.2, "value_coef": 0.5,
+    }  # fmt: skip
+    assert set(changes) <= set(values)
+    return SimpleNamespace(**(values | changes))
+
+
+def make(seed: int = 0, dtype: torch.dtype = torch.float32, num_tokens: int = 60) -> tuple[Inputs, Denominators]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(7, (num_tokens,), generator=g).sort().values
+
+    def draw(scale: float) -> Tensor:
+        return torch.randn(num_tokens, generator=g, dtype=dtype) * scale
+
+    logprobs, values = -draw(1.0).abs(), draw(1.0)
+    inputs = Inputs(
+        logprobs=logprobs, entropy=draw(1.0).abs(), advantages=torch.randn(7, generator=g).to(dtype)[ids],
+        rollout_logprobs=logprobs + draw(0.2), sequence_ids=ids, old_logprobs=logprobs + draw(0.3),
+        ref_logprobs=logprobs + draw(0.4), values=values, old_values=values + draw(0.3), returns=draw(1.0),
+    )  # fmt: skip
+    counts = torch.bincount(ids, minlength=9).tolist()  # two further sequences are in other micro-batches
+    counts[7:] = [5, 0]
+    return inputs, Denominators(sum(counts), sum(c > 0 for c in counts), tuple(counts), 16)
+
+
+NO_CRITIC = {"values": None, "old_values": None, "returns": None}
+
+
+def run(function, inputs: Inputs, config: SimpleNamespace, den: Denominators):
+    """Loss, statistics and the gradients of log-probs, entropy and values."""
+    names = ["logprobs", "entropy"] + (["values"] if inputs.values is not None else [])
+    leaves = {name: getattr(inputs, name).clone().requires_grad_(True) for name in names}
+    loss, stats = function(replace(inputs, **leaves), config, den)
+    loss.backward()
+    return loss.detach(), stats, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+@pytest.mark.parametrize("dual", [None, 1.2])
+@pytest.mark.parametrize(
+    ("corrections", "leave_out"),
+    [
+        ({}, ()),
+        ({"kl_estimator": "k2", "entropy_coef": 0.01}, ("old_logprobs",)),
+        ({"rollout_is": "token", "entropy_coef": 0.01}, ("ref_logprobs",)),
+        ({"rollout_rs": "geometric"}, ("old_logprobs", "ref_logprobs")),
+        ({"rollout_is": "sequence", "rollout_rs": "token"}, ()),
+    ],
+)
+def test_the_default_parts_keep_their_bits(loss_agg: str, dual: float | None, corrections: dict, leave_out: tuple):
+    for seed in range(3):
+        inputs, den = make(seed)
+        inputs = replace(inputs, **NO_CRITIC, **dict.fromkeys(leave_out))
+        config = settings(loss_agg=loss_agg, clip_ratio_c=dual, **corrections)
+        loss, stats, grads = run(objective, inputs, config, den)
+        old_loss, old_stats, old_grads = run(frozen_objective, inputs, config, den)
+        assert torch.equal(loss, old_loss) and loss.dtype == old_loss.dtype == torch.float32
+        assert list(stats) == list(old_stats)
+        for key in stats:
+            assert torch.equal(stats[key], old_stats[key]) and stats[key].dtype == old_stats[key].dtype, key
+        assert torch.equal(grads["logprobs"], old_grads["logprobs"]) and grads["logprobs"].any()
+        if config.entropy_coef:
+            assert torch.equal(grads["entropy"], old_grads["entropy"]) and grads["entropy"].any()
+
+
+def test_kl_in_the_reward_is_measured_but_not_in_the_loss():
+    inputs, den = make()
+    inputs = replace(inputs, **NO_CRITIC)
+    config = settings(kl_in="reward", kl_estimator="k1", kl_coef=0.5)
+    loss, stats, grads = run(objective, inputs, config, den)
+    without, fewer, same = run(objective, replace(inputs, ref_logprobs=None), config, den)
+    assert torch.equal(loss, without) and torch.equal(grads["logprobs"], same["logprobs"])
+    mean = (inputs.logprobs - inputs.ref_logprobs).double().sum() / den.num_loss_tokens
+    assert stats.pop("policy/ref_kl").item() == mean.item() and list(stats) == list(fewer)
+    with pytest.raises(AssertionError, match="k1"):
+        objective(inputs, settings(kl_estimator="k1"), den)
+
+
+def test_a_shared_critic_adds_its_loss():
+    inputs, den = make(dtype=torch.float64)
+    loss, stats, grads = run(objective, inputs, settings(value_coef=0.25), den)
+    plain, fewer, same = run(objective, replace(inputs, **NO_CRITIC), settings(), den)
+    leaf = inputs.values.clone().requires_grad_(True)
+    error, more = losses.value_loss(
+        leaf, inputs.old_values, inputs.returns, torch.ones(60), inputs.sequence_ids, value_clip=0.2,
+        loss_agg="token_mean", denominators=den,
+    )  # fmt: skip
+    error.backward()
+    assert loss.item() == pytest.approx(plain.item() + 0.25 * error.item(), rel=1e-14)
+    torch.testing.assert_close(grads["values"], 0.25 * leaf.grad, rtol=1e-14, atol=0)
+    assert torch.equal(grads["logprobs"], same["logprobs"]) and list(stats) == [*fewer, *more]
+    with pytest.raises(AssertionError, match="returns"):
+        objective(replace(inputs, returns=None), settings(), den)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence_mean", "sequence"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+def test_ratio_and_surrogate_reach_the_policy_loss(ratio: str, surrogate: str):
+    if (ratio, surrogate) == ("sequence", "cispo"):
+        return
+    inputs, den = make(dtype=torch.float64)
+    bare = replace(inputs, **NO_CRITIC, ref_logprobs=None)
+    config = settings(ratio=ratio, surrogate=surrogate, loss_agg="seq_mean_token_sum")
+    loss, _, _ = run(objective, bare, config, den)
+    direct, _ = losses.policy_loss(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, torch.ones(60), inputs.sequence_ids,
+        clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=None, loss_agg="seq_mean_token_sum", denominators=den,
+        ratio=ratio, surrogate=surrogate,
+    )  # fmt: skip
+    assert torch.equal(loss, direct)
+    if (ratio, surrogate) != ("token", "clip"):
+        default, _, _ = run(objective, bare, settings(loss_agg="seq_mean_token_sum"), den)
+        assert not torch.equal(loss, default)
+
+
+@pytest.mark.parametrize(("ratio", "surrogate"), [("token", "clip"), ("token", "cispo"), ("sequence", "clip")])
+def test_micro_batches_add_up(ratio: str, surrogate: str):
+    """Everything at once: the shares of whole sequences, over two micro-batches, add up to those of one."""
+    inputs, den = make(3, torch.float64)
+    config = settings(
+        ratio=ratio, surrogate=surrogate, loss_agg="seq_mean_token_mean", entropy_coef=0.01, rollout_is="sequence",
+        rollout_rs="token", clip_ratio_c=2.0,
+    )  # fmt: skip
+    loss, stats, grads = run(objective, inputs, config, den)
+    total, sums, slopes = 0.0, dict.fromkeys(stats, 0.0), []
+    for rows in (inputs.sequence_ids < 3, inputs.sequence_ids >= 3):
+        part = replace(inputs, **{f.name: getattr(inputs, f.name)[rows] for f in fields(Inputs)})
+        part_loss, more, slope = run(objective, part, config, den)
+        total += part_loss.item()
+        sums = {k: sums[k] + more[k].item() for k in stats}
+        slopes.append(slope)
+    assert total == pytest.approx(loss.item(), rel=1e-12)
+    assert sums == pytest.approx({k: v.item() for k, v in stats.items()}, rel=1e-12, abs=1e-14)
+    for name, grad in grads.items():
+        torch.testing.assert_close(torch.cat([s[name] for s in slopes]), grad, rtol=1e-12, atol=1e-15)

@@ -1,0 +1,73 @@
+"""The table of algorithms: it names real choices, only differences, and no combination that it forbids itself."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from jetrl import choices
+from jetrl.presets import IGNORED, PRESETS, REQUIRED
+from jetrl.rl.advantage import BY_GROUP, BY_TOKEN
+from jetrl.rl.surrogate import RATIOS, SURROGATES
+
+# The defaults of the config's fields, as far as presets and rules speak of them.
+DEFAULTS: dict[str, Any] = {
+    "adv_estimator": "grpo", "norm_adv_by_std": True, "adv_epsilon": 1e-6, "gamma": 1.0, "gae_lambda": 1.0,
+    "ratio": "token", "surrogate": "clip", "loss_agg": "token_mean", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
+    "clip_ratio_c": None, "kl_coef": 0.0, "kl_estimator": "k3", "kl_in": "loss", "value_clip": 0.2, "value_coef": 0.5,
+    "dynamic_sampling": "off", "max_refill_rounds": 4, "overlong_buffer_len": 0, "mask_truncated": False,
+}  # fmt: skip
+LITERALS = {
+    "adv_estimator": choices.AdvEstimator, "ratio": choices.Ratio, "surrogate": choices.Surrogate,
+    "loss_agg": choices.LossAgg, "kl_estimator": choices.KLEstimator, "kl_in": choices.KLIn,
+    "dynamic_sampling": choices.DynamicSampling,
+}  # fmt: skip
+
+
+def test_the_tables_hold_exactly_the_choices():
+    assert tuple(PRESETS) == get_args(choices.Algo)
+    assert {*BY_GROUP, *BY_TOKEN} == set(get_args(choices.AdvEstimator))
+    assert tuple(RATIOS) == get_args(choices.Ratio) and tuple(SURROGATES) == get_args(choices.Surrogate)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_differences_and_says_why(name: str):
+    preset = PRESETS[name]
+    assert preset.name == name and preset.description.endswith(".") and len(preset.paper) == 10
+    assert set(preset.why) == set(preset.values)
+    for key, value in preset.values.items():
+        assert value != DEFAULTS[key], f"{key} is the default already"
+        assert key not in LITERALS or value in get_args(LITERALS[key])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_keeps_the_rules(name: str):
+    values = DEFAULTS | PRESETS[name].values
+    for rule in REQUIRED:
+        assert values[rule.key] not in rule.values or values[rule.other] in rule.allowed, rule.why
+    for off in IGNORED:
+        if off.switch != "kl_coef" and values[off.switch] in off.off:  # a preset prepares the KL for who turns it on
+            assert not set(off.keys) & set(PRESETS[name].values), off
+
+
+def test_rules_speak_of_known_keys_and_values():
+    for rule in REQUIRED:
+        assert set(rule.values) < set(get_args(LITERALS[rule.key]))
+        assert set(rule.allowed) < set(get_args(LITERALS[rule.other]))
+    for off in IGNORED:
+        assert {*off.keys, off.switch} <= set(DEFAULTS)
+        assert off.switch not in LITERALS or set(off.off) < set(get_args(LITERALS[off.switch]))
+
+
+def test_presets_of_the_papers():
+    """What makes each algorithm, stated once more from the papers."""
+    assert PRESETS["grpo"].values == {}
+    assert PRESETS["dr_grpo"].values == {"norm_adv_by_std": False, "loss_agg": "seq_mean_token_sum_norm"}
+    assert PRESETS["dapo"].values == {"clip_ratio_high": 0.28, "dynamic_sampling": "refill"}
+    gspo = PRESETS["gspo"].values
+    assert (gspo["clip_ratio_low"], gspo["clip_ratio_high"]) == (3e-4, 4e-4)
+    cispo = PRESETS["cispo"].values
+    assert 1 - cispo["clip_ratio_low"] == 0 and 1 + cispo["clip_ratio_high"] == 5
+    for name in ("rloo", "reinforce_pp", "ppo"):
+        assert (PRESETS[name].values["kl_in"], PRESETS[name].values["kl_estimator"]) == ("reward", "k1")

@@ -1,0 +1,144 @@
+"""Dynamic sampling: which groups are kept, what is counted, and how many prompts a refill asks for."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetrl.errors import UserError
+from jetrl.rl.moments import std
+from jetrl.rl.refill import Refill
+from jetrl.rl.selection import has_signal, recorded, reward_stats, select
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
+
+OFF, DROP = SimpleNamespace(dynamic_sampling="off"), SimpleNamespace(dynamic_sampling="drop")
+
+
+def make_group(index: int, rewards: tuple[float, ...], ends: tuple[str, ...] | None = None) -> Group:
+    segments = (Segment("environment", (1,), "p"), Segment("policy", (3,), "x", (-0.5,)))
+    ends = ends or ("stop",) * len(rewards)
+    trajectories = tuple(Trajectory(segments, end, 0, "flow", "boom") for end in ends)
+    return Group(Prompt(index, Problem(str(index), "p", "a"), (1,)), trajectories, rewards)
+
+
+def test_statistics_and_dropping():
+    rewards = [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (2.0, 0.0)]
+    groups = [make_group(index, values) for index, values in enumerate(rewards)]
+    kept, stats = select(groups, DROP)
+    assert [group.prompt.index for group in kept] == [1, 3]
+    # all rewards: 1 1 0 1 0 0 2 0, mean 5/8; sum of squares 1+1+1+4 = 7; variance (7 - 25/8) / 7 = 31/56
+    assert list(stats) == ["reward/mean", "reward/std", "reward/frac_zero_std", "reward/num_groups_dropped"]
+    assert stats["reward/mean"] == 0.625
+    assert stats["reward/std"] == pytest.approx(math.sqrt(31 / 56), rel=1e-14)
+    assert stats["reward/frac_zero_std"] == 0.5
+    assert stats["reward/num_groups_dropped"] == 2
+
+
+def test_without_dropping_all_groups_stay_in_order():
+    groups = [make_group(5, (1.0, 1.0)), make_group(3, (0.0, 1.0))]
+    kept, stats = select(groups, OFF)
+    assert kept == tuple(groups)
+    assert stats["reward/num_groups_dropped"] == 0 and stats["reward/frac_zero_std"] == 0.5
+
+
+def test_everything_may_be_dropped():
+    kept, stats = select([make_group(0, (0.0, 0.0))], DROP)
+    assert kept == () and stats["reward/frac_zero_std"] == 1.0 and stats["reward/num_groups_dropped"] == 1
+
+
+def test_failed_trajectories_count_nowhere():
+    ends = ("stop", "error", "length", "timeout", "turns")
+    group = make_group(0, (1.0, 50.0, 1.0, -50.0, 1.0), ends)
+    assert not has_signal(group), "the three that count are equal"
+    other = make_group(1, (1.0, 0.0))
+    # 1 1 1 1 0: mean 4/5, variance (4 * 1/25 + 16/25) / 4 = 1/5
+    stats = reward_stats([group, other])
+    assert stats["reward/mean"] == 0.8 and stats["reward/std"] == pytest.approx(math.sqrt(0.2), rel=1e-14)
+    assert stats["reward/frac_zero_std"] == 0.5
+    dead = make_group(2, (0.0, 1.0), ("error", "error"))
+    assert not has_signal(dead)
+    with pytest.raises(UserError, match="all 2 conversations of this step failed.*error: boom"):
+        select([dead], OFF)
+
+
+def test_the_record_holds_all_that_came_in():
+    groups = [make_group(i, (0.0, 1.0)) for i in (4, 5, 6)]
+    learnt = [Group(groups[1].prompt, groups[1].trajectories, groups[1].rewards, (-1.0, 1.0))]
+    rows = recorded(groups, learnt)
+    assert [g.advantages for g in rows] == [(0.0, 0.0), (-1.0, 1.0), (0.0, 0.0)]
+    assert [g.prompt.index for g in rows] == [4, 5, 6]
+
+
+def test_what_is_no_input_is_refused():
+    group = make_group(4, (0.0, 1.0))
+    with pytest.raises(ValueError, match="prompt 4: 2 trajectories but 0 rewards"):
+        has_signal(Group(group.prompt, group.trajectories))
+    with pytest.raises(ValueError, match="no groups"):
+        select([], OFF)
+    with pytest.raises(AssertionError, match="refill"):
+        select([group], SimpleNamespace(dynamic_sampling="refill"))
+
+
+def test_std_of_a_single_value_is_zero():
+    assert std([3.0]) == 0.0 and std([0.1] * 3) == 0.0 and std([1.0, 3.0]) == math.sqrt(2)
+
+
+def round_of(start: int, signals: str) -> list[Group]:
+    """Groups numbered from `start`: "x" with signal, "." without."""
+    return [make_group(start + i, (0.0, 1.0) if s == "x" else (1.0, 1.0)) for i, s in enumerate(signals)]
+
+
+def test_refill_by_hand():
+    refill = Refill(wanted=8, max_refill_rounds=3)
+    assert refill.next_count == 8, "the first round samples what a step wants"
+    refill = refill.add(round_of(0, "x..x...."))
+    # 2 of 8 have signal, 6 are missing: 6 / (1/4) = 24, at most 8
+    assert refill.next_count == 8 and [g.prompt.index for g in refill.kept] == [0, 3]
+    refill = refill.add(round_of(8, "xxxx.x.."))
+    # 7 of 16, 1 missing: ceil(16 / 7) = 3
+    assert refill.next_count == 3
+    refill = refill.add(round_of(16, ".xx"))
+    assert refill.next_count == 0
+    assert [g.prompt.index for g in refill.kept] == [0, 3, 8, 9, 10, 11, 13, 17], "18 is one too many"
+    stats = refill.stats()
+    assert stats["reward/num_groups_dropped"] == 11 and stats["reward/num_refill_rounds"] == 2
+    assert stats["reward/frac_zero_std"] == 10 / 19  # of all that came in: 9 have signal
+    assert {k: stats[k] for k in reward_stats(refill.seen)} == reward_stats(refill.seen)
+
+
+def test_refill_stops_after_its_rounds():
+    refill = Refill(4, 2)
+    for start in (0, 4, 8):
+        assert refill.next_count == 4, "without any signal there is no rate yet"
+        refill = refill.add(round_of(start, "...."))
+    assert refill.next_count == 0 and refill.kept == () and refill.stats()["reward/num_refill_rounds"] == 2
+    once = Refill(4, 0).add(round_of(0, "x..."))
+    assert once.next_count == 0 and len(once.kept) == 1
+
+
+def test_a_round_must_be_the_one_asked_for():
+    with pytest.raises(AssertionError):
+        Refill(4, 2).add(round_of(0, "xx"))
+    with pytest.raises(AssertionError):
+        Refill(2, 2).add(round_of(0, "xx")).add([])
+
+
+@given(st.integers(1, 6), st.integers(0, 4), st.lists(st.booleans(), min_size=40, max_size=40))
+def test_refill_ends_repeats_and_never_asks_too_much(wanted: int, rounds: int, stream: list[bool]):
+    def play() -> Refill:
+        refill = Refill(wanted, rounds)
+        while count := refill.next_count:
+            assert 1 <= count <= wanted
+            start = len(refill.seen)
+            refill = refill.add(round_of(start, "".join("x" if s else "." for s in stream[start : start + count])))
+        return refill
+
+    refill = play()
+    assert refill == play(), "a resumed run repeats it"
+    assert refill.rounds <= rounds + 1 and len(refill.kept) <= wanted
+    assert all(map(has_signal, refill.kept)) and list(refill.kept) == sorted(refill.kept, key=lambda g: g.prompt.index)
+    assert len(refill.kept) == wanted or refill.rounds == rounds + 1

@@ -13,8 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
-    ("errors", "types", "spec", "__init__"),
-    ("config",),  # and config_*.py, its parts
+    ("errors", "types", "spec", "choices", "presets", "__init__"),
+    ("config",),
     ("precision",),
     ("kernels",),
     ("model",),
@@ -26,7 +26,8 @@ RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Rooms of one rank that may be imported by another of it: train/ is the builder of everything.
 WITHIN = {"train": {"rollout", "rl", "tasks"}}
 REPORT_MAY = {"types", "errors", "report", "__init__"}
-NO_TORCH = ["precision", "rollout/scheduler.py", "rollout/kv_cache.py", "config.py", "spec.py", "errors.py", "types.py"]
+NO_TORCH = ["precision", "rollout/scheduler.py", "rollout/kv_cache.py", "config", "spec.py", "errors.py", "types.py",
+            "choices.py", "presets.py"]
 
 MAX_MODULE, MAX_FUNCTION = 400, 60
 # file -> why it may be longer
@@ -69,13 +70,13 @@ def imports(path: Path) -> list[tuple[int, str, bool]]:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_go_downwards(path: Path) -> None:
-    room = name_of(path).split("/")[0].removesuffix(".py").replace("config_", "config/").split("/")[0]
+    room = name_of(path).split("/")[0].removesuffix(".py")
     wrong = []
     for line, module, _ in imports(path):
         if module.split(".")[0] != "jetrl":
             continue
         other = room_of(module)
-        other = "__init__" if other == "__version__" else "config" if other.startswith("config_") else other
+        other = "__init__" if other == "__version__" else other
         assert other in RANK, f"{path}:{line}: {module} is in no room; add it to docs/ARCHITECTURE.md and here"
         allowed = other == room or RANK[other] < RANK[room] or other in WITHIN.get(room, ())
         if room == "api":

@@ -21,7 +21,9 @@ class Refill:
 
         refill = Refill(wanted, max_refill_rounds)
         while count := refill.next_count:
-            refill = refill.add(scored groups of the next `count` prompts of the stream)
+            refill = refill.add(scored groups of the next `count` prompts of the stream, count)
+
+    A round may give fewer groups than prompts: those whose every conversation failed in the environment are missing.
 
     Source: DAPO, arXiv 2503.14476 section 3.2.
     """
@@ -30,6 +32,7 @@ class Refill:
     max_refill_rounds: int
     seen: tuple[Group, ...] = ()
     rounds: int = 0
+    num_sampled: int = 0  # prompts
 
     @property
     def kept(self) -> tuple[Group, ...]:
@@ -49,17 +52,19 @@ class Refill:
             return 0
         if not with_signal:
             return self.wanted
-        return min(self.wanted, -(-missing * len(self.seen) // with_signal))  # ceil, in whole numbers
+        return min(self.wanted, -(-missing * self.num_sampled // with_signal))  # ceil, in whole numbers
 
-    def add(self, groups: Sequence[Group]) -> Refill:
-        """The state after a round that gave these scored groups."""
-        assert len(groups) == self.next_count > 0, (len(groups), self.next_count)
-        return replace(self, seen=(*self.seen, *groups), rounds=self.rounds + 1)
+    def add(self, groups: Sequence[Group], sampled: int) -> Refill:
+        """The state after a round that sampled so many prompts and gave these scored groups."""
+        assert len(groups) <= sampled == self.next_count, (len(groups), sampled, self.next_count)
+        sampled += self.num_sampled
+        return replace(self, seen=(*self.seen, *groups), rounds=self.rounds + 1, num_sampled=sampled)
 
     def stats(self) -> dict[str, float]:
-        """`reward_stats` of all groups that came in; `reward/num_groups_dropped` counts those not learnt from, and
-        `reward/num_refill_rounds` the rounds after the first."""
+        """`reward_stats` of all groups that came in; `reward/num_groups_dropped` counts those not learnt from,
+        `rollout/refill_rounds` the rounds (1: nothing was refilled), `rollout/num_prompts_sampled` their prompts."""
         return reward_stats(self.seen) | {
             "reward/num_groups_dropped": float(len(self.seen) - len(self.kept)),
-            "reward/num_refill_rounds": float(self.rounds - 1),
+            "rollout/refill_rounds": float(self.rounds),
+            "rollout/num_prompts_sampled": float(self.num_sampled),
         }

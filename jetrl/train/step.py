@@ -71,8 +71,6 @@ def update(learner: Learner, batches: list[PackedBatch], config: Config, step: i
     if not stats:
         return {}
     merged = {k: sum(s[k] for s in stats) / len(stats) for k in stats[0] if not k.startswith("parity/")}
-    if learner.critic is not None:
-        merged = losses.explained_variance(merged)
     return merged | {k: v for k, v in stats[0].items() if k.startswith("parity/")}
 
 
@@ -84,8 +82,9 @@ def _one_update(
     if learner.critic_optimizer is not None:
         metrics |= _critic_update(learner, batch, config, shares)
         if step <= config.rl.critic_warmup_steps:
-            return metrics
-    return metrics | _policy_update(learner, batch, config, step, shares, on_policy, single)
+            return losses.explained_variance(metrics)
+    metrics |= _policy_update(learner, batch, config, step, shares, on_policy, single)
+    return losses.explained_variance(metrics) if learner.critic is not None else metrics
 
 
 def _policy_update(

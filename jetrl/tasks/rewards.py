@@ -64,7 +64,7 @@ def score(
         scores: list[float | None] = [math.fsum(s.reward for s in t.turns) for _, t in trajectories]
     else:
         items = [_item(problem, t, conversations) for problem, t in trajectories]
-        scores = call_reward(reward, items)
+        scores = call_reward(reward, items) if items else []
         if items and all(s is None for s in scores):
             raise UserError(
                 f"Reward function {reward_name(reward)}: not one of {len(scores)} completions could be scored (all "

@@ -21,16 +21,28 @@ from jetrl.tasks.rewards import (
     score,
 )
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
-from jetrl.types import Completion, Group, Problem, Prompt
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
 def group(texts, prompt="p", answer="a", lengths=None, **extra):
     lengths = lengths or [3] * len(texts)
-    completions = tuple(
-        Completion(i, (7,) * n, (0.0,) * n, text, "stop", 0, "")
-        for i, (text, n) in enumerate(zip(texts, lengths, strict=True))
-    )
-    return Group(Prompt(0, Problem("id-1", prompt, answer, extra=extra), (1,)), completions)
+    opening = Segment("environment", (1,), "p")
+    answers = [
+        Segment("policy", (7,) * n, text, (0.0,) * n) for text, n in zip(texts, lengths, strict=True)
+    ]
+    trajectories = tuple(Trajectory((opening, segment), "stop", 0, "") for segment in answers)
+    return Group(Prompt(0, Problem("id-1", prompt, answer, extra=extra), (1,)), trajectories)
+
+
+def conversation(*turns, end="stop", prompt=""):
+    """A group of one conversation: (text, reward) of the policy's turns, texts of the environment between them."""
+    segments = [Segment("environment", (1, 2), "opening")]
+    for turn in turns:
+        if isinstance(turn, str):
+            segments.append(Segment("environment", (5, 6), turn))
+        else:
+            segments.append(Segment("policy", (7, 8, 9), turn[0], (0.0,) * 3, turn[1]))
+    return Group(Prompt(0, Problem("c", prompt, "42"), ()), (Trajectory(tuple(segments), end, 0, ""),))
 
 
 def constant(*values):
@@ -45,11 +57,55 @@ def test_rewards_and_metrics_by_hand():
     groups = [group(["1", "2"]), group(["3", "4"])]
     scored, stats = score(groups, constant(1.0, 0.0, 0.5, 0.5), None)
     assert [g.rewards for g in scored] == [(1.0, 0.0), (0.5, 0.5)]
-    assert stats == {
-        "reward/mean": 0.5, "reward/std": math.sqrt(0.125), "reward/min": 0.0, "reward/max": 1.0,
-        "reward/frac_zero_std": 0.5, "reward/num_errors": 0.0,
-    }  # fmt: skip
-    assert [g.completions for g in scored] == [g.completions for g in groups]
+    assert stats == {"reward/min": 0.0, "reward/max": 1.0, "reward/num_errors": 0.0}
+    assert [g.trajectories for g in scored] == [g.trajectories for g in groups]
+
+
+def test_a_conversation_earns_the_sum_of_what_its_environment_gave():
+    groups = [conversation(("a", 0.1), "higher", ("b", 0.2), "lower", ("c", 0.7)), conversation(("a", -1.0))]
+    scored, stats = score(groups, None, None, conversations=True)
+    assert [g.rewards for g in scored] == [(math.fsum([0.1, 0.2, 0.7]),), (-1.0,)]
+    assert stats == {"reward/min": -1.0, "reward/max": 1.0, "reward/num_errors": 0.0}
+
+
+def test_a_reward_function_gets_the_whole_conversation_and_replaces_the_environments_rewards():
+    seen = {}
+
+    def judge(prompts, completions, completion_ids):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids)
+        return [0.25] * len(completions)
+
+    groups = [conversation(("a", 5.0), "higher", ("42", 0.0)), conversation(("b", 1.0), prompt="given")]
+    scored, _ = score(groups, judge, None, conversations=True)
+    assert [g.rewards for g in scored] == [(0.25,), (0.25,)]
+    assert seen["prompts"] == ["opening", "given"]  # an environment without a prompt in the data makes it
+    assert seen["completions"] == [
+        [
+            {"role": "assistant", "content": "a"}, {"role": "user", "content": "higher"},
+            {"role": "assistant", "content": "42"},
+        ],
+        [{"role": "assistant", "content": "b"}],
+    ]  # fmt: skip
+    assert seen["ids"] == [[7, 8, 9, 5, 6, 7, 8, 9], [7, 8, 9]]
+    # Ours read the policy's last turn, also where the environment has the last word.
+    ends = [conversation(("1", 0.0), "no", ("42", 0.0)), conversation(("42", 0.0), "more?", end="turns")]
+    assert [g.rewards for g in score(ends, exact_match, None, conversations=True)[0]] == [(1.0,), (1.0,)]
+
+
+def test_what_ran_into_a_limit_may_get_nothing():
+    groups = [conversation(("a", 1.0), end=end) for end in ("stop", "length", "turns")]
+    keep, zero = (
+        [g.rewards for g in score(groups, None, None, conversations=True, at_limit=at)[0]] for at in ("keep", "zero")
+    )
+    assert (keep, zero) == ([(1.0,)] * 3, [(1.0,), (0.0,), (0.0,)])
+
+
+def test_groups_that_lost_trajectories_keep_their_places():
+    lost = group(["x"])
+    groups = [group(["1", "2"]), Group(lost.prompt, ()), group(["3"])]
+    scored, _ = score(groups, constant(1.0, 2.0, 3.0), None)
+    assert [g.rewards for g in scored] == [(1.0, 2.0), (), (3.0,)]
+    assert score([Group(lost.prompt, ())], None, None) == ([Group(lost.prompt, ())], {"reward/num_errors": 0.0})
 
 
 def test_none_counts_as_an_error_and_as_zero():
@@ -88,8 +144,8 @@ def test_chat_prompts_give_chat_completions():
         return [1.0]
 
     chat = group(["5"], prompt=({"role": "user", "content": "q"},), answer="5")
-    assert score([chat], last_role, None)[1]["reward/mean"] == 1.0
-    assert score([chat], exact_match, None)[1]["reward/mean"] == 1.0
+    assert score([chat], last_role, None)[0][0].rewards == (1.0,)
+    assert score([chat], exact_match, None)[0][0].rewards == (1.0,)
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.bool_(True), torch.tensor(1.0)])
@@ -148,7 +204,9 @@ def test_overlong_penalty_in_scores():
     })  # fmt: skip
     scored, stats = score([group(["x", "y"], lengths=[16, 18])], constant(1.0, 1.0), config)
     assert scored[0].rewards == (1.0, 0.5)
-    assert (stats["reward/mean"], stats["reward/overlong_penalty_mean"]) == (0.75, -0.25)
+    assert stats["reward/overlong_penalty_mean"] == -0.25
+    talk = conversation(*[("a", 1.0), "b"] * 3, ("c", 0.0))  # 18 tokens behind the prompt, 12 of them the policy's
+    assert score([talk], None, config, conversations=True)[0][0].rewards == (2.5,)
     assert score([group(["x", "y"], lengths=[16, 18])], constant(1.0, 1.0), None)[0][0].rewards == (1.0, 1.0)
 
 

@@ -1,12 +1,15 @@
 """Prompts as token ids: chat templates, lengths, the training stream by step."""
 
+import json
+
 import pytest
 
 from jetrl.config import TaskConfig, parse_config
 from jetrl.errors import UserError
+from jetrl.tasks.environment_task import problem_seed
 from jetrl.tasks.prompts import encode_problem
 from jetrl.tasks.protocol import stable_hash
-from jetrl.tasks.task import build_task, eval_prompts, sample
+from jetrl.tasks.task import TASKS, build_task, eval_prompts, sample
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Problem
 
@@ -102,6 +105,45 @@ def test_steps_walk_through_the_stream_without_gaps():
     assert all(tokenizer.decode(list(p.tokens)) == p.problem.prompt for p in prompts)
     held_out = eval_prompts(task, tokenizer, conf)
     assert [p.problem for p in held_out] == task.eval_problems(5)
+
+
+def environment_only():
+    # Not a value of `task.name` for every version of the config: made without its checks.
+    return TaskConfig.model_construct(name="environment", params={}, num_eval=4)
+
+
+def test_every_task_is_in_the_table():
+    tokenizer = arithmetic_tokenizer()
+    assert set(TASKS) == {"addition", "file", "gym", "environment"}
+    built = build_task(environment_only(), 3, tokenizer, "GuessNumber")
+    assert built.problem(2).id == "GuessNumber/3/2"
+    assert built.reward is None and not built.check_gold and "GuessNumber" in built.describe()
+
+
+def test_problems_for_an_environment_have_a_seed_and_no_tokens():
+    tokenizer, conf = arithmetic_tokenizer(), config(num_eval=5)
+    task = build_task(conf.task, conf.seed, tokenizer, "calculator")
+    prompts = sample(task, tokenizer, 2, conf, conversations=True)
+    assert [p.index for p in prompts] == [3, 4, 5] and all(p.tokens == () for p in prompts)
+    for prompt in prompts:
+        plain = task.problem(prompt.index)
+        assert (prompt.problem.id, prompt.problem.prompt) == (plain.id, plain.prompt)
+        assert prompt.problem.extra == {"index": prompt.index, "seed": problem_seed(conf.seed, prompt.index)}
+    held_out = eval_prompts(task, tokenizer, conf, conversations=True)
+    assert [p.problem.extra for p in held_out] == [{"index": i, "seed": problem_seed(None, i)} for i in range(5)]
+
+
+def test_columns_of_the_data_go_before_ours(tmp_path):
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"p{i}", "answer": "a", "seed": 100 + i} for i in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    conf = config(name="file", train_file=str(file), num_eval=2)
+    # The tokenizer has no letters: prompts that an environment may change are not encoded before it has.
+    task = build_task(conf.task, 0, arithmetic_tokenizer(), "retry")
+    for prompt in sample(task, arithmetic_tokenizer(), 1, conf, conversations=True):
+        assert prompt.problem.extra == {"index": prompt.index, "seed": 100 + int(prompt.problem.prompt[1:])}
+    with pytest.raises(UserError, match="cannot encode the prompt"):
+        build_task(conf.task, 0, arithmetic_tokenizer())
 
 
 def test_stable_hash_is_fixed():

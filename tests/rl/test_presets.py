@@ -7,17 +7,13 @@ from typing import Any, get_args
 import pytest
 
 from jetrl import choices
+from jetrl.config import RLConfig
 from jetrl.presets import IGNORED, PRESETS, REQUIRED
 from jetrl.rl.advantage import BY_GROUP, BY_TOKEN
 from jetrl.rl.surrogate import RATIOS, SURROGATES
 
 # The defaults of the config's fields, as far as presets and rules speak of them.
-DEFAULTS: dict[str, Any] = {
-    "adv_estimator": "grpo", "norm_adv_by_std": True, "adv_epsilon": 1e-6, "gamma": 1.0, "gae_lambda": 1.0,
-    "ratio": "token", "surrogate": "clip", "loss_agg": "token_mean", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
-    "clip_ratio_c": None, "kl_coef": 0.0, "kl_estimator": "k3", "kl_in": "loss", "value_clip": 0.2, "value_coef": 0.5,
-    "dynamic_sampling": "off", "max_refill_rounds": 4, "overlong_buffer_len": 0, "mask_truncated": False,
-}  # fmt: skip
+DEFAULTS: dict[str, Any] = RLConfig().model_dump()
 LITERALS = {
     "adv_estimator": choices.AdvEstimator, "ratio": choices.Ratio, "surrogate": choices.Surrogate,
     "loss_agg": choices.LossAgg, "kl_estimator": choices.KLEstimator, "kl_in": choices.KLIn,

@@ -95,17 +95,18 @@ def round_of(start: int, signals: str) -> list[Group]:
 def test_refill_by_hand():
     refill = Refill(wanted=8, max_refill_rounds=3)
     assert refill.next_count == 8, "the first round samples what a step wants"
-    refill = refill.add(round_of(0, "x..x...."))
+    refill = refill.add(round_of(0, "x..x...."), 8)
     # 2 of 8 have signal, 6 are missing: 6 / (1/4) = 24, at most 8
     assert refill.next_count == 8 and [g.prompt.index for g in refill.kept] == [0, 3]
-    refill = refill.add(round_of(8, "xxxx.x.."))
+    refill = refill.add(round_of(8, "xxxx.x.."), 8)
     # 7 of 16, 1 missing: ceil(16 / 7) = 3
     assert refill.next_count == 3
-    refill = refill.add(round_of(16, ".xx"))
+    refill = refill.add(round_of(16, ".xx"), 3)
     assert refill.next_count == 0
     assert [g.prompt.index for g in refill.kept] == [0, 3, 8, 9, 10, 11, 13, 17], "18 is one too many"
     stats = refill.stats()
-    assert stats["reward/num_groups_dropped"] == 11 and stats["reward/num_refill_rounds"] == 2
+    assert stats["reward/num_groups_dropped"] == 11 and stats["rollout/refill_rounds"] == 3
+    assert stats["rollout/num_prompts_sampled"] == 19
     assert stats["reward/frac_zero_std"] == 10 / 19  # of all that came in: 9 have signal
     assert {k: stats[k] for k in reward_stats(refill.seen)} == reward_stats(refill.seen)
 
@@ -114,17 +115,22 @@ def test_refill_stops_after_its_rounds():
     refill = Refill(4, 2)
     for start in (0, 4, 8):
         assert refill.next_count == 4, "without any signal there is no rate yet"
-        refill = refill.add(round_of(start, "...."))
-    assert refill.next_count == 0 and refill.kept == () and refill.stats()["reward/num_refill_rounds"] == 2
-    once = Refill(4, 0).add(round_of(0, "x..."))
+        refill = refill.add(round_of(start, "...."), 4)
+    assert refill.next_count == 0 and refill.kept == () and refill.stats()["rollout/refill_rounds"] == 3
+    once = Refill(4, 0).add(round_of(0, "x..."), 4)
     assert once.next_count == 0 and len(once.kept) == 1
+
+
+def test_prompts_whose_conversations_all_failed_count_as_sampled():
+    refill = Refill(4, 3).add(round_of(0, "x."), 4)  # two of the four prompts gave no group
+    assert refill.num_sampled == 4 and refill.next_count == 4, "1 of 4 prompts has signal: 3 / (1/4) = 12, at most 4"
 
 
 def test_a_round_must_be_the_one_asked_for():
     with pytest.raises(AssertionError):
-        Refill(4, 2).add(round_of(0, "xx"))
+        Refill(4, 2).add(round_of(0, "xx"), 2)  # four were asked for
     with pytest.raises(AssertionError):
-        Refill(2, 2).add(round_of(0, "xx")).add([])
+        Refill(2, 2).add(round_of(0, "xx"), 2).add([], 0)
 
 
 @given(st.integers(1, 6), st.integers(0, 4), st.lists(st.booleans(), min_size=40, max_size=40))
@@ -134,7 +140,7 @@ def test_refill_ends_repeats_and_never_asks_too_much(wanted: int, rounds: int, s
         while count := refill.next_count:
             assert 1 <= count <= wanted
             start = len(refill.seen)
-            refill = refill.add(round_of(start, "".join("x" if s else "." for s in stream[start : start + count])))
+            refill = refill.add(round_of(start, "".join("x" if s else "." for s in stream[start : start + count])), count)
         return refill
 
     refill = play()

@@ -18,7 +18,7 @@ from torch import Tensor
 from jetrl.kernels.dispatch import load_backend
 from jetrl.model.transformer import Layer, Transformer
 from jetrl.precision.recipe import Recipe
-from jetrl.rollout.runner import KVCache
+from jetrl.rollout.kv_cache import KVCache
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, LayerCache, PagedPlan, VarlenPlan
 

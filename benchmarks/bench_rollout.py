@@ -39,8 +39,8 @@ from common import (
 )
 
 from jetrl.api import random_model
-from jetrl.rollout.engine import Engine, StepReport
-from jetrl.types import Request, SamplingParams, WeightSet
+from jetrl.rollout.engine import PagedEngine
+from jetrl.types import Request, SamplingParams, StepReport, WeightSet
 
 PEER_MARK = "VBENCH "
 
@@ -96,7 +96,7 @@ def requests_of(batch: int, prompt: int, new: int) -> list[Request]:
     return [Request(i, tuple(g.integers(1, SPEC.vocab_size, prompt).tolist()), sampling) for i in range(batch)]
 
 
-def measure(engine: Engine, precision: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
+def measure(engine: PagedEngine, precision: str, batch: int, prompt: int, new: int) -> dict[str, Any]:
     """One `generate`, timed as a whole and in the steps that decode only."""
     requests = requests_of(batch, prompt, new)
     clock = DecodeClock(batch, prompt)
@@ -132,8 +132,8 @@ def one(variant: str, args: argparse.Namespace) -> None:
     precision, kv_cache = apply(variant)
     model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
     for batch in args.batch:
-        engine = Engine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch))
-        engine.load(WeightSet(1, "flow", ""))
+        engine = PagedEngine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch))
+        engine.load(WeightSet(1, "flow", {}))
         # prompts so short that all sequences soon decode together, in steps as full as the measured ones
         engine.generate(requests_of(batch, min(args.prompt, 512), 40))
         torch.cuda.reset_peak_memory_stats()

@@ -32,7 +32,7 @@ from common import RESULTS, SPEC, NoText, ask, emit, environment, median, requir
 from jetrl.api import random_model
 from jetrl.kernels.gradient import accumulate_in, grad_dtype
 from jetrl.model.transformer import Transformer
-from jetrl.rollout.engine import Engine
+from jetrl.rollout.engine import PagedEngine
 from jetrl.train.optim import MixedAdamW, clip_gradients_, global_grad_norm
 from jetrl.train.publish import publish
 from jetrl.types import ForwardBatch, Request, SamplingParams, VarlenPlan, WeightSet
@@ -136,11 +136,11 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
     length = PROMPT + args.new
     per_micro = max(1, args.micro_tokens // length)
     micros = [[length] * min(per_micro, args.sequences - i) for i in range(0, args.sequences, per_micro)]
-    engine = Engine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192)
+    engine = PagedEngine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192)
 
     def rollout(new: int) -> None:
         sampling = SamplingParams(new, ignore_eos=True)
-        engine.load(WeightSet(1, "flow", ""))
+        engine.load(WeightSet(1, "flow", {}))
         engine.generate([Request(i, prompts[i // GROUP], sampling) for i in range(args.sequences)])
 
     def once(part: Callable[[], None]) -> tuple[float, float]:

@@ -27,9 +27,10 @@ from torch import Tensor
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model.transformer import Transformer
 from jetrl.parity_rows import Comparison, LinkResult, Packed, row_hash, tapped, varlen
-from jetrl.rollout.engine import Engine
+from jetrl.rollout.engine import PagedEngine
+from jetrl.rollout.kv_cache import KVCache
 from jetrl.rollout.plan import Plan
-from jetrl.rollout.runner import KVCache, ModelRunner
+from jetrl.rollout.runner import ModelRunner
 from jetrl.rollout.sampler import SamplingTable
 from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 
@@ -125,7 +126,7 @@ def chunked_link(model: Transformer, sequences: list[Tensor], work: Workload) ->
 
 
 def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBatch]:
-    """Forward batches that prefill one sequence in pieces of `work.chunk` tokens into scattered pages."""
+    """Forward batches that prefill one sequence in chunks of `work.chunk` tokens into scattered pages."""
     size, device = work.page_size, tokens.device
     pages = -(-len(tokens) // size)
     cache = KVCache(model.spec, 2 * pages + 1, size, model.dtype, device, model.recipe.kv_cache)
@@ -238,13 +239,13 @@ def _decode(
 ) -> tuple[_Watched, list[Completion], int]:
     longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
     pages = max(-(-longest // work.page_size) + 1, len(requests))
-    engine = Engine(
+    engine = PagedEngine(
         model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
         max_tokens_per_step=work.step_tokens or max(work.chunk + len(requests), 8),
         kv_cache_tokens=2 * pages * work.page_size,
     )  # fmt: skip
     engine.runner = watched = _Watched(model, work.page_size, target)
-    engine.load(WeightSet(0, "certificate", ""))
+    engine.load(WeightSet(0, "certificate", {}))
     every, left = max(3, work.new_tokens // 4), dict.fromkeys(range(len(requests)), 2)
 
     def preempt(step: int, running: tuple[int, ...]) -> tuple[int, ...]:
@@ -269,10 +270,10 @@ def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> L
     requests = [
         Request(i, tuple(p), SamplingParams(work.new_tokens, seed=work.seed)) for i, p in enumerate(prompts)
     ]
-    engine = Engine(
+    engine = PagedEngine(
         model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=len(requests), max_tokens_per_step=4096
     )
-    engine.load(WeightSet(0, "certificate", ""))
+    engine.load(WeightSet(0, "certificate", {}))
     completions = engine.generate(requests)
     rows = different = 0
     worst, first = 0.0, None

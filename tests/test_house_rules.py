@@ -26,7 +26,7 @@ RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Rooms of one rank that may be imported by another of it: train/ is the builder of everything.
 WITHIN = {"train": {"rollout", "rl", "tasks"}}
 REPORT_MAY = {"types", "errors", "report", "__init__"}
-NO_TORCH = ["precision", "rollout/scheduler.py", "rollout/kv_cache.py", "config", "spec.py", "errors.py", "types.py",
+NO_TORCH = ["precision", "rollout/scheduler.py", "rollout/pages.py", "config", "spec.py", "errors.py", "types.py",
             "choices.py", "presets.py"]
 
 MAX_MODULE, MAX_FUNCTION = 400, 60

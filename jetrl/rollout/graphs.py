@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch instead of a dozen a layer, which the host could not issue fast enough.
 
 A graph is captured for batch sizes of a fixed list; smaller batches are padded with rows that write nothing to the
-cache. A row's bits do not depend on the other rows (contract 3), so padding changes none. Graphs hold the addresses of
+cache. A row's bits do not depend on the other rows, so padding changes none. Graphs hold the addresses of
 weights and cache. Publishing writes new weights to the old addresses; whoever moves either drops the graphs.
 
 Legend: `B` rows, of which the first `n` are real, `M` pages of a sequence.

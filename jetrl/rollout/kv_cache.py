@@ -1,79 +1,85 @@
-"""`PageAllocator`: which pages of the KV cache are in use, and by how many sequences. Plain numbers; no torch.
-
-A page holds the keys and values of `page_size` neighbouring tokens of one sequence. Sequences with the same beginning
-share its pages: each holder has one reference, and a page is free again when its last reference goes. A page with more
-than one reference must not be written; the scheduler takes a fresh page and asks the runner to copy (copy on write).
-"""
+"""`KVCache`: the tensors with the keys and values of all pages, and how many pages fit in memory."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import os
 
-import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.precision.formats import BF16, Format, kv_head
+from jetrl.spec import ModelSpec
+from jetrl.types import LayerCache
+
+_MEMORY_SHARE = 0.8  # of the memory that can be had, where the size of the cache is left to us
 
 
-class PageAllocator:
-    """`num_pages` pages of `page_size` tokens, with a reference count each."""
+class KVCache:
+    """Keys and values of all layers, [layers, pages, page_size, kv_heads, head_dim] each.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(f"need at least one page of one token, got num_pages={num_pages}, page_size={page_size}")
-        self.num_pages, self.page_size = num_pages, page_size
-        self.ref_counts = np.zeros(num_pages, dtype=np.int32)
-        self.peak_used = 0
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is given out first
+    `format` is the recipe's: plain, where they are stored in the model's `dtype`, or `kv_head`, where they are E4M3
+    codes with `scales` [layers, pages, kv_heads, page_size, 2] (of the key, of the value) in BF16.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
+        format: Format = BF16,
+    ) -> None:  # fmt: skip
+        assert format in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {format}"
+        shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        code = torch.float8_e4m3fn if format.is_quantized else dtype
+        # zeros, not empty: attention may read a page's unwritten end under a mask, and NaN would pass through it
+        self.keys = torch.zeros(shape, dtype=code, device=device)
+        self.values = torch.zeros(shape, dtype=code, device=device)
+        self.scales: Tensor | None = None
+        if format.is_quantized:
+            shape = (spec.num_layers, num_pages, spec.num_kv_heads, page_size, 2)
+            self.scales = torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_pages(self) -> int:
+        return self.keys.shape[1]
 
     @property
-    def num_used(self) -> int:
-        return self.num_pages - len(self._free)
+    def page_size(self) -> int:
+        return self.keys.shape[2]
 
     @property
-    def capacity(self) -> int:
-        """Tokens that fit in all pages together."""
-        return self.num_pages * self.page_size
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._tensors())
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that a sequence of `num_tokens` tokens fills or begins."""
-        return -(-num_tokens // self.page_size)
+    def layer(self, index: int) -> LayerCache:
+        """Views of one layer's pages."""
+        scales = None if self.scales is None else self.scales[index]
+        return LayerCache(self.keys[index], self.values[index], scales)
 
-    def allocate(self, count: int = 1) -> list[int]:
-        """Take `count` free pages, with one reference each. The caller has checked `num_free`."""
-        assert 0 <= count <= len(self._free), f"asked for {count} pages, {len(self._free)} of {self.num_pages} are free"
-        split = len(self._free) - count
-        pages = self._free[split:]
-        del self._free[split:]
-        self.ref_counts[pages] = 1
-        self.peak_used = max(self.peak_used, self.num_used)
-        return pages
+    def copy_pages(self, copies: Tensor) -> None:
+        """Copy page `copies[c, 0]` to page `copies[c, 1]`, scales included; all are read before any is written."""
+        source, target = copies.unbind(1)
+        for cache in self._tensors():
+            plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch cannot index E4M3
+            plain[:, target] = plain[:, source]
 
-    def share(self, pages: Sequence[int] | np.ndarray) -> None:
-        """One more reference to each of `pages` (distinct pages in use)."""
-        assert (self.ref_counts[pages] > 0).all(), f"pages {list(pages)} are shared, but one of them is free"
-        self.ref_counts[pages] += 1
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (self.keys, self.values) if self.scales is None else (self.keys, self.values, self.scales)
 
-    def free(self, pages: Sequence[int] | np.ndarray) -> None:
-        """Drop one reference to each of `pages` (distinct); those without any left can be given out again."""
-        for page in pages:
-            page = int(page)
-            count = self.ref_counts[page]
-            assert count > 0, f"page {page} is freed twice"
-            self.ref_counts[page] = count - 1
-            if count == 1:
-                self._free.append(page)
 
-    def check_integrity(self, holders: Iterable[Iterable[int]] | None = None) -> None:
-        """Assert that no page is lost or doubly owned; with `holders` (the pages of each holder), that counts match."""
-        free = Counter(self._free)
-        assert all(n == 1 for n in free.values()), f"pages free twice: {[p for p, n in free.items() if n > 1]}"
-        idle = set(np.flatnonzero(self.ref_counts == 0).tolist())
-        assert idle == set(free), f"pages without a reference that are not free, or the reverse: {idle ^ set(free)}"
-        assert (self.ref_counts >= 0).all(), "a negative reference count"
-        if holders is not None:
-            held = Counter(page for pages in holders for page in pages)
-            counts = {page: int(self.ref_counts[page]) for page in np.flatnonzero(self.ref_counts).tolist()}
-            assert held == counts, f"references {counts} differ from the pages that are held {dict(held)}"
+def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, format: Format) -> int:
+    """Memory of one page of a `KVCache` in all layers, scales included."""
+    head = spec.head_dim + torch.bfloat16.itemsize if format.is_quantized else spec.head_dim * dtype.itemsize
+    return 2 * spec.num_layers * page_size * spec.num_kv_heads * head
+
+
+def pages_in_memory(
+    spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, format: Format = BF16
+) -> int:
+    """Pages that fit in `_MEMORY_SHARE` of the memory that can be had now."""
+    if device.type == "cuda":  # torch holds on to freed memory, which counts as free
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = page_bytes(spec, page_size, dtype, format)
+    if format.is_quantized and device.type == "cuda":  # attention there may dequantize all pages of a layer at a time
+        size += page_bytes(spec, page_size, dtype, BF16) // spec.num_layers
+    return int(free * _MEMORY_SHARE) // size

@@ -28,24 +28,45 @@ class Plan:
     sample_slots: np.ndarray  # [S] int64, the scheduler's own
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that has come to its end: what was drawn for it, and whether its last token stopped it."""
+
+    request: int  # place in the order of `add`
+    id: int
+    tokens: np.ndarray  # [n] int64
+    logprobs: np.ndarray  # [n] float32
+    stopped: bool
+
+
 @dataclass(slots=True, eq=False)
 class Prefix:
     """The requests with one prompt. While a leader computes it the others wait; later they find it in `pages`."""
 
-    length: int
+    tokens: tuple[int, ...]
+    members: int = 0  # requests that have not finished
     waiting: int = 0
     leader: Tracked | None = None
     pages: list[int] | None = None  # one reference each, kept while members wait and dropped first when pages run out
 
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A request on its way. `tokens` (the prompt, and what was drawn before a preemption) is current while it waits."""
+    """A request on its way. `tokens` (the prompt, and what was drawn before a preemption) with their log-probs (of the
+    prompt: zeros) are current while it waits."""
 
     request: int
+    id: int
     tokens: np.ndarray
+    logprobs: np.ndarray
     max_length: int
     prefix: Prefix
+    is_turn: bool = False  # of a conversation
+    keeps: bool = False  # and its pages stay when it ends
     slot: int = -1
 
 

@@ -1,50 +1,48 @@
-"""Requests of a step or an evaluation, and what their completions say about lengths and speed."""
+"""How the prompts of a step or an evaluation are answered: sampling, number of answers, ids, turns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from jetrl.config import Config
-from jetrl.types import Group, Prompt, Request, SamplingParams
+from jetrl.types import SamplingParams
 
-_STEP_STRIDE = 1 << 24  # request ids of a step: step * stride + number; evaluations use step 0 and steps are 1-based
+STEP_STRIDE = 1 << 24  # request ids of a step: step * stride + number; evaluations use step 0 and steps are 1-based
 
 
-def train_requests(prompts: Sequence[Prompt], config: Config, step: int) -> list[Request]:
-    """`group_size` requests a prompt, prompt by prompt; ids name the random streams and never repeat in a run."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`count` trajectories a prompt; trajectory number i of all has id `first_id + i`, which names its random stream.
+
+    `sampling.max_tokens` bounds all tokens behind the prompt, the environment's included; `max_turn_tokens` those of
+    one turn of the policy.
+    """
+
+    sampling: SamplingParams
+    count: int
+    first_id: int
+    max_turns: int = 1
+    max_turn_tokens: int | None = None
+
+
+def train_asked(config: Config, step: int, first_number: int = 0) -> Asked:
+    """`group_size` trajectories a prompt; ids never repeat in a run. Further rounds of a step set `first_number`, the
+    number of trajectories of the rounds before."""
+    assert step >= 1 and first_number >= 0
     r = config.rollout
     sampling = SamplingParams(
         r.max_response_length, r.temperature, r.top_p, r.top_k, r.min_p, tuple(r.stop), seed=config.seed
     )
-    return _requests(prompts, r.group_size, sampling, step * _STEP_STRIDE)
+    return Asked(sampling, r.group_size, step * STEP_STRIDE + first_number, *_turns(config))
 
 
-def eval_requests(prompts: Sequence[Prompt], config: Config) -> list[Request]:
-    """`eval.num_samples` requests a held-out prompt; the same streams at every evaluation."""
+def eval_asked(config: Config) -> Asked:
+    """`eval.num_samples` trajectories a held-out prompt; the same streams at every evaluation."""
     length = config.eval.max_response_length or config.rollout.max_response_length
     sampling = SamplingParams(length, config.eval.temperature, stop=tuple(config.rollout.stop), seed=config.seed)
-    return _requests(prompts, config.eval.num_samples, sampling, 0)
+    return Asked(sampling, config.eval.num_samples, 0, *_turns(config))
 
 
-def _requests(prompts: Sequence[Prompt], count: int, sampling: SamplingParams, first_id: int) -> list[Request]:
-    assert len(prompts) * count <= _STEP_STRIDE, "more requests in a step than request ids"
-    return [Request(first_id + i * count + j, p.tokens, sampling) for i, p in enumerate(prompts) for j in range(count)]
-
-
-def gather(prompts: Sequence[Prompt], completions: Sequence[Any], count: int) -> list[Group]:
-    """Completions in request order, back into groups of `count` a prompt."""
-    assert len(completions) == len(prompts) * count
-    return [Group(p, tuple(completions[i * count : (i + 1) * count])) for i, p in enumerate(prompts)]
-
-
-def completion_stats(groups: Sequence[Group], seconds: float) -> dict[str, float]:
-    """Response lengths, share cut off, and generated tokens a second of rollout."""
-    lengths = [len(c.tokens) for g in groups for c in g.completions]
-    truncated = sum(c.finish_reason == "length" for g in groups for c in g.completions)
-    return {
-        "response_length/mean": sum(lengths) / len(lengths),
-        "response_length/max": float(max(lengths)),
-        "response_length/frac_truncated": truncated / len(lengths),
-        "perf/tokens_per_s_per_gpu": sum(lengths) / max(seconds, 1e-9),
-    }
+def _turns(config: Config) -> tuple[int, int | None]:
+    environment = config.environment  # type: ignore[attr-defined]
+    return (1, None) if environment.name is None else (environment.max_turns, environment.max_turn_tokens)

@@ -68,6 +68,10 @@ class SamplingTable:
             key=_mix(_mix(seeds) + names),
         )
 
+    def extended(self, other: SamplingTable) -> SamplingTable:
+        """These rows, then those of `other`."""
+        return SamplingTable(*(np.concatenate((getattr(self, n), getattr(other, n))) for n in self.__slots__))
+
     def take(self, rows: np.ndarray) -> SamplingTable:
         return SamplingTable(*(getattr(self, name)[rows] for name in self.__slots__))
 
@@ -102,17 +106,17 @@ def sample_rows(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> 
     Raises FloatingPointError if a row's largest logit is not a finite number.
     """
     b, v = logits.shape
-    lot = max(1, _MAX_ELEMENTS // v)
-    if b <= lot:
-        return _sample_lot(logits, table, positions)
+    chunk = max(1, _MAX_ELEMENTS // v)
+    if b <= chunk:
+        return _sample_chunk(logits, table, positions)
     parts = [
-        _sample_lot(logits[i : i + lot], table.take(np.arange(i, min(i + lot, b))), positions[i : i + lot])
-        for i in range(0, b, lot)
+        _sample_chunk(logits[i : i + chunk], table.take(np.arange(i, min(i + chunk, b))), positions[i : i + chunk])
+        for i in range(0, b, chunk)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def _sample_lot(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+def _sample_chunk(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> tuple[Tensor, Tensor]:
     device = logits.device
     if device.type == "cuda" and not is_cut(table, logits.shape[1]).any():
         columns = (table.temperature, table.key.view(np.int64), positions.astype(np.int64))

@@ -16,7 +16,7 @@ from jetrl.kernels.gradient import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
-from jetrl.rollout.runner import KVCache
+from jetrl.rollout.kv_cache import KVCache
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, PagedPlan, Side, VarlenPlan
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.rollout.engine import Engine
+from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.sampler import SamplingTable, sample_rows
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
@@ -46,8 +46,8 @@ def requests(vocab: int) -> list[Request]:
 
 
 def generate(model: object, asked: list[Request], **sizes: int) -> list[Completion]:
-    engine = Engine(model, NoText(), "flow", **sizes)
-    engine.load(WeightSet(1, "flow", ""))
+    engine = PagedEngine(model, NoText(), "flow", **sizes)
+    engine.load(WeightSet(1, "flow", {}))
     return list(engine.generate(asked))
 
 

@@ -128,7 +128,7 @@ def test_prompts_whose_conversations_all_failed_count_as_sampled():
 
 def test_a_round_must_be_the_one_asked_for():
     with pytest.raises(AssertionError):
-        Refill(4, 2).add(round_of(0, "xx"), 2)  # four were asked for
+        Refill(4, 2).add(round_of(0, "xx"), 2)  # four were asked for, not two
     with pytest.raises(AssertionError):
         Refill(2, 2).add(round_of(0, "xx"), 2).add([], 0)
 

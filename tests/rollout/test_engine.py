@@ -19,12 +19,14 @@ from jetrl.kernels.reference_attention import read_cache, write_cache
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import BF16, kv_head
 from jetrl.precision.recipe import Recipe, build_recipe
-from jetrl.rollout.engine import Engine, StepReport
+from jetrl.rollout.engine import PagedEngine
+from jetrl.rollout.kv_cache import KVCache, page_bytes, pages_in_memory
 from jetrl.rollout.plan import Plan
-from jetrl.rollout.runner import KVCache, ModelRunner, page_bytes, pages_in_memory
+from jetrl.rollout.runner import ModelRunner
 from jetrl.rollout.sampler import SamplingTable, sample
+from jetrl.rollout.stopper import Stopper
 from jetrl.spec import ModelSpec, RopeSpec
-from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, VarlenPlan, WeightSet
+from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, StepReport, VarlenPlan, WeightSet
 
 VOCAB, HIDDEN = 40, 16
 SPEC = ModelSpec(
@@ -81,9 +83,9 @@ class Letters:
         return "".join("#abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"[t] for t in token_ids)
 
 
-def make_engine(model: object = None, **sizes: int | None) -> Engine:
-    engine = Engine(model or HashModel(), Letters(), "flow", **sizes)  # type: ignore[arg-type]
-    engine.load(WeightSet(3, "flow", ""))
+def make_engine(model: object = None, **sizes: int | None) -> PagedEngine:
+    engine = PagedEngine(model or HashModel(), Letters(), "flow", **sizes)  # type: ignore[arg-type]
+    engine.load(WeightSet(3, "flow", {}))
     return engine
 
 
@@ -180,11 +182,10 @@ class Bytes:
     ("text", "stop"), [("so läuft es", "ä"), ("x €uro", "€u"), ("end \n\n", "d \n"), ("aXb", "XXX")]
 )
 def test_stop_strings_across_bytes(text: str, stop: str) -> None:
-    from jetrl.rollout.engine import _Stopper
-
-    stopper = _Stopper([Request(0, (1,), SamplingParams(99, stop=(stop,)))], frozenset(), Bytes())
+    stopper = Stopper(frozenset(), Bytes())
+    stopper.extend([Request(0, (1,), SamplingParams(99, stop=(stop,)))])
     data = [4, *text.encode(), 4, 4]
-    hits = [stopper.check(np.array([0]), np.array([byte]))[0] for byte in data]
+    hits = stopper.check(np.array([0]), np.array(data)[:, None])[:, 0].tolist()
     wanted = [stop in Bytes().decode(data[: i + 1]) for i in range(len(data))]
     assert hits.index(True) == wanted.index(True) if any(wanted) else not any(hits)
 
@@ -192,8 +193,8 @@ def test_stop_strings_across_bytes(text: str, stop: str) -> None:
 def test_stop_token_is_kept_in_tokens_and_not_in_text() -> None:
     requests = [Request(i, (1, 2, 3), SamplingParams(120)) for i in range(24)]
     for eos_ids in ({0}, {0, 5}):
-        engine = Engine(HashModel(), Letters(), "flow", eos_token_ids=eos_ids)  # type: ignore[arg-type]
-        engine.load(WeightSet(0, "flow", ""))
+        engine = PagedEngine(HashModel(), Letters(), "flow", eos_token_ids=eos_ids)  # type: ignore[arg-type]
+        engine.load(WeightSet(0, "flow", {}))
         stopped = [c for c in engine.generate(requests) if c.finish_reason == "stop"]
         assert {c.tokens[-1] for c in stopped} == eos_ids
         for c in stopped:
@@ -213,13 +214,13 @@ def test_step_reports() -> None:
 
 
 def test_refusals() -> None:
-    engine = Engine(HashModel(), Letters(), "flow", page_size=4, kv_cache_tokens=22)  # type: ignore[arg-type]
+    engine = PagedEngine(HashModel(), Letters(), "flow", page_size=4, kv_cache_tokens=22)  # type: ignore[arg-type]
     request = Request(9, (1, 2), SamplingParams(4))
     with pytest.raises(ValueError, match="no weights are loaded"):
         engine.generate([request])
     with pytest.raises(ValueError, match="version 5 have flow other, this engine runs flow flow"):
-        engine.load(WeightSet(5, "other", ""))
-    engine.load(WeightSet(5, "flow", ""))
+        engine.load(WeightSet(5, "other", {}))
+    engine.load(WeightSet(5, "flow", {}))
     assert len(engine.generate([request])) == 1
     with pytest.raises(UserError, match=r"request 9: 2 prompt tokens \+ max_tokens 23 = 25.*6 pages \* 4 tokens = 24"):
         engine.generate([Request(9, (1, 2), SamplingParams(23))])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl.errors import UserError
-from jetrl.rollout.kv_cache import PageAllocator
+from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.plan import Plan
 from jetrl.rollout.scheduler import ForcePreempt, Scheduler
 from jetrl.types import Request, SamplingParams

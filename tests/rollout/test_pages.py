@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl.rollout.kv_cache import PageAllocator
+from jetrl.rollout.pages import PageAllocator
 
 
 def test_share_and_free_count_references() -> None:

@@ -1,0 +1,74 @@
+"""`PageAllocator`: which pages of the KV cache are in use, and by how many sequences. Plain numbers; no torch.
+
+A page holds the keys and values of `page_size` neighbouring tokens of one sequence. Sequences with the same beginning
+share its pages: each holder has one reference, and a page is free again when its last reference goes. A page with more
+than one reference must not be written; the scheduler takes a fresh page and asks the runner to copy (copy on write).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+class PageAllocator:
+    """`num_pages` pages of `page_size` tokens, with a reference count each."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"need at least one page of one token, got num_pages={num_pages}, page_size={page_size}")
+        self.num_pages, self.page_size = num_pages, page_size
+        self.ref_counts = np.zeros(num_pages, dtype=np.int32)
+        self.peak_used = 0
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is given out first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that a sequence of `num_tokens` tokens fills or begins."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int = 1) -> list[int]:
+        """Take `count` free pages, with one reference each. The caller has checked `num_free`."""
+        assert 0 <= count <= len(self._free), f"asked for {count} pages, {len(self._free)} of {self.num_pages} are free"
+        split = len(self._free) - count
+        pages = self._free[split:]
+        del self._free[split:]
+        self.ref_counts[pages] = 1
+        self.peak_used = max(self.peak_used, self.num_used)
+        return pages
+
+    def share(self, pages: Sequence[int] | np.ndarray) -> None:
+        """One more reference to each of `pages` (distinct pages in use)."""
+        assert (self.ref_counts[pages] > 0).all(), f"pages {list(pages)} are shared, but one of them is free"
+        self.ref_counts[pages] += 1
+
+    def free(self, pages: Sequence[int] | np.ndarray) -> None:
+        """Drop one reference to each of `pages` (distinct); those without any left can be given out again."""
+        for page in pages:
+            page = int(page)
+            count = self.ref_counts[page]
+            assert count > 0, f"page {page} is freed twice"
+            self.ref_counts[page] = count - 1
+            if count == 1:
+                self._free.append(page)
+
+    def check_integrity(self, holders: Iterable[Iterable[int]] | None = None) -> None:
+        """Assert that no page is lost or doubly owned; with `holders` (the pages of each holder), that counts match."""
+        free = Counter(self._free)
+        assert all(n == 1 for n in free.values()), f"pages free twice: {[p for p, n in free.items() if n > 1]}"
+        idle = set(np.flatnonzero(self.ref_counts == 0).tolist())
+        assert idle == set(free), f"pages without a reference that are not free, or the reverse: {idle ^ set(free)}"
+        assert (self.ref_counts >= 0).all(), "a negative reference count"
+        if holders is not None:
+            held = Counter(page for pages in holders for page in pages)
+            counts = {page: int(self.ref_counts[page]) for page in np.flatnonzero(self.ref_counts).tolist()}
+            assert held == counts, f"references {counts} differ from the pages that are held {dict(held)}"

@@ -1,0 +1,263 @@
+"""`roll_out`: prompts in, trajectories out, for plain answers and for conversations with an environment alike.
+
+A plain answer is a conversation of one turn whose environment is silent. Turns of one trajectory share one request id:
+a token is a function of seed, id and position in the sequence, so it does not depend on how turns were scheduled. A
+turn's request holds all tokens before it exactly as they were drawn or replied; text is never made into tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from jetrl.errors import UserError
+from jetrl.rollout.limits import RefusedRequest
+from jetrl.rollout.requests import STEP_STRIDE, Asked
+from jetrl.types import (
+    Completion,
+    Conversations,
+    EndReason,
+    Engine,
+    Group,
+    Problem,
+    Prompt,
+    Reply,
+    Request,
+    Segment,
+    StepReport,
+    Trajectory,
+)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What came of the prompts: groups in their order, and apart from them the trajectories whose environment failed.
+
+    A prompt all of whose trajectories failed has no group.
+    """
+
+    groups: list[Group]
+    failed: list[tuple[Prompt, Trajectory]]
+    with_environment: bool = False
+
+
+def roll_out(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    asked: Asked,
+    conversations: Conversations | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> Rollout:
+    """`asked.count` trajectories of each prompt, prompt by prompt.
+
+    Engine steps go on while environments work; no conversation waits for the slowest. `on_step` hears after each round
+    how many trajectories have ended. UserError naming the problem if a prompt is empty or the engine refuses it. After
+    any error the engine is left without work.
+    """
+    driver = _Driver(engine, prompts, asked, conversations)
+    try:
+        driver.run(on_step)
+    except BaseException:
+        driver.abort()
+        raise
+    ended = [live.ended for live in driver.all]
+    groups, failed = [], []
+    for i, prompt in enumerate(prompts):
+        own = [t for t in ended[i * asked.count : (i + 1) * asked.count] if t is not None]
+        assert len(own) == asked.count, "a trajectory has not ended"
+        failed += [(prompt, t) for t in own if t.end in ("error", "timeout")]
+        if good := tuple(t for t in own if t.end not in ("error", "timeout")):
+            groups.append(Group(prompt, good))
+    return Rollout(groups, failed, conversations is not None)
+
+
+def rollout_stats(rollout: Rollout, seconds: float) -> dict[str, float]:
+    """Lengths in policy tokens, share cut off, generated tokens a second; for conversations turns and failures.
+
+    Failed trajectories count in the speed and in their own numbers only.
+    """
+    good = [t for g in rollout.groups for t in g.trajectories]
+    drawn = sum(t.num_policy_tokens for t in good) + sum(t.num_policy_tokens for _, t in rollout.failed)
+    stats = {"perf/tokens_per_s_per_gpu": drawn / max(seconds, 1e-9)}
+    if good:
+        lengths = [t.num_policy_tokens for t in good]
+        stats |= {
+            "response_length/mean": sum(lengths) / len(good),
+            "response_length/max": float(max(lengths)),
+            "response_length/frac_truncated": sum(t.truncated for t in good) / len(good),
+        }
+    if not rollout.with_environment:
+        return stats
+    if good:
+        turns = [len(t.turns) for t in good]
+        stats |= {
+            "environment/turns_mean": sum(turns) / len(good),
+            "environment/turns_max": float(max(turns)),
+            "environment/tokens_mean": sum(t.response_length - t.num_policy_tokens for t in good) / len(good),
+            "environment/frac_max_turns": sum(t.end == "turns" for t in good) / len(good),
+        }
+    ends = [t.end for _, t in rollout.failed]
+    return stats | {
+        "environment/num_errors": float(ends.count("error")),
+        "environment/num_timeouts": float(ends.count("timeout")),
+    }
+
+
+@dataclass(slots=True)
+class _Live:
+    """A trajectory on its way."""
+
+    key: int
+    prompt: Prompt
+    segments: list[Segment] = field(default_factory=list)  # the environment's first one is the prompt
+    num_turns: int = 0
+    tokens: tuple[int, ...] = ()  # of all segments
+    last: Completion | None = None
+    ended: Trajectory | None = None
+
+
+class _Driver:
+    """One `roll_out` call."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None
+    ) -> None:
+        number = len(prompts) * asked.count
+        assert asked.first_id % STEP_STRIDE + number <= STEP_STRIDE, "more trajectories in a step than request ids"
+        self.engine, self.asked, self.conversations = engine, asked, conversations
+        self.all = [_Live(asked.first_id + i, prompts[i // asked.count]) for i in range(number)]
+        self.live = {one.key: one for one in self.all}
+        self.started: set[int] = set()  # conversations that are to be closed
+        self.last = StepReport(0, 0, 0, 0, 0)
+        self.steps_before = self.tokens_before = 0  # of engine sessions that are over
+
+    def run(self, on_step: Callable[[StepReport], None] | None) -> None:
+        """Rounds of replies, requests and one engine step, until every trajectory has ended."""
+        first: list[Reply] = []
+        if self.conversations is None:
+            first = [Reply(o.key, o.prompt.tokens, prompt_text(o.prompt.problem)) for o in self.all]
+        else:
+            for one in self.all:
+                self.started.add(one.key)
+                self.conversations.start(one.key, one.prompt.problem)
+        while self.live:
+            replies, first = (first, []) if self.conversations is None else (self._poll(self.conversations), [])
+            requests = [r for reply in replies if (r := self._take_reply(reply)) is not None]
+            if requests:
+                self._add(requests)
+            if self.engine.has_work:
+                self._count(self.engine.step())
+                for completion in self.engine.collect():
+                    self._take_completion(completion)
+            if on_step is not None:
+                on_step(self._report())
+
+    def abort(self) -> None:
+        """Leave nothing behind in engine and environment."""
+        self.engine.forget(list(self.live))
+        self.engine.collect()
+        if self.conversations is not None:
+            for key in sorted(self.started):
+                self.conversations.close(key)
+
+    def _poll(self, conversations: Conversations) -> list[Reply]:
+        wait = not self.engine.has_work
+        replies = conversations.poll(wait)
+        assert replies or not wait, f"{len(self.live)} conversations wait for replies, and the environment gives none"
+        return replies
+
+    def _add(self, requests: list[Request]) -> None:
+        try:
+            self.engine.add(requests)
+        except RefusedRequest as error:
+            problem = self.live[error.request_id].prompt.problem
+            raise UserError(f"Problem {problem.id}: {error}") from error
+
+    def _take_reply(self, reply: Reply) -> Request | None:
+        """Append what the environment said; the request of the next turn, unless the trajectory ends here."""
+        one = self.live[reply.key]
+        if one.num_turns:
+            assert one.segments[-1].author == "policy", f"two replies in a row to conversation {reply.key}"
+            one.segments[-1] = replace(one.segments[-1], reward=reply.reward)
+        if end := self._end_after(one, reply):
+            if not one.segments:  # it failed at once; a trajectory begins with its prompt
+                one.segments.append(Segment("environment", reply.tokens, reply.text))
+            self._end(one, end, reply.error or ("" if one.num_turns else "it was over before the first turn"))
+            return None
+        if reply.tokens:
+            one.segments.append(Segment("environment", reply.tokens, reply.text))
+            one.tokens += reply.tokens
+        return self._request(one)
+
+    def _end_after(self, one: _Live, reply: Reply) -> EndReason | None:
+        """How the trajectory ends with this reply, if it does."""
+        if reply.failure:
+            return reply.failure
+        if not one.num_turns:
+            if not reply.done and not reply.tokens:
+                raise UserError(
+                    f"Problem {one.prompt.problem.id}: the prompt {reply.text!r} has no tokens. Remove it or write a "
+                    "prompt."
+                )
+            return "error" if reply.done else None
+        if reply.done:
+            return "stop"
+        if one.num_turns >= self.asked.max_turns:
+            return "turns"
+        return "length" if self._room(one) <= len(reply.tokens) else None
+
+    def _take_completion(self, completion: Completion) -> None:
+        """Append a turn of the policy; the trajectory ends, or the environment gets to see it."""
+        one = self.live[completion.request_id]
+        one.segments.append(Segment("policy", completion.tokens, completion.text, completion.logprobs))
+        one.tokens += completion.tokens
+        one.num_turns += 1
+        one.last = completion
+        if self.conversations is None:
+            self._end(one, completion.finish_reason)
+        elif completion.finish_reason == "length" and self._room(one) == 0:
+            self._end(one, "length")
+        else:
+            self.conversations.act(one.key, completion)
+
+    def _room(self, one: _Live) -> int:
+        """Tokens that the trajectory may still take."""
+        return self.asked.sampling.max_tokens - (len(one.tokens) - len(one.segments[0].tokens))
+
+    def _request(self, one: _Live) -> Request:
+        if self.conversations is None:
+            return Request(one.key, one.tokens, self.asked.sampling)
+        room = self._room(one)
+        limit = room if self.asked.max_turn_tokens is None else min(self.asked.max_turn_tokens, room)
+        longest = len(one.segments[0].tokens) + self.asked.sampling.max_tokens
+        return Request(one.key, one.tokens, replace(self.asked.sampling, max_tokens=limit), longest)
+
+    def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
+        version, flow = (0, "") if one.last is None else (one.last.weight_version, one.last.flow_digest)
+        one.ended = Trajectory(tuple(one.segments), end, version, flow, error)
+        one.tokens = ()
+        del self.live[one.key]
+        if self.conversations is not None:
+            self.started.remove(one.key)
+            self.conversations.close(one.key)
+            self.engine.forget([one.key])
+
+    def _count(self, report: StepReport) -> None:
+        """Note an engine's report. Its counts begin again when the engine was idle."""
+        if report.step <= self.last.step or report.generated_tokens < self.last.generated_tokens:
+            self.steps_before += self.last.step
+            self.tokens_before += self.last.generated_tokens
+        self.last = report
+
+    def _report(self) -> StepReport:
+        idle = not self.engine.has_work
+        running, waiting = (0, 0) if idle else (self.last.running, self.last.waiting)
+        steps, tokens = self.steps_before + self.last.step, self.tokens_before + self.last.generated_tokens
+        return StepReport(steps, running, waiting, len(self.all) - len(self.live), tokens)
+
+
+def prompt_text(problem: Problem) -> str:
+    """A problem's prompt for people to read: the text, or a line for each chat message."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    return "\n".join(f"{m['role']}: {m['content']}" for m in problem.prompt)

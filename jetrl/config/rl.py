@@ -94,7 +94,8 @@ class RLConfig(Section):
         default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. "
         "refill: also sample further prompts, until prompts_per_step groups carry a signal.",
     )
-    max_refill_rounds: int = Field(default=8, ge=1, description="Most rounds of refill in a step, after its first sampling.")
+    max_refill_rounds: int = Field(
+        default=8, ge=1, description="Most rounds of refill in a step, after its first sampling.")
     overlong_buffer_len: int = Field(
         default=0, ge=0, description="Soft length penalty over the last tokens before max_response_length. 0: off.")
     overlong_penalty_factor: float = Field(default=1.0, gt=0, description="Penalty at the end of that buffer.")

@@ -56,7 +56,7 @@ class Refill:
 
     def add(self, groups: Sequence[Group], sampled: int) -> Refill:
         """The state after a round that sampled so many prompts and gave these scored groups."""
-        assert len(groups) <= sampled == self.next_count, (len(groups), sampled, self.next_count)
+        assert len(groups) <= sampled == self.next_count > 0, (len(groups), sampled, self.next_count)
         sampled += self.num_sampled
         return replace(self, seen=(*self.seen, *groups), rounds=self.rounds + 1, num_sampled=sampled)
 

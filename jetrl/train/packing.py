@@ -124,7 +124,7 @@ def denominators(batch: PackedBatch, max_response_length: int) -> Denominators:
     and skip it.
     """
     counts = [0] * batch.num_sequences
-    for _, sequence, _, rows in _loss_rows(batch):
+    for _, sequence, rows in _loss_rows(batch):
         counts[sequence] = len(rows)
     assert sum(counts) == batch.num_loss_tokens, (sum(counts), batch.num_loss_tokens)
     return Denominators(
@@ -146,7 +146,7 @@ def fill(
     filled, first = [], 0
     for batch in batches:
         columns = [torch.zeros(len(m.tokens), dtype=torch.float32) for m in batch.micro_batches]
-        for number, sequence, _, rows in _loss_rows(batch):
+        for number, sequence, rows in _loss_rows(batch):
             value = values[first + sequence]
             columns[number][rows] = value if isinstance(value, float) else torch.as_tensor(value, dtype=torch.float32)
         micros = [replace(m, **{column: c}) for m, c in zip(batch.micro_batches, columns, strict=True)]
@@ -172,10 +172,11 @@ def by_trajectory(batches: Sequence[PackedBatch], column: str, lengths: Sequence
     """
     found, first = [np.zeros(length) for length in lengths], 0
     for batch in batches:
-        for number, sequence, _, rows in _loss_rows(batch):
+        for number, sequence, rows in _loss_rows(batch):
             values = getattr(batch.micro_batches[number], column)[rows]
-            assert len(values) == len(found[first + sequence]), "all policy tokens of a trajectory are in the loss"
-            found[first + sequence] = values.double().numpy()
+            if len(values):  # all policy tokens of a trajectory are in the loss, or none
+                assert len(values) == len(found[first + sequence])
+                found[first + sequence] = values.double().numpy()
         first += batch.num_sequences
     return found
 
@@ -187,13 +188,13 @@ def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch
     return MicroBatch(**values)
 
 
-def _loss_rows(batch: PackedBatch) -> Iterator[tuple[int, int, int, Tensor]]:
-    """(micro-batch, number of the sequence, its first row, its loss rows within the micro-batch)."""
+def _loss_rows(batch: PackedBatch) -> Iterator[tuple[int, int, Tensor]]:
+    """(micro-batch, number of the sequence, its loss rows within the micro-batch)."""
     for number, micro in enumerate(batch.micro_batches):
         edges = micro.cu_seqlens.tolist()
         for start, end in zip(edges[:-1], edges[1:], strict=True):
             rows = start + micro.loss_mask[start:end].nonzero()[:, 0]
-            yield number, int(micro.sequence_ids[start]), start, rows
+            yield number, int(micro.sequence_ids[start]), rows
 
 
 def _micro_batch(sequences: Sequence[_Sequence]) -> MicroBatch:

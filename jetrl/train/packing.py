@@ -147,6 +147,8 @@ def fill(
     for batch in batches:
         columns = [torch.zeros(len(m.tokens), dtype=torch.float32) for m in batch.micro_batches]
         for number, sequence, rows in _loss_rows(batch):
+            if not len(rows):
+                continue
             value = values[first + sequence]
             columns[number][rows] = value if isinstance(value, float) else torch.as_tensor(value, dtype=torch.float32)
         micros = [replace(m, **{column: c}) for m, c in zip(batch.micro_batches, columns, strict=True)]

@@ -53,7 +53,7 @@ def forward_rows(model: Transformer, micro: MicroBatch, temperature: float) -> R
 
 
 def update(learner: Learner, batches: list[PackedBatch], config: Config, step: int) -> dict[str, float]:
-    """All optimizer updates of a step; published between them, the last is left to the caller. Returns metrics.
+    """All optimizer updates of a step, published between them; after the last the caller does. Returns metrics.
 
     With one update a step the old policy is the current one, so its log-probs are the ones at hand and no extra pass is
     made. With several, the batches hold the old log-probs, or a unified flow takes the rollout's (the same bits).
@@ -64,10 +64,10 @@ def update(learner: Learner, batches: list[PackedBatch], config: Config, step: i
             continue
         if stats:
             learner.model.publish()
-            if learner.critic is not None:
-                learner.critic.publish()
         # only in the first update are the weights those that sampled
         stats.append(_one_update(learner, batch, config, step, on_policy=i == 0, single=len(batches) == 1))
+        if learner.critic is not None:  # only the trainer reads it
+            learner.critic.publish()
     if not stats:
         return {}
     merged = {k: sum(s[k] for s in stats) / len(stats) for k in stats[0] if not k.startswith("parity/")}

@@ -99,7 +99,7 @@ def test_two_system_messages_are_refused(chat_tokenizer):
 def test_steps_walk_through_the_stream_without_gaps():
     tokenizer, conf = arithmetic_tokenizer(), config(num_eval=5)
     task = build_task(conf.task, 0, tokenizer)
-    prompts = [p for step in (1, 2, 3) for p in sample(task, tokenizer, step, conf)]
+    prompts = [p for first in (0, 3, 6) for p in sample(task, tokenizer, first, 3, conf)]
     assert [p.index for p in prompts] == list(range(9))
     assert [p.problem for p in prompts] == [task.problem(i) for i in range(9)]
     assert all(tokenizer.decode(list(p.tokens)) == p.problem.prompt for p in prompts)
@@ -107,15 +107,10 @@ def test_steps_walk_through_the_stream_without_gaps():
     assert [p.problem for p in held_out] == task.eval_problems(5)
 
 
-def environment_only():
-    # Not a value of `task.name` for every version of the config: made without its checks.
-    return TaskConfig.model_construct(name="environment", params={}, num_eval=4)
-
-
 def test_every_task_is_in_the_table():
     tokenizer = arithmetic_tokenizer()
     assert set(TASKS) == {"addition", "file", "gym", "environment"}
-    built = build_task(environment_only(), 3, tokenizer, "GuessNumber")
+    built = build_task(TaskConfig(name="environment"), 3, tokenizer, "GuessNumber")
     assert built.problem(2).id == "GuessNumber/3/2"
     assert built.reward is None and not built.check_gold and "GuessNumber" in built.describe()
 
@@ -123,7 +118,7 @@ def test_every_task_is_in_the_table():
 def test_problems_for_an_environment_have_a_seed_and_no_tokens():
     tokenizer, conf = arithmetic_tokenizer(), config(num_eval=5)
     task = build_task(conf.task, conf.seed, tokenizer, "calculator")
-    prompts = sample(task, tokenizer, 2, conf, conversations=True)
+    prompts = sample(task, tokenizer, 3, 3, conf, conversations=True)
     assert [p.index for p in prompts] == [3, 4, 5] and all(p.tokens == () for p in prompts)
     for prompt in prompts:
         plain = task.problem(prompt.index)
@@ -140,7 +135,7 @@ def test_columns_of_the_data_go_before_ours(tmp_path):
     conf = config(name="file", train_file=str(file), num_eval=2)
     # The tokenizer has no letters: prompts that an environment may change are not encoded before it has.
     task = build_task(conf.task, 0, arithmetic_tokenizer(), "retry")
-    for prompt in sample(task, arithmetic_tokenizer(), 1, conf, conversations=True):
+    for prompt in sample(task, arithmetic_tokenizer(), 0, 8, conf, conversations=True):
         assert prompt.problem.extra == {"index": prompt.index, "seed": 100 + int(prompt.problem.prompt[1:])}
     with pytest.raises(UserError, match="cannot encode the prompt"):
         build_task(conf.task, 0, arithmetic_tokenizer())

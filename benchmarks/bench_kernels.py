@@ -16,7 +16,8 @@ from common import COPY_TBPS, RESULTS, graphed, host_us, interleaved, median, qu
 from torch import Tensor
 
 from jetrl.kernels.dispatch import load_backend
-from jetrl.model.transformer import Layer, Transformer
+from jetrl.model.blocks import Layer
+from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe
 from jetrl.rollout.kv_cache import KVCache
 from jetrl.spec import ModelSpec, RopeSpec
@@ -214,28 +215,32 @@ def head() -> Rows:
 
 def fused_layer(layer: Layer, x: Any, residual: Tensor | None, model: Transformer, batch: ForwardBatch) -> Any:
     """A decoder layer of FP8 linears from the fused kernels: what the model could do where no gradient is needed."""
-    ops, spec = load_backend("hopper"), layer.spec
+    ops, spec, index = load_backend("hopper"), model.spec, layer.attn.layer
     eps = spec.rms_norm_eps
-    y, residual = ops.add_rms_norm_quantize(x, residual, layer.attn_norm.published, eps, False)
-    qkv = ops.fp8_gemm(y, layer.qkv.fp8_operand(), torch.bfloat16)
-    norms = (layer.q_norm.published, layer.k_norm.published)
+    y, residual = ops.add_rms_norm_quantize(x, residual, layer.attn.norm.published, eps, False)
+    qkv = ops.fp8_gemm(y, layer.attn.qkv.fp8_operand(), torch.bfloat16)
+    norms = (layer.attn.q_norm.published, layer.attn.k_norm.published)
     heads, tables = (spec.num_heads, spec.num_kv_heads), (model.cos, model.sin)
     q, _, _ = ops.qkv_norm_rope(
         qkv, heads, spec.head_dim, norms, eps, tables, batch.positions,
-        (batch.plan.cache.layer(layer.index), batch.plan.slots), layer.fp8_kv,
+        (batch.plan.cache.layer(index), batch.plan.slots), layer.attn.fp8_kv,
     )
-    a = ops.attend_cached(q, batch.plan, layer.index, spec.head_dim**-0.5).flatten(1)
-    y = ops.fp8_gemm(ops.quantize_act(a), layer.o.fp8_operand(), torch.bfloat16)
-    y, residual = ops.add_rms_norm_quantize(y, residual, layer.mlp_norm.published, eps, False)
-    y = ops.fp8_gemm(y, layer.gate_up.fp8_operand(), torch.bfloat16)
-    return ops.fp8_gemm(ops.swiglu_quantize(y, False), layer.down.fp8_operand(), torch.bfloat16), residual
+    a = ops.attend_cached(q, batch.plan, index, spec.head_dim**-0.5).flatten(1)
+    y = ops.fp8_gemm(ops.quantize_act(a), layer.attn.o.fp8_operand(), torch.bfloat16)
+    y, residual = ops.add_rms_norm_quantize(y, residual, layer.mlp.norm.published, eps, False)
+    y = ops.fp8_gemm(y, layer.mlp.gate_up.fp8_operand(), torch.bfloat16)
+    return ops.fp8_gemm(ops.swiglu_quantize(y, False), layer.mlp.down.fp8_operand(), torch.bfloat16), residual
 
 
 def layer() -> Rows:
     """Decode and training of decoder layers, host time included and not; the device time by kernel."""
     rows: Rows = []
     count = 4
-    spec = ModelSpec("qwen3", 8192, D, F, count, N, G, H, 1e-6, RopeSpec(1e6), 16384, True, False, True)
+    spec = ModelSpec(
+        family="qwen3", vocab_size=8192, hidden_size=D, intermediate_size=F, num_layers=count, num_heads=N,
+        num_kv_heads=G, head_dim=H, rms_norm_eps=1e-6, rope=RopeSpec(1e6), max_position=16384, tie_embeddings=True,
+        qkv_bias=False, qk_norm=True,
+    )
     for precision in ("bf16", "fp8"):
         with torch.device(CUDA):
             model = Transformer(spec, Recipe(precision, count), master_dtype=torch.bfloat16)

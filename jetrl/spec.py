@@ -16,11 +16,11 @@ class RopeSpec:
     original_max_position: int = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that the model definition, the flow graph and the weight names need; sizes are counts of elements."""
 
-    family: str  # "llama" | "qwen2" | "qwen3"
+    family: str  # "llama" | "qwen2" | "qwen3"; `precision/blocks.py` says what its layers consist of
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -49,10 +49,13 @@ class ModelSpec:
 def _shape(
     family: str, vocab: int, hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], theta: float,
     max_position: int, tied: bool, eps: float = 1e-6, llama3: bool = False,
-) -> ModelSpec:  # fmt: skip
-    rope = RopeSpec(theta, 8.0) if llama3 else RopeSpec(theta)
+) -> ModelSpec:
+    num_heads, num_kv_heads, head_dim = heads
     return ModelSpec(
-        family, vocab, hidden, intermediate, layers, *heads, eps, rope, max_position, tied, False, family == "qwen3"
+        family=family, vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_layers=layers,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rms_norm_eps=eps,
+        rope=RopeSpec(theta, 8.0) if llama3 else RopeSpec(theta), max_position=max_position, tie_embeddings=tied,
+        qkv_bias=False, qk_norm=family == "qwen3",
     )
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.kernels.quantize import quantize_weight
 from jetrl.model import hf
+from jetrl.precision.blocks import linears_of
 from jetrl.precision.formats import BLOCK
-from jetrl.precision.recipe import ROLES, Recipe
+from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
 HF_SUBFOLDER = "model"  # of a checkpoint
@@ -58,14 +59,18 @@ def export(
 
 def fp8_weights(spec: ModelSpec, recipe: Recipe) -> list[str]:
     """Our names of the weights that the recipe has in FP8, in model order."""
-    layers = [layer for layer in range(spec.num_layers) if not recipe.is_bf16_layer(layer)]
-    return [f"layers.{layer}.{role}.weight" for layer in layers for role in ROLES]
+    return [name for layer in range(spec.num_layers) if not recipe.is_bf16_layer(layer)
+            for name in _linear_weights(spec, layer)]
+
+
+def _linear_weights(spec: ModelSpec, layer: int) -> list[str]:
+    return [f"layers.{layer}.{block}.{role}.weight" for block, role in linears_of(spec, layer)]
 
 
 def quantization_config(spec: ModelSpec, recipe: Recipe) -> dict[str, Any]:
     """The `quantization_config` of the export; loaders differ in the name they read the list of BF16 modules from."""
     table, converted = hf.tensor_table(spec), set(fp8_weights(spec, recipe))
-    linears = [f"layers.{layer}.{role}.weight" for layer in range(spec.num_layers) for role in ROLES]
+    linears = [name for layer in range(spec.num_layers) for name in _linear_weights(spec, layer)]
     kept = [piece.name for ours in linears if ours not in converted for piece in table[ours]]
     modules = ["lm_head", *(name.removesuffix(".weight") for name in kept)]
     return {

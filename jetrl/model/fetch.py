@@ -23,12 +23,12 @@ CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _PIECES = {
     "embed.weight": ("token_embd.weight",),
     "norm.weight": ("output_norm.weight",),
-    "layers.{i}.attn_norm.weight": ("blk.{i}.attn_norm.weight",),
-    "layers.{i}.qkv.weight": ("blk.{i}.attn_q.weight", "blk.{i}.attn_k.weight", "blk.{i}.attn_v.weight"),
-    "layers.{i}.o.weight": ("blk.{i}.attn_output.weight",),
-    "layers.{i}.mlp_norm.weight": ("blk.{i}.ffn_norm.weight",),
-    "layers.{i}.gate_up.weight": ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"),
-    "layers.{i}.down.weight": ("blk.{i}.ffn_down.weight",),
+    "layers.{i}.attn.norm.weight": ("blk.{i}.attn_norm.weight",),
+    "layers.{i}.attn.qkv.weight": ("blk.{i}.attn_q.weight", "blk.{i}.attn_k.weight", "blk.{i}.attn_v.weight"),
+    "layers.{i}.attn.o.weight": ("blk.{i}.attn_output.weight",),
+    "layers.{i}.mlp.norm.weight": ("blk.{i}.ffn_norm.weight",),
+    "layers.{i}.mlp.gate_up.weight": ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"),
+    "layers.{i}.mlp.down.weight": ("blk.{i}.ffn_down.weight",),
 }
 
 

@@ -7,13 +7,33 @@ Defaults of absent keys are those of transformers. Both layouts of the rotary ke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.spec import ModelSpec, RopeSpec
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_MAX_POSITION = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What `model_type` alone says: transformers' class and default length, and the keys that are always written."""
+
+    architecture: str
+    max_position: int
+    written: Mapping[str, Any]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None  # where the key is absent; None: hidden_size / num_attention_heads
+    kv_heads_optional: bool = False  # an absent num_key_value_heads means num_attention_heads
+    hidden_act: str = "silu"
+
+
+_NO_BIAS, _NO_WINDOW = {"attention_bias": False}, {"use_sliding_window": False}
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", 2048, _NO_BIAS | {"mlp_bias": False}, kv_heads_optional=True),
+    "qwen2": Family("Qwen2ForCausalLM", 32768, _NO_WINDOW, qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, head_dim=128),
+}
 
 # Read into the spec.
 _SPEC_KEYS = frozenset(
@@ -23,7 +43,6 @@ _SPEC_KEYS = frozenset(
 )
 # The only value with which the model is the one that jetrl computes, and what it means otherwise.
 _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
-    "hidden_act": ("silu", "another activation function"),
     "attention_bias": (False, "a bias on the attention projections"),
     "mlp_bias": (False, "a bias on the MLP projections"),
     "attention_dropout": (0, "dropout in attention"),
@@ -56,15 +75,16 @@ _LLAMA3_KEYS = frozenset("factor low_freq_factor high_freq_factor original_max_p
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model of a `config.json`; UserError names every key with which it would be another model."""
     family = config.get("model_type")
-    if family not in ARCHITECTURES:
-        raise UserError(f"model_type = {family!r} is not supported; jetrl runs {', '.join(ARCHITECTURES)} models.")
+    if family not in FAMILIES:
+        raise UserError(f"model_type = {family!r} is not supported; jetrl runs {', '.join(FAMILIES)} models.")
     _refuse_other_models(config, family)
+    facts = FAMILIES[family]
     num_heads = _size(config, "num_attention_heads")
     hidden_size = _size(config, "hidden_size")
-    num_kv_heads = _size(config, "num_key_value_heads", default=num_heads if family == "llama" else None)
+    num_kv_heads = _size(config, "num_key_value_heads", default=num_heads if facts.kv_heads_optional else None)
     if num_heads % num_kv_heads:
         raise UserError(f"num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}.")
-    max_position = _size(config, "max_position_embeddings", default=_MAX_POSITION[family])
+    max_position = _size(config, "max_position_embeddings", default=facts.max_position)
     return ModelSpec(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -78,8 +98,8 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         rope=_rope(config),
         max_position=max_position,
         tie_embeddings=_flag(config, "tie_word_embeddings"),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=facts.qkv_bias,
+        qk_norm=facts.qk_norm,
     )
 
 
@@ -97,7 +117,7 @@ def hf_config(
         if config.get(key) is None:
             config[key] = getattr(tokenizer, key, None)
     config.update(
-        architectures=[ARCHITECTURES[spec.family]],
+        architectures=[FAMILIES[spec.family].architecture],
         model_type=spec.family,
         torch_dtype=dtype,
         dtype=dtype,
@@ -108,7 +128,7 @@ def hf_config(
         num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        hidden_act="silu",
+        hidden_act=FAMILIES[spec.family].hidden_act,
         rms_norm_eps=spec.rms_norm_eps,
         max_position_embeddings=spec.max_position,
         tie_word_embeddings=spec.tie_embeddings,
@@ -116,27 +136,23 @@ def hf_config(
         rope_scaling=_rope_scaling(spec.rope),
         rope_parameters={"rope_theta": spec.rope.theta, **(_rope_scaling(spec.rope) or {"rope_type": "default"})},
     )
-    if spec.family != "qwen2":
-        config["attention_bias"] = False
-    if spec.family == "llama":
-        config["mlp_bias"] = False
-    else:
-        config["use_sliding_window"] = False
-    return config
+    return config | dict(FAMILIES[spec.family].written)
 
 
 def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
-    architectures = config.get("architectures") or [ARCHITECTURES[family]]
-    if list(architectures) != [ARCHITECTURES[family]]:
+    facts = FAMILIES[family]
+    architectures = config.get("architectures") or [facts.architecture]
+    if list(architectures) != [facts.architecture]:
         raise UserError(f"architectures = {architectures} is not supported; a {family} model for jetrl has "
-                        f"[{ARCHITECTURES[family]!r}].")  # fmt: skip
+                        f"[{facts.architecture!r}].")
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
         raise UserError(
             f"quantization_config (quant_method = {method!r}): the weights are already quantized, also if jetrl "
             "exported them. Start from the BF16 model; jetrl quantizes it as the recipe says."
         )
-    for key, (value, meaning) in _REQUIRED_VALUES.items():
+    required = {"hidden_act": (facts.hidden_act, "another activation function")} | _REQUIRED_VALUES
+    for key, (value, meaning) in required.items():
         if config.get(key) is not None and config[key] != value:
             given = config[key]
             raise UserError(f"{key} = {given!r} asks for {meaning}, which is not supported; use {key} = {value!r}.")
@@ -145,8 +161,8 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         raise UserError(f"layer_types has {', '.join(other)}, which is not supported; only full_attention is.")
     if layer_types and len(layer_types) != config.get("num_hidden_layers"):
         raise UserError(f"layer_types has {len(layer_types)} entries for num_hidden_layers = "
-                        f"{config.get('num_hidden_layers')}.")  # fmt: skip
-    known = _SPEC_KEYS | _REQUIRED_VALUES.keys() | _HARMLESS_KEYS | {"quantization_config"}
+                        f"{config.get('num_hidden_layers')}.")
+    known = _SPEC_KEYS | required.keys() | _HARMLESS_KEYS | {"quantization_config"}
     # A key that is off (null, false, zero, empty) asks for nothing.
     if unknown := sorted(key for key, value in config.items() if key not in known and value):
         raise UserError(
@@ -211,8 +227,8 @@ def _rope_scaling(rope: RopeSpec) -> dict[str, Any] | None:
 
 def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_heads: int) -> int:
     if config.get("head_dim") is None:
-        if family == "qwen3":
-            return 128
+        if (default := FAMILIES[family].head_dim) is not None:
+            return default
         if hidden_size % num_heads:
             raise UserError(f"give head_dim: hidden_size = {hidden_size} is no multiple of {num_heads} heads.")
     head_dim = _size(config, "head_dim", default=hidden_size // num_heads)

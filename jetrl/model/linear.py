@@ -21,6 +21,7 @@ from jetrl.kernels.gradient import grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
+from jetrl.model.published import rounded_into
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 
@@ -89,13 +90,6 @@ class _Bias(torch.autograd.Function):
         return dy, dy.to(torch.float32).sum(0).to(ctx.dtype), None
 
 
-def rounded_into(held: Tensor | None, master: Tensor, dtype: torch.dtype) -> Tensor:
-    """`master` rounded to `dtype`, in the memory of `held` if there is any. A master of that dtype is its own copy."""
-    if master.dtype == dtype or held is None or held.shape != master.shape or held.device != master.device:
-        return master.detach().to(dtype)
-    return held.copy_(master.detach())
-
-
 class FlowLinear(nn.Module):
     """`y = x @ W.T (+ bias)`, x [T, K] -> [T, N]. `sections` are the row counts of the projections fused into W.
 
@@ -106,7 +100,7 @@ class FlowLinear(nn.Module):
     def __init__(
         self, in_features: int, sections: tuple[int, ...], bias: bool, recipes: dict[Side, LinearRecipe | None],
         master_dtype: torch.dtype, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.sections, self.recipes, self.dtype = sections, recipes, dtype
         self.weight = nn.Parameter(torch.empty(sum(sections), in_features, dtype=master_dtype))

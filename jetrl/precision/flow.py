@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jetrl.errors import UserError
-from jetrl.precision.graph import FlowEdge, FlowGraph, FlowNode, View, build_flow
+from jetrl.precision.builder import build_flow
+from jetrl.precision.graph import FlowEdge, FlowGraph, FlowNode, View
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
@@ -24,7 +25,6 @@ __all__ = [
     "diff_recipe",
     "flow_digest",
     "fold_differences",
-    "is_subgraph",
     "layer_ranges",
     "require_unified",
 ]
@@ -98,11 +98,6 @@ def _definition(node: FlowNode) -> str:
 def diff_recipe(spec: ModelSpec, recipe: Recipe) -> list[FlowDifference]:
     """The differences between the two sides of one recipe."""
     return diff(build_flow(spec, recipe, "rollout"), build_flow(spec, recipe, "train_forward"))
-
-
-def is_subgraph(rollout: FlowGraph, train_forward: FlowGraph) -> bool:
-    """True where every operator and tensor of the rollout is one of the training forward."""
-    return not diff(rollout, train_forward)
 
 
 def layer_ranges(layers: Iterable[int]) -> str:

@@ -57,13 +57,6 @@ class Format:
         """True where the scales are powers of two."""
         return self.scale == "pow2"
 
-    @property
-    def bits_per_value(self) -> float:
-        """Storage of one value, its share of a full block's scale (FP32; BF16 in the KV cache) included."""
-        bits = {"float32": 32, "bfloat16": 16, "float8_e4m3fn": 8}[self.dtype]
-        scale = 16 if self.name == _KV_HEAD else 32
-        return bits if self.block is None else bits + scale / (self.block[0] * self.block[1])
-
     def __str__(self) -> str:
         """Short form, such as `bf16` or `e4m3[1x128,fp32]`."""
         short = _SHORT_NAMES[self.dtype]

@@ -10,9 +10,8 @@ from jetrl.precision.formats import BF16, Format, ScaleKind, act_1x128, kv_head,
 from jetrl.types import Side
 
 Precision = Literal["bf16", "fp8", "fp8_rollout"]
-Role = Literal["qkv", "o", "gate_up", "down"]
+Role = str  # of a linear within its layer: "qkv", "gate_up"; blocks declare theirs (`block.Block.linears`)
 Cache = Literal["bf16", "fp8"]
-ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Operands(NamedTuple):
@@ -79,7 +78,6 @@ class Recipe:
 
     def linear(self, layer: int, role: Role, side: Side) -> LinearRecipe | None:
         """Formats of one linear on one side; None means plain BF16 GEMMs. On the rollout side only `fprop` runs."""
-        assert role in ROLES, f"role {role!r}, not one of {ROLES}"
         assert side in get_args(Side), f"side {side!r}, not one of {get_args(Side)}"
         if self.name == "bf16" or self.is_bf16_layer(layer) or (self.name == "fp8_rollout" and side == "train"):
             return None
@@ -93,32 +91,6 @@ class Recipe:
             wgrad=Operands(wgrad_128x1(self.activation_scale), wgrad_128x1(self.activation_scale)),
             saved_activation=wgrad_128x1(self.activation_scale),
         )
-
-    def describe(self) -> str:
-        """The three GEMMs as formulas with the format of each operand, for both sides, as plain text."""
-        lines = [f"precision {self.name}, {self.num_layers} layers, KV cache {self.kv_cache}"]
-        if self.kv_cache.is_quantized:
-            lines.append("training's attention reads K and V rounded as the cache holds them, gradients pass unchanged")
-        num_bf16 = self.num_first_layers_in_bf16 + self.num_last_layers_in_bf16
-        if self.name == "bf16" or num_bf16 == self.num_layers:
-            return "\n".join(lines + ["training and rollout: every GEMM in bf16", *_formulas(None)])
-        if num_bf16:
-            lines.append(f"BF16 layers: first {self.num_first_layers_in_bf16}, last {self.num_last_layers_in_bf16}")
-        if self.name == "fp8":
-            return "\n".join(lines + ["training and rollout, one flow:", *_formulas(self.fp8_linear())])
-        rollout = _formulas(self.fp8_linear())[:1]
-        return "\n".join(lines + ["training:", *_formulas(None), "rollout (differs from training):", *rollout])
-
-
-def _formulas(linear: LinearRecipe | None) -> list[str]:
-    if linear is None:
-        linear = LinearRecipe(Operands(BF16, BF16), Operands(BF16, BF16), Operands(BF16, BF16), BF16)
-    (x, w), (dy, w_back), (dy_t, x_t) = linear.fprop, linear.dgrad, linear.wgrad
-    return [
-        f"  fprop  y  = x @ W^T   {x} @ {w} -> {linear.out}",
-        f"  dgrad  dx = dy @ W    {dy} @ {w_back} -> {linear.grad}",
-        f"  wgrad  dW = dy^T @ x  {dy_t} @ {x_t} -> master weight's dtype",
-    ]
 
 
 def _require_one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

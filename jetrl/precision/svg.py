@@ -60,7 +60,7 @@ class Canvas:
 
     def box(
         self, x: float, y: float, width: float, height: float, title: str, sub: str = "", kind: str = "", tip: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A box centred at x, y with one or two lines of text; `tip` shows when the pointer rests on it."""
         rect = f'x="{x - width / 2:g}" y="{y - height / 2:g}" width="{width:g}" height="{height:g}" rx="5"'
         hover = f"<title>{escape(tip)}</title>" if tip else ""

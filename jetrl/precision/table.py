@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jetrl.precision.flow import build_flow, diff_recipe, flow_digest, layer_ranges
 from jetrl.precision.formats import Format
-from jetrl.precision.graph import ROUNDING, FlowEdge, FlowGraph, FlowNode, View
+from jetrl.precision.graph import FlowEdge, FlowGraph, FlowNode, View
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
@@ -168,9 +168,9 @@ def _table(rows: Sequence[Row], headings: Sequence[str]) -> list[str]:
 
 
 def _roundings(graphs: Iterable[FlowGraph]) -> list[str]:
-    ops = dict.fromkeys(n.op for graph in graphs for n in graph.nodes if n.op not in ("saved", "concat"))
+    ops = {n.op: n.rounding for graph in graphs for n in graph.nodes if n.op not in ("saved", "concat")}
     width = max(map(len, ops)) + 2
     lines = []
-    for op in ops:
-        lines += textwrap.wrap(f"{op:<{width}}{ROUNDING[op]}", WIDTH, subsequent_indent=" " * width)
+    for op, rounding in ops.items():
+        lines += textwrap.wrap(f"{op:<{width}}{rounding}", WIDTH, subsequent_indent=" " * width)
     return lines

@@ -80,7 +80,11 @@ def test_expected_seconds_grow_with_the_model_and_fit_in_a_slice_of_device_time(
 def test_measure_certifies_each_case_and_reports_what_the_table_reads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = ModelSpec("qwen3", 53, 64, 128, 1, 4, 2, 16, 1e-6, RopeSpec(1e4), 64, True, False, True)
+    spec = ModelSpec(
+        family="qwen3", vocab_size=53, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=16, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=64, tie_embeddings=True, qkv_bias=False,
+        qk_norm=True,
+    )
 
     def tiny(shape: str, precision: Any, device: str, kv_cache: str) -> Transformer:
         recipe = build_recipe(precision, 1, kv_cache=kv_cache or "bf16", head_dim=spec.head_dim)

@@ -25,7 +25,11 @@ from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, VarlenPlan
 
 FILE = Path(__file__).with_name("golden.json")
-SPEC = ModelSpec("qwen3", 50, 136, 200, 2, 4, 2, 32, 1e-6, RopeSpec(1e4), 64, True, False, True)
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=50, hidden_size=136, intermediate_size=200, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=32, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=64, tie_embeddings=True, qkv_bias=False,
+    qk_norm=True,
+)
 KEYS = ("reward/mean", "response_length/mean", "policy/loss", "policy/entropy", "policy/grad_norm")
 EXACT = KEYS[:2]
 

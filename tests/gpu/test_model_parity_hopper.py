@@ -169,7 +169,8 @@ def test_gradients_in_place_and_through_fused_kernels_are_those_of_the_ops(preci
         assert error < 0.03, f"{name}: {error}"
     if dtype == torch.float32 and precision != "bf16":  # before the first fused kernel on the way back
         last = f"layers.{len(model.layers) - 1}."
-        assert all(torch.equal(got[last + n], want[last + n]) for n in ("down.weight", "gate_up.weight", "o.weight"))
+        names = ("mlp.down.weight", "mlp.gate_up.weight", "attn.o.weight")
+        assert all(torch.equal(got[last + n], want[last + n]) for n in names)
 
 
 @pytest.mark.parametrize("precision", FLOWS)
@@ -220,9 +221,9 @@ def test_fused_kernels_equal_the_layers_of_ops(fp8_kv: bool) -> None:
     layer, spec = model.layers[0], model.spec
     x = SimpleNamespace(**{k.rsplit(".", 1)[-1]: v for k, v in taps.items()})
     want = ops.quantize_act(x.attn_norm)
-    got, _ = ops.add_rms_norm_quantize(x.embed, None, layer.attn_norm.published, spec.rms_norm_eps, False)
+    got, _ = ops.add_rms_norm_quantize(x.embed, None, layer.attn.norm.published, spec.rms_norm_eps, False)
     assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8)) and torch.equal(got.scale, want.scale)
-    norms = (layer.q_norm.published, layer.k_norm.published)
+    norms = (layer.attn.q_norm.published, layer.attn.k_norm.published)
     shared = (x.qkv, (16, 8), 128, norms, spec.rms_norm_eps, (model.cos, model.sin), batch.positions)
     q, k, v = ops.qkv_norm_rope(*shared, None, fp8_kv)
     plain_v = x.qkv.view(-1, 32, 128)[:, 24:]

@@ -15,7 +15,11 @@ from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, VarlenPlan
 
-SPEC = ModelSpec("qwen2", 60, 40, 136, 2, 4, 2, 16, 1e-6, RopeSpec(1e4), 128, False, True, False)
+SPEC = ModelSpec(
+    family="qwen2", vocab_size=60, hidden_size=40, intermediate_size=136, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=128, tie_embeddings=False, qkv_bias=True,
+    qk_norm=False,
+)
 
 
 def model_of(precision: str, master: torch.dtype, tied: bool = False, checkpointing: bool = False) -> Transformer:
@@ -108,7 +112,7 @@ def test_zero_grad_and_frozen_parameters() -> None:
     want = {name: grad.clone() for name, grad in run(model, 2).items()}
     model.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
-    frozen = ("embed.weight", "lm_head.weight", "layers.0.qkv.weight", "layers.1.down.weight")
+    frozen = ("embed.weight", "lm_head.weight", "layers.0.attn.qkv.weight", "layers.1.mlp.down.weight")
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     got = run(model, 2)

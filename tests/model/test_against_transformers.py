@@ -20,11 +20,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     # Wide enough that norms, biases and attention matter to the logits.
     "initializer_range": 0.08,
-}  # fmt: skip
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama3": SIZES | {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "qwen2": SIZES | {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm2": SIZES
     | {"model_type": "llama", "hidden_size": 72, "intermediate_size": 200, "num_attention_heads": 9,
        "num_key_value_heads": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
-}  # fmt: skip
+}
 LENGTHS = (70, 1, 33)
 
 

@@ -23,7 +23,7 @@ SPEC = ModelSpec(
     family="qwen3", vocab_size=60, hidden_size=256, intermediate_size=384, num_layers=3, num_heads=4, num_kv_heads=2,
     head_dim=64, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4), max_position=64, tie_embeddings=False, qkv_bias=False,
     qk_norm=True,
-)  # fmt: skip
+)
 RECIPE = Recipe(name="fp8", num_layers=3, weight_scale="pow2", num_last_layers_in_bf16=1)
 
 

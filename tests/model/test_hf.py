@@ -19,7 +19,7 @@ from jetrl.spec import ModelSpec, RopeSpec
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 # The keys of published configs, as their files have them.
 LLAMA_32_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -28,7 +28,7 @@ LLAMA_32_1B: dict[str, Any] = {
     "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
     "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
-}  # fmt: skip
+}
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
     "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
@@ -38,7 +38,7 @@ SMOLLM2: dict[str, Any] = {
     "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
     "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "transformers_version": "4.42.3",
     "use_cache": True, "vocab_size": 49152,
-}  # fmt: skip
+}
 QWEN25_05B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
     "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
@@ -46,7 +46,7 @@ QWEN25_05B: dict[str, Any] = {
     "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
     "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
     "transformers_version": "4.43.1", "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
+}
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
     "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,
@@ -55,14 +55,14 @@ QWEN3_4B: dict[str, Any] = {
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
-}  # fmt: skip
+}
 MODELS = {"llama": LLAMA_32_1B, "smollm2": SMOLLM2, "qwen2": QWEN25_05B, "qwen3": QWEN3_4B}
 
 TINY = ModelSpec(
     family="qwen2", vocab_size=40, hidden_size=24, intermediate_size=36, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=6, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4), max_position=64, tie_embeddings=True, qkv_bias=True,
     qk_norm=False,
-)  # fmt: skip
+)
 FAMILIES = {
     "qwen2": TINY,
     "qwen3": replace(TINY, family="qwen3", qkv_bias=False, qk_norm=True, head_dim=10, tie_embeddings=False),
@@ -209,13 +209,13 @@ def test_fused_rows_are_q_k_v_and_gate_up_of_the_file(tmp_path: Path) -> None:
     state = random_state(TINY)
     hf.save_model(tmp_path / "m", TINY, state)
     file = load_file(tmp_path / "m" / hf.SINGLE)
-    qkv, at = state["layers.1.qkv.weight"], "model.layers.1."
+    qkv, at = state["layers.1.attn.qkv.weight"], "model.layers.1."
     assert torch.equal(file[at + "self_attn.q_proj.weight"], qkv[:24])
     assert torch.equal(file[at + "self_attn.k_proj.weight"], qkv[24:36])
     assert torch.equal(file[at + "self_attn.v_proj.weight"], qkv[36:])
-    assert torch.equal(file[at + "self_attn.v_proj.bias"], state["layers.1.qkv.bias"][36:])
-    assert torch.equal(file[at + "mlp.up_proj.weight"], state["layers.1.gate_up.weight"][36:])
-    assert torch.equal(file[at + "post_attention_layernorm.weight"], state["layers.1.mlp_norm.weight"])
+    assert torch.equal(file[at + "self_attn.v_proj.bias"], state["layers.1.attn.qkv.bias"][36:])
+    assert torch.equal(file[at + "mlp.up_proj.weight"], state["layers.1.mlp.gate_up.weight"][36:])
+    assert torch.equal(file[at + "post_attention_layernorm.weight"], state["layers.1.mlp.norm.weight"])
 
 
 def test_fp32_is_kept_or_rounded_as_asked_and_float16_is_read_exactly(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_state_that_does_not_fit_the_spec_is_refused(tmp_path: Path) -> None:
     state = random_state(TINY)
     with pytest.raises(ValueError, match="norm.weight"):
         hf.save_model(tmp_path / "m", TINY, {k: v for k, v in state.items() if k != "norm.weight"})
-    with pytest.raises(ValueError, match="layers.0.down.weight has shape"):
-        hf.save_model(tmp_path / "m", TINY, state | {"layers.0.down.weight": torch.zeros(36, 24)})
+    with pytest.raises(ValueError, match="layers.0.mlp.down.weight has shape"):
+        hf.save_model(tmp_path / "m", TINY, state | {"layers.0.mlp.down.weight": torch.zeros(36, 24)})
     assert not list(tmp_path.iterdir())
 
 

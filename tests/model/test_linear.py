@@ -115,7 +115,7 @@ def test_bf16_linear_and_its_gradients() -> None:
     x, y, dy, dx = run(layer)
     w = layer.weight.detach().to(BF16).double()
     for name, got, true in (("y", y, x.double() @ w.T), ("dx", dx, dy.double() @ w),
-                            ("dw", layer.weight.grad, dy.double().T @ x.double())):  # fmt: skip
+                            ("dw", layer.weight.grad, dy.double().T @ x.double())):
         assert sqnr_db(got, true) > 50, name
 
 
@@ -141,11 +141,15 @@ def test_forward_reads_what_was_published_not_the_master() -> None:
 
 @pytest.mark.parametrize(("first", "last", "fp8"), [(0, 0, [0, 1, 2, 3]), (1, 0, [1, 2, 3]), (1, 2, [1]), (4, 0, [])])
 def test_first_and_last_layers_in_bf16(first: int, last: int, fp8: list[int]) -> None:
-    spec = ModelSpec("qwen3", 20, 16, 24, 4, 2, 1, 8, 1e-6, RopeSpec(1e4), 32, True, False, True)
+    spec = ModelSpec(
+        family="qwen3", vocab_size=20, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2, num_kv_heads=1,
+        head_dim=8, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=32, tie_embeddings=True, qkv_bias=False,
+        qk_norm=True,
+    )
     recipe = build_recipe("fp8", 4, num_first_layers_in_bf16=first, num_last_layers_in_bf16=last)
     model = Transformer(spec, recipe).init_random(0)
     for i, layer in enumerate(model.layers):
-        for part in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for part in (layer.attn.qkv, layer.attn.o, layer.mlp.gate_up, layer.mlp.down):
             assert (part.quantized is not None) == (i in fp8)
 
 

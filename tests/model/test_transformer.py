@@ -21,7 +21,7 @@ SPEC = ModelSpec(
     family="qwen3", vocab_size=61, hidden_size=72, intermediate_size=136, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=16, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=64, tie_embeddings=True, qkv_bias=True,
     qk_norm=True,
-)  # fmt: skip
+)
 LENGTHS = (20, 3, 1, 33, 12)
 
 

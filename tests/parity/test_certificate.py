@@ -19,7 +19,11 @@ from jetrl.parity_rows import Packed, row_hash, varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
-SPEC = ModelSpec("qwen3", 53, 72, 136, 2, 4, 2, 16, 1e-6, RopeSpec(1e4), 128, True, False, True)
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=53, hidden_size=72, intermediate_size=136, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=128, tie_embeddings=True, qkv_bias=False,
+    qk_norm=True,
+)
 WORK = Workload(num_sequences=5, max_prompt=20, new_tokens=9, chunk=5, page_size=4)
 
 

@@ -10,9 +10,10 @@ import xml.etree.ElementTree as ET
 import flow_shape
 import pytest
 
+from jetrl.precision.blocks import roles_of
 from jetrl.precision.draw import flow_svg, flow_text
 from jetrl.precision.flow import build_flow, diff_recipe, flow_digest
-from jetrl.precision.recipe import ROLES, Recipe, build_recipe
+from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.precision.table import rows
 from jetrl.spec import ModelSpec
 
@@ -100,7 +101,7 @@ def test_svg_is_well_formed_and_self_contained(spec: ModelSpec, recipe: Recipe) 
     assert f"digest {flow_digest(spec, recipe)}" in words
     assert "prefers-color-scheme: dark" in svg
     assert svg.count("http") == 1 and "href" not in svg and "<script" not in svg
-    assert all(f"{role}.wgrad" in words and f"{role}.weight" in words for role in ROLES)
+    assert all(f"{role}.wgrad" in words and f"{role}.weight" in words for role in roles_of(spec))
     assert ("k_norm" in " ".join(words)) == spec.qk_norm and ("qkv_bias" in words) == spec.qkv_bias
 
 

@@ -13,6 +13,7 @@ import pytest
 from flow_shape import SPEC
 
 from jetrl.errors import UserError
+from jetrl.precision.blocks import roles_of
 from jetrl.precision.flow import (
     FlowGraph,
     build_flow,
@@ -20,14 +21,14 @@ from jetrl.precision.flow import (
     diff_recipe,
     flow_digest,
     fold_differences,
-    is_subgraph,
     layer_ranges,
     require_unified,
 )
 from jetrl.precision.formats import BF16, FP32, act_1x128, kv_head, weight_128x128, wgrad_128x1
-from jetrl.precision.recipe import ROLES, Recipe, build_recipe
+from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
+ROLES = roles_of(SPEC)
 FAMILIES = [
     dataclasses.replace(SPEC, tie_embeddings=tied, qkv_bias=bias, qk_norm=norm)
     for tied, bias, norm in itertools.product((False, True), repeat=3)
@@ -47,7 +48,7 @@ def pair(spec: ModelSpec, r: Recipe) -> tuple[FlowGraph, FlowGraph]:
 def test_unified_recipes_have_one_graph(spec: ModelSpec, precision: str) -> None:
     r = recipe(precision, num_first_layers_in_bf16=1)
     rollout, train = pair(spec, r)
-    assert diff(rollout, train) == [] and is_subgraph(rollout, train)
+    assert diff(rollout, train) == []
     require_unified(spec, r)
     # the reverse holds as well: nothing but the cache tells the two apart
     bare = rollout.without_cache()
@@ -123,7 +124,6 @@ def test_differences_of_the_mixed_flow_are_exact(spec: ModelSpec, first: int, la
     differences = diff_recipe(spec, r)
     assert {(d.kind, d.name) for d in differences} == expected
     assert len(differences) == 16 * (4 - first - last)
-    assert is_subgraph(*pair(spec, r)) == (not expected)
     for d in differences:
         if d.kind == "format":
             assert d.rollout.startswith("reads e4m3[") and d.train == "reads bf16"

@@ -44,13 +44,6 @@ def test_short_form_and_block(format: Format, text: str, block: tuple[int, int] 
     assert format.pow2 == text.endswith("pow2]")
 
 
-def test_storage_counts_the_scales() -> None:
-    assert BF16.bits_per_value == 16 and FP32.bits_per_value == 32
-    assert act_1x128("fp32").bits_per_value == wgrad_128x1("fp32").bits_per_value == 8.25
-    assert weight_128x128("fp32").bits_per_value == 8 + 32 / 16384
-    assert kv_head(64).bits_per_value == 8.25 and kv_head(128).bits_per_value == 8.125  # a scale of 16 bits
-
-
 def test_formats_are_values() -> None:
     assert act_1x128("fp32") == act_1x128("fp32") != act_1x128("pow2")
     assert len({act_1x128("fp32"), act_1x128("fp32"), wgrad_128x1("fp32")}) == 2

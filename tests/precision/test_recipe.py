@@ -8,11 +8,9 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.precision.formats import BF16, act_1x128, kv_head, weight_128x128, wgrad_128x1
-from jetrl.precision.recipe import ROLES, build_recipe
+from jetrl.precision.recipe import build_recipe
 
-
-def test_roles() -> None:
-    assert ROLES == ("qkv", "o", "gate_up", "down")
+ROLES = ("qkv", "o", "gate_up", "down")
 
 
 @pytest.mark.parametrize(
@@ -78,29 +76,14 @@ def test_kv_cache() -> None:
     for precision in ("fp8", "fp8_rollout"):
         recipe = build_recipe(precision, 2, kv_cache="fp8", head_dim=64)
         assert recipe.kv_cache == kv_head(64)
-        assert "KV cache e4m3[1x64,pow2]" in recipe.describe() and "reads K and V rounded" in recipe.describe()
     with pytest.raises(UserError, match=r"quant.kv_cache = 'fp8' has no effect with precision = 'bf16'"):
         build_recipe("bf16", 2, kv_cache="fp8", head_dim=64)
     with pytest.raises(AssertionError, match="head size"):
         build_recipe("fp8", 2, kv_cache="fp8")
 
 
-def test_layer_role_and_side_are_checked() -> None:
+def test_layer_and_side_are_checked() -> None:
     recipe = build_recipe("fp8", 2)
-    for arguments in ((2, "o", "train"), (0, "lm_head", "train"), (0, "o", "eval")):
+    for arguments in ((2, "o", "train"), (-1, "o", "train"), (0, "o", "eval")):
         with pytest.raises(AssertionError):
             recipe.linear(*arguments)  # type: ignore[arg-type]
-
-
-def test_describe_shows_each_operand() -> None:
-    text = build_recipe("fp8", 28, weight_scale="pow2", num_first_layers_in_bf16=1).describe()
-    assert "first 1, last 0" in text and "one flow" in text
-    assert "y  = x @ W^T   e4m3[1x128,fp32] @ e4m3[128x128,pow2] -> bf16" in text
-    assert "dx = dy @ W    e4m3[1x128,fp32] @ e4m3[128x128,pow2] -> bf16" in text
-    assert "dW = dy^T @ x  e4m3[128x1,fp32] @ e4m3[128x1,fp32]" in text
-    mixed = build_recipe("fp8_rollout", 28).describe()
-    training, rollout = mixed.split("rollout (differs from training):")
-    assert training.count("bf16 @ bf16") == 3 and "e4m3" not in training
-    assert rollout.count("fprop") == 1 and "e4m3[1x128,fp32] @ e4m3[128x128,fp32]" in rollout
-    plain = build_recipe("fp8", 2, num_first_layers_in_bf16=1, num_last_layers_in_bf16=1).describe()
-    assert "every GEMM in bf16" in plain and "e4m3" not in plain

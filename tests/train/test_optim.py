@@ -34,8 +34,8 @@ def config(**changes) -> SimpleNamespace:
 def named(dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
     g = torch.Generator().manual_seed(0)
     shapes = {
-        "embed.weight": (6, 4), "layers.0.attn_norm.weight": (4,), "layers.0.qkv.weight": (8, 4),
-        "layers.0.qkv.bias": (8,), "norm.weight": (4,), "lm_head.weight": (6, 4),
+        "embed.weight": (6, 4), "layers.0.attn.norm.weight": (4,), "layers.0.attn.qkv.weight": (8, 4),
+        "layers.0.attn.qkv.bias": (8,), "norm.weight": (4,), "lm_head.weight": (6, 4),
     }  # fmt: skip
     return [(name, nn.Parameter(torch.randn(shape, generator=g).to(dtype))) for name, shape in shapes.items()]
 
@@ -89,8 +89,8 @@ def test_decay_only_on_matrices_but_not_the_embedding():
     names = {id(param): name for name, param in params}
     by_decay = {group["weight_decay"]: [names[id(p)] for p in group["params"]] for group in optimizer.param_groups}
     assert by_decay == {
-        0.5: ["layers.0.qkv.weight", "lm_head.weight"],
-        0.0: ["embed.weight", "layers.0.attn_norm.weight", "layers.0.qkv.bias", "norm.weight"],
+        0.5: ["layers.0.attn.qkv.weight", "lm_head.weight"],
+        0.0: ["embed.weight", "layers.0.attn.norm.weight", "layers.0.attn.qkv.bias", "norm.weight"],
     }
 
 

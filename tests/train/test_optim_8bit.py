@@ -16,8 +16,10 @@ from torch import nn
 from jetrl.errors import UserError
 from jetrl.train.optim import build_optimizer, set_lr
 
-SHAPES = {"embed.weight": (64, 64), "layers.0.qkv.weight": (96, 128), "norm.weight": (64,), "lm_head.weight": (65, 64)}
-QUANTIZED = {"embed.weight", "layers.0.qkv.weight"}  # 65 * 64 is above 4096, but no multiple of 256
+SHAPES = {
+    "embed.weight": (64, 64), "layers.0.attn.qkv.weight": (96, 128), "norm.weight": (64,), "lm_head.weight": (65, 64),
+}
+QUANTIZED = {"embed.weight", "layers.0.attn.qkv.weight"}  # 65 * 64 is above 4096, but no multiple of 256
 # matrices of at least 4096 values that are multiples of 256, so that a tiny run has 8-bit moments at all
 TINY: dict[str, Any] = {
     "train.optimizer_dtype": "8bit", "model.arch": ARCH | {"hidden_size": 64, "intermediate_size": 128},
@@ -68,7 +70,7 @@ def test_first_step_by_hand_with_the_rate_that_was_set(master: str) -> None:
     before = {name: param.detach().double() for name, param in params}
     step(params, optimizer, 2)  # set_lr gives 0.005, not the 0.1 that the optimizer was built with
     for name, param in params:
-        decay = 0.5 if name in ("layers.0.qkv.weight", "lm_head.weight") else 0.0
+        decay = 0.5 if name in ("layers.0.attn.qkv.weight", "lm_head.weight") else 0.0
         want = before[name] * (1 - 0.005 * decay) - 0.005 * param.grad.sign().double()
         if master == "float32":
             torch.testing.assert_close(param.detach().double(), want, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,109 @@
+"""The attention block: `o(attention(rope(qk_norm(qkv(x)))))` of the normed stream, over packed sequences or the cache.
+
+Legend: `T` packed tokens, `D` model, `N` query heads, `G` key/value heads, `H` head size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from jetrl.kernels import pointwise
+from jetrl.kernels.attention import attend, attend_cached, attend_cached_quantize
+from jetrl.kernels.qtensor import QTensor
+from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
+from jetrl.model.published import Published
+from jetrl.spec import ModelSpec
+from jetrl.types import PagedPlan
+
+
+class Attention(Block):
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        spec = build.spec
+        self.layer, self.fp8_kv = build.layer, build.recipe.kv_cache.is_quantized
+        self.heads, self.scale = (spec.num_heads, spec.num_kv_heads), spec.head_dim**-0.5
+        self.qkv = build.linear("qkv")
+        if spec.qk_norm:
+            self.q_norm = build.published(spec.head_dim)
+            self.k_norm = build.published(spec.head_dim)
+        self.o = build.linear("o")
+
+    @property
+    def _norms(self) -> tuple[Tensor, Tensor] | None:
+        """The published weights [H] of the norms of q and k."""
+        return (self.q_norm.published, self.k_norm.published) if self.spec.qk_norm else None
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
+        spec, at, batch = self.spec, self.at, context.batch
+        y, residual = self.add_norm(x, residual, tap)
+        qkv = self.qkv(y, batch.side)
+        tap(f"{at}.qkv", qkv)
+        if tap is no_tap:
+            masters = (self.q_norm.weight, self.k_norm.weight) if spec.qk_norm else None
+            q, k, v = pointwise.norm_rope(
+                qkv, self.heads, spec.head_dim, masters, self._norms, spec.rms_norm_eps, context.tables,
+                batch.positions, self.fp8_kv,
+            )
+        else:
+            q, k, v = self._tapped_heads(qkv, context, tap)
+        a = attend(q, k, v, batch.plan, self.layer, self.scale).flatten(1)
+        tap(f"{at}.attention", a)
+        y = self.o(a, batch.side)
+        tap(f"{at}.o", y)
+        return y, residual
+
+    def _tapped_heads(self, qkv: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
+        """`pointwise.norm_rope` op by op, the same bits, for a tap to see what lies between."""
+        spec, at, positions = self.spec, self.at, context.batch.positions
+        (n, g), (cos, sin) = self.heads, context.tables
+        q, k, v = qkv.view(-1, n + 2 * g, spec.head_dim).split((n, g, g), dim=1)
+        if spec.qk_norm:
+            q, k = self._head_norm(self.q_norm, q), self._head_norm(self.k_norm, k)
+            tap(f"{at}.q_norm", q)
+            tap(f"{at}.k_norm", k)
+        cos, sin = cos[positions], sin[positions]
+        q, k = pointwise.rope(q, cos, sin), pointwise.rope(k, cos, sin)
+        tap(f"{at}.rope_q", q)
+        tap(f"{at}.rope_k", k)
+        v = v.contiguous()
+        if self.fp8_kv:
+            k, v = pointwise.round_heads(k), pointwise.round_heads(v)
+            tap(f"{at}.k.quantize", k)
+            tap(f"{at}.v.quantize", v)
+        return q, k, v
+
+    def _head_norm(self, norm: Published, x: Tensor) -> Tensor:
+        return pointwise.rms_norm(x, norm.weight, norm.published, self.spec.rms_norm_eps)
+
+    def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        spec, batch = self.spec, context.batch
+        plan, side = batch.plan, batch.side
+        y, residual = self.add_norm_for(self.qkv, x, residual, side)
+        qkv = self.qkv.infer(y, side)
+        cache = (plan.cache.layer(self.layer), plan.slots) if isinstance(plan, PagedPlan) else None
+        q, k, v = pointwise.qkv_norm_rope(
+            qkv, self.heads, spec.head_dim, self._norms, spec.rms_norm_eps, context.tables, batch.positions, cache,
+            self.fp8_kv,
+        )
+        a: Tensor | QTensor
+        if not isinstance(plan, PagedPlan):
+            a = attend(q, k, v, plan, self.layer, self.scale).flatten(1)
+        elif (recipe := self.o.recipes[side]) is None:
+            a = attend_cached(q, plan, self.layer, self.scale).flatten(1)
+        else:
+            a = attend_cached_quantize(q, plan, self.layer, self.scale, recipe.fprop.left.pow2)
+        return self.o.infer(a, side), residual
+
+    @staticmethod
+    def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:
+        D, H, at = spec.hidden_size, spec.head_dim, f"model.layers.{layer}."
+        qkv = list(zip("qkv", spec.qkv_sections, strict=True))
+        names: dict[str, tuple[Piece, ...]] = {
+            "norm.weight": (Piece(f"{at}input_layernorm.weight", (D,)),),
+            "qkv.weight": tuple(Piece(f"{at}self_attn.{x}_proj.weight", (rows, D)) for x, rows in qkv),
+        }
+        if spec.qkv_bias:
+            names["qkv.bias"] = tuple(Piece(f"{at}self_attn.{x}_proj.bias", (rows,)) for x, rows in qkv)
+        if spec.qk_norm:
+            names |= {f"{x}_norm.weight": (Piece(f"{at}self_attn.{x}_norm.weight", (H,)),) for x in "qk"}
+        return names | {"o.weight": (Piece(f"{at}self_attn.o_proj.weight", (D, spec.num_heads * H)),)}

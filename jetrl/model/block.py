@@ -1,0 +1,112 @@
+"""The interface of a layer's blocks: modules that each compute one residual branch with the norm before it.
+
+The residual stream travels next to the last branch's output and is added to it at the next norm: `x` [T, D] is the
+output not yet added to `residual` [T, D], and a block returns the same pair. What a block is made of (linears, flow
+nodes, names) its `precision.block.Block` declares; `model/blocks.py` maps the one to the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from jetrl.kernels import pointwise
+from jetrl.kernels.qtensor import QTensor
+from jetrl.model.linear import FlowLinear
+from jetrl.model.published import Published
+from jetrl.precision import block as precision
+from jetrl.precision.recipe import Recipe, Role
+from jetrl.spec import ModelSpec
+from jetrl.types import ForwardBatch, Side
+
+Tap = Callable[[str, Tensor], None]
+
+
+def no_tap(name: str, value: Tensor) -> None:
+    """The default tap looks at nothing."""
+
+
+class Piece(NamedTuple):
+    """One tensor of a Hugging Face file; the pieces of one parameter are joined along rows."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all blocks of a forward pass share: the batch, and cos and sin of the rotary embedding, whole."""
+
+    batch: ForwardBatch
+    tables: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What a block is built from: its declaration, its layer, the model, and the dtypes of masters and of forward."""
+
+    block: precision.Block
+    layer: int
+    spec: ModelSpec
+    recipe: Recipe
+    master_dtype: torch.dtype
+    dtype: torch.dtype
+
+    def published(self, *shape: int) -> Published:
+        """A vector or table of its own."""
+        return Published(shape, self.master_dtype, self.dtype)
+
+    def linear(self, role: Role) -> FlowLinear:
+        """The linear that the block declares under this role, in the recipe's precision for each side."""
+        shape = self.block.linears(self.spec)[role]
+        sides: tuple[Side, Side] = ("train", "rollout")
+        recipes = {side: self.recipe.linear(self.layer, role, side) for side in sides}
+        return FlowLinear(shape.in_size, shape.sections, shape.bias, recipes, self.master_dtype, self.dtype)
+
+
+class Block(nn.Module, ABC):
+    """One residual branch and its norm. Parameters are drawn and stored in the order in which `__init__` makes them."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.spec, self.at = build.spec, f"layers.{build.layer}"
+        self.norm = build.published(build.spec.hidden_size)
+        self.norm_name = f"{self.at}.{build.block.name}_norm"
+
+    @abstractmethod
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
+        """With gradients; `tap(name, tensor)` sees every operator's output under its name in the flow graph."""
+
+    @abstractmethod
+    def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        """`forward` without gradients or taps: the same bits from fewer kernels."""
+
+    @staticmethod
+    @abstractmethod
+    def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:
+        """Our parameter, named within the block -> the Hugging Face tensors whose rows it holds, in our order."""
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, tap: Tap) -> tuple[Tensor, Tensor]:
+        """The stream with `x` added, and its norm in front: (normed, stream)."""
+        y, residual = self._normed(x, residual)
+        tap(self.norm_name, y)
+        return y, residual
+
+    def add_norm_for(
+        self, linear: FlowLinear, x: Tensor, residual: Tensor | None, side: Side
+    ) -> tuple[Tensor | QTensor, Tensor]:
+        """The norm before `linear`, quantized in the same kernel where that linear is FP8."""
+        recipe = linear.recipes[side]
+        if recipe is None:
+            return self._normed(x, residual)
+        pow2, norm = recipe.fprop.left.pow2, self.norm
+        return pointwise.add_rms_norm_quantize(x, residual, norm.published, self.spec.rms_norm_eps, pow2)
+
+    def _normed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        norm = self.norm
+        return pointwise.add_rms_norm(x, residual, norm.weight, norm.published, self.spec.rms_norm_eps)

@@ -1,0 +1,42 @@
+"""The tokenizer of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.model.hf_files import AGAIN, GENERIC_TOKENIZERS, read_json
+from jetrl.spec import ModelSpec
+
+
+def load_tokenizer_from(folder: str | Path) -> Any:
+    """The transformers tokenizer of a folder; nothing is downloaded and no code of the folder is run."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder. Give the folder that holds tokenizer.json.")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise UserError(f"{folder} has no tokenizer.json, tokenizer.model or vocab.json. Set model.tokenizer to a "
+                        "folder that has the model's tokenizer.")
+    # A slow import, and not needed by runs with a built-in tokenizer.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer reads every tokenizer beside a qwen2 config.json as Qwen's own; where the folder says that its
+    # tokenizer.json is the whole tokenizer, that is what is loaded.
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    loader = PreTrainedTokenizerFast if config.get("tokenizer_class") in GENERIC_TOKENIZERS else AutoTokenizer
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a broken tokenizer.json surfaces as a bare Exception of the tokenizers library
+        raise UserError(f"{folder}: the tokenizer cannot be read: {type(error).__name__}: {error}. {AGAIN}") from error
+
+
+def check_vocab(tokenizer: Any, spec: ModelSpec) -> None:
+    """Raise where the tokenizer has ids that the model has no embedding row for. Unused rows at the end are fine."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= spec.vocab_size:
+        raise UserError(
+            f"The tokenizer's largest token id is {largest} ({len(tokenizer.get_vocab())} tokens), but the model's "
+            f"vocabulary has {spec.vocab_size} rows (ids up to {spec.vocab_size - 1}). Use the tokenizer that belongs "
+            "to the model."
+        )

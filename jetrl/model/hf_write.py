@@ -1,0 +1,142 @@
+"""Writing Hugging Face folders: whole or not at all, in shards, the tokenizer with it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.model.hf_config import hf_config
+from jetrl.model.hf_files import GENERIC_TOKENIZERS, INDEX, SINGLE, TOKENIZER_FILES, read_json, some
+from jetrl.model.names import to_hf
+from jetrl.spec import ModelSpec
+
+MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", INDEX, *TOKENIZER_FILES)
+
+
+def save_model(
+    folder: str | Path,
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    tokenizer: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = 5 * 10**9,
+    base_config: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a folder that transformers, vLLM and SGLang load; it appears whole or not at all.
+
+    `base_config` is the config.json that the model came from: its other keys (token ids, initializer_range) stay. The
+    token ids of a model without one are the tokenizer's.
+    """
+    config = hf_config(spec, base_config, dtype=str(dtype).removeprefix("torch."), tokenizer=tokenizer)
+
+    def extras(target: Path) -> None:
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, target)
+        if generation_config is not None:
+            _write_json(target / "generation_config.json", generation_config)
+
+    tensors = {name: (tensor, dtype) for name, tensor in to_hf(spec, state).items()}
+    write_folder(folder, config, tensors, extras, max_shard_bytes)
+
+
+def _save_tokenizer(tokenizer: Any, target: Path) -> None:
+    tokenizer.save_pretrained(str(target))
+    path = target / "tokenizer_config.json"
+    if path.is_file() and (config := read_json(path)).get("tokenizer_class") in GENERIC_TOKENIZERS:
+        _write_json(path, config | {"tokenizer_class": GENERIC_TOKENIZERS[0]})  # the name that 4 and 5 both know
+
+
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, tuple[Tensor, torch.dtype]],
+    extras: Callable[[Path], None],
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write config.json, tensors (cast to their dtypes) and `extras(folder)` to a temporary folder, then rename it."""
+    folder = Path(folder).absolute()
+    _require_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        _write_json(temporary / "config.json", config)
+        _write_tensors(temporary, tensors, max_shard_bytes)
+        extras(temporary)
+        mode = (temporary / "config.json").stat().st_mode
+        for path in temporary.iterdir():
+            path.chmod(mode)  # safetensors makes files that only their owner reads
+            _sync(path)
+        temporary.chmod(0o755)  # mkdtemp makes folders that only their owner reads
+        if folder.exists():
+            # Two renames, since no folder can be renamed onto a filled one; a crash between them leaves both beside it.
+            old = temporary.with_suffix(".old")
+            folder.rename(old)
+            temporary.rename(folder)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # there is nothing left to remove after the rename
+
+
+def _require_replaceable(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file; give the path of a new folder.")
+    names = sorted(path.name for path in folder.iterdir())
+    foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES)]
+    if foreign:
+        raise UserError(
+            f"{folder} holds {some(foreign)}, which is no part of a model folder, and writing would replace the whole "
+            "folder. Give another path, or remove it."
+        )
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, tuple[Tensor, torch.dtype]], max_shard_bytes: int) -> None:
+    sizes = {name: tensor.numel() * dtype.itemsize for name, (tensor, dtype) in tensors.items()}
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    files = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        # A copy of one shard at a time: safetensors refuses views of one storage, which fused rows are.
+        shard = {name: tensors[name][0].detach().to("cpu", tensors[name][1], copy=True).contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

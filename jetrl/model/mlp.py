@@ -1,0 +1,44 @@
+"""The feed-forward block: `down(silu(gate) * up)` of the normed stream."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from jetrl.kernels import pointwise
+from jetrl.model.block import Block, Build, Context, Piece, Tap
+from jetrl.spec import ModelSpec
+
+
+class MLP(Block):
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.gate_up = build.linear("gate_up")
+        self.down = build.linear("down")
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
+        at, side = self.at, context.batch.side
+        y, residual = self.add_norm(x, residual, tap)
+        y = self.gate_up(y, side)
+        tap(f"{at}.gate_up", y)
+        y = pointwise.swiglu(y)
+        tap(f"{at}.swiglu", y)
+        y = self.down(y, side)
+        tap(f"{at}.down", y)
+        return y, residual
+
+    def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        side = context.batch.side
+        normed, residual = self.add_norm_for(self.gate_up, x, residual, side)
+        y = self.gate_up.infer(normed, side)
+        recipe = self.down.recipes[side]
+        act = pointwise.swiglu(y) if recipe is None else pointwise.swiglu_quantize(y, recipe.fprop.left.pow2)
+        return self.down.infer(act, side), residual
+
+    @staticmethod
+    def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:
+        D, F, at = spec.hidden_size, spec.intermediate_size, f"model.layers.{layer}."
+        return {
+            "norm.weight": (Piece(f"{at}post_attention_layernorm.weight", (D,)),),
+            "gate_up.weight": tuple(Piece(f"{at}mlp.{x}_proj.weight", (F, D)) for x in ("gate", "up")),
+            "down.weight": (Piece(f"{at}mlp.down_proj.weight", (D, F)),),
+        }

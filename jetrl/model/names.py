@@ -1,0 +1,44 @@
+"""Tensor names: ours <-> Hugging Face's, one table for both directions, collected from the blocks.
+
+Q, K, V and gate, up are the rows of one fused weight here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from jetrl.model.block import Piece
+from jetrl.model.blocks import MODULES
+from jetrl.precision.blocks import blocks_of
+from jetrl.spec import ModelSpec
+
+
+def tensor_table(spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
+    """Our parameter name -> the Hugging Face tensors whose rows it holds, in our order."""
+    D, V = spec.hidden_size, spec.vocab_size
+    table: dict[str, tuple[Piece, ...]] = {"embed.weight": (Piece("model.embed_tokens.weight", (V, D)),)}
+    for layer in range(spec.num_layers):
+        for block in blocks_of(spec, layer):
+            names = MODULES[block.kind].checkpoint_names(spec, layer)
+            table |= {f"layers.{layer}.{block.name}.{ours}": pieces for ours, pieces in names.items()}
+    table["norm.weight"] = (Piece("model.norm.weight", (D,)),)
+    if not spec.tie_embeddings:
+        table["lm_head.weight"] = (Piece("lm_head.weight", (V, D)),)
+    return table
+
+
+def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state as Hugging Face tensors; fused weights become views of their rows. Names and shapes must fit `spec`."""
+    table = tensor_table(spec)
+    if state.keys() != table.keys():
+        raise ValueError(f"state and spec differ in the parameters {sorted(state.keys() ^ table.keys())[:8]}")
+    out: dict[str, Tensor] = {}
+    for ours, pieces in table.items():
+        rows = [piece.shape[0] for piece in pieces]
+        shape = (sum(rows), *pieces[0].shape[1:])
+        if tuple(state[ours].shape) != shape:
+            raise ValueError(f"{ours} has shape {tuple(state[ours].shape)}; the spec asks for {shape}")
+        out.update(zip((piece.name for piece in pieces), state[ours].detach().split(rows), strict=True))
+    return out

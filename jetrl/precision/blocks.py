@@ -1,0 +1,44 @@
+"""What a layer consists of: for each model family, a function from spec and layer to the blocks, in order.
+
+A new block is a class of `block.Block`; it comes to life by an entry of `LAYOUTS` that uses it (and by its module's
+entry in `model/blocks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jetrl.precision.attention import Attention
+from jetrl.precision.block import Block, Linear
+from jetrl.precision.mlp import MLP
+from jetrl.precision.recipe import Role
+from jetrl.spec import ModelSpec
+
+Layout = Callable[[ModelSpec, int], tuple[Block, ...]]
+
+ATTENTION, DENSE_MLP = Attention(), MLP()
+
+
+def dense(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """Attention and an MLP, in every layer."""
+    return (ATTENTION, DENSE_MLP)
+
+
+LAYOUTS: dict[str, Layout] = {"llama": dense, "qwen2": dense, "qwen3": dense}
+
+
+def blocks_of(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """The blocks of a layer, in the order of execution."""
+    assert 0 <= layer < spec.num_layers, f"layer {layer} of {spec.num_layers}"
+    assert spec.family in LAYOUTS, f"no layout for the family {spec.family!r}; there are {', '.join(LAYOUTS)}"
+    return LAYOUTS[spec.family](spec, layer)
+
+
+def linears_of(spec: ModelSpec, layer: int) -> dict[tuple[str, Role], Linear]:
+    """The linears of a layer by (name of the block, role), in the order of execution."""
+    return {(b.name, role): linear for b in blocks_of(spec, layer) for role, linear in b.linears(spec).items()}
+
+
+def roles_of(spec: ModelSpec, layer: int = 0) -> tuple[Role, ...]:
+    """The roles of a layer's linears, in the order of execution."""
+    return tuple(role for _, role in linears_of(spec, layer))

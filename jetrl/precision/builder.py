@@ -1,0 +1,194 @@
+"""Builds flow graphs: the frame of a decoder (embedding, residual stream, norms, lm_head) around its blocks' nodes.
+
+Blocks write through `BlockForward` and `BlockBackward`, which name nodes within the layer and know what norms and
+linears look like in the recipe's formats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import get_args
+
+from jetrl.precision.block import Block
+from jetrl.precision.blocks import blocks_of
+from jetrl.precision.formats import BF16, FP32, Format
+from jetrl.precision.graph import ROUNDING, Attribute, FlowEdge, FlowGraph, FlowNode, View
+from jetrl.precision.recipe import LinearRecipe, Recipe, Role
+from jetrl.spec import ModelSpec
+from jetrl.types import Side
+
+
+def build_flow(spec: ModelSpec, recipe: Recipe, view: View) -> FlowGraph:
+    """The graph of one view. Folding equal layers is left to the printer; this one names every layer."""
+    assert spec.num_layers == recipe.num_layers, f"model of {spec.num_layers} layers, recipe for {recipe.num_layers}"
+    assert view in get_args(View), f"view {view!r}, not one of {get_args(View)}"
+    builder = _Backward(spec, recipe, view) if view == "train_backward" else _Forward(spec, recipe, view)
+    builder.build()
+    return FlowGraph(view, tuple(builder.nodes.values()), tuple(builder.edges))
+
+
+class _Builder(ABC):
+    def __init__(self, spec: ModelSpec, recipe: Recipe, view: View) -> None:
+        self.spec, self.recipe = spec, recipe
+        self.side: Side = "rollout" if view == "rollout" else "train"
+        self.nodes: dict[str, FlowNode] = {}
+        self.edges: list[FlowEdge] = []
+
+    @abstractmethod
+    def build(self) -> None:
+        """Make all nodes and edges of the view."""
+
+    def op(
+        self, name: str, op: str, inputs: Mapping[str, str], out: Format = BF16,
+        attributes: Mapping[str, Attribute] | None = None, rounding: Mapping[str, str] = ROUNDING,
+    ) -> str:
+        assert op in rounding and name not in self.nodes, (op, name)
+        self.nodes[name] = FlowNode(name, op, rounding[op], out, tuple(sorted((attributes or {}).items())))
+        for slot, source in inputs.items():
+            self.edges.append(FlowEdge(f"{name}.{slot}", source, name, self.nodes[source].out))
+        return name
+
+    def leaf(self, name: str, op: str = "parameter", out: Format = BF16) -> str:
+        """A node without inputs, made at its first use."""
+        return name if name in self.nodes else self.op(name, op, {}, out)
+
+    @property
+    def head(self) -> str:
+        return "embed.weight" if self.spec.tie_embeddings else "lm_head.weight"
+
+
+class _Forward(_Builder):
+    def build(self) -> None:
+        s = self.spec
+        sizes: dict[str, Attribute] = {"vocab": s.vocab_size, "size": s.hidden_size}
+        x = self.op("embed", "embed", {"weight": self.leaf("embed.weight")}, attributes=sizes)
+        for layer in range(s.num_layers):
+            for block in blocks_of(s, layer):
+                flow = BlockForward(self, layer, block)
+                y = block.forward(flow, flow.norm(f"{block.name}_norm", x))
+                x = flow.op(f"{block.name}_add", "add", {"residual": x, "y": y})
+        inputs = {"x": self.norm("norm", x), "weight": self.leaf(self.head)}
+        sizes = {"out_sections": (s.vocab_size,), "in_size": s.hidden_size}
+        logits = self.op("lm_head", "gemm", inputs, FP32, sizes)
+        self.op("logprob", "logprob", {"logits": logits}, FP32)
+
+    def norm(self, name: str, x: str) -> str:
+        inputs = {"x": x, "weight": self.leaf(f"{name}.weight")}
+        return self.op(name, "rms_norm", inputs, attributes={"eps": self.spec.rms_norm_eps})
+
+
+class _Backward(_Builder):
+    def build(self) -> None:
+        s = self.spec
+        self.gradients: dict[str, str] = {}
+        inputs = {"hidden": self.saved("norm"), "head": self.leaf(self.head)}
+        dy = self.op("logprob.backward", "logprob_backward", inputs)
+        dy = self.bf16_linear("lm_head", self.head, dy, self.saved("norm"))
+        branches = [(layer, block) for layer in range(s.num_layers) for block in blocks_of(s, layer)]
+        streams = ["embed", *(f"layers.{layer}.{block.name}_add" for layer, block in branches)]  # before each branch
+        dy = self.norm("norm", dy, self.saved(streams[-1]))
+        for (layer, block), stream in zip(reversed(branches), reversed(streams[:-1]), strict=True):
+            dx = block.backward(BlockBackward(self, layer, block), dy)
+            dx = self.norm(f"layers.{layer}.{block.name}_norm", dx, self.saved(stream))
+            within = stream.startswith(f"layers.{layer}.")
+            name = f"{stream}.grad" if within else f"layers.{layer}.input.grad"
+            dy = self.op(name, "add", {"residual": dy, "y": dx})
+        self.weight_gradient("embed.weight", self.op("embed.wgrad", "weight_sum", {"dy": dy}, FP32))
+        self.op("optimizer", "optimizer", self.gradients, FP32)
+
+    def saved(self, name: str, out: Format = BF16) -> str:
+        return self.leaf(f"{name}.saved", "saved", out)
+
+    def weight_gradient(self, parameter: str, gradient: str) -> None:
+        if parameter in self.gradients:  # a tied head: its gradient and the embedding's are added
+            total = f"{parameter}.grad_sum"
+            gradient = self.op(total, "add", {"x": self.gradients[parameter], "y": gradient}, FP32)
+        self.gradients[parameter] = gradient
+
+    def norm(self, name: str, dy: str, x: str) -> str:
+        inputs = {"dy": dy, "x": x}
+        self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", "weight_sum", inputs, FP32))
+        return self.op(f"{name}.dgrad", "rms_norm_backward", inputs | {"weight": self.leaf(f"{name}.weight")})
+
+    def fp8_linear(self, name: str, linear: LinearRecipe, dy: str, x: str, sections: tuple[int, ...]) -> str:
+        assert linear.saved_activation == linear.wgrad.right, "backward keeps x in the format that wgrad reads"
+        dy_q = self.op(f"{name}.quantize_dy", "quantize", {"x": dy}, linear.dgrad.left, {"sections": sections})
+        weight = self.saved(f"{name}.quantize_weight", linear.dgrad.right)
+        dy_t = self.op(f"{name}.quantize_dy_t", "quantize", {"x": dy}, linear.wgrad.left)
+        x_t = self.op(f"{name}.quantize_x_t", "quantize", {"x": x}, linear.saved_activation)
+        self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", "gemm", {"dy": dy_t, "x": x_t}, FP32))
+        return self.op(f"{name}.dgrad", "gemm", {"dy": dy_q, "weight": weight}, linear.grad)
+
+    def bf16_linear(self, name: str, weight: str, dy: str, x: str) -> str:
+        self.weight_gradient(weight, self.op(f"{name}.wgrad", "gemm", {"dy": dy, "x": x}, FP32))
+        return self.op(f"{name}.dgrad", "gemm", {"dy": dy, "weight": self.leaf(weight)})
+
+
+class _Scope:
+    """A block's view of a builder: names within the layer, and the block's own operators. Methods return full names."""
+
+    def __init__(self, builder: _Builder, layer: int, block: Block) -> None:
+        self.layer, self.block, self.spec = layer, block, builder.spec
+        self.recipe, self.side = builder.recipe, builder.side
+        self._builder = builder
+        self._rounding = {**ROUNDING, **block.roundings}
+
+    def at(self, name: str) -> str:
+        """The full name of a node of this layer."""
+        return f"layers.{self.layer}.{name}"
+
+    def op(self, name: str, op: str, inputs: Mapping[str, str], out: Format = BF16, **attributes: Attribute) -> str:
+        """The operator `name` of this layer. `inputs`: slot -> full name of the node that it reads."""
+        return self._builder.op(self.at(name), op, inputs, out, attributes, self._rounding)
+
+
+class BlockForward(_Scope):
+    """What a block writes its forward nodes with."""
+
+    _builder: _Forward
+
+    def norm(self, name: str, x: str) -> str:
+        """RMSNorm with its own weight."""
+        return self._builder.norm(self.at(name), x)
+
+    def linear(self, role: Role, x: str) -> str:
+        """The GEMM of a role, behind the quantizers that the recipe puts there, and its bias."""
+        shape, builder = self.block.linears(self.spec)[role], self._builder
+        linear = self.recipe.linear(self.layer, role, self.side)
+        weight = builder.leaf(self.at(f"{role}.weight"))
+        if linear is not None:
+            x = self.op(f"{role}.quantize_x", "quantize", {"x": x}, linear.fprop.left)
+            inputs = {"x": weight}
+            weight = self.op(f"{role}.quantize_weight", "quantize", inputs, linear.fprop.right, sections=shape.sections)
+        out = BF16 if linear is None else linear.out
+        inputs = {"x": x, "weight": weight}
+        y = self.op(role, "gemm", inputs, out, out_sections=shape.sections, in_size=shape.in_size)
+        if shape.bias:
+            y = self.op(f"{role}_bias", "add", {"x": y, "bias": builder.leaf(self.at(f"{role}.bias"))})
+        return y
+
+
+class BlockBackward(_Scope):
+    """What a block writes its backward nodes with."""
+
+    _builder: _Backward
+
+    def saved(self, name: str, out: Format = BF16) -> str:
+        """The output of the forward's operator `name`, kept for the backward pass."""
+        return self._builder.saved(self.at(name), out)
+
+    def norm(self, name: str, dy: str, x: str) -> str:
+        """Both gradients of an RMSNorm; `x` is the full name of what it read. Returns that of x."""
+        return self._builder.norm(self.at(name), dy, x)
+
+    def linear(self, role: Role, dy: str, x: str) -> str:
+        """All gradients of a linear that read the output of `x` (named within the layer). Returns that of x."""
+        shape, name, builder = self.block.linears(self.spec)[role], self.at(role), self._builder
+        if shape.bias:
+            wgrad = self.op(f"{role}_bias.wgrad", "weight_sum", {"dy": dy}, FP32)
+            builder.weight_gradient(f"{name}.bias", wgrad)
+        linear = self.recipe.linear(self.layer, role, self.side)
+        if linear is None:
+            return builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x))
+        return builder.fp8_linear(name, linear, dy, self.saved(x), shape.sections)

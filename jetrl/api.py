@@ -17,11 +17,13 @@ from jetrl.model import export as export_module
 from jetrl.model import hf
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
+from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe
-from jetrl.rollout.engine import Engine
+from jetrl.rollout.engine import PagedEngine
 from jetrl.spec import SHAPES
 from jetrl.train.publish import publish
-from jetrl.train.setup import build_engine, build_model, load_spec, load_weights, recipe_of
+from jetrl.train.engines import EngineContext, eos_ids, paged_engine
+from jetrl.train.setup import build_model, load_spec, load_weights, recipe_of
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
 
 
@@ -31,7 +33,7 @@ class Policy:
 
     model: Transformer
     tokenizer: Any
-    engine: Engine
+    engine: PagedEngine
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], *, max_tokens: int = 64, temperature: float = 1.0,
@@ -66,7 +68,8 @@ def load_model(
     config = _config_for({"model": {"path": str(path)}} | _quant(kv_cache), precision, device)
     tokenizer, spec, _ = load_spec(config)
     model = build_model(config, spec, recipe_of(config, spec))
-    engine = build_engine(config, model, tokenizer)
+    digest = flow_digest(spec, model.recipe)
+    engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, eos_ids(tokenizer, str(path))))
     engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine)
 

@@ -95,6 +95,14 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
     When `stop` is asked for, the step under way is finished, saved and reported.
     """
     session = build(config)
+    try:
+        return _run(session, run_dir, command, stop)
+    finally:
+        session.close()
+
+
+def _run(session: Session, run_dir: Path, command: list[str], stop: StopRequest) -> bool:
+    config = session.config
     found = state.find(config, run_dir)
     if found is not None:
         state.restore(session, found, run_dir)
@@ -209,5 +217,8 @@ def run_sft(config: Config) -> Path:
 
 def evaluate_once(session: Session) -> dict[str, float]:
     """Held-out accuracy of a built session, outside a run."""
-    with Display(1, f"{session.config.name} eval") as display:
-        return evaluate(session, Clock(display))
+    try:
+        with Display(1, f"{session.config.name} eval") as display:
+            return evaluate(session, Clock(display))
+    finally:
+        session.close()

@@ -85,7 +85,7 @@ def score(
     if rewards:
         stats |= {"reward/min": min(rewards), "reward/max": max(rewards)}
     ends = list(itertools.accumulate(len(g.trajectories) for g in groups))
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     scored = [replace(g, rewards=tuple(rewards[i:j])) for g, i, j in zip(groups, starts, ends, strict=True)]
     return scored, stats
 

@@ -75,7 +75,7 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     failed = tuple(f for rollout in rollouts for f in rollout.failed)
     if not groups:
         raise UserError(_all_failed(step, failed))
-    whole = Rollout([group for rollout in rollouts for group in rollout.groups], list(failed))
+    whole = Rollout([group for rollout in rollouts for group in rollout.groups], list(failed), in_turns)
     stats = merged(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
     return Gathered(groups, learnt, failed, stats, place)
 

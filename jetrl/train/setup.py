@@ -53,6 +53,11 @@ class Session:
     def model(self) -> Transformer:
         return self.learner.model
 
+    def close(self) -> None:
+        """End what runs in the background: environments are closed."""
+        if self.conversations is not None:
+            self.conversations.shutdown()
+
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""
         return self.tokenizer.decode([token])

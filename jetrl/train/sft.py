@@ -23,6 +23,7 @@ from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
+from jetrl.tasks.messages import TurnEncoder, encode_solution
 from jetrl.tasks.task import Task, encode_problem
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import pack_in_order
@@ -129,16 +130,12 @@ def train_sft(
 
 
 def solved_trajectory(problem: Problem, tokenizer: Any, config: Config) -> Trajectory:
-    """Prompt and worked solution as a trajectory, with the end of sequence behind the policy's last part."""
+    """Prompt and worked solution as a trajectory, token for token what a rollout would hold."""
     if problem.solution is None:
         raise UserError(
             f"The warm start needs worked solutions, and problem {problem.id} has none. Set sft.steps = 0, or give "
             "a `solution` column."
         )
-    parts = (("policy", problem.solution),) if isinstance(problem.solution, str) else problem.solution
-    segments = [Segment("environment", tuple(encode_problem(problem, tokenizer, config.task)), "")]
-    for i, (author, text) in enumerate(parts):
-        end = [tokenizer.eos_token_id] if i == len(parts) - 1 else []
-        tokens = tuple(tokenizer.encode(text, add_special_tokens=False) + end)
-        segments.append(Segment("policy" if author == "policy" else "environment", tokens, text))
-    return Trajectory(tuple(segments), "stop", 0, "")
+    opening = Segment("environment", tuple(encode_problem(problem, tokenizer, config.task)), "")
+    parts = encode_solution(problem, TurnEncoder(tokenizer, config.task), config.rollout.stop)
+    return Trajectory((opening, *(Segment(author, tokens, "") for author, tokens in parts)), "stop", 0, "")

@@ -10,6 +10,7 @@ import torch
 from tiny import tiny_config
 from torch import Tensor
 
+from jetrl.model.weights import checksum, published
 from jetrl.rl.advantage import advantages
 from jetrl.rollout.requests import gather, train_requests
 from jetrl.tasks.rewards import score
@@ -128,9 +129,9 @@ def test_several_updates_use_the_log_probs_of_sampling_as_the_old_policy(tmp_pat
 
 def test_an_update_without_loss_tokens_changes_nothing(tmp_path: Path) -> None:
     session, _ = sampled(tmp_path, {})
-    checksum = session.model.checksum()
+    before = checksum(published(session.model))
     assert update(session.model, session.optimizer, [], session.config, 1, None, True) == {}
-    assert session.model.publish().checksum() == checksum
+    assert checksum(published(session.model.publish())) == before
 
 
 def test_a_failed_update_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ between operators is rounded to `dtype` (BF16).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,18 +109,6 @@ class Transformer(nn.Module):
     def published_modules(self) -> Iterator[Published | FlowLinear]:
         """Every module that holds a forward copy, in a fixed order."""
         return (m for m in self.modules() if isinstance(m, Published | FlowLinear))
-
-    def checksum(self) -> str:
-        """Hash of all published values, quantized codes included: equal checksums mean equal policies."""
-        digest = hashlib.sha256()
-        for m in self.published_modules():
-            tensors = [m.published]
-            if isinstance(m, FlowLinear):
-                tensors += [] if m.published_bias is None else [m.published_bias]
-                tensors += [] if m.quantized is None else [m.quantized.codes, m.quantized.scale]
-            for t in tensors:
-                digest.update(t.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
 
     def forward(self, batch: ForwardBatch, tap: Tap | None = None) -> Tensor:
         """Final hidden states [T, D]. `tap(name, tensor)` sees the output of every operator (no checkpointing then)."""

@@ -31,7 +31,9 @@ def blocks_of(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
     """The blocks of a layer, in the order of execution."""
     assert 0 <= layer < spec.num_layers, f"layer {layer} of {spec.num_layers}"
     assert spec.family in LAYOUTS, f"no layout for the family {spec.family!r}; there are {', '.join(LAYOUTS)}"
-    return LAYOUTS[spec.family](spec, layer)
+    blocks = LAYOUTS[spec.family](spec, layer)
+    assert len({block.name for block in blocks}) == len(blocks), f"two blocks of layer {layer} have one name"
+    return blocks
 
 
 def linears_of(spec: ModelSpec, layer: int) -> dict[tuple[str, Role], Linear]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from jetrl.model.transformer import Transformer
+from jetrl.model.weights import published
 from jetrl.types import WeightSet
 
 
-def publish(model: Transformer, version: int, flow_digest: str, checksum: bool = False) -> WeightSet:
-    """Round and quantize the master weights in place, and name the result for the engine.
+def publish(model: Transformer, version: int, flow_digest: str) -> WeightSet:
+    """Round and quantize the master weights in place, and name every published tensor for the engine.
 
-    In one process nothing is copied: the engine holds the same modules. The checksum, a hash of all published bytes, is
-    for checks and costs a pass over the weights.
+    Nothing is copied: the tensors are views of the model's memory, looked up when an engine asks for them.
     """
     model.publish()
-    return WeightSet(version, flow_digest, model.checksum() if checksum else "")
+    return WeightSet(version, flow_digest, published(model))

@@ -48,7 +48,7 @@ def cache_path(config: Config, model: Transformer) -> Path:
 
 
 def _weights_hash(model: Transformer) -> str:
-    """Hash of the master weights: unlike `Transformer.checksum`, the same in every precision flow."""
+    """Hash of the master weights: unlike a checksum of what is published, the same in every precision flow."""
     return _state_hash(model.state_dict())
 
 

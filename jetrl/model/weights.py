@@ -1,0 +1,96 @@
+"""The published weights by their Hugging Face names: what an engine aliases, copies or receives, and their checksum."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.qtensor import QTensor
+from jetrl.model.block import Piece
+from jetrl.model.linear import FlowLinear
+from jetrl.model.names import tensor_table
+from jetrl.model.published import Published
+from jetrl.model.transformer import Transformer
+from jetrl.precision.formats import BLOCK
+from jetrl.types import WeightTensor
+
+
+class PublishedWeights(Mapping[str, WeightTensor]):
+    """A view of a model: nothing is computed before a tensor is asked for, and what is read is what is published then.
+
+    A linear that the rollout computes in FP8 gives its E4M3 codes and block scales, also where training is BF16
+    (`fp8_rollout`). All others, norms, embedding and biases give the values in `dtype` (BF16). Fused projections are
+    split into their rows. A tied lm_head is the embedding, under the embedding's name only.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+        self._places: dict[str, tuple[str, int]] | None = None  # Hugging Face's name -> our parameter, number of piece
+        self._table: dict[str, tuple[Piece, ...]] = {}
+
+    def _place(self) -> dict[str, tuple[str, int]]:
+        if self._places is None:
+            self._table = tensor_table(self._model.spec)
+            self._places = {
+                piece.name: (ours, i) for ours, pieces in self._table.items() for i, piece in enumerate(pieces)
+            }
+        return self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place())
+
+    def __len__(self) -> int:
+        return len(self._place())
+
+    def __getitem__(self, name: str) -> WeightTensor:
+        ours, number = self._place()[name]
+        rows = [piece.shape[0] for piece in self._table[ours]]
+        held = _held(self._model, ours)
+        if not isinstance(held, QTensor):
+            return WeightTensor(_part(held, rows, number))
+        assert held.row_sections == tuple(rows), "blocks restart at each projection, so that they can be taken apart"
+        return WeightTensor(
+            _part(held.codes, rows, number), _part(held.scale, [-(-n // BLOCK) for n in rows], number)
+        )
+
+
+def _part(fused: Tensor, rows: list[int], number: int) -> Tensor:
+    return fused.narrow(0, sum(rows[:number]), rows[number])
+
+
+def _held(model: Transformer, ours: str) -> Tensor | QTensor:
+    """What the rollout's forward reads of one of our parameters."""
+    owner, _, kind = ours.rpartition(".")
+    module = model.get_submodule(owner)
+    assert isinstance(module, FlowLinear | Published), ours
+    if isinstance(module, FlowLinear):
+        if kind == "bias":
+            assert module.published_bias is not None, "publish() has not run"
+            return module.published_bias
+        if module.recipes["rollout"] is not None:
+            assert module.quantized is not None, "publish() has not run"
+            return module.quantized
+    assert module.published.numel(), "publish() has not run"
+    return module.published
+
+
+def published(model: Transformer) -> Mapping[str, WeightTensor]:
+    """Every tensor that the rollout's forward reads, by its Hugging Face name, as views of the model's own memory."""
+    return PublishedWeights(model)
+
+
+def checksum(tensors: Mapping[str, WeightTensor]) -> str:
+    """16 hex digits of the SHA-256 over names, dtypes, shapes and all bytes, in sorted order of names.
+
+    Equal checksums mean equal policies, wherever the tensors lie. A pass over all weights, which come to the host.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        for part in (tensor.values,) if tensor.scales is None else (tensor.values, tensor.scales):
+            digest.update(f"{name} {part.dtype} {list(part.shape)}\n".encode())
+            digest.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

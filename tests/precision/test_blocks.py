@@ -1,0 +1,104 @@
+"""What blocks declare: their linears by the formulas of the model card, their place in a layer, the frame around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from flow_shape import SPEC
+
+from jetrl.precision.attention import Attention
+from jetrl.precision.block import Linear
+from jetrl.precision.blocks import ATTENTION, DENSE_MLP, LAYOUTS, blocks_of, linears_of, roles_of
+from jetrl.precision.builder import build_flow
+from jetrl.precision.draw import flow_svg
+from jetrl.precision.flow import flow_digest, require_unified
+from jetrl.precision.graph import ROUNDING
+from jetrl.precision.mlp import MLP
+from jetrl.precision.recipe import Role, build_recipe
+from jetrl.spec import ModelSpec
+
+
+def test_linears_of_a_layer() -> None:
+    """4 heads of 64 with 2 pairs of key and value, width 256, feed-forward 320."""
+    assert linears_of(SPEC, 3) == {
+        ("attn", "qkv"): Linear((256, 128, 128), 256),
+        ("attn", "o"): Linear((256,), 256, writes_residual=True),
+        ("mlp", "gate_up"): Linear((320, 320), 256),
+        ("mlp", "down"): Linear((256,), 320, writes_residual=True),
+    }
+    assert linears_of(replace(SPEC, qkv_bias=True), 0)["attn", "qkv"].bias
+    assert roles_of(SPEC) == ("qkv", "o", "gate_up", "down")
+
+
+def test_every_family_has_its_layers() -> None:
+    for family in ("llama", "qwen2", "qwen3"):
+        assert blocks_of(replace(SPEC, family=family), 0) == (ATTENTION, DENSE_MLP)
+    with pytest.raises(AssertionError, match="no layout for the family 'mamba'; there are llama, qwen2, qwen3"):
+        blocks_of(replace(SPEC, family="mamba"), 0)
+    with pytest.raises(AssertionError, match="layer 4 of 4"):
+        blocks_of(SPEC, 4)
+
+
+def test_no_block_redefines_where_a_common_operator_rounds() -> None:
+    for block in (ATTENTION, DENSE_MLP):
+        assert not block.roundings.keys() & ROUNDING.keys()
+        assert block.roundings.keys() <= {n.op for view in ("rollout", "train_backward")
+                                          for n in build_flow(SPEC, build_recipe("fp8", 4), view).nodes}
+
+
+class Second(MLP):
+    """A feed-forward block with other names, so that it fits into a layer next to the first; its `up_2` has a bias."""
+
+    name = "extra"
+
+    def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
+        return {"up_2": Linear((64,), spec.hidden_size, bias=True), "down_2": Linear((spec.hidden_size,), 64)}
+
+    def forward(self, flow, x):
+        return flow.linear("down_2", flow.linear("up_2", x))
+
+    def backward(self, flow, dy):
+        return flow.linear("up_2", flow.linear("down_2", dy, "up_2_bias"), "extra_norm")
+
+    def rows(self, pen):
+        return [*pen.linear_rows("up_2"), "up_2_bias", *pen.linear_rows("down_2")]
+
+    def draw_forward(self, pen, graph, x):
+        pen.linear(graph, x, "up_2", "extra_norm")
+        pen.operator(graph, x, "up_2_bias", "x", "up_2", "x + bias")
+        return pen.linear(graph, x, "down_2", "up_2_bias")
+
+    def draw_backward(self, pen, below):
+        return pen.linear_backward("up_2", pen.linear_backward("down_2", below, "up_2_bias"), "extra_norm")
+
+
+def test_layers_may_differ_and_have_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream runs through all of them: odd layers end with a third block, layer 2 has attention alone."""
+    def layout(spec: ModelSpec, layer: int):
+        return (Attention(),) if layer == 2 else (Attention(), MLP(), Second()) if layer % 2 else (Attention(), MLP())
+
+    monkeypatch.setitem(LAYOUTS, "mixed", layout)
+    spec, recipe = replace(SPEC, family="mixed"), build_recipe("fp8", 4)
+    require_unified(spec, recipe)
+    edges = build_flow(spec, recipe, "train_forward").edge_map()
+    assert edges["layers.1.extra_norm.x"].source == edges["layers.1.extra_add.residual"].source == "layers.1.mlp_add"
+    assert edges["layers.2.attn_norm.x"].source == "layers.1.extra_add"
+    assert edges["layers.3.attn_norm.x"].source == "layers.2.attn_add"
+    assert edges["norm.x"].source == "layers.3.extra_add"
+    back = build_flow(spec, recipe, "train_backward").edge_map()
+    assert back["norm.dgrad.x"].source == "layers.3.extra_add.saved"
+    assert back["layers.1.mlp_add.grad.residual"].source == "layers.2.input.grad"
+    assert back["layers.1.attn_add.grad.residual"].source == "layers.1.mlp_add.grad"
+    assert back["layers.2.attn_norm.dgrad.x"].source == "layers.1.extra_add.saved"
+    assert back["layers.2.input.grad.residual"].source == "layers.3.input.grad"
+    assert back["optimizer.layers.1.up_2.bias"].source == "layers.1.up_2_bias.wgrad"
+    parameters = {n.name for n in build_flow(spec, recipe, "rollout").nodes if n.op == "parameter"}
+    assert {e.name.removeprefix("optimizer.") for e in back.values() if e.target == "optimizer"} == parameters
+    assert flow_digest(spec, recipe) != flow_digest(SPEC, recipe)
+    drawn = flow_svg(spec, build_recipe("fp8", 4, num_first_layers_in_bf16=1))  # layer 1, with three blocks
+    assert "Precision flow fp8, layer 1" in drawn and ">extra_norm.dgrad<" in drawn and ">up_2.quantize_dy<" in drawn
+    monkeypatch.setitem(LAYOUTS, "mixed", lambda spec, layer: (Attention(), MLP(), MLP()))
+    with pytest.raises(AssertionError, match="two blocks of layer 0 have one name"):
+        build_flow(spec, recipe, "rollout")

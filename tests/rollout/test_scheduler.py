@@ -30,7 +30,14 @@ def next_token(history: tuple[int, ...], number: int) -> int:
     return hash((history, number)) % 50
 
 
+def logprob(history: tuple[int, ...]) -> float:
+    """A number for the last token of `history` that no other token has."""
+    return float(np.float32(hash((history, "p")) % 2**20))
+
+
 class Simulation:
+    """`requests` at the start, more of them by `add`. Requests and conversations are told apart by their place."""
+
     def __init__(
         self,
         requests: list[Request],
@@ -44,49 +51,68 @@ class Simulation:
         burst: int = 1,
     ) -> None:
         self.burst, self.bursts = burst, 0
-        self.requests, self.page_size, self.budget, self.stop_at = requests, page_size, budget, stop_at
+        self.requests: list[Request] = []
+        self.page_size, self.budget, self.stop_at = page_size, budget, stop_at
         self.allocator = PageAllocator(num_pages, page_size)
         self.scheduler = Scheduler(
             self.allocator, max_num_seqs=max_num_seqs, max_tokens_per_step=budget, max_position=10_000,
             force_preempt=force,
         )  # fmt: skip
-        self.scheduler.add(requests)
-        self.history = [list(r.tokens) for r in requests]
+        self.history: list[list[int]] = []
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.computed: dict[tuple[int, ...], int] = {}  # how often each history was computed
         self.first_started: list[int] = []
         self.ended: list[int] = []
         self.max_rows = 0
+        self.add(requests)
+
+    def add(self, requests: list[Request]) -> None:
+        self.scheduler.add(requests)
+        self.requests += requests
+        self.history += [list(r.tokens) for r in requests]
+        self.scheduler.check_integrity()
 
     def run(self, max_steps: int = 5000) -> Simulation:
         while self.scheduler.has_work:
             assert self.scheduler.num_steps < max_steps, "the scheduler does not come to an end"
-            plan, steps = self.scheduler.schedule(), 1
-            self.scheduler.check_integrity()
-            # as the runner decides it: one token of each sequence, each drawing from its own row
-            draws = plan.sample_rows.tolist() == list(range(len(plan.counts)))
-            if self.burst > 1 and draws and (plan.counts == 1).all():
-                plan, steps = self.scheduler.extend(self.burst)
-                self.bursts += steps > 1
-                self.scheduler.check_integrity()
-            drawn = [self.draw(plan, self.compute(plan))]
-            for step in range(1, steps):  # each from the tokens of the one before, also beyond a stop
-                later = replace(
-                    plan, starts=plan.starts + step, tokens=drawn[-1][0], positions=plan.positions + step,
-                    copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
-                )  # fmt: skip
-                drawn.append(self.draw(later, self.compute(later)))
-            tokens, stop = (np.stack(column) for column in zip(*drawn, strict=True))
-            ended = self.scheduler.commit(tokens, stop)
-            for column, number in enumerate(plan.sample_requests.tolist()):  # forget what came after the stop
-                if stop[:, column].any():
-                    wasted = steps - 1 - int(stop[:, column].argmax())
-                    del self.history[number][len(self.history[number]) - wasted :]
-            self.ended.extend(plan.sample_requests[ended].tolist())
-            self.scheduler.check_integrity()
+            self.step()
         assert self.allocator.num_used == 0
         assert sorted(self.ended) == list(range(len(self.requests)))
         return self
+
+    def step(self) -> list[int]:
+        """One step or burst; the places of the requests that ended."""
+        plan, steps = self.scheduler.schedule(), 1
+        self.scheduler.check_integrity()
+        # as the runner decides it: one token of each sequence, each drawing from its own row
+        draws = plan.sample_rows.tolist() == list(range(len(plan.counts)))
+        if self.burst > 1 and draws and (plan.counts == 1).all():
+            plan, steps = self.scheduler.extend(self.burst)
+            self.bursts += steps > 1
+            self.scheduler.check_integrity()
+        drawn = [self.draw(plan, self.compute(plan))]
+        for step in range(1, steps):  # each from the tokens of the one before, also beyond a stop
+            later = replace(
+                plan, starts=plan.starts + step, tokens=drawn[-1][0], positions=plan.positions + step,
+                copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
+            )  # fmt: skip
+            drawn.append(self.draw(later, self.compute(later)))
+        tokens, logprobs, stop = (np.stack(column) for column in zip(*drawn, strict=True))
+        finished = self.scheduler.commit(tokens, logprobs, stop)
+        for column, number in enumerate(plan.sample_requests.tolist()):  # forget what came after the stop
+            if stop[:, column].any():
+                wasted = steps - 1 - int(stop[:, column].argmax())
+                del self.history[number][len(self.history[number]) - wasted :]
+        for end in finished:
+            history, prompt = self.history[end.request], len(self.requests[end.request].tokens)
+            assert end.tokens.tolist() == history[prompt:] and end.id == self.requests[end.request].id
+            wanted = [logprob(tuple(history[: i + 1])) for i in range(prompt, len(history))]
+            assert end.logprobs.tolist() == wanted, "log-probs of other tokens"
+            assert end.stopped == self.stop_at(end.id, len(history) - prompt)
+        ended = [end.request for end in finished]
+        self.ended += ended
+        self.scheduler.check_integrity()
+        return ended
 
     def compute(self, plan: Plan) -> list[tuple[int, ...]]:
         """Apply the page copies, write the planned rows, read every row's past back; the history of each row."""
@@ -116,20 +142,21 @@ class Simulation:
         self.cache.update(writes)
         return histories
 
-    def draw(self, plan: Plan, histories: list[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, plan: Plan, histories: list[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         assert len(set(plan.sample_requests.tolist())) == len(plan.sample_requests), "a request draws twice in a step"
-        tokens, stop = [], []
+        tokens, logprobs, stop = [], [], []
         for row, number, position in zip(
             plan.sample_rows.tolist(), plan.sample_requests.tolist(), plan.sample_positions.tolist(), strict=True
         ):
-            known = self.history[number]
+            known, request = self.history[number], self.requests[number]
             assert histories[row] == tuple(known) and position == len(known), "drawn from another sequence's row"
-            if position == len(self.requests[number].tokens):
+            if position == len(request.tokens):
                 self.first_started.append(number)
-            known.append(next_token(tuple(known), number))
+            known.append(next_token(tuple(known), request.id))
             tokens.append(known[-1])
-            stop.append(self.stop_at(number, len(known) - len(self.requests[number].tokens)))
-        return np.array(tokens, dtype=np.int64), np.array(stop, dtype=bool)
+            logprobs.append(logprob(tuple(known)))
+            stop.append(self.stop_at(request.id, len(known) - len(request.tokens)))
+        return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32), np.array(stop, dtype=bool)
 
     def times_computed(self) -> int:
         return sum(self.computed.values())
@@ -166,8 +193,7 @@ def test_long_prompts_are_chunked_beside_decoding() -> None:
     while sim.scheduler.has_work:
         plan = sim.scheduler.schedule()
         mixed += len(plan.counts) == 2 and plan.counts.tolist() == [1, 4]
-        tokens, stop = sim.draw(plan, sim.compute(plan))
-        sim.scheduler.commit(tokens, stop)
+        sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
     assert mixed == 4 and sim.max_rows == 5, "three tokens beside the first prompt, then four chunks of four, then one"
     assert sim.times_computed() == 2 + 11 + 20 + 1
 
@@ -300,12 +326,9 @@ def test_samples_that_come_later_fork_from_a_preempted_leader() -> None:
     first, later = request(0, prompt, 9), request(1, prompt, 4)
     sim = Simulation([first], num_pages=50, page_size=4, max_num_seqs=4, budget=4, force=lambda step, running: force)
     for _ in range(6):  # two chunks of the prompt, then one token a step
-        plan = sim.scheduler.schedule()
-        sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
+        sim.step()
     assert len(sim.history[0]) == 6 + 5
-    sim.requests.append(later)
-    sim.history.append(list(prompt))
-    sim.scheduler.add([later])
+    sim.add([later])
     force.append(0)
     plan = sim.scheduler.schedule()
     force.clear()
@@ -315,3 +338,239 @@ def test_samples_that_come_later_fork_from_a_preempted_leader() -> None:
     assert plan.sample_requests.tolist() == [1] and plan.sample_rows.tolist() == [1] and plan.starts.tolist() == [4]
     sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
     sim.run()
+
+
+# ---- conversations --------------------------------------------------------------------------------------------------
+
+
+def turn(number: int, tokens: tuple[int, ...], max_tokens: int, longest: int = 36) -> Request:
+    return Request(number, tokens, SamplingParams(max_tokens=max_tokens), max_conversation=longest)
+
+
+def test_the_next_turn_computes_only_new_tokens() -> None:
+    sim = Simulation([turn(7, (1, 2, 3, 4, 5), 4)], num_pages=20, page_size=4, max_num_seqs=2, budget=64)
+    while sim.scheduler.has_work:
+        sim.step()
+    assert sim.scheduler.num_computed_tokens == 5 + 3 and sim.allocator.num_used == 2, "9 tokens, keys of 8"
+    sim.add([turn(7, (*sim.history[0], 8, 9), 3)])
+    assert sim.scheduler.schedule().starts.tolist() == [8]
+    assert sim.scheduler.num_computed_tokens == 8 + 3, "the last drawn token and the two new ones"
+
+
+def test_a_turn_that_stops_within_a_burst_keeps_only_keys_of_its_own_tokens() -> None:
+    sizes = dict(num_pages=20, page_size=2, max_num_seqs=2, budget=64, burst=8)
+    sim = Simulation([turn(7, (1, 2), 30)], **sizes, stop_at=lambda number, length: length == 3)
+    while sim.scheduler.has_work:
+        sim.step()
+    assert sim.bursts == 1 and sim.scheduler.num_computed_tokens == 2 + 8 and len(sim.history[0]) == 5
+    assert sim.allocator.num_used == 2, "four keys are kept; the burst had taken pages for ten"
+    sim.add([turn(7, (*sim.history[0], 5), 3)])
+    sim.step()
+    sim.scheduler.forget([7])
+    assert sim.allocator.num_used == 0
+
+
+@pytest.mark.parametrize(("prompt", "copies"), [((1, 2, 3), True), ((1, 2, 3, 4), False)])
+def test_a_kept_page_that_others_share_is_copied(prompt: tuple[int, ...], copies: bool) -> None:
+    """Two conversations from one prompt, of one drawn token each: the page where the prompt ends is both's."""
+    sim = Simulation([turn(i, prompt, 1) for i in (0, 1)], num_pages=20, page_size=4, max_num_seqs=2, budget=64)
+    sim.step()
+    assert sim.allocator.num_used == 1 and not sim.scheduler.has_work
+    sim.add([turn(i, (*prompt, sim.history[i][-1], 9, i), 2) for i in (0, 1)])
+    plan = sim.scheduler.schedule()
+    assert len(plan.copies) == copies and plan.starts.tolist() == [len(prompt)] * 2, "the second may write in place"
+    sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
+    while sim.scheduler.has_work:
+        sim.step()
+    sim.scheduler.forget([0, 1])
+    assert sim.allocator.num_used == 0
+
+
+def test_kept_pages_go_before_a_running_sequence_is_preempted_the_first_finished_first() -> None:
+    sizes = dict(num_pages=6, page_size=2, max_num_seqs=3, budget=64)
+    sim = Simulation([turn(1, (1, 2, 3), 1, 8), turn(2, (2, 2, 2), 2, 8), request(3, (5, 5), 6)], **sizes)
+    while 2 not in sim.ended:
+        sim.step()
+    assert sim.scheduler.num_preemptions == 0 and sim.ended == [0, 1, 2]
+    assert sim.scheduler.turns.kept(1) == ([], 0), "its turn was the first to finish"
+    assert sim.scheduler.turns.kept(2)[1] == 4
+    sim.scheduler.check_integrity()
+    sim.add([turn(1, (*sim.history[0], 7), 2, 8)])
+    plan = sim.scheduler.schedule()
+    assert plan.starts.tolist() == [0], "from the first token"
+    sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
+
+
+def test_waiting_requests_take_the_pages_of_conversations_between_turns() -> None:
+    """Else nothing could run although nothing is running; and a conversation's own pages are its last to go."""
+    sim = Simulation([turn(i, (i, 1, 1), 1, 16) for i in range(3)], num_pages=8, page_size=2, max_num_seqs=3, budget=64)
+    sim.step()
+    assert sim.allocator.num_used == 6
+    sim.add([turn(0, (*sim.history[0], 1, 1, 1), 9, 16)])  # needs all eight pages
+    plan = sim.scheduler.schedule()
+    assert plan.starts.tolist() == [3]
+    sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
+    while sim.scheduler.has_work:
+        sim.step()
+    assert sim.allocator.num_used == 8 and sim.scheduler.num_preemptions == 0
+    sim.add([request(9, (4, 4), 3)])
+    while sim.scheduler.has_work:
+        sim.step()
+    assert sim.allocator.num_used == 0, "one page was asked for; pages are kept all or none"
+
+
+def test_turns_that_do_not_fit_their_conversation_are_refused() -> None:
+    sim = Simulation([turn(7, (1, 2, 3), 2)], num_pages=20, page_size=4, max_num_seqs=2, budget=64)
+    with pytest.raises(ValueError, match="request 7: a turn of this conversation still waits or runs"):
+        sim.add([turn(7, (1, 2, 3), 2)])
+    sim.step(), sim.step()
+    wrong = [(1, 2, 4, *sim.history[0][3:], 5), tuple(sim.history[0][:-1])]
+    for tokens in wrong:
+        for other in (turn(7, tokens, 2), request(7, tokens, 2)):
+            with pytest.raises(ValueError, match="request 7: its . tokens do not begin with the 5"):
+                sim.add([request(1, (1,), 1), other])
+    follow = (*sim.history[0], 5)
+    with pytest.raises(ValueError, match="two turns of one conversation"):
+        sim.add([turn(7, follow, 2), turn(7, follow, 2)])
+    with pytest.raises(UserError, match=r"request 8: 3 prompt.* max_tokens 6 = 9, beyond its max_conversation = 8"):
+        sim.add([turn(8, (1, 2, 3), 6, 8)])
+    with pytest.raises(UserError, match="begins with 3 tokens and may reach 81, beyond the KV cache of 20 pages"):
+        sim.add([turn(8, (1, 2, 3), 6, 81)])
+    assert not sim.scheduler.has_work, "all or none"
+    sim.scheduler.forget([7])
+    sim.add([turn(7, wrong[0], 2)])
+
+
+def test_a_leader_that_is_forgotten_leaves_its_prompt_to_another() -> None:
+    prompt = tuple(range(10))
+    sim = Simulation([request(i, prompt, 3) for i in range(3)], num_pages=20, page_size=4, max_num_seqs=3, budget=4)
+    sim.step()
+    sim.scheduler.forget([0, 99])
+    while sim.scheduler.has_work:
+        sim.step()
+    assert sim.ended == [1, 2] and sim.allocator.num_used == 0
+    assert sim.computed[prompt] == 1 and sim.computed[prompt[:4]] == 2
+
+
+def test_a_turn_forks_from_a_request_that_computes_the_same_tokens() -> None:
+    """What was kept for the turn is then of no use, and is given back."""
+    sim = Simulation([turn(1, (1, 2, 3, 4, 5), 2)], num_pages=20, page_size=4, max_num_seqs=3, budget=64)
+    while sim.scheduler.has_work:
+        sim.step()
+    tokens = (*sim.history[0], 9)
+    sim.add([request(2, tokens, 3), turn(1, tokens, 3)])
+    sim.step()
+    assert sim.computed[tokens] == 1 and sim.first_started[-2:] == [1, 2]
+    while sim.scheduler.has_work:
+        sim.step()
+    sim.scheduler.forget([1])
+    assert sim.allocator.num_used == 0
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> dict:
+    """Conversations and plain requests that join, reply and are forgotten at any time."""
+    page_size = draw(st.integers(1, 5))
+    prompts = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=10), min_size=1, max_size=3))
+    talks = []
+    for _ in range(draw(st.integers(1, 10))):
+        turns = draw(st.lists(st.tuples(
+            st.sampled_from((1, 1, 2, 3, 8)), st.lists(st.integers(0, 3), max_size=6), st.integers(0, 9)),
+            min_size=1, max_size=4,
+        ))  # fmt: skip
+        prompt = tuple(draw(st.sampled_from(prompts)))
+        talks.append({
+            "prompt": prompt, "turns": turns, "joins": draw(st.sampled_from((0, 0, 0, 3, 15))), "plain": draw(st.booleans()),
+            "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+            "longest": len(prompt) + sum(n + len(reply) for n, reply, _ in turns),
+        })  # fmt: skip
+    largest = max(-(-t["longest"] // page_size) for t in talks)
+    return {
+        "talks": talks, "page_size": page_size, "num_pages": largest + draw(st.integers(0, 15)),
+        "max_num_seqs": draw(st.integers(1, 6)), "budget": draw(st.integers(1, 16)), "burst": draw(st.integers(1, 5)),
+        "force_seed": draw(st.integers(0, 100)), "stop_every": draw(st.integers(3, 20)),
+    }  # fmt: skip
+
+
+def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
+    """Run the conversations of `case`; what each came to. `room`: pages for all, and nothing disturbs."""
+    talks, stop_every, seed = case["talks"], case["stop_every"], case["force_seed"]
+
+    def force(step: int, running: tuple[int, ...]) -> list[int]:
+        return [r for r in running if hash((seed, step, r)) % 9 == 0] if step < 200 else []
+
+    sim = Simulation(
+        [], num_pages=999 if room else case["num_pages"], page_size=case["page_size"],
+        max_num_seqs=case["max_num_seqs"], budget=case["budget"], burst=case["burst"],
+        force=force if seed % 2 and not room else None,
+        stop_at=lambda number, length: hash((number, length)) % stop_every == 0,
+    )  # fmt: skip
+    known = [list(t["prompt"]) for t in talks]
+    due = {i: t["joins"] for i, t in enumerate(talks)}  # when each says something next
+    done, left = [0] * len(talks), set(range(len(talks)))
+    at: dict[int, int] = {}  # place of its last request -> conversation
+    for now in range(3000):
+        for i in [i for i in left if not room and talks[i]["forgotten"] == now]:
+            sim.scheduler.forget([i])
+            left.remove(i), due.pop(i, None)
+        for i in [i for i in due if due[i] <= now]:
+            del due[i]
+            if done[i] == len(talks[i]["turns"]):
+                sim.scheduler.forget([i])
+                left.remove(i)
+                continue
+            at[len(sim.requests)] = i
+            make = request if talks[i]["plain"] else turn
+            extra = () if talks[i]["plain"] else (talks[i]["longest"],)
+            sim.add([make(i, tuple(known[i]), talks[i]["turns"][done[i]][0], *extra)])
+        if sim.scheduler.has_work:
+            for place in sim.step():
+                i = at[place]
+                _, reply, delay = talks[i]["turns"][done[i]]
+                done[i] += 1
+                known[i] = sim.history[place] + reply
+                due[i] = now + 1 + delay
+        elif not left:
+            break
+    assert not left, "the scheduler does not come to an end"
+    assert sim.allocator.num_used == 0 and not sim.scheduler.prompts._all and not len(sim.scheduler.turns)
+    return sim, known
+
+
+def alone(talk: dict, number: int, stop_every: int) -> list[int]:
+    known = list(talk["prompt"])
+    for max_tokens, reply, _ in talk["turns"]:
+        for length in range(1, max_tokens + 1):
+            known.append(next_token(tuple(known), number))
+            if hash((number, length)) % stop_every == 0:
+                break
+        known += reply
+    return known
+
+
+@settings(max_examples=200, deadline=None)
+@given(conversations())
+def test_random_conversations(case: dict) -> None:
+    """Whoever joins, replies or leaves, and when: every turn is what it would be alone, and no page is lost."""
+    _, known = play(case)
+    for i, (talk, got) in enumerate(zip(case["talks"], known, strict=True)):
+        want = alone(talk, i, case["stop_every"])
+        assert got == want if talk["forgotten"] is None else got == want[: len(got)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(conversations())
+def test_with_room_enough_no_turn_computes_what_was_computed(case: dict) -> None:
+    """Each token of a conversation once. Those that start from one prompt may share or repeat that."""
+    for talk in case["talks"]:
+        talk["plain"] = False
+    for i, talk in enumerate(case["talks"]):
+        talk["prompt"] = (100 + i, *talk["prompt"])
+        talk["longest"] += 1
+    case["stop_every"] = 10**9
+    case["burst"] = 1
+    sim, known = play(case, room=True)
+    assert set(sim.computed.values()) == {1}
+    # the last drawn token is computed only if another turn or reply follows it, and a last reply never is
+    want = sum(len(k) - len(t["turns"][-1][1]) - 1 for t, k in zip(case["talks"], known, strict=True))
+    assert sim.times_computed() == want == sim.scheduler.num_computed_tokens

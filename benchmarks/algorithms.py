@@ -1,6 +1,6 @@
 """Every algorithm on the quickstart: held-out accuracy, steps, time and parity over several seeds.
 
-    python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--jobs 2] [--threads 1] [--write] [key=value ...]
+    python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--jobs 2] [--threads 1] [--write]
 
 Runs recipes/quickstart.toml once for each algorithm and seed, `--jobs` at a time, and writes
 benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all are).
@@ -29,7 +29,8 @@ from jetrl.report.environment import cpu_name, git_commit
 from jetrl.report.recorder import read_metrics
 
 ROOT = Path(__file__).parents[1]
-RECIPE, RESULT, PAGE = ROOT / "recipes/quickstart.toml", ROOT / "benchmarks/results/algorithms.json", ROOT / "docs/ALGORITHMS.md"
+RECIPE, RESULT = ROOT / "recipes/quickstart.toml", ROOT / "benchmarks/results/algorithms.json"
+PAGE = ROOT / "docs/ALGORITHMS.md"
 BEGIN, END = "<!-- table: written by benchmarks/algorithms.py -->", "<!-- end of table -->"
 GOAL = 0.9
 # Beyond the preset: what the quickstart's small model and few steps need.
@@ -38,13 +39,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def train(algo: str, seed: int, folder: Path, threads: int, overrides: Sequence[str]) -> dict[str, Any]:
+def train(algo: str, seed: int, folder: Path, threads: int) -> dict[str, Any]:
     """One run, by the command line; its figures."""
     name = f"{algo}-{seed}"
     command = [
         sys.executable, "-m", "jetrl.cli", "train", str(RECIPE), f"rl.algo={algo}", f"seed={seed}", f"name={name}",
         f"output_dir={folder}", f"sft.cache_dir={folder / 'sft'}", f"num_threads={threads}", *SETTINGS.get(algo, ()),
-        *overrides,
     ]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment(threads))
     if done.returncode:
@@ -59,8 +59,8 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     parity = [row["parity/logprob_abs_diff_max"] for row in rows if "parity/logprob_abs_diff_max" in row]
     reached = [step for step, value in accuracy if value >= GOAL]
     return {
-        "before": accuracy[0][1], "after": accuracy[-1][1], "curve": accuracy, "first_step_at_goal": min(reached, default=None),
-        "steps": rows[-1]["step"], "steps_with_update": len(parity), "parity_max": max(parity),
+        "before": accuracy[0][1], "after": accuracy[-1][1], "curve": accuracy,
+        "first_step_at_goal": min(reached, default=None), "steps": rows[-1]["step"], "steps_with_update": len(parity), "parity_max": max(parity),
         "seconds": sum(row["time/step"] for row in rows[1:]),
     }
 
@@ -110,7 +110,8 @@ def write_page(record: dict[str, Any]) -> None:
     text = PAGE.read_text()
     head, rest = text.split(BEGIN, 1)
     threads = sorted({r["threads"] for r in record["runs"] if "threads" in r})
-    note = f"{record['cpu']}, {'/'.join(map(str, threads))} thread(s) a run, commit {record['commit'][:7]}, {record['date']}."
+    cores = "/".join(map(str, threads))
+    note = f"{record['cpu']}, {cores} thread(s) a run, commit {record['commit'][:7]}, {record['date']}."
     PAGE.write_text(f"{head}{BEGIN}\n\n{table(record['runs'])}\n\n{note}\n\n{END}{rest.split(END, 1)[1]}")
 
 
@@ -124,11 +125,12 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="make runs again that are in the result file")
     parser.add_argument("--write", action="store_true", help="put the table into docs/ALGORITHMS.md")
     parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     kept = json.loads(args.result.read_text())["runs"] if args.result.is_file() and not args.again else []
-    record = {"commit": git_commit(ROOT / "jetrl")[0] or "unknown", "cpu": cpu_name(), "date": f"{datetime.now(UTC):%Y-%m-%d}",
-              "overrides": args.overrides, "settings": SETTINGS, "runs": kept}
+    record: dict[str, Any] = {
+        "commit": git_commit(ROOT / "jetrl")[0] or "unknown", "cpu": cpu_name(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}", "settings": SETTINGS, "runs": kept,
+    }
     made = {(r["algo"], r["seed"]) for r in kept if "error" not in r}
     seeds = [int(seed) for seed in args.seeds.split(",")]
     todo = [(a, s) for s in seeds for a in args.algos.split(",") if (a, s) not in made]
@@ -138,7 +140,7 @@ def main() -> int:
         if todo:
             warm_starts(seeds, folder, args.threads, args.jobs)
             print(f"warm starts: {time.perf_counter() - start:.0f} s", flush=True)
-        for run in pool.map(lambda job: train(*job, folder, args.threads, args.overrides), todo):
+        for run in pool.map(lambda job: train(*job, folder, args.threads), todo):
             record["runs"] = [r for r in record["runs"] if (r["algo"], r["seed"]) != (run["algo"], run["seed"])] + [run]
             args.result.write_text(json.dumps(record, indent=1) + "\n")
             shown = run.get("error") or f"{run['before']:.3f} -> {run['after']:.3f}, parity {run['parity_max']}"

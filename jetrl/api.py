@@ -21,8 +21,8 @@ from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.engine import PagedEngine
 from jetrl.spec import SHAPES
-from jetrl.train.publish import publish
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
+from jetrl.train.publish import publish
 from jetrl.train.setup import build_model, load_spec, load_weights, recipe_of
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
 

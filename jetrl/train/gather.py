@@ -109,6 +109,7 @@ def _refilled(
 
 def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
     """The scoring statistics of a step's rounds as one: least, largest, sums of counts, and means of the others."""
+    reducers: dict[str, Callable[[Sequence[float]], float]]
     reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum}
     if len(scores) == 1:
         return scores[0]

@@ -151,7 +151,7 @@ def fill(
                 continue
             value = values[first + sequence]
             columns[number][rows] = value if isinstance(value, float) else torch.as_tensor(value, dtype=torch.float32)
-        micros = [replace(m, **{column: c}) for m, c in zip(batch.micro_batches, columns, strict=True)]
+        micros = [_with_column(m, column, c) for m, c in zip(batch.micro_batches, columns, strict=True)]
         filled.append(replace(batch, micro_batches=tuple(micros)))
         first += batch.num_sequences
     return filled
@@ -163,7 +163,7 @@ def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> Packed
     for micro, values in zip(batch.micro_batches, rows, strict=True):
         whole = torch.zeros(len(micro.tokens), dtype=torch.float32)
         whole[micro.loss_mask > 0] = values.to("cpu", torch.float32)
-        micros.append(replace(micro, **{column: whole}))
+        micros.append(_with_column(micro, column, whole))
     return replace(batch, micro_batches=tuple(micros))
 
 
@@ -188,6 +188,11 @@ def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch
     values: dict[str, Any] = {entry.name: getattr(micro_batch, entry.name) for entry in fields(micro_batch)}
     values |= {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
     return MicroBatch(**values)
+
+
+def _with_column(micro_batch: MicroBatch, column: str, values: Tensor) -> MicroBatch:
+    changed: dict[str, Any] = {column: values}
+    return replace(micro_batch, **changed)
 
 
 def _loss_rows(batch: PackedBatch) -> Iterator[tuple[int, int, Tensor]]:

@@ -55,7 +55,9 @@ TINY: dict[str, dict[str, Any]] = {
                    "rollout.max_response_length": 24},
     "eval sampled": {"eval.num_samples": 2, "eval.temperature": 1.0, "eval.eval_interval": 1},
 }  # fmt: skip
-SMALL = ("train.steps=2", "train.warmup_steps=0", "checkpoint.save_interval=2", "eval.eval_interval=1", "task.num_eval=4")
+SMALL = (
+    "train.steps=2", "train.warmup_steps=0", "checkpoint.save_interval=2", "eval.eval_interval=1", "task.num_eval=4",
+)
 RECIPES: dict[str, tuple[str, ...]] = {
     "quickstart": ("sft.steps=6", "sft.warmup_steps=2"),
     "smollm2": ("task.num_eval=2", "rollout.max_response_length=16"),

@@ -1,4 +1,4 @@
-"""What blocks declare: their linears by the formulas of the model card, their place in a layer, the frame around them."""
+"""What blocks declare: their linears by the model card's formulas, their place in a layer, the frame around them."""
 
 from __future__ import annotations
 

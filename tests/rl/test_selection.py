@@ -140,7 +140,8 @@ def test_refill_ends_repeats_and_never_asks_too_much(wanted: int, rounds: int, s
         while count := refill.next_count:
             assert 1 <= count <= wanted
             start = len(refill.seen)
-            refill = refill.add(round_of(start, "".join("x" if s else "." for s in stream[start : start + count])), count)
+            signals = "".join("x" if s else "." for s in stream[start : start + count])
+            refill = refill.add(round_of(start, signals), count)
         return refill
 
     refill = play()

@@ -97,8 +97,8 @@ def test_layout_by_hand():
 @settings(max_examples=60, deadline=None)
 @given(some_groups(), st.integers(25, 60), st.integers(1, 4), st.booleans())
 def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncated: bool):
-    """Every token of the policy appears exactly once, behind what came before it, with its advantage and log-prob, in its
-    group's update; tokens of the environment are in no loss."""
+    """Every token of the policy appears exactly once, behind what came before it, with its advantage and log-prob, in
+    its group's update; tokens of the environment are in no loss."""
     batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask_truncated)
     found = []
     for batch in batches:

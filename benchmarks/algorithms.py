@@ -60,7 +60,8 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     reached = [step for step, value in accuracy if value >= GOAL]
     return {
         "before": accuracy[0][1], "after": accuracy[-1][1], "curve": accuracy,
-        "first_step_at_goal": min(reached, default=None), "steps": rows[-1]["step"], "steps_with_update": len(parity), "parity_max": max(parity),
+        "first_step_at_goal": min(reached, default=None), "steps": rows[-1]["step"],
+        "steps_with_update": len(parity), "parity_max": max(parity),
         "seconds": sum(row["time/step"] for row in rows[1:]),
     }
 

@@ -122,7 +122,7 @@ def measure(engine: PagedEngine, precision: str, batch: int, prompt: int, new: i
         "seconds": seconds, **quantiles(clock.steps), "context": clock.context,
         "share of floor": floor_ms(precision, batch, clock.context, layers, kv_cache) / clock.step_ms,
         "preemptions": engine.stats.preemptions, "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-    }  # fmt: skip
+    }
 
 
 def one(variant: str, args: argparse.Namespace) -> None:

@@ -54,7 +54,7 @@ def imports(path: Path) -> list[tuple[int, str, bool]]:
         id(inner)
         for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
-    }  # fmt: skip
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, id(node) in typing_only) for alias in node.names]

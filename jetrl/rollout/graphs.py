@@ -140,7 +140,7 @@ class DecodeGraphs:
             cache=self.cache, cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
             query_lengths=(1,) * size, kv_lengths=state.kv_lengths, max_kv_length=width * state.page_size,
             kv_pages=(width,) * size, slots=integers[2], block_table=state.table,
-        )  # fmt: skip
+        )
         batch = ForwardBatch(integers[0], integers[1], plan, "rollout")
         temperature = torch.ones(size, dtype=torch.float32, device=device)
 

@@ -138,7 +138,7 @@ class ModelRunner:
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
             sample_positions=plan.sample_positions, temperature=chosen.temperature, block_table=plan.block_table,
-        )  # fmt: skip
+        )
         if is_cut(chosen, self.model.spec.vocab_size).any():
             logits = self.graphs.logits(step)
             tokens, logprobs = sample_rows(logits, chosen, plan.sample_positions)

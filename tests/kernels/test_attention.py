@@ -130,7 +130,7 @@ def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int, fp8: bool)
         slots = torch.cat([
             table[i, torch.arange(first, first + c) // PAGE].long() * PAGE + torch.arange(first, first + c) % PAGE
             for i, c in zip(live, counts, strict=True)
-        ])  # fmt: skip
+        ])
         kv = torch.tensor([first + c for c in counts], dtype=torch.int32)
         pages = sum(-(-n // PAGE) for n in kv.tolist())
         plan = PagedPlan(cache, plan_of(counts).cu_seqlens, counts, kv, int(kv.max()), pages, table[live], slots)
@@ -163,7 +163,7 @@ def test_more_keys_than_one_exact_sum_holds() -> None:
                 cache, torch.tensor([0, stop - first], dtype=torch.int32), (stop - first,),
                 torch.tensor([stop], dtype=torch.int32), stop, pages, torch.arange(pages, dtype=torch.int32)[None],
                 torch.arange(first, stop),
-            )  # fmt: skip
+            )
             got = attend(q[first:stop], k[first:stop], v[first:stop], plan, 3, SCALE)
             assert_bitwise_equal(got, expected[first:stop], f"tokens from {first}")
         exact = plain(*(t.double() for t in (q, k, v)), (length,))

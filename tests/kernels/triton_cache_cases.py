@@ -96,7 +96,7 @@ def check_prepare(kind: str, n: int, g: int, h: int, norm: bool) -> None:
     angles = torch.rand(50, h // 2, generator=torch.Generator().manual_seed(1)) * 7
     tables, positions = (angles.cos(), angles.sin()), torch.tensor([3, 0, 49, 12, 7, 7])
     shared = (qkv.to(DEVICE), (n, g), h, tuple(w.to(DEVICE) for w in norms) if norms else None, 1e-6,
-              tuple(x.to(DEVICE) for x in tables), positions.to(DEVICE))  # fmt: skip
+              tuple(x.to(DEVICE) for x in tables), positions.to(DEVICE))
     want = cpu.qkv_norm_rope(qkv, (n, g), h, norms, 1e-6, tables, positions, None, True)
     rounded = tb.qkv_norm_rope(*shared, None, True)
     plain = tb.qkv_norm_rope(*shared, None, False)

@@ -275,7 +275,7 @@ def heads_gradient(t: int, n: int, g: int, h: int, norm: bool) -> None:
         return tb.qkv_norm_rope_backward(
             tuple(x.to(DEVICE) for x in grads), qkv.to(DEVICE), on_device, 1e-6, tuple(x.to(DEVICE) for x in tables),
             positions.to(DEVICE),
-        )  # fmt: skip
+        )
 
     (got, d_norms), (again, d_again) = backward(), backward()
     want, want_norms = cpu.qkv_norm_rope_backward(tuple(grads), qkv, norms, 1e-6, tables, positions)
@@ -444,7 +444,7 @@ def all_cases() -> list[tuple[str, Case]]:
     kinds = (
         quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
         adamw_cases,
-    )  # fmt: skip
+    )
     return [case for kind in kinds for case in kind()]
 
 

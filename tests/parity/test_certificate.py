@@ -39,7 +39,7 @@ def certificate(precision: str, work: Workload = WORK, **options: Any) -> Certif
     ("precision", "options"),
     [("bf16", {}), ("fp8", {}), ("fp8", {"weight_scale": "pow2", "activation_scale": "pow2"}),
      ("fp8", {"num_first_layers_in_bf16": 1}), ("fp8", {"kv_cache": "fp8", "head_dim": SPEC.head_dim})],
-)  # fmt: skip
+)
 def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict[str, Any]) -> None:
     result = certificate(precision, **options)
     assert result.ok, result.links
@@ -87,7 +87,7 @@ def nudge(op: Callable[..., Tensor], when: Callable[[Tensor], bool]) -> Callable
     ("op", "names"),
     [("swiglu", "layers.0.swiglu"), ("rope", "layers.0.rope_q"), ("attend", "layers.0.attention"),
      ("rms_norm", "layers.0.attn_norm")],
-)  # fmt: skip
+)
 def test_an_operator_that_depends_on_the_batch_is_named(op: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = WORK.max_prompt + WORK.new_tokens
     monkeypatch.setattr(cpu, op, nudge(getattr(cpu, op), lambda x: len(x) > longest))  # wrong in packed batches only

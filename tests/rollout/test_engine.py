@@ -33,7 +33,7 @@ SPEC = ModelSpec(
     family="qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope=RopeSpec(10_000.0), max_position=128, tie_embeddings=True,
     qkv_bias=False, qk_norm=True,
-)  # fmt: skip
+)
 
 
 class HashModel:
@@ -108,7 +108,7 @@ def mixed_requests() -> list[Request]:
     kinds = [
         SamplingParams(12), SamplingParams(9, temperature=0.7, top_p=0.8), SamplingParams(15, ignore_eos=True),
         SamplingParams(10, temperature=0.0), SamplingParams(11, top_k=5, stop_token_ids=(9, 11), seed=5),
-    ]  # fmt: skip
+    ]
     return [Request(100 + i, prompts[(i // 3) % 4], kinds[i % 5]) for i in range(24)]
 
 
@@ -329,7 +329,7 @@ class BurstRunner(ModelRunner):
             later = dataclasses.replace(
                 plan, starts=plan.starts + step, tokens=drawn[-1][0][0], positions=plan.positions + step,
                 copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
-            )  # fmt: skip
+            )
             drawn.append(super().run(later, table))
         tokens, logprobs = (np.concatenate(column) for column in zip(*drawn, strict=True))
         return tokens, logprobs

@@ -136,7 +136,7 @@ def decode_plan(batch: int, length: int, page: int, cache: Any, pages_per: int, 
     slots = table_[:, last // page].long() * page + last % page
     return PagedPlan(
         cache=cache, cu_seqlens=torch.arange(batch + 1, dtype=torch.int32, device=device), query_lengths=(1,) * batch,
-        kv_lengths=torch.full((batch,), length, dtype=torch.int32, device=device), max_kv_length=length,
+        kv_lengths=torch.full((batch,), length, dtype=torch.int32, device=device),
         kv_pages=(-(-length // page),) * batch, block_table=table_, slots=slots,
     )
 

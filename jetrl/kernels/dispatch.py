@@ -12,7 +12,7 @@ from types import ModuleType
 from torch import Tensor
 
 BACKENDS = {
-    "reference": "jetrl.kernels.backends.cpu",
+    "reference": "jetrl.kernels.backends.reference",
     "hopper": "jetrl.kernels.backends.hopper",
     "hopper_scaled_mm": "jetrl.kernels.backends.hopper_scaled_mm",
 }

@@ -53,7 +53,7 @@ def paged(cache: Cache, tables: Tensor, starts: list[int], counts: list[int]) ->
     cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
     return PagedPlan(
         cache=cache, cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=CUDA), query_lengths=tuple(counts),
-        kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA), max_kv_length=max(kv),
+        kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA),
         kv_pages=tuple(-(-n // page) for n in kv), block_table=tables.to(torch.int32).to(CUDA),
         slots=torch.tensor(slots, dtype=torch.int64, device=CUDA),
     )

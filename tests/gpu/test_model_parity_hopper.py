@@ -69,7 +69,7 @@ def paged_batch(
     kv = [s + c for s, c in zip(starts, counts, strict=True)]
     cu = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=CUDA)
     plan = PagedPlan(
-        cache=cache, cu_seqlens=cu, query_lengths=tuple(counts), max_kv_length=max(kv), slots=slots.to(CUDA),
+        cache=cache, cu_seqlens=cu, query_lengths=tuple(counts), slots=slots.to(CUDA),
         kv_pages=tuple(-(-n // page) for n in kv),
         kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA),
         block_table=table[members].to(torch.int32).to(CUDA),

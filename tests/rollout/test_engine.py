@@ -64,7 +64,7 @@ class HashModel:
         out = []
         for b, (first, end) in enumerate(zip(plan.cu_seqlens[:-1].tolist(), plan.cu_seqlens[1:].tolist(), strict=True)):
             length = int(plan.kv_lengths[b])
-            assert end - first == plan.query_lengths[b] and length <= plan.max_kv_length
+            assert end - first == plan.query_lengths[b] and length <= plan.kv_pages[b] * size
             pages = plan.block_table[b, : -(-length // size)].long()
             past = (keys[pages].flatten(0, 1)[:length, -1, -1] - last).long().tolist()
             where = (values[pages].flatten(0, 1)[:length, 0, 0] - last).long().tolist()

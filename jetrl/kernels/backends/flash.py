@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,7 +134,3 @@ def attend_backward(
         cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, deterministic=DETERMINISTIC_BACKWARD,
     )
     return dq, dk, dv
-
-
-def version() -> dict[str, Any]:
-    return {"flash_attn_4": installed_version("flash-attn-4")}

@@ -138,7 +138,7 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
         slots = table[0, positions // size].long() * size + positions % size
         plan = PagedPlan(
             cache, torch.tensor([0, stop - start], dtype=torch.int32, device=device), (stop - start,),
-            torch.tensor([stop], dtype=torch.int32, device=device), stop, (-(-stop // size),), table, slots,
+            torch.tensor([stop], dtype=torch.int32, device=device), (-(-stop // size),), table, slots,
         )
         batches.append(ForwardBatch(tokens[start:stop], positions, plan, "rollout"))
     return batches

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from jetrl.choices import CacheKind, Precision, ScaleKind
 from jetrl.config.base import Rule, Section
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
 
 Schedule = Literal["constant", "linear", "cosine"]
-ScaleKind = Literal["fp32", "pow2"]
 
 
 class ModelConfig(Section):
@@ -50,7 +50,7 @@ class QuantConfig(Section):
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
-    kv_cache: Literal["bf16", "fp8"] = Field(
+    kv_cache: CacheKind = Field(
         default="bf16", description="Keys and values, in the rollout's cache and alike in training's attention.")
 
 
@@ -248,7 +248,7 @@ class Config(Section):
     )
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")
     seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
-    precision: Literal["bf16", "fp8", "fp8_rollout"] = Field(
+    precision: Precision = Field(
         default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: the GPU if there is one.")
     kernels: Literal["auto", "reference", "hopper", "hopper_scaled_mm"] = Field(

@@ -1,4 +1,4 @@
-"""The critic: its values against float64, for any packing the same bits, its gradient, and that it learns and resumes."""
+"""The critic: values against float64, the same bits for any packing, its gradient; it learns and resumes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_values_by_float64_and_the_same_bits_in_any_packing(tmp_path: Path, prec
 def test_a_critic_starts_as_the_policy_with_values_of_zero(tmp_path: Path) -> None:
     session = session_of(tmp_path, PPO | {"model.arch.tie_word_embeddings": False})
     critic, policy = session.learner.critic, session.model
-    assert critic is not None and critic.body is not None and not any("lm_head" in n for n, _ in critic.named_parameters())
+    assert critic is not None and critic.body is not None
+    assert not any("lm_head" in name for name, _ in critic.named_parameters())
     for name, value in critic.body.state_dict().items():
         assert_bitwise_equal(value, policy.state_dict()[name], name)
     assert not critic(batch_of((5,), torch.arange(5))).any()

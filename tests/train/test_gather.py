@@ -1,4 +1,4 @@
-"""The data of a step: refill takes further prompts of the stream, is bounded, resumes to the bit, and says what failed."""
+"""The data of a step: refill takes further prompts of the stream, is bounded, and resumes to the bit."""
 
 from __future__ import annotations
 

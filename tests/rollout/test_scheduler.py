@@ -481,12 +481,7 @@ def conversations(draw: st.DrawFn) -> dict:
         prompt = tuple(draw(st.sampled_from(prompts)))
         talks.append({
             "prompt": prompt, "turns": turns, "joins": draw(st.sampled_from((0, 0, 0, 3, 15))),
-<<<<<<< HEAD
-            "plain": draw(st.booleans()),
-            "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
-=======
             "plain": draw(st.booleans()), "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
->>>>>>> w-rollout
             "longest": len(prompt) + sum(n + len(reply) for n, reply, _ in turns),
         })  # fmt: skip
     largest = max(-(-t["longest"] // page_size) for t in talks)

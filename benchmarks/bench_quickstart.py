@@ -27,6 +27,7 @@ from jetrl.loop import Clock, StopRequest, run
 from jetrl.report.environment import cpu_name, git_commit
 from jetrl.report.recorder import read_metrics
 from jetrl.rollout.engine import PagedEngine
+from jetrl.train import gather
 
 ROOT = Path(__file__).parents[1]
 SHAPES = [(128, 320, 192), (128, 896, 192), (128, 192, 448), (4096, 896, 192), (4096, 192, 448)]
@@ -53,20 +54,20 @@ class Watch:
             time.sleep(0.01)
 
     def __enter__(self) -> Watch:
-        enter, generate = Clock.__call__, PagedEngine.generate
+        enter, rolled = Clock.__call__, gather.roll_out
 
         def watched_phase(clock: Clock, phase: str, total: int | None = None):  # type: ignore[no-untyped-def]
             self.phase = phase
             return enter(clock, phase, total)
 
-        def watched_generate(engine: PagedEngine, *args, **kwargs):  # type: ignore[no-untyped-def]
-            result = generate(engine, *args, **kwargs)
+        def watched_rollout(engine: PagedEngine, *args, **kwargs):  # type: ignore[no-untyped-def]
+            result = rolled(engine, *args, **kwargs)
             assert engine.stats is not None
             self.seconds += engine.stats.seconds
             self.model += engine.stats.model_seconds
             return result
 
-        Clock.__call__, PagedEngine.generate = watched_phase, watched_generate  # type: ignore[method-assign,assignment]
+        Clock.__call__, gather.roll_out = watched_phase, watched_rollout  # type: ignore[method-assign,assignment]
         self.thread.start()
         return self
 

@@ -132,8 +132,9 @@ def one(variant: str, args: argparse.Namespace) -> None:
     precision, kv_cache = apply(variant)
     model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
     for batch in args.batch:
-        sizes = {"page_size": 128, "max_tokens_per_step": 8192, "max_num_seqs": max(args.batch)}
-        engine = PagedEngine(model, NoText(), "flow", **sizes)
+        engine = PagedEngine(
+            model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch)
+        )
         engine.load(WeightSet(1, "flow", {}))
         # prompts so short that all sequences soon decode together, in steps as full as the measured ones
         engine.generate(requests_of(batch, min(args.prompt, 512), 40))

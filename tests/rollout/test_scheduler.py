@@ -186,7 +186,7 @@ def test_samples_beyond_the_slots_reuse_the_held_prompt() -> None:
     assert sim.first_started == list(range(6))
 
 
-def test_long_prompts_are_chunked_beside_decoding() -> None:
+def test_long_prompts_are_chunked_next_to_decoding() -> None:
     requests = [request(0, (1, 2), 12), request(1, tuple(range(20)), 2)]
     sim = Simulation(requests, num_pages=100, page_size=4, max_num_seqs=4, budget=5)
     mixed = 0
@@ -194,7 +194,7 @@ def test_long_prompts_are_chunked_beside_decoding() -> None:
         plan = sim.scheduler.schedule()
         mixed += len(plan.counts) == 2 and plan.counts.tolist() == [1, 4]
         sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
-    assert mixed == 4 and sim.max_rows == 5, "three tokens beside the first prompt, then four chunks of four, then one"
+    assert mixed == 4 and sim.max_rows == 5, "three tokens next to the first prompt, then four chunks of four, then one"
     assert sim.times_computed() == 2 + 11 + 20 + 1
 
 
@@ -240,7 +240,7 @@ def test_requests_that_can_never_fit_are_refused() -> None:
         scheduler(max_tokens_per_step=0)
 
 
-def test_a_request_of_exactly_the_capacity_runs_beside_others() -> None:
+def test_a_request_of_exactly_the_capacity_runs_next_to_others() -> None:
     prompt = tuple(range(9))
     requests = [request(0, prompt, 3), request(1, prompt, 7), request(2, (1,), 15), request(3, prompt, 7)]
     sim = Simulation(requests, num_pages=4, page_size=4, max_num_seqs=4, budget=3).run()
@@ -481,8 +481,7 @@ def conversations(draw: st.DrawFn) -> dict:
         prompt = tuple(draw(st.sampled_from(prompts)))
         talks.append({
             "prompt": prompt, "turns": turns, "joins": draw(st.sampled_from((0, 0, 0, 3, 15))),
-            "plain": draw(st.booleans()),
-            "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+            "plain": draw(st.booleans()), "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
             "longest": len(prompt) + sum(n + len(reply) for n, reply, _ in turns),
         })
     largest = max(-(-t["longest"] // page_size) for t in talks)

@@ -1,4 +1,4 @@
-"""The critic: its values against float64, for any packing the same bits, its gradient, and that it learns and resumes."""
+"""The critic: values against float64, the same bits in any packing, its gradient; it learns, and resumes to the bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_values_by_float64_and_the_same_bits_in_any_packing(tmp_path: Path, prec
 def test_a_critic_starts_as_the_policy_with_values_of_zero(tmp_path: Path) -> None:
     session = session_of(tmp_path, PPO | {"model.arch.tie_word_embeddings": False})
     critic, policy = session.learner.critic, session.model
-    assert critic is not None and critic.body is not None and not any("lm_head" in n for n, _ in critic.named_parameters())
+    assert critic is not None and critic.body is not None
+    assert not any("lm_head" in name for name, _ in critic.named_parameters())
     for name, value in critic.body.state_dict().items():
         assert_bitwise_equal(value, policy.state_dict()[name], name)
     assert not critic(batch_of((5,), torch.arange(5))).any()
@@ -85,7 +86,7 @@ def test_the_gradient_is_that_of_the_formula(tmp_path: Path, in_place: bool) -> 
 @pytest.mark.parametrize("changes", [PPO, SHARED], ids=["separate", "shared"])
 def test_the_critic_learns_and_parity_stays_zero(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Rewards are near 0.25 at first; the values leave 0 towards them, and explain more than their mean does."""
-    more = {"train.steps": 12, "eval.eval_interval": 0, "checkpoint.save_interval": 0}
+    more = {"train.steps": 12, "eval.eval_interval": 0, "checkpoint.save_interval": 12}
     rows = numbers(tiny_run(tmp_path, changes | more))[1:]
     assert [row["parity/logprob_abs_diff_max"] for row in rows] == [0.0] * 12
     assert rows[0]["critic/value_mean"] == 0.0 and rows[0]["critic/explained_variance"] == 0.0

@@ -1,4 +1,4 @@
-"""The critic: values against float64, the same bits for any packing, its gradient; it learns and resumes."""
+"""The critic: values against float64, the same bits in any packing, its gradient; it learns, and resumes to the bit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_formula(tmp_path: Path, in_place: bool) -> 
 @pytest.mark.parametrize("changes", [PPO, SHARED], ids=["separate", "shared"])
 def test_the_critic_learns_and_parity_stays_zero(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Rewards are near 0.25 at first; the values leave 0 towards them, and explain more than their mean does."""
-    more = {"train.steps": 12, "eval.eval_interval": 0, "checkpoint.save_interval": 0}
+    more = {"train.steps": 12, "eval.eval_interval": 0, "checkpoint.save_interval": 12}
     rows = numbers(tiny_run(tmp_path, changes | more))[1:]
     assert [row["parity/logprob_abs_diff_max"] for row in rows] == [0.0] * 12
     assert rows[0]["critic/value_mean"] == 0.0 and rows[0]["critic/explained_variance"] == 0.0

@@ -1,4 +1,4 @@
-"""The data of a step: refill takes further prompts of the stream, is bounded, and resumes to the bit."""
+"""The data of a step: refill takes further prompts of the stream, is bounded, resumes to the bit; mistakes save."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_further_prompts_until_enough_groups_carry_a_signal(tmp_path: Path) -> N
         with_signal = [g for g in sorted(groups) if len({s["reward"] for s in groups[g]}) > 1]
         assert learnt == with_signal[:4] and len(learnt) == 4
         assert row["reward/num_groups_dropped"] == count - 4 and row["parity/logprob_abs_diff_max"] == 0.0
-        assert row["reward/frac_zero_std"] == 1 - len(with_signal) / count
+        assert row["reward/frac_zero_std"] == (count - len(with_signal)) / count
     assert max(row["rollout/refill_rounds"] for row in rows) > 1
 
 

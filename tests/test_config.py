@@ -17,6 +17,7 @@ from jetrl.config.base import Section
 from jetrl.config.docs import describe_config
 from jetrl.config.errors import PEERS, peer_name
 from jetrl.config.load import digest, load_config, parse_config, resolve, sections, to_toml
+from jetrl.config.rl import RLConfig
 from jetrl.config.sections import Config, QuantConfig
 from jetrl.config.toml import set_override, split_override, toml_literal
 from jetrl.errors import UserError

@@ -37,7 +37,6 @@ LONG_FUNCTIONS = {
 }
 # A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
 REACHED_THROUGH = {
-    "config/rl": "config/sections",
     "kernels/backends/deepgemm": "kernels/backends/hopper",
     "kernels/backends/flash": "kernels/backends/hopper",
     "kernels/backends/hopper": "kernels/dispatch",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import numbers, tiny_run
+from tiny import numbers, tiny_run, weights_hash
 
 from jetrl.errors import UserError
 from jetrl.kernels import pointwise
@@ -114,24 +114,39 @@ def test_several_updates_a_step(tmp_path: Path) -> None:
     assert all(row[PARITY] > 0 for row in rows[1:])
 
 
+def told(run_dir: Path) -> dict[str, Any]:
+    """What an option may change in step 1, in the order in which it comes about, and the weights after step 2."""
+    samples, row = list(read_samples(run_dir)), numbers(run_dir)[1]
+    first = {key: [s[key] for s in samples if s["step"] == 1] for key in ("logprobs", "reward", "advantage")}
+    return first | {"gradient": row["policy/grad_norm"], "weights": weights_hash(run_dir, 2)}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return told(tiny_run(tmp_path_factory.mktemp("plain"), {"train.steps": 2}))
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("key", "value", "first"),
     [
-        {"rl.loss_agg": "seq_mean_token_mean", "rl.norm_adv_by_std": False},
-        {"rl.entropy_coef": 0.01, "rl.mask_truncated": True},
-        {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
-        {"rollout.top_k": 5, "rl.overlong_buffer_len": 4},
-        {"train.master_dtype": "bfloat16"},
-        {"quant.weight_scale": "pow2", "quant.activation_scale": "pow2", "quant.num_first_layers_in_bf16": 1},
+        ("rollout.top_p", 0.9, "logprobs"), ("rollout.temperature", 0.7, "logprobs"), ("rollout.top_k", 5, "logprobs"),
+        ("quant.weight_scale", "pow2", "logprobs"), ("quant.activation_scale", "pow2", "logprobs"),
+        ("quant.num_first_layers_in_bf16", 1, "logprobs"), ("rl.overlong_buffer_len", 4, "reward"),
+        ("rl.norm_adv_by_std", False, "advantage"), ("rl.loss_agg", "seq_mean_token_mean", "gradient"),
+        ("rl.entropy_coef", 0.01, "gradient"), ("rl.mask_truncated", True, "gradient"),
+        ("train.master_dtype", "bfloat16", "weights"), ("train.lr", 1e-3, "weights"),
     ],
-    ids=lambda c: next(iter(c)),
+    ids=str,
 )
-def test_options_keep_parity(tmp_path: Path, changes: dict[str, Any]) -> None:
-    rows = numbers(tiny_run(tmp_path, changes | {"train.steps": 2}))
-    parities = [row[PARITY] for row in rows[1:] if PARITY in row]
-    assert parities and set(parities) == {0.0}
-    loss = [row["policy/loss"] for row in rows[1:] if "policy/loss" in row]
-    assert all(value == value for value in loss)
+def test_an_option_keeps_parity_and_changes_what_it_must(
+    tmp_path: Path, plain: dict[str, Any], key: str, value: Any, first: str
+) -> None:
+    """`first` is the first thing that is not as in a plain run; all before it has the plain run's bits."""
+    run_dir = tiny_run(tmp_path, {key: value, "train.steps": 2})
+    rows = numbers(run_dir)
+    assert [row[PARITY] for row in rows[1:]] == [0.0, 0.0]
+    assert all(row["policy/loss"] == row["policy/loss"] for row in rows[1:])
+    assert [name for name, got in told(run_dir).items() if got != plain[name]][:1] == [first]
 
 
 def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(

@@ -95,7 +95,7 @@ def quickstart(overrides: list[str]) -> dict[str, object]:
         "peak_mib_by_phase": dict(watch.peak), "engine_overhead_share": 1 - watch.model / watch.seconds,
         "accuracy": [accuracy[0], accuracy[-1]],
         "parity_max": max(r.get("parity/logprob_abs_diff_max", 0.0) for r in rows), "steps": len(rows) - 1,
-    }  # fmt: skip
+    }
 
 
 def gemm_ratios(repeats: int = 25) -> list[dict[str, object]]:
@@ -108,7 +108,7 @@ def gemm_ratios(repeats: int = 25) -> list[dict[str, object]]:
         cases: dict[str, Callable[[], object]] = {
             "float32": lambda x=x, w=w: x @ w.T, "fp8": lambda a=xq, b=wq: ref.fp8_gemm(a, b),
             "bf16": lambda a=xb, b=wb: ref.bf16_gemm(a, b),
-        }  # fmt: skip
+        }
         times: dict[str, list[float]] = {name: [] for name in cases}
         for i in range(repeats + 5):
             for name, case in cases.items():
@@ -128,7 +128,7 @@ def main() -> None:
     result["environment"] = {
         "cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": commit,
         "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    }
     (ROOT / "benchmarks" / "results" / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

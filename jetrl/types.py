@@ -290,7 +290,6 @@ class PagedPlan:
     cu_seqlens: Tensor  # [B+1] int32
     query_lengths: tuple[int, ...]
     kv_lengths: Tensor  # [B] int32
-    max_kv_length: int
     kv_pages: tuple[int, ...]
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64

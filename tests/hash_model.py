@@ -25,7 +25,7 @@ SPEC = ModelSpec(
     family="qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope=RopeSpec(10_000.0), max_position=128, tie_embeddings=True,
     qkv_bias=False, qk_norm=True,
-)  # fmt: skip
+)
 
 
 class HashModel:
@@ -56,7 +56,7 @@ class HashModel:
         out = []
         for b, (first, end) in enumerate(zip(plan.cu_seqlens[:-1].tolist(), plan.cu_seqlens[1:].tolist(), strict=True)):
             length = int(plan.kv_lengths[b])
-            assert end - first == plan.query_lengths[b] and length <= plan.max_kv_length
+            assert end - first == plan.query_lengths[b] and length <= plan.kv_pages[b] * size
             pages = plan.block_table[b, : -(-length // size)].long()
             past = (keys[pages].flatten(0, 1)[:length, -1, -1] - last).long().tolist()
             where = (values[pages].flatten(0, 1)[:length, 0, 0] - last).long().tolist()
@@ -110,7 +110,7 @@ class BurstRunner(ModelRunner):
             later = dataclasses.replace(
                 plan, starts=plan.starts + step, tokens=drawn[-1][0][0], positions=plan.positions + step,
                 copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
-            )  # fmt: skip
+            )
             drawn.append(super().run(later, table))
         tokens, logprobs = (np.concatenate(column) for column in zip(*drawn, strict=True))
         return tokens, logprobs

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from jetrl.config import Config, QuantConfig, RLConfig, digest, load_config, parse_config, resolve, sections, to_toml
 from jetrl.config.base import Section
 from jetrl.config.docs import describe_config
 from jetrl.config.errors import PEERS, peer_name
+from jetrl.config.load import digest, load_config, parse_config, resolve, sections, to_toml
+from jetrl.config.sections import Config, QuantConfig
 from jetrl.config.toml import set_override, split_override, toml_literal
 from jetrl.errors import UserError
 from jetrl.presets import PRESETS
@@ -194,7 +195,7 @@ def test_bad_value(tables: dict[str, Any], expected: str) -> None:
             "quant.num_first_layers_in_bf16: 4 first and last layers in BF16, but the model has 3",
         ),
     ],
-)  # fmt: skip
+)
 def test_contradiction(tables: dict[str, Any], expected: str) -> None:
     assert expected in message(**tables)
 
@@ -299,7 +300,7 @@ def test_the_message_names_the_file(tmp_path: Path) -> None:
         ("a.b=fp8", "fp8"), ('a.b="1"', "1"), ("a.b=", ""), ("a.b=x=y", "x=y"), ("a.b=1\nc = 2", "1\nc = 2"),
         (" a.b = 1 ", 1), ("a.b=models/x", "models/x"),
     ],
-)  # fmt: skip
+)
 def test_override_values(text: str, value: Any) -> None:
     assert split_override(text) == ("a.b", value)
 
@@ -315,7 +316,7 @@ def test_overrides(tmp_path: Path) -> None:
         tmp_path, RECIPE + "[train]\nlr = 1e-4\n",
         "train.lr=1e-5", "precision=bf16", "task.params.digits=[4]", "seed=1", "seed=2", "rollout.kv_cache_tokens=none",
         "model.path=none", "model.arch.hidden_size=64", "model.tokenizer=builtin:arithmetic", "checkpoint.resume=auto",
-    )  # fmt: skip
+    )
     assert (config.train.lr, config.precision, config.seed, config.task.params) == (1e-5, "bf16", 2, {"digits": [4]})
     assert config.model.path is None and config.model.arch == {"hidden_size": 64}
     assert config.rollout.kv_cache_tokens is None and config.checkpoint.resume == "auto"
@@ -382,7 +383,7 @@ FULL: dict[str, Any] = {
     "sft": {"steps": 5, "num_examples": 7},
     "eval": {"num_samples": 4, "temperature": 0.7, "max_response_length": 9},
     "track": {"backends": ["tensorboard", "wandb"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tables", [BASE, FULL, {**BASE, "precision": "bf16", "checkpoint": {"save_interval": 0}}])

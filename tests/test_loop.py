@@ -25,7 +25,7 @@ PARITY = "parity/logprob_abs_diff_max"
      {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 3,
       "rollout.kv_cache_tokens": 96}],
     ids=str,
-)  # fmt: skip
+)
 def test_parity_is_zero_in_every_step(tmp_path: Path, changes: dict[str, Any]) -> None:
     rows = numbers(tiny_run(tmp_path, changes))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

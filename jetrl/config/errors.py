@@ -165,7 +165,7 @@ def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[list[str
 def _missing(key: str, field: FieldInfo | None) -> str:
     advice = {"name": 'give the run a name, such as name = "first"',
               "model": "add a [model] table with path (a model folder) or arch (random weights)",
-              "task": 'add a [task] table with name = "addition", "file", "gym" or "environment"'}  # fmt: skip
+              "task": 'add a [task] table with name = "addition", "file", "gym" or "environment"'}
     return advice.get(key, f"it takes {describe_type(field.annotation)}" if field else "add it")
 
 

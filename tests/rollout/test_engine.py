@@ -26,7 +26,7 @@ def mixed_requests() -> list[Request]:
     kinds = [
         SamplingParams(12), SamplingParams(9, temperature=0.7, top_p=0.8), SamplingParams(15, ignore_eos=True),
         SamplingParams(10, temperature=0.0), SamplingParams(11, top_k=5, stop_token_ids=(9, 11), seed=5),
-    ]  # fmt: skip
+    ]
     return [Request(100 + i, prompts[(i // 3) % 4], kinds[i % 5]) for i in range(24)]
 
 

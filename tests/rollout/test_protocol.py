@@ -65,7 +65,7 @@ def test_add_takes_all_or_none_and_says_whose_request_cannot_run() -> None:
     for bad, text in (
         (request(2, (1, 40), 3), "knows 0 to 39"), (request(2, (1,), 3, top_p=0.0), "top_p"),
         (request(2, (), 3), "at least"), (request(2, (1,), 200), "beyond the model's 128 positions"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=text):
             engine.add([good, bad])
         assert not engine.has_work and engine.collect() == []
@@ -154,7 +154,7 @@ def talk(engine: PagedEngine, ids: range, force: Callable | None = None, fresh: 
 SIZES = [
     {}, {"page_size": 1, "max_num_seqs": 3, "max_tokens_per_step": 5}, {"page_size": 3, "max_tokens_per_step": 7},
     {"page_size": 4, "kv_cache_tokens": 90, "max_tokens_per_step": 6}, {"page_size": 8, "kv_cache_tokens": 80},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -241,7 +241,7 @@ def test_turns_of_the_real_model_are_those_of_a_fresh_engine_and_of_the_learner(
     for sizes, force in (
         ({}, None), ({"page_size": 3, "max_tokens_per_step": 9}, lambda step, now: now[-1:] if step % 7 == 6 else ()),
         ({"page_size": 4, "kv_cache_tokens": 80, "max_num_seqs": 3}, None),
-    ):  # fmt: skip
+    ):
         engine = make_engine(model, **sizes)
         assert talk(engine, ids, force) == fresh
         assert engine.stats is not None and (engine.stats.preemptions > 0) == bool(sizes)

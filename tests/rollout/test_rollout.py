@@ -85,7 +85,7 @@ def ways() -> list[tuple[dict, Callable[[int, int], int]]]:
         ({}, lambda key, turn: 0), ({"page_size": 2, "max_num_seqs": 2, "max_tokens_per_step": 3}, lambda key, turn: 0),
         ({"page_size": 3}, lambda key, turn: key % 4), ({}, lambda key, turn: 7 * (key % 3) * (turn % 2)),
         ({"page_size": 4, "kv_cache_tokens": 52, "max_num_seqs": 3}, lambda key, turn: (key + turn) % 3),
-    ]  # fmt: skip
+    ]
 
 
 def by_hand(key: int, asked: Asked) -> Trajectory:
@@ -118,7 +118,7 @@ def by_hand(key: int, asked: Asked) -> Trajectory:
     ("limits", "stops", "ends"),
     [((40, 3, 5), 0, {"stop", "turns"}), ((14, 9, 4), 5, {"stop", "length"}),
      ((9, 2, None), 10, {"length", "stop", "turns"}), ((5, 9, 3), 0, {"length"})],
-)  # fmt: skip
+)
 def test_conversations_are_what_they_are_by_hand(way: int, limits: tuple, stops: int, ends: set[str]) -> None:
     tokens, turns, turn_tokens = limits
     asked = Asked(SamplingParams(tokens, stop_token_ids=tuple(range(1, stops)), seed=5), 4, 100, turns, turn_tokens)
@@ -315,7 +315,7 @@ def test_stats_by_hand() -> None:
     assert rollout_stats(plain, 7.0) == {
         "response_length/mean": 7.0, "response_length/max": 10.0, "response_length/frac_truncated": 0.5,
         "perf/tokens_per_s_per_gpu": 2.0,
-    }  # fmt: skip
+    }
     good = (trajectory("turns", 4, 3, 2), trajectory("stop", 1), trajectory("length", 5, 2, 2), trajectory("stop", 2))
     talks = Rollout([Group(prompt, good)], [(prompt, trajectory("error", 3)), (prompt, trajectory("timeout"))], True)
     assert rollout_stats(talks, 0.5) == {
@@ -323,10 +323,10 @@ def test_stats_by_hand() -> None:
         "perf/tokens_per_s_per_gpu": 38.0, "environment/turns_mean": 1.5, "environment/turns_max": 2.0,
         "environment/tokens_mean": 1.25, "environment/frac_max_turns": 0.25, "environment/num_errors": 1.0,
         "environment/num_timeouts": 1.0,
-    }  # fmt: skip
+    }
     assert rollout_stats(Rollout([], talks.failed, True), 1.0) == {
         "perf/tokens_per_s_per_gpu": 3.0, "environment/num_errors": 1.0, "environment/num_timeouts": 1.0,
-    }  # fmt: skip
+    }
 
 
 def config(environment: str | None) -> Any:
@@ -336,7 +336,7 @@ def config(environment: str | None) -> Any:
             max_response_length=64, temperature=0.9, top_p=0.8, top_k=7, min_p=0.1, stop=["x"], group_size=8
         ),
         eval=SimpleNamespace(max_response_length=None, temperature=0.0, num_samples=2),
-    )  # fmt: skip
+    )
 
 
 def test_what_a_config_asks() -> None:

@@ -185,7 +185,7 @@ def test_extremes() -> None:
         {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0}, {"top_p": 1.1},
         {"top_k": -1}, {"min_p": -0.5}, {"min_p": 2.0}, {"stop": ("a", "")},
     ],
-)  # fmt: skip
+)
 def test_senseless_parameters_are_refused(wrong: dict) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(UserError, match=f"sampling: {name} = "):

@@ -57,7 +57,7 @@ class Simulation:
         self.scheduler = Scheduler(
             self.allocator, max_num_seqs=max_num_seqs, max_tokens_per_step=budget, max_position=10_000,
             force_preempt=force,
-        )  # fmt: skip
+        )
         self.history: list[list[int]] = []
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.computed: dict[tuple[int, ...], int] = {}  # how often each history was computed
@@ -95,7 +95,7 @@ class Simulation:
             later = replace(
                 plan, starts=plan.starts + step, tokens=drawn[-1][0], positions=plan.positions + step,
                 copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
-            )  # fmt: skip
+            )
             drawn.append(self.draw(later, self.compute(later)))
         tokens, logprobs, stop = (np.stack(column) for column in zip(*drawn, strict=True))
         finished = self.scheduler.commit(tokens, logprobs, stop)
@@ -477,19 +477,19 @@ def conversations(draw: st.DrawFn) -> dict:
         turns = draw(st.lists(st.tuples(
             st.sampled_from((1, 1, 2, 3, 8)), st.lists(st.integers(0, 3), max_size=6), st.integers(0, 9)),
             min_size=1, max_size=4,
-        ))  # fmt: skip
+        ))
         prompt = tuple(draw(st.sampled_from(prompts)))
         talks.append({
             "prompt": prompt, "turns": turns, "joins": draw(st.sampled_from((0, 0, 0, 3, 15))),
             "plain": draw(st.booleans()), "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
             "longest": len(prompt) + sum(n + len(reply) for n, reply, _ in turns),
-        })  # fmt: skip
+        })
     largest = max(-(-t["longest"] // page_size) for t in talks)
     return {
         "talks": talks, "page_size": page_size, "num_pages": largest + draw(st.integers(0, 15)),
         "max_num_seqs": draw(st.integers(1, 6)), "budget": draw(st.integers(1, 16)), "burst": draw(st.integers(1, 5)),
         "force_seed": draw(st.integers(0, 100)), "stop_every": draw(st.integers(3, 20)),
-    }  # fmt: skip
+    }
 
 
 def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
@@ -504,7 +504,7 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
         max_num_seqs=case["max_num_seqs"], budget=case["budget"], burst=case["burst"],
         force=force if seed % 2 and not room else None,
         stop_at=lambda number, length: hash((number, length)) % stop_every == 0,
-    )  # fmt: skip
+    )
     known = [list(t["prompt"]) for t in talks]
     due = {i: t["joins"] for i, t in enumerate(talks)}  # when each says something next
     done, left = [0] * len(talks), set(range(len(talks)))

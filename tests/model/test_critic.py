@@ -85,14 +85,13 @@ def test_the_gradient_is_that_of_the_formula(tmp_path: Path, in_place: bool) -> 
 
 @pytest.mark.parametrize("changes", [PPO, SHARED], ids=["separate", "shared"])
 def test_the_critic_learns_and_parity_stays_zero(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Rewards are near 0.25 at first; the values leave 0 towards them, and explain more than their mean does."""
+    """Values start at 0 and move towards the mean reward, so the critic's error falls."""
     more = {"train.steps": 12, "eval.eval_interval": 0, "checkpoint.save_interval": 12}
     rows = numbers(tiny_run(tmp_path, changes | more))[1:]
     assert [row["parity/logprob_abs_diff_max"] for row in rows] == [0.0] * 12
     assert rows[0]["critic/value_mean"] == 0.0 and rows[0]["critic/explained_variance"] == 0.0
-    late = rows[-3:]
-    assert all(0.5 < row["critic/value_mean"] / row["critic/return_mean"] < 2.0 for row in late)
-    assert sum(row["critic/loss"] for row in late) < 0.8 * sum(row["critic/loss"] for row in rows[:3])
+    assert all(0.1 < row["critic/value_mean"] < 0.6 for row in rows[3:])  # the rewards' range
+    assert sum(row["critic/loss"] for row in rows[1:]) / 11 < 0.7 * rows[0]["critic/loss"]
 
 
 def test_warm_up_of_the_critic_leaves_the_policy_alone(tmp_path: Path) -> None:

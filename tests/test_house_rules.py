@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +28,11 @@ RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Rooms of one rank that may be imported by another of it: train/ is the builder of everything.
 WITHIN = {"train": {"rollout", "rl", "tasks"}}
 REPORT_MAY = {"types", "errors", "report", "__init__"}
-NO_TORCH = ["precision", "rollout/scheduler.py", "rollout/pages.py", "config", "spec.py", "errors.py", "types.py",
-            "choices.py", "presets.py"]
+NO_TORCH = [
+    "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "rollout/scheduler.py",
+    "rollout/pages.py", "rollout/plan.py", "rollout/slots.py", "rollout/prompts.py", "rollout/turns.py",
+    "rollout/limits.py", "rl/advantage.py",
+]
 
 MAX_MODULE, MAX_FUNCTION = 400, 60
 # file -> why it may be longer
@@ -35,6 +40,8 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "rl/losses.py:policy_loss": "a third is the docstring with the formulas; the code is one straight computation",
 }
+# Functions with an `except Exception` that goes on: checkers by others fail on odd answers, which is counted apart.
+SWALLOWERS = ["tasks/gym.py:_score", "tasks/math_reward.py:_serve", "tasks/math_reward.py:score_math"]
 # A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
 REACHED_THROUGH = {
     "kernels/backends/deepgemm": "kernels/backends/hopper",
@@ -124,12 +131,20 @@ def test_rooms_without_torch(place: str) -> None:
         assert not heavy, f"{name_of(path)} imports {heavy}"
 
 
-def test_help_does_not_load_torch() -> None:
-    import subprocess
-    import sys
+def loads_torch(statement: str) -> bool:
+    code = f"import sys; {statement}; print(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip() == "True"
 
-    code = "import sys, jetrl.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+def test_help_does_not_load_torch() -> None:
+    assert not loads_torch("import jetrl.cli") and loads_torch("import jetrl.api")
+
+
+def test_rooms_without_torch_load_none_through_others() -> None:
+    files = [p for place in NO_TORCH for p in sorted((PACKAGE / place).rglob("*.py")) or [PACKAGE / place]]
+    names = ["jetrl." + name_of(p).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for p in files]
+    assert not loads_torch(f"import {', '.join(names)}")
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -145,7 +160,8 @@ def test_sizes(path: Path) -> None:
         if isinstance(node, ast.FunctionDef):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
             where = f"{name}:{node.name}"
-            assert size <= MAX_FUNCTION or where in LONG_FUNCTIONS, f"{where} has {size} lines, at most {MAX_FUNCTION}"
+            is_long = size > MAX_FUNCTION
+            assert is_long == (where in LONG_FUNCTIONS), f"{where} has {size} lines, at most {MAX_FUNCTION}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -156,14 +172,8 @@ def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(tree), f"{name_of(path)} has no docstring"
 
 
-@pytest.mark.parametrize("op", ["exact", "quantize", "gemm", "pointwise", "attention", "logprob"])
-def test_every_op_file_has_its_test(op: str) -> None:
-    assert (PACKAGE / "kernels" / f"{op}.py").is_file()
-    assert (ROOT / "tests" / "kernels" / f"test_{op}.py").is_file()
-
-
 def test_no_op_file_is_without_a_test() -> None:
-    plumbing = {"__init__", "dispatch", "qtensor", "reference", "reference_attention"}  # tested through the ops
+    plumbing = {"__init__", "qtensor", "reference", "reference_attention"}  # tested through the ops
     for path in (PACKAGE / "kernels").glob("*.py"):
         assert path.stem in plumbing or (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").is_file(), path.stem
 
@@ -208,12 +218,15 @@ def test_every_module_is_named_by_a_test_of_its_room() -> None:
 
 
 def test_no_swallowed_errors() -> None:
-    """An `except` for all exceptions raises again; those of checkers that fail count the error apart, as None."""
+    """An `except` for all exceptions raises again, except where a checker by others fails: that is counted apart."""
+    goes_on = []
     for path in FILES:
-        if name_of(path) in ("tasks/gym.py", "tasks/math_reward.py"):  # third-party checkers fail on odd answers
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ExceptHandler):
-                broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
-                raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-                assert not broad or raises, f"{name_of(path)}:{node.lineno}: a broad except that goes on"
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.ExceptHandler):
+                    broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+                    raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+                    goes_on += [f"{name_of(path)}:{function.name}"] if broad and not raises else []
+    assert sorted(goes_on) == SWALLOWERS, "a broad except that goes on, or one that is gone: see SWALLOWERS"

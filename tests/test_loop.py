@@ -109,9 +109,13 @@ def test_several_updates_a_step(tmp_path: Path) -> None:
     changes = {"rl.updates_per_step": 2, "train.lr": 1e-2}
     rows = numbers(tiny_run(tmp_path / "a", changes))
     assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
-    crutch = changes | {"precision": "fp8_rollout", "rl.rollout_is": "token"}
-    rows = numbers(tiny_run(tmp_path / "b", crutch))
-    assert all(row[PARITY] > 0 for row in rows[1:])
+    assert all(row["policy/kl"] != 0.0 for row in rows[1:]), "the second update starts from a policy that has moved"
+    other = changes | {"precision": "fp8_rollout", "eval.eval_interval": 0, "train.steps": 2}
+    weighted, bare = (
+        numbers(tiny_run(tmp_path / kind, other | {"rl.rollout_is": kind}))[1:] for kind in ("token", "none")
+    )
+    assert all(row[PARITY] > 0 for row in weighted) and weighted[0][PARITY] == bare[0][PARITY]
+    assert weighted[0]["policy/grad_norm"] != bare[0]["policy/grad_norm"]
 
 
 def told(run_dir: Path) -> dict[str, Any]:

@@ -52,7 +52,10 @@ def test_chunks_of_rows_change_no_bit(head: tuple[Tensor, Tensor, Tensor], monke
     operand = gemm.prepare_bf16(weight)
     whole = logprob.token_logprobs(hidden, weight, weight, operand, targets, 0.9)
     monkeypatch.setattr(backend, "_LOGIT_ELEMENTS", 4 * V)
+    sizes, real = [], backend.head_logits
+    monkeypatch.setattr(backend, "head_logits", lambda h, w: sizes.append(len(h)) or real(h, w))
     chunked = logprob.token_logprobs(hidden, weight, weight, operand, targets, 0.9)
+    assert sizes == [4] * (T // 4) + [T % 4] * (T % 4 > 0)
     assert_bitwise_equal(chunked[0], whole[0], "log-probs")
     assert_bitwise_equal(chunked[1], whole[1], "entropies")
 

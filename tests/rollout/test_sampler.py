@@ -82,10 +82,13 @@ def test_draws_equal_those_by_hand(rows: list[tuple[SamplingParams, int, int]], 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 def test_a_row_does_not_depend_on_its_batch(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_MAX_ELEMENTS", chunk * 64)
+    sizes, real = [], sampler._sample_chunk
+    monkeypatch.setattr(sampler, "_sample_chunk", lambda z, *rest: sizes.append(len(z)) or real(z, *rest))
     logits = random_logits(12, 64)
     kinds = [params(temperature=t, top_p=q, top_k=k) for t in (0.0, 0.8, 1.0) for q in (1.0, 0.7) for k in (0, 5)]
     ids, positions = list(range(100, 112)), list(range(7, 19))
     tokens, lps = sample(logits, kinds, ids, positions)
+    assert sizes == ([12] if chunk > 12 else [chunk] * (12 // chunk))
     for i in range(12):
         token, lp = sample(logits[i : i + 1], kinds[i : i + 1], ids[i : i + 1], positions[i : i + 1])
         assert token.item() == tokens[i].item() and lp.item() == lps[i].item()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from tiny import numbers, tiny_run
+from tiny import numbers, tiny_config, tiny_run
 
+from jetrl import loop
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
+from jetrl.rollout.engine import PagedEngine
 from jetrl.train.engines import eos_ids
+from jetrl.train.setup import build
+from jetrl.types import PackedBatch
 
 PARITY = "parity/logprob_abs_diff_max"
 # Our own engine behind a user's class; SHIFT is what its log-probs are wrong by.
@@ -87,6 +92,29 @@ def test_an_engine_that_is_none_is_refused_before_the_run(tmp_path: Path, code: 
         tiny_run(tmp_path, changes)
     with pytest.raises(UserError, match="write jetrl, module:Class or"):
         tiny_run(tmp_path, changes | {"rollout.engine": "vllm"})
+
+
+def test_settings_reach_engine_model_and_packer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that must change no sample: nothing else would tell if they were lost on the way."""
+    changes: dict[str, object] = {
+        "rollout.page_size": 3, "rollout.kv_cache_tokens": 96, "rollout.max_num_seqs": 5,
+        "rollout.max_tokens_per_step": 7, "train.activation_checkpointing": True,
+    }
+    session = build(tiny_config(tmp_path, changes))
+    engine = session.engine
+    assert isinstance(engine, PagedEngine) and session.model.activation_checkpointing
+    assert (engine.page_size, engine.kv_cache_tokens, engine.max_num_seqs, engine.max_tokens_per_step) == (3, 96, 5, 7)
+    batches: list[PackedBatch] = []
+    pack = loop.pack
+
+    def seen(*args: Any, **options: Any) -> list[PackedBatch]:
+        batches.extend(packed := pack(*args, **options))
+        return packed
+
+    monkeypatch.setattr(loop, "pack", seen)
+    tiny_run(tmp_path, {"train.max_tokens_per_gpu": 40, "train.steps": 1})
+    sizes = [len(micro.tokens) for batch in batches for micro in batch.micro_batches]
+    assert len(sizes) > 4 and max(sizes) <= 40
 
 
 def test_end_of_sequence_ids_come_from_tokenizer_and_folder(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096) -> tu
 
 def test_a_session_is_deterministic_and_fills_no_new_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(False)  # earlier tests have turned it on
     build(tiny_config(tmp_path, {}))
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -142,7 +142,7 @@ def test_decisions_are_numbered_without_gaps() -> None:
     assert max(cited) <= len(numbers)
 
 
-# ---- what the pages print runs ----------------------------------------------------------------------------------------
+# ---- what the pages print -------------------------------------------------------------------------------------------
 
 BASE = """
 name = "docs"
@@ -161,7 +161,8 @@ def merged(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **both}
 
 
-COMMANDS = [line.split() for page in PAGES.values() for line in re.findall(r"^    jetrl train (\S+\.toml.*)$", page, re.M)]
+COMMAND = re.compile(r"^    jetrl train (\S+\.toml.*)$", re.M)
+COMMANDS = [line.split() for page in PAGES.values() for line in COMMAND.findall(page)]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

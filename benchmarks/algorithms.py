@@ -67,18 +67,21 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
 
 
 def warm_starts(seeds: Sequence[int], folder: Path, threads: int, jobs: int) -> None:
     """The warm start of each seed, made once for all algorithms."""
 
     def one(seed: int) -> None:
-        subprocess.run(
-            [sys.executable, "-m", "jetrl.cli", "sft", str(RECIPE), f"seed={seed}", f"sft.cache_dir={folder / 'sft'}",
-             f"num_threads={threads}"],
-            check=True, capture_output=True, env=_environment(threads),
-        )
+        command = [
+            sys.executable, "-m", "jetrl.cli", "sft", str(RECIPE), f"seed={seed}", f"sft.cache_dir={folder / 'sft'}",
+            f"num_threads={threads}",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment(threads))
+        if done.returncode:
+            raise SystemExit(f"the warm start of seed {seed} failed:\n{done.stderr[-2000:]}")
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, seeds))

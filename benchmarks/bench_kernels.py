@@ -59,7 +59,7 @@ def _memory_cases(t: int) -> Cases:
             lambda: ops.qkv_norm_rope(qkv, (N, G), H, norms, 1e-6, (cos, sin), pos, paged, False),
             t * (N + 2 * G) * H * 4.0,
         ),
-    }  # fmt: skip
+    }
 
 
 def _weight_cases(n: int, k: int) -> Cases:
@@ -83,7 +83,7 @@ def memory() -> Rows:
             rows.append({
                 "kernel": name, "rows": size, "us": us, "TB/s": moved / us / 1e6,
                 "share": moved / us / 1e6 / COPY_TBPS, "host_us": host_us(fn, 20), **quantiles(times[name]),
-            })  # fmt: skip
+            })
     print(table(rows, ["kernel", "rows", "us", "TB/s", "share", "host_us"]))
     return rows
 
@@ -136,9 +136,9 @@ def decode_plan(batch: int, length: int, page: int, cache: Any, pages_per: int, 
     slots = table_[:, last // page].long() * page + last % page
     return PagedPlan(
         cache=cache, cu_seqlens=torch.arange(batch + 1, dtype=torch.int32, device=device), query_lengths=(1,) * batch,
-        kv_lengths=torch.full((batch,), length, dtype=torch.int32, device=device), max_kv_length=length,
+        kv_lengths=torch.full((batch,), length, dtype=torch.int32, device=device),
         kv_pages=(-(-length // page),) * batch, block_table=table_, slots=slots,
-    )  # fmt: skip
+    )
 
 
 class OneLayer:
@@ -256,7 +256,7 @@ def layer() -> Rows:
             batch = ForwardBatch(
                 torch.randint(0, 8192, (size,), device=CUDA), torch.full((size,), length - 1, device=CUDA),
                 decode_plan(size, length, page, cache, per), "rollout",
-            )  # fmt: skip
+            )
 
             def plain(batch: ForwardBatch = batch, model: Transformer = model) -> Any:
                 with torch.no_grad():
@@ -280,7 +280,7 @@ def layer() -> Rows:
                 rows.append({
                     "what": f"decode {precision} {name} page {page}", "T": size, "us/layer": us / count,
                     "host_us/layer": host_us(fn, 10) / count, "share of floor": floor / us,
-                })  # fmt: skip
+                })
         tokens = 8192
         cu = torch.arange(0, tokens + 1, 2048, dtype=torch.int32, device=CUDA)
         plan = VarlenPlan(cu, (2048,) * 4)
@@ -297,7 +297,7 @@ def layer() -> Rows:
         rows.append({
             "what": f"train {precision}", "T": tokens, "us/layer": us / count, "TFLOP/s": flops / us / 1e6,
             "host_us/layer": host_us(train, 3) / count,
-        })  # fmt: skip
+        })
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as p:
@@ -318,7 +318,7 @@ def layer() -> Rows:
 
 PARTS: dict[str, Callable[[], Rows]] = {
     "memory": memory, "gemm": gemm, "attention": attention, "head": head, "layer": layer,
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from jetrl.loop import Clock, StopRequest, run
 from jetrl.report.environment import cpu_name, git_commit
 from jetrl.report.recorder import read_metrics
 from jetrl.rollout.engine import PagedEngine
+from jetrl.train import gather
 
 ROOT = Path(__file__).parents[1]
 SHAPES = [(128, 320, 192), (128, 896, 192), (128, 192, 448), (4096, 896, 192), (4096, 192, 448)]
@@ -53,20 +54,20 @@ class Watch:
             time.sleep(0.01)
 
     def __enter__(self) -> Watch:
-        enter, generate = Clock.__call__, PagedEngine.generate
+        enter, rolled = Clock.__call__, gather.roll_out
 
         def watched_phase(clock: Clock, phase: str, total: int | None = None):  # type: ignore[no-untyped-def]
             self.phase = phase
             return enter(clock, phase, total)
 
-        def watched_generate(engine: PagedEngine, *args, **kwargs):  # type: ignore[no-untyped-def]
-            result = generate(engine, *args, **kwargs)
+        def watched_rollout(engine: PagedEngine, *args, **kwargs):  # type: ignore[no-untyped-def]
+            result = rolled(engine, *args, **kwargs)
             assert engine.stats is not None
             self.seconds += engine.stats.seconds
             self.model += engine.stats.model_seconds
             return result
 
-        Clock.__call__, PagedEngine.generate = watched_phase, watched_generate  # type: ignore[method-assign,assignment]
+        Clock.__call__, gather.roll_out = watched_phase, watched_rollout  # type: ignore[method-assign,assignment]
         self.thread.start()
         return self
 
@@ -94,7 +95,7 @@ def quickstart(overrides: list[str]) -> dict[str, object]:
         "peak_mib_by_phase": dict(watch.peak), "engine_overhead_share": 1 - watch.model / watch.seconds,
         "accuracy": [accuracy[0], accuracy[-1]],
         "parity_max": max(r.get("parity/logprob_abs_diff_max", 0.0) for r in rows), "steps": len(rows) - 1,
-    }  # fmt: skip
+    }
 
 
 def gemm_ratios(repeats: int = 25) -> list[dict[str, object]]:
@@ -107,7 +108,7 @@ def gemm_ratios(repeats: int = 25) -> list[dict[str, object]]:
         cases: dict[str, Callable[[], object]] = {
             "float32": lambda x=x, w=w: x @ w.T, "fp8": lambda a=xq, b=wq: ref.fp8_gemm(a, b),
             "bf16": lambda a=xb, b=wb: ref.bf16_gemm(a, b),
-        }  # fmt: skip
+        }
         times: dict[str, list[float]] = {name: [] for name in cases}
         for i in range(repeats + 5):
             for name, case in cases.items():
@@ -127,7 +128,7 @@ def main() -> None:
     result["environment"] = {
         "cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": commit,
         "python": platform.python_version(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    }
     (ROOT / "benchmarks" / "results" / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

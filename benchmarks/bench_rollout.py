@@ -122,7 +122,7 @@ def measure(engine: PagedEngine, precision: str, batch: int, prompt: int, new: i
         "seconds": seconds, **quantiles(clock.steps), "context": clock.context,
         "share of floor": floor_ms(precision, batch, clock.context, layers, kv_cache) / clock.step_ms,
         "preemptions": engine.stats.preemptions, "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-    }  # fmt: skip
+    }
 
 
 def one(variant: str, args: argparse.Namespace) -> None:
@@ -132,8 +132,9 @@ def one(variant: str, args: argparse.Namespace) -> None:
     precision, kv_cache = apply(variant)
     model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
     for batch in args.batch:
-        sizes = {"page_size": 128, "max_tokens_per_step": 8192, "max_num_seqs": max(args.batch)}
-        engine = PagedEngine(model, NoText(), "flow", **sizes)
+        engine = PagedEngine(
+            model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch)
+        )
         engine.load(WeightSet(1, "flow", {}))
         # prompts so short that all sequences soon decode together, in steps as full as the measured ones
         engine.generate(requests_of(batch, min(args.prompt, 512), 40))

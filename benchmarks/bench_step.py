@@ -162,7 +162,7 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
         "whole update_s": update_s, "whole_s": rollout_s + update_s, "whole rollout peak GiB": rollout_peak,
         "whole update peak GiB": update_peak, "whole peak GiB": max(rollout_peak, update_peak),
         "preemptions": engine.stats.preemptions,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def measure(cases: list[Case], deadline: float) -> None:
             "peak GiB": torch.cuda.max_memory_allocated() / 2**30, "vocabulary": model.spec.vocab_size,
             "longest": min(WORKLOADS[workload].max_prompt + WORKLOADS[workload].new_tokens, model.spec.max_position),
             **certificate.to_json(), "precision": precision, "environment": environment(),
-        })  # fmt: skip
+        })
 
 
 def missing(wanted: list[Case], rows: Rows, again: bool) -> list[Case]:

@@ -137,7 +137,7 @@ def environment() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": str(torch.__version__),
         "cuda": torch.version.cuda, "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit_name(),
-    }  # fmt: skip
+    }
 
 
 def commit_name(package: Path = ROOT / "jetrl") -> str:

@@ -120,7 +120,7 @@ RESULT = {"rate": "{:.2f}x", "time": "{:.2f}x", "cost": "{:+.1%}", "share": "{:.
 COMPUTE: dict[str, Callable[[float, float], float]] = {
     "rate": lambda ours, base: ours / base, "time": lambda ours, base: base / ours,
     "cost": lambda ours, base: ours / base - 1, "share": lambda ours, base: ours, "below": lambda ours, base: ours,
-}  # fmt: skip
+}
 AT_MOST = ("cost", "below")
 
 
@@ -165,7 +165,7 @@ ROWS = [
         "publish peak GiB"),
     _floor("decode step of the floor, batch 64, FP8", "fp8"),
     _floor("decode step of the floor, batch 64, BF16", "bf16"),
-]  # fmt: skip
+]
 
 Raw = dict[str, dict[str, Any]]  # piece -> {"complete", "seconds", "rows"}
 

@@ -38,7 +38,7 @@ class Policy:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], *, max_tokens: int = 64, temperature: float = 1.0,
         top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, stop: Sequence[str] = (), seed: int = 0,
-    ) -> list[Completion]:  # fmt: skip
+    ) -> list[Completion]:
         """Complete texts or token lists. Each `Completion` has tokens, text and the log-prob of each token.
 
         A prompt's tokens depend on (seed, its place in `prompts`) and not on the other prompts.
@@ -84,7 +84,7 @@ def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn
     found = [
         (name, module) for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name not in names and name.split(".")[-1] not in names
-    ]  # fmt: skip
+    ]
     if not found:
         raise ValueError(f"no nn.Linear to replace (skipped: {sorted(names)})")
     for name, linear in found:
@@ -113,7 +113,7 @@ class FP8Linear(nn.Module):
         self.inner = FlowLinear(
             linear.in_features, (linear.out_features,), linear.bias is not None, {"train": recipe, "rollout": recipe},
             dtype, torch.bfloat16,
-        )  # fmt: skip
+        )
         self.inner.weight = linear.weight  # type: ignore[assignment]  # a Parameter, though typed as a Tensor
         self.inner.bias = linear.bias
         self.inner.publish()
@@ -158,7 +158,7 @@ def load_for_parity(model: str, precision: str, device: str, kv_cache: str = "")
             "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
             "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-        }  # fmt: skip
+        }
         data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
         data |= {"task": {"name": "addition", "max_prompt_length": 64}} | _quant(kv_cache)
         config = _config_for(data, precision or "fp8", device)

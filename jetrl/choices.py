@@ -1,12 +1,17 @@
-"""The choices of `[rl]` by name: the one place where they are written down. Imports nothing of ours.
+"""The choices of `precision`, `[quant]` and `[rl]` by name: the one place where they are written down.
 
-What each name means is told where it is computed: `rl/advantage.py`, `rl/surrogate.py`, `rl/losses.py`,
-`rl/mismatch.py`, `rl/selection.py` and `rl/refill.py`. `jetrl/presets.py` says which choices make an algorithm.
+`precision/recipe.py` says what a precision is. What the names of `[rl]` mean is told where it is computed:
+`rl/advantage.py`, `rl/surrogate.py`, `rl/losses.py`, `rl/mismatch.py`, `rl/selection.py` and `rl/refill.py`.
+`jetrl/presets.py` says which choices make an algorithm. This module imports nothing of ours.
 """
 
 from __future__ import annotations
 
 from typing import Literal
+
+Precision = Literal["bf16", "fp8", "fp8_rollout"]
+ScaleKind = Literal["fp32", "pow2"]
+CacheKind = Literal["bf16", "fp8"]
 
 Algo = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_pp", "gae"]

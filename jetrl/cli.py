@@ -21,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same. "
     "`--debug` behind any command shows where an error came from; `--version` alone prints the version.",
-)  # fmt: skip
+)
 out = Output(highlight=False, soft_wrap=True)
 
 Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, such as recipes/quickstart.toml.", show_default=False)]
@@ -76,7 +76,7 @@ def train(
     recipe: Recipe, overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config, model, data; print the config.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
     from jetrl.config import to_toml
     from jetrl.loop import StopRequest, run
@@ -129,7 +129,7 @@ def _summarize(run_dir: Path) -> None:
             ("certify the trained model, bit for bit", f"jetrl parity {run_dir}"),
             ("write it as a Hugging Face folder", f"jetrl export {run_dir} my-model"),
         ],
-    )  # fmt: skip
+    )
 
 
 def _placed(config: Any) -> Any:
@@ -170,7 +170,7 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
 def compare(
     recipe: Recipe, overrides: Overrides = None,
     precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
-) -> None:  # fmt: skip
+) -> None:
     """Run one recipe in several precision flows, from the same seed and warm start, and lay them side by side."""
     from jetrl.config import switched_off
     from jetrl.config.toml import split_override
@@ -237,7 +237,7 @@ def _print_certificate(certificate: Any) -> None:
         f"\nParity of {certificate.model} ({certificate.num_parameters / 1e6:.1f} M parameters), "
         f"precision {certificate.precision}, KV cache {escape(certificate.kv_cache)}, on {certificate.device}",
         style="bold",
-    )  # fmt: skip
+    )
     for link in certificate.links:
         verdict = "[green]bit-equal[/]" if link.ok else "[red]DIFFERENT[/]"
         out.print(f"  {link.link}  {link.description}")
@@ -257,7 +257,7 @@ def flow(
     recipe: Recipe, overrides: Overrides = None,
     against: Annotated[Path | None, typer.Option(help="Another recipe, to compare with.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Where to draw it (default: <name>-flow.svg).")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Print and draw the precision flow of training and rollout, and every edge that differs. Builds no tensor."""
     from jetrl.precision.draw import flow_svg, flow_text
     from jetrl.train.setup import load_spec, recipe_of

@@ -138,8 +138,8 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
         slots = table[0, positions // size].long() * size + positions % size
         plan = PagedPlan(
             cache, torch.tensor([0, stop - start], dtype=torch.int32, device=device), (stop - start,),
-            torch.tensor([stop], dtype=torch.int32, device=device), stop, (-(-stop // size),), table, slots,
-        )  # fmt: skip
+            torch.tensor([stop], dtype=torch.int32, device=device), (-(-stop // size),), table, slots,
+        )
         batches.append(ForwardBatch(tokens[start:stop], positions, plan, "rollout"))
     return batches
 
@@ -189,7 +189,7 @@ class _Watched(ModelRunner):
         for row, request, position in zip(
             self.plan.sample_rows.tolist(), self.plan.sample_requests.tolist(),
             self.plan.sample_positions.tolist(), strict=True,
-        ):  # fmt: skip
+        ):
             self.hashes[request, position] = hashes[rows[row]]
             self.hidden[request, position] = hidden[rows[row]]
         return logits
@@ -243,7 +243,7 @@ def _decode(
         model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
         max_tokens_per_step=work.step_tokens or max(work.chunk + len(requests), 8),
         kv_cache_tokens=2 * pages * work.page_size,
-    )  # fmt: skip
+    )
     engine.runner = watched = _Watched(model, work.page_size, target)
     engine.load(WeightSet(0, "certificate", {}))
     every, left = max(3, work.new_tokens // 4), dict.fromkeys(range(len(requests)), 2)

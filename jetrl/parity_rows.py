@@ -105,7 +105,7 @@ class Comparison:
     def rows(
         self, model: Transformer, sequence: int, positions: Sequence[int], a: Tensor, b: Tensor,
         hashes: list[int] | None = None,
-    ) -> int | None:  # fmt: skip
+    ) -> int | None:
         """Compare the log-probs of hidden rows a and b (or of a with `hashes`); the first differing row if it is the
         link's first difference, else None."""
         first_row = None

@@ -125,7 +125,7 @@ _PRESETS = (
             "kl_estimator": _KL_IN_REWARD["kl_estimator"],
         },
     ),
-)  # fmt: skip
+)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})
 """By name, in the order of `choices.Algo`. dapo's `overlong_buffer_len` depends on another key: the config sets it."""
@@ -154,4 +154,4 @@ REQUIRED: tuple[Required, ...] = (
         "kl_estimator", ("k1",), "kl_in", ("reward",),
         "as a loss k1 has gradient grad log pi, whose mean is 0: noise, no pull towards the reference",
     ),
-)  # fmt: skip
+)

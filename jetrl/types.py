@@ -132,7 +132,8 @@ class Engine(Protocol):
         ...
 
     def forget(self, ids: Collection[int]) -> None:
-        """These conversations have ended: nothing needs to be kept for a further turn. Unknown ids are ignored."""
+        """These conversations have ended: nothing needs to be kept for a further turn, and what still runs of them is
+        dropped. Unknown ids are ignored."""
         ...
 
     def release(self) -> None:
@@ -285,11 +286,10 @@ class PagedPlan:
     pages of an FP8 cache, without waiting for the device.
     """
 
-    cache: Any  # rollout.runner.KVCache
+    cache: Any  # rollout.kv_cache.KVCache
     cu_seqlens: Tensor  # [B+1] int32
     query_lengths: tuple[int, ...]
     kv_lengths: Tensor  # [B] int32
-    max_kv_length: int
     kv_pages: tuple[int, ...]
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64

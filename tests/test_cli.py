@@ -323,7 +323,7 @@ def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tm
     [("task.params.digits=0", "digits"), ("model.arch.num_attention_heads=5", "heads"),
      ("task.params.colour=1", "colour"), ("rollout.max_response_length=100000", "positions"),
      ("task.reward=nowhere:score", "nowhere")],
-)  # fmt: skip
+)
 def test_dry_run_finds_what_the_run_would_stumble_over(
     jetrl: Cli, recipe: Path, tmp_path: Path, override: str, words: str
 ) -> None:

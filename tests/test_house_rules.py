@@ -35,6 +35,35 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "rl/losses.py:policy_loss": "a third is the docstring with the formulas; the code is one straight computation",
 }
+# A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
+REACHED_THROUGH = {
+    "config/rl": "config/sections",
+    "kernels/backends/deepgemm": "kernels/backends/hopper",
+    "kernels/backends/flash": "kernels/backends/hopper",
+    "kernels/backends/hopper": "kernels/dispatch",
+    "kernels/backends/hopper_scaled_mm": "kernels/dispatch",
+    "kernels/backends/operands": "kernels/backends/scaled_mm",
+    "kernels/backends/triton_launch": "kernels/backends/triton_pointwise",
+    "model/attention": "model/blocks",
+    "model/mlp": "model/blocks",
+    "model/hf_files": "model/hf",
+    "model/hf_tokenizer": "model/hf",
+    "model/hf_write": "model/hf",
+    "model/names": "model/hf",
+    "model/published": "model/transformer",
+    "model/rope": "model/transformer",
+    "precision/pen": "precision/draw",
+    "precision/svg": "precision/pen",
+    "report/files": "report/recorder",
+    "rl/gae": "rl/advantage",
+    "rl/sequences": "rl/mismatch",
+    "rollout/limits": "rollout/scheduler",
+    "rollout/prompts": "rollout/scheduler",
+    "rollout/slots": "rollout/scheduler",
+    "rollout/turns": "rollout/scheduler",
+    "tasks/importing": "tasks/reward_loading",
+    "train/state": "loop",
+}
 
 
 def name_of(path: Path) -> str:
@@ -54,7 +83,7 @@ def imports(path: Path) -> list[tuple[int, str, bool]]:
         id(inner)
         for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
-    }  # fmt: skip
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, id(node) in typing_only) for alias in node.names]
@@ -140,19 +169,43 @@ def test_no_op_file_is_without_a_test() -> None:
         assert path.stem in plumbing or (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").is_file(), path.stem
 
 
-def test_every_module_is_named_by_a_test() -> None:
-    """A module is named (imported) by at least one test."""
-    text = "\n".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))
-    reached_through = {"__init__", "config_base", "config_docs", "config_errors", "config_toml", "environment", "run"}
-    reached_through |= {"graph", "svg", "table"}  # parts of the flow and its drawing
-    gpu = {"deepgemm", "flash", "hopper", "scaled_mm", "operands"}
-    for path in FILES:
-        module = "jetrl." + name_of(path).removesuffix(".py").replace("/", ".")
-        stem = path.stem
-        if stem in reached_through | gpu or stem.startswith("triton_"):
-            continue
-        named = module in text or f"from {module.rpartition('.')[0]} import" in text
-        assert named, f"no test names {module}"
+def names_in(path: Path) -> set[str]:
+    """Modules that a test file imports or names in a string (`jetrl.room.module`, `jetrl.room.module:attribute`)."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("jetrl."):
+            name = node.value.partition(":")[0]
+            found |= {name, name.rpartition(".")[0]}
+    return found
+
+
+def test_every_module_is_named_by_a_test_of_its_room() -> None:
+    """By a file in tests/<room>/ (kernels for a GPU: also tests/gpu/), or its tests go through a named module."""
+    tests, rooms = ROOT / "tests", {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    by_folder: dict[str, set[str]] = {}
+    for path in tests.rglob("*.py"):
+        if path != Path(__file__):
+            by_folder.setdefault(path.relative_to(tests).parts[0], set()).update(names_in(path))
+    everywhere = set().union(*by_folder.values())
+    modules = {name_of(path).removesuffix(".py"): path for path in FILES if path.name != "__init__.py"}
+    named = set()
+    for name in modules:
+        room = name.split("/")[0]
+        here = by_folder[room] if room in rooms else everywhere
+        here = here | by_folder["gpu"] if room == "kernels" else here
+        if "jetrl." + name.replace("/", ".") in here:
+            named.add(name)
+    missing = modules.keys() - named - REACHED_THROUGH.keys()
+    assert not missing, f"no test of the room names {sorted(missing)}"
+    for name, through in REACHED_THROUGH.items():
+        assert name in modules and name not in named, f"{name} is gone or named: take it out of REACHED_THROUGH"
+        assert through in named or through in REACHED_THROUGH, f"no test names {through}, which {name} goes through"
+        assert "jetrl." + name.replace("/", ".") in names_in(modules[through]), f"{through} does not use {name}"
+        assert REACHED_THROUGH.get(through) != name, f"{name} and {through} are reached through each other"
 
 
 def test_no_swallowed_errors() -> None:

@@ -14,7 +14,7 @@ from tiny import numbers, tiny_run
 from jetrl.errors import UserError
 from jetrl.kernels import pointwise
 from jetrl.report.recorder import read_samples
-from jetrl.train import checkpoint
+from jetrl.train import checkpoint, trainer
 
 PARITY = "parity/logprob_abs_diff_max"
 
@@ -25,7 +25,7 @@ PARITY = "parity/logprob_abs_diff_max"
      {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 3,
       "rollout.kv_cache_tokens": 96}],
     ids=str,
-)  # fmt: skip
+)
 def test_parity_is_zero_in_every_step(tmp_path: Path, changes: dict[str, Any]) -> None:
     rows = numbers(tiny_run(tmp_path, changes))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -137,15 +137,13 @@ def test_options_keep_parity(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.train import step
+    norm, calls = trainer.global_grad_norm, []
 
-    norm, calls = step.global_grad_norm, []
-
-    def broken(parameters: Any) -> torch.Tensor:
+    def broken(parameters: Any) -> float:
         calls.append(1)
         return norm(parameters) * (float("inf") if len(calls) == 3 else 1.0)
 
-    monkeypatch.setattr(step, "global_grad_norm", broken)
+    monkeypatch.setattr(trainer, "global_grad_norm", broken)
     with pytest.raises(UserError, match=r"Step 3 stops the run: .*gradient norm inf") as raised:
         tiny_run(tmp_path)
     run_dir = tmp_path / "runs" / "tiny"

@@ -16,7 +16,7 @@ ARCH: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 40, "intermediate_size": 136, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
     "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-}  # fmt: skip
+}
 # Any digit in the reply is worth something, so that groups differ and gradients flow without a warm start.
 REWARD = """\
 def reward(completions, answer, **_):
@@ -40,7 +40,7 @@ def tiny_data(folder: Path) -> dict[str, Any]:
         "train": {"steps": 4, "lr": 3e-3},
         "eval": {"eval_interval": 2},
         "checkpoint": {"save_interval": 2, "keep": 3},
-    }  # fmt: skip
+    }
 
 
 def tiny_config(folder: Path, changes: dict[str, Any] | None = None) -> Config:

@@ -43,7 +43,7 @@ rl.loss_agg | verl: loss_agg_mode; TRL: loss_type; NeMo RL: token_level_loss; sl
 rl.norm_adv_by_std | verl: norm_adv_by_std_in_grpo; TRL: scale_rewards; NeMo RL: normalize_rewards; SkyRL:
   grpo_norm_by_std; torchtitan: should_std_normalize
 rl.norm_adv_by_std, the other way round | slime: disable_grpo_std_normalization
-rl.algo | verl, NeMo RL: adv_estimator; slime, OpenRLHF, SkyRL: advantage_estimator
+rl.algo, or rl.adv_estimator alone | slime, OpenRLHF, SkyRL: advantage_estimator
 rl.rollout_is and rl.rollout_is_threshold | TRL: vllm_importance_sampling_*; NeMo RL:
   use_importance_sampling_correction truncated_importance_sampling_*; slime: use_tis tis_*; OpenRLHF: is_correction_*;
   SkyRL: off_policy_correction
@@ -165,7 +165,7 @@ def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[list[str
 def _missing(key: str, field: FieldInfo | None) -> str:
     advice = {"name": 'give the run a name, such as name = "first"',
               "model": "add a [model] table with path (a model folder) or arch (random weights)",
-              "task": 'add a [task] table with name = "addition", "file" or "gym"'}  # fmt: skip
+              "task": 'add a [task] table with name = "addition", "file", "gym" or "environment"'}
     return advice.get(key, f"it takes {describe_type(field.annotation)}" if field else "add it")
 
 

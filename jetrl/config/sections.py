@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from jetrl.choices import CacheKind, Precision, ScaleKind
 from jetrl.config.base import Rule, Section
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
 
 Schedule = Literal["constant", "linear", "cosine"]
-ScaleKind = Literal["fp32", "pow2"]
 
 
 class ModelConfig(Section):
@@ -25,7 +25,7 @@ class ModelConfig(Section):
     arch: dict[str, Any] | None = Field(
         default=None, min_length=1, description="Keys of a Hugging Face config.json (model_type, hidden_size, ...) for "
         "a model with random weights. Without vocab_size, the tokenizer gives it.",
-    )  # fmt: skip
+    )
     tokenizer: str | None = Field(
         default=None, description="Tokenizer folder, or builtin:arithmetic. none: the tokenizer in model.path.")
     init_seed: int = Field(default=0, ge=0, description="Seed of the random weights of model.arch.")
@@ -50,7 +50,7 @@ class QuantConfig(Section):
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
-    kv_cache: Literal["bf16", "fp8"] = Field(
+    kv_cache: CacheKind = Field(
         default="bf16", description="Keys and values, in the rollout's cache and alike in training's attention.")
 
 
@@ -69,7 +69,7 @@ class TaskConfig(Section):
     params: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the task itself: digits, style (addition); prompt_key, "
         "answer_key (file); dataset and its own settings (gym); gold_template, check_gold (all).",
-    )  # fmt: skip
+    )
     train_file: str | None = Field(default=None, description="Training problems of task file: jsonl or parquet.")
     eval_file: str | None = Field(default=None, description="Held-out problems of task file.")
     reward: str | None = Field(
@@ -213,7 +213,7 @@ class EvalConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.num_samples > 1 and self.temperature == 0:
             yield (f"eval.num_samples: {self.num_samples} greedy samples of a problem are all the same; "
-                   "set eval.temperature above 0, or 1 sample")  # fmt: skip
+                   "set eval.temperature above 0, or 1 sample")
 
 
 class CheckpointConfig(Section):
@@ -248,7 +248,7 @@ class Config(Section):
     )
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")
     seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
-    precision: Literal["bf16", "fp8", "fp8_rollout"] = Field(
+    precision: Precision = Field(
         default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: the GPU if there is one.")
     kernels: Literal["auto", "reference", "hopper", "hopper_scaled_mm"] = Field(
@@ -294,10 +294,10 @@ class Config(Section):
                    f"learns; got {self.rl.critic_warmup_steps}")
         if self.rl.updates_per_step > rollout.prompts_per_step:
             yield (f"rl.updates_per_step: must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
-                   f"because groups are not split; got {self.rl.updates_per_step}")  # fmt: skip
+                   f"because groups are not split; got {self.rl.updates_per_step}")
         if self.rl.overlong_buffer_len > rollout.max_response_length:
             yield (f"rl.overlong_buffer_len: must be at most rollout.max_response_length = "
-                   f"{rollout.max_response_length}, got {self.rl.overlong_buffer_len}")  # fmt: skip
+                   f"{rollout.max_response_length}, got {self.rl.overlong_buffer_len}")
         if self.train.max_tokens_per_gpu < longest:
             yield f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}"
         if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:

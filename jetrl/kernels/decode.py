@@ -34,7 +34,7 @@ class DecodeState:
             torch.ones(size, dtype=torch.int32, device=device),
             torch.zeros(3, steps, size, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int32, device=device), page_size,
-        )  # fmt: skip
+        )
 
 
 def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor) -> None:

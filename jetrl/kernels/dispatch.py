@@ -12,7 +12,7 @@ from types import ModuleType
 from torch import Tensor
 
 BACKENDS = {
-    "reference": "jetrl.kernels.backends.cpu",
+    "reference": "jetrl.kernels.backends.reference",
     "hopper": "jetrl.kernels.backends.hopper",
     "hopper_scaled_mm": "jetrl.kernels.backends.hopper_scaled_mm",
 }
@@ -26,7 +26,7 @@ OPS = (
     # several ops in one, the same bits as one after another
     "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "qkv_norm_rope_backward", "attend_cached",
     "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
-)  # fmt: skip
+)
 
 
 @cache

@@ -80,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dh = backend_of(hidden).logprob_backward(
             grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
             targets, temperature, statistics, grad,
-        )  # fmt: skip
+        )
         return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), None, None, None, None
 
 

@@ -132,7 +132,7 @@ class _NormRope(torch.autograd.Function):
         ctx: Any, qkv: Tensor, q_master: Tensor | None, k_master: Tensor | None, norms: tuple[Tensor, Tensor] | None,
         heads: tuple[int, int], head_dim: int, eps: float, tables: tuple[Tensor, Tensor], positions: Tensor,
         fp8_kv: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(qkv, positions, *tables, *(norms or ()))
         ctx.eps, ctx.dtypes = eps, [grad_dtype(m) for m in (q_master, k_master) if m is not None]
         return backend_of(qkv).qkv_norm_rope(qkv, heads, head_dim, norms, eps, tables, positions, None, fp8_kv)
@@ -152,7 +152,7 @@ def norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, masters: tuple[Tensor, Tensor] | None,
     norms: tuple[Tensor, Tensor] | None, eps: float, tables: tuple[Tensor, Tensor], positions: Tensor,
     fp8_kv: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """`qkv_norm_rope` without a cache, with gradients: those of the norms' weights go to `masters`."""
     q_master, k_master = masters or (None, None)
     return _NormRope.apply(qkv, q_master, k_master, norms, heads, head_dim, eps, tables, positions, fp8_kv)
@@ -198,7 +198,7 @@ def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
     tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """QK-norm (`norms`: weights [H] of q and k), RoPE, and the write to the cache, of `qkv` [T, (N + 2G) * H].
 
     `heads` (N, G); `tables` cos and sin [positions, H/2]; `cache` (pages of the layer, slots [T]). Returns q [T, N, H]

@@ -159,7 +159,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float,
     out: Tensor | None = None, lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the varlen case, FP32 inside, rounded at the end. Same shapes as `attend`; deterministic.
 
     `out` and `lse` as `attend_varlen` gave them spare a fast backend a second forward; this one needs neither.

@@ -17,8 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jetrl.choices import ScaleKind
+
 DType = Literal["float32", "bfloat16", "float8_e4m3fn"]
-ScaleKind = Literal["fp32", "pow2"]
 
 QUANTIZER_RULE = "amax_div448_rne_e4m3_v1"
 AMAX_FLOOR = 1e-12

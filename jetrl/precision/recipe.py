@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
+from jetrl.choices import CacheKind, Precision, ScaleKind
 from jetrl.errors import UserError
-from jetrl.precision.formats import BF16, Format, ScaleKind, act_1x128, kv_head, weight_128x128, wgrad_128x1
+from jetrl.precision.formats import BF16, Format, act_1x128, kv_head, weight_128x128, wgrad_128x1
 from jetrl.types import Side
 
-Precision = Literal["bf16", "fp8", "fp8_rollout"]
 Role = str  # of a linear within its layer: "qkv", "gate_up"; blocks declare theirs (`block.Block.linears`)
-Cache = Literal["bf16", "fp8"]
 
 
 class Operands(NamedTuple):
@@ -112,7 +111,7 @@ def build_recipe(
 
     `head_dim` is the model's: an FP8 cache has one scale a head.
     """
-    _require_one_of("quant.kv_cache", kv_cache, get_args(Cache))
+    _require_one_of("quant.kv_cache", kv_cache, get_args(CacheKind))
     assert kv_cache == "bf16" or head_dim is not None, "an FP8 cache needs the model's head size"
     return Recipe(
         name=precision,  # type: ignore[arg-type]  # the Literal types are checked by Recipe itself

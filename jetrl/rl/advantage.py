@@ -94,24 +94,21 @@ def advantages(
     return filled, stats, returns
 
 
-def group_advantages(
-    rewards: Sequence[Sequence[float]], norm_adv_by_std: bool = True, eps: float = 1e-6
-) -> list[tuple[float, ...]]:
-    """Advantage of each trajectory relative to its group, for every one of its tokens.
+def grpo_advantages(rewards: Sequence[float], norm_by_std: bool, eps: float) -> tuple[float, ...]:
+    """Advantage of each trajectory of one group relative to the group, for every one of its tokens.
 
-    GRPO (`norm_adv_by_std=True`):   A_i = (r_i - mean(r)) / (std(r) + eps)
-    Dr.GRPO (`norm_adv_by_std=False`): A_i = r_i - mean(r)
+    GRPO (`norm_by_std`): A_i = (r_i - mean(r)) / (std(r) + eps)
+    Dr.GRPO (without):    A_i = r_i - mean(r)
 
-    `rewards` is [G, S] or ragged; the result has the same shape. `std` is the sample deviation (S - 1), as in verl and
-    TRL; the papers leave it open. A group whose rewards are all equal gets exact zeros, also where the rounded mean
-    would differ from the rewards; a group of one is such a group.
-
-    Raises UserError for a reward that is NaN or infinite, and for an empty group.
+    `std` is the sample deviation (S - 1), as in verl and TRL; the papers leave it open. A group whose rewards are all
+    equal gets exact zeros, also where the rounded mean would differ from the rewards; a group of one is such a group.
     Source: GRPO, arXiv 2402.03300 section 4.1; Dr.GRPO, arXiv 2503.20783 section 3.
     """
-    for index, group in enumerate(rewards):
-        _check_rewards(group, index)
-    return [_grpo([float(r) for r in group], norm_adv_by_std, eps) for group in rewards]
+    if all_equal(rewards):
+        return (0.0,) * len(rewards)
+    center = mean(rewards)
+    scale = 1.0 / (std(rewards) + eps) if norm_by_std else 1.0
+    return tuple((reward - center) * scale for reward in rewards)
 
 
 def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
@@ -161,14 +158,6 @@ ByGroup = Callable[[list[float], AdvantageConfig], tuple[float, ...]]
 ByToken = Callable[[list[_Item], AdvantageConfig], tuple[list[list[float]], list[list[float]] | None]]
 
 
-def _grpo(rewards: Sequence[float], norm_by_std: bool, eps: float) -> tuple[float, ...]:
-    if all_equal(rewards):
-        return (0.0,) * len(rewards)
-    center = mean(rewards)
-    scale = 1.0 / (std(rewards) + eps) if norm_by_std else 1.0
-    return tuple((reward - center) * scale for reward in rewards)
-
-
 def _reinforce_pp(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], None]:
     """`A_t = (G_t - mean) / (std + eps)`, over all policy tokens of the step. Source: arXiv 2501.03262 section 3."""
     rows = [rewards_to_go(token_rewards(i.trajectory, i.reward, i.penalties), config.gamma) for i in items]
@@ -188,7 +177,7 @@ def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]]
 
 # One entry an estimator of `rl.adv_estimator`: from the scores of one group, or from all trajectories of the step.
 BY_GROUP: dict[str, ByGroup] = {
-    "grpo": lambda scores, config: _grpo(scores, config.norm_adv_by_std, config.adv_epsilon),
+    "grpo": lambda scores, config: grpo_advantages(scores, config.norm_adv_by_std, config.adv_epsilon),
     "rloo": lambda scores, config: rloo_advantages(scores),
 }
 BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae}

@@ -101,7 +101,7 @@ def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> 
         clip_ratio_high=config.clip_ratio_high, clip_ratio_c=config.clip_ratio_c, loss_agg=config.loss_agg,
         denominators=shares, is_weights=_corrections(inputs, mask, config), ratio=config.ratio,
         surrogate=config.surrogate,
-    )  # fmt: skip
+    )
     bonus, more = losses.entropy_bonus(inputs.entropy, mask, ids, loss_agg=config.loss_agg, denominators=shares)
     stats = stats | more
     if config.entropy_coef:
@@ -112,14 +112,14 @@ def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> 
         kl, more = losses.kl_loss(
             inputs.logprobs if in_loss else inputs.logprobs.detach(), inputs.ref_logprobs, mask, ids,
             estimator=config.kl_estimator, loss_agg=config.loss_agg, denominators=shares,
-        )  # fmt: skip
+        )
         loss, stats = loss + config.kl_coef * kl if in_loss else loss, stats | more
     if inputs.values is not None:
         assert inputs.returns is not None, "a critic's values without the returns to compare them with"
         error, more = losses.value_loss(
             inputs.values, inputs.old_values, inputs.returns, mask, ids, value_clip=config.value_clip,
             loss_agg=config.loss_agg, denominators=shares,
-        )  # fmt: skip
+        )
         loss, stats = loss + config.value_coef * error, stats | more
     return loss, stats
 

@@ -224,7 +224,7 @@ class PagedEngine:
         scheduler = Scheduler(
             PageAllocator(self._num_pages(requests), self.page_size), max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, max_position=self.model.spec.max_position,
-        )  # fmt: skip
+        )
         self.runner.reset_times()
         return _Session(scheduler, Stopper(self.eos_token_ids, self.tokenizer), SamplingTable.build([], []), start)
 
@@ -248,7 +248,7 @@ class PagedEngine:
     def _completion(
         self, session: _Session, place: int, id: int, tokens: tuple[int, ...], logprobs: tuple[float, ...],
         stopped: bool,
-    ) -> Completion:  # fmt: skip
+    ) -> Completion:
         assert self.weights is not None
         hidden_end = stopped and session.stopper.is_stop_token(place, tokens[-1])
         text = self.tokenizer.decode(list(tokens[:-1] if hidden_end else tokens))
@@ -274,7 +274,7 @@ class PagedEngine:
             scheduler.num_drawn_tokens, scheduler.num_computed_tokens, scheduler.num_steps,
             time.perf_counter() - session.start, self.runner.model_seconds, self.runner.sample_seconds,
             scheduler.num_preemptions, allocator.peak_used, allocator.num_pages,
-        )  # fmt: skip
+        )
         self._session = None
 
     def _abandon(self) -> None:

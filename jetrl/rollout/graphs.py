@@ -138,9 +138,9 @@ class DecodeGraphs:
         integers = state.integers
         plan = PagedPlan(
             cache=self.cache, cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
-            query_lengths=(1,) * size, kv_lengths=state.kv_lengths, max_kv_length=width * state.page_size,
-            kv_pages=(width,) * size, slots=integers[2], block_table=state.table,
-        )  # fmt: skip
+            query_lengths=(1,) * size, kv_lengths=state.kv_lengths, kv_pages=(width,) * size,
+            slots=integers[2], block_table=state.table,
+        )
         batch = ForwardBatch(integers[0], integers[1], plan, "rollout")
         temperature = torch.ones(size, dtype=torch.float32, device=device)
 

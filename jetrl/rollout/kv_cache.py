@@ -24,7 +24,7 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
         format: Format = BF16,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert format in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {format}"
         shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         code = torch.float8_e4m3fn if format.is_quantized else dtype

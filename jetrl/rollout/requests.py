@@ -44,5 +44,5 @@ def eval_asked(config: Config) -> Asked:
 
 
 def _turns(config: Config) -> tuple[int, int | None]:
-    environment = config.environment  # type: ignore[attr-defined]
+    environment = config.environment
     return (1, None) if environment.name is None else (environment.max_turns, environment.max_turn_tokens)

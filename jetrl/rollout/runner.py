@@ -138,7 +138,7 @@ class ModelRunner:
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
             sample_positions=plan.sample_positions, temperature=chosen.temperature, block_table=plan.block_table,
-        )  # fmt: skip
+        )
         if is_cut(chosen, self.model.spec.vocab_size).any():
             logits = self.graphs.logits(step)
             tokens, logprobs = sample_rows(logits, chosen, plan.sample_positions)
@@ -164,7 +164,6 @@ class ModelRunner:
             cu_seqlens=self._put(np.concatenate(([0], np.cumsum(plan.counts))).astype(np.int32)),
             query_lengths=tuple(plan.counts.tolist()),
             kv_lengths=self._put(kv_lengths.astype(np.int32)),
-            max_kv_length=int(kv_lengths.max()),
             kv_pages=tuple((-(-kv_lengths // self.page_size)).tolist()),
             block_table=self._put(plan.block_table),
             slots=self._put(self._slots(plan)),

@@ -288,7 +288,7 @@ class Scheduler:
         while True:
             source, computed, usable = self._known_pages(seq)
             need = self.allocator.pages_for(len(seq.tokens)) - usable
-            # leave the pages that running sequences will soon ask for, lest they preempt this one at once
+            # leave the pages that running sequences will soon ask for, or they would preempt this one at once
             reserve = step.promised + len(self.running) // size + 1 if self.running else 0
             short = need + reserve - self.allocator.num_free
             if short <= 0:

@@ -126,7 +126,7 @@ class EnvironmentPool:
     def _submit(
         self, talk: _Conversation, method: Literal["reset", "step", "close"], run: Callable[[], Any],
         check: Callable[[Any], Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`run` gives what the environment returns, or its coroutine. `check` reads it right behind the user's code, so
         that lists which the environment goes on changing are copied before it does."""
         is_async = self.factory.is_async(method)

@@ -150,7 +150,7 @@ def _problem(row: Mapping[str, Any], where: str, prompt: str, answer: str) -> Pr
     return Problem(
         id=where, prompt=_prompt(row[prompt], where, prompt), answer=_answer(row, where, answer), solution=solution,
         extra=extra,
-    )  # fmt: skip
+    )
 
 
 def _prompt(value: Any, where: str, key: str) -> str | tuple[Mapping[str, str], ...]:

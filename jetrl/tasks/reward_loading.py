@@ -38,7 +38,7 @@ def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., list[float]]
                 data_source=None if data_source is None else data_source[i],
                 solution_str=completion_text(completion),
                 ground_truth=gold, extra_info=None if extra_info is None else extra_info[i],
-            )  # fmt: skip
+            )
             scores.append(score["score"] if isinstance(score, Mapping) else score)
         return scores
 
@@ -64,7 +64,7 @@ def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]
     missing = [
         p.name for p in parameters
         if p.name not in columns and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]  # fmt: skip
+    ]
     if missing:
         raise UserError(
             f"Reward function {reward_name(function)} needs {', '.join(missing)}, but the problems have only: "

@@ -53,7 +53,7 @@ def find_reward(config: TaskConfig, task: Task) -> RewardFunction | None:
 def score(
     groups: Sequence[Group], reward: RewardFunction | None, config: Config | None, *, conversations: bool = False,
     at_limit: str = "keep",
-) -> tuple[list[Group], dict[str, float]]:  # fmt: skip
+) -> tuple[list[Group], dict[str, float]]:
     """Groups with rewards, and the `reward/*` metrics. With a config, long responses pay its overlong penalty.
 
     `reward` None: what the environment gave, the sum over the turns. `conversations` says that an environment is in

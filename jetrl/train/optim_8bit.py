@@ -58,7 +58,7 @@ class EightBitAdamW(AdamW8bit):
     def __init__(
         self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bf16_stochastic_round=False)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:

@@ -42,7 +42,7 @@ def cache_path(config: Config, model: Transformer) -> Path:
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
         "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
-    }  # fmt: skip
+    }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(config.sft.cache_dir).expanduser() / f"{key}.safetensors"
 
@@ -63,7 +63,7 @@ def _state_hash(state: dict[str, Tensor]) -> str:
 def warm_start(
     model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
     tell: Callable[[str], None],
-) -> Path:  # fmt: skip
+) -> Path:
     """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`."""
     path = cache_path(config, model)
     if path.is_file():

@@ -73,7 +73,7 @@ def save_hf(session: Session, folder: Path) -> None:
     hf.save_model(
         folder, session.model.spec, state, tokenizer=session.tokenizer, base_config=session.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
-    )  # fmt: skip
+    )
 
 
 def restore(session: Session, path: Path, run_dir: Path) -> None:
@@ -119,7 +119,7 @@ def resume_digest(config: Config) -> str:
         update={
             "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": type(config.eval)(),
             "output_dir": "runs", "train": config.train.model_copy(update=free),
-        }  # fmt: skip
+        }
     )
     return digest(fixed)
 

@@ -34,7 +34,7 @@ def test_a_peers_row_keeps_its_version_and_gets_our_names() -> None:
     row = peer_row({
         "engine": "vllm-0.24.0", "batch": 64, "prompt": 512, "out": 1024, "layers": 36, "out_tok_s": 7000.0,
         "decode_tok_s": 8000.0, "peak_gib": 127.0,
-    }, "bf16")  # fmt: skip
+    }, "bf16")
     assert (row["engine"], row["peer"], row["tokens/s"], row["peak GiB"]) == ("peer bf16", "vllm-0.24.0", 7000.0, 127.0)
     assert row["share of floor"] == pytest.approx(floor_ms("bf16", 64, 1024) / 8.0)
     bare = peer_row({"batch": 1, "out_tok_s": 10.0}, "fp8")

@@ -27,7 +27,7 @@ def row(case: Case, different: int = 0, commit: str = "abc") -> dict[str, Any]:
     return {
         "shape": shape, "precision": precision, "workload": workload, "links": links, "bit_equal": different == 0,
         "seconds": 12.3, "peak GiB": 40.2, "vocabulary": 151936, "environment": {"gpu": "G", "commit": commit},
-    }  # fmt: skip
+    }
 
 
 def test_the_table_tells_rows_differences_and_what_was_not_run() -> None:

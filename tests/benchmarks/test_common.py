@@ -80,6 +80,6 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
     ("variant", "parts"),
     [("fp8", ("fp8", "", "")), ("fp8 kv8", ("fp8", "fp8", "")), ("bf16 nonexact", ("bf16", "", "nonexact")),
      ("fp8 kv8 nondet", ("fp8", "fp8", "nondet")), ("fp8 nondet kv8", ("fp8", "", "nondet kv8"))],
-)  # fmt: skip
+)
 def test_parts_of_a_variant(variant: str, parts: tuple[str, str, str]) -> None:
     assert common.split_variant(variant) == parts

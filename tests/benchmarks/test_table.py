@@ -44,7 +44,7 @@ def raw() -> Raw:
         "update fp8": step(2000.0, 600.0, 8.25, 0.9), "update bf16": step(3000.0, 1000.0, 2.0, 0.49),
         "whole fp8": whole(70.0), "whole bf16": whole(91.0), "whole fp8 nonexact": whole(69.0),
         "update fp8 nonexact": step(1900.0, 1.0, 1.0, 1.0),
-    }  # fmt: skip
+    }
 
 
 def reading(raw: Raw, what: str) -> tuple[str, bool | None]:
@@ -143,7 +143,7 @@ def test_commands_of_ours_and_of_the_peer() -> None:
     by = {p.name: p for p in PIECES}
     assert by["rollout fp8"].command("")[1:] == [  # type: ignore[index]
         str(table.HERE / "bench_rollout.py"), "--one", "fp8", "--batch", "64", "256", "--prompt=512", "--new=1024",
-    ]  # fmt: skip
+    ]
     assert by["whole fp8 nonexact"].command("")[2:] == ["--one", "fp8 nonexact", "--only=whole"]
     assert by["update bf16"].command("")[2:] == ["--one", "bf16", "--only=update"]
     filled = by["peer long fp8"].command("vb --dtype {dtype} --batch {batch} --prompt {prompt} --out {new}")
@@ -176,7 +176,7 @@ def test_a_failure_keeps_rows_and_a_second_call_measures_what_is_not_complete(
     held = table.load(path)
     assert {name: (h["complete"], len(h["rows"])) for name, h in held.items()} == {
         "one": (True, 2), "two": (False, 1), "p": (True, 2)
-    }  # fmt: skip
+    }
     assert held["p"]["rows"][0]["peer"] == "e-1" and held["p"]["rows"][0]["tokens/s"] == 5.0
     assert "two: FAILED\nstatus 9" in capsys.readouterr().out
     monkeypatch.setattr(table, "ask", asked := Asked(set()))

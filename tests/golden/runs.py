@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 SAMPLE_KEYS = ("step", "group", "prompt", "answer", "completion", "tokens", "logprobs", "reward", "advantage",
-               "finish_reason")  # fmt: skip
+               "finish_reason")
 
 # Options that change what is computed, one run each; `tiny.py` has the rest of the settings.
 TINY: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ TINY: dict[str, dict[str, Any]] = {
     "warm start": {"sft.steps": 4, "sft.batch_size": 5, "task.reward": None, "train.max_tokens_per_gpu": 64,
                    "rollout.max_response_length": 24},
     "eval sampled": {"eval.num_samples": 2, "eval.temperature": 1.0, "eval.eval_interval": 1},
-}  # fmt: skip
+}
 SMALL = (
     "train.steps=2", "train.warmup_steps=0", "checkpoint.save_interval=2", "eval.eval_interval=1", "task.num_eval=4",
 )
@@ -63,7 +63,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "smollm2": ("task.num_eval=2", "rollout.max_response_length=16"),
     "h200_smollm2": ("device=cpu", "task.num_eval=2", "rollout.max_response_length=12", "rollout.prompts_per_step=2",
                      "rollout.group_size=4", "rl.dynamic_sampling=off"),
-}  # fmt: skip
+}
 
 
 def record_of(run_dir: Path) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = [key for key in ("flow", "samples", "weights") if old[key] != new[key]]
     for before, after in zip(old["metrics"], new["metrics"], strict=True):
         found += [f"step {before['step']} {key}: {value!r} -> {after.get(key)!r}"
-                  for key, value in before.items() if after.get(key) != value]  # fmt: skip
+                  for key, value in before.items() if after.get(key) != value]
     return found
 
 

@@ -53,10 +53,10 @@ def paged(cache: Cache, tables: Tensor, starts: list[int], counts: list[int]) ->
     cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
     return PagedPlan(
         cache=cache, cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=CUDA), query_lengths=tuple(counts),
-        kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA), max_kv_length=max(kv),
+        kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA),
         kv_pages=tuple(-(-n // page) for n in kv), block_table=tables.to(torch.int32).to(CUDA),
         slots=torch.tensor(slots, dtype=torch.int64, device=CUDA),
-    )  # fmt: skip
+    )
 
 
 def make(lengths: tuple[int, ...], n: int, g: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,7 @@ def test_alone_packed_chunked_and_decoded_are_the_same_bits(
         begins = [done[b] for b in members]
         rows = torch.cat([
             torch.arange(starts[b] + s, starts[b] + s + c) for b, s, c in zip(members, begins, counts, strict=True)
-        ]).to(CUDA)  # fmt: skip
+        ]).to(CUDA)
         plan = paged(cache, tables[members], begins, counts)
         out = ops.attend(q[rows], written[0][rows], written[1][rows], plan, 0, scale)
         different = torch.nonzero((out != packed[rows]).flatten(1).any(1)).flatten().tolist()

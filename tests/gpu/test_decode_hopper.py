@@ -74,7 +74,7 @@ class Pages:
         return _flash_attn_fwd(
             q, self.keys, self.values, cu_seqlens_q=starts, seqused_k=self.lengths, max_seqlen_q=1,
             page_table=self.table, softmax_scale=q.shape[2] ** -0.5, causal=True, num_splits=1,
-        )[0]  # fmt: skip
+        )[0]
 
 
 @pytest.mark.parametrize(("n", "g", "h", "fp8"), CASES)

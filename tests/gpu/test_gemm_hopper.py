@@ -30,7 +30,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 SHAPES = [
     (256, (512,)), (576, (576, 192, 192)), (576, (1536, 1536)), (1536, (576,)), (128, (64, 32, 32)), (72, (200, 40)),
     (2048, (2048, 512, 512)), (80, (88,)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("k", "sections"), SHAPES)

@@ -30,7 +30,7 @@ SPECS = {
                   qkv_bias=False, family="qwen3", tie_embeddings=False, vocab_size=8000),
     "qwen2": dict(hidden_size=896, intermediate_size=4864, num_heads=14, num_kv_heads=2, head_dim=64, qk_norm=False,
                   qkv_bias=True, family="qwen2", tie_embeddings=True, vocab_size=3001),
-}  # fmt: skip
+}
 PRECISIONS = ["bf16", "fp8"]
 FLOWS = [*PRECISIONS, "fp8 kv"]  # and with an FP8 cache
 
@@ -69,11 +69,11 @@ def paged_batch(
     kv = [s + c for s, c in zip(starts, counts, strict=True)]
     cu = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=CUDA)
     plan = PagedPlan(
-        cache=cache, cu_seqlens=cu, query_lengths=tuple(counts), max_kv_length=max(kv), slots=slots.to(CUDA),
+        cache=cache, cu_seqlens=cu, query_lengths=tuple(counts), slots=slots.to(CUDA),
         kv_pages=tuple(-(-n // page) for n in kv),
         kv_lengths=torch.tensor(kv, dtype=torch.int32, device=CUDA),
         block_table=table[members].to(torch.int32).to(CUDA),
-    )  # fmt: skip
+    )
     tokens = torch.cat([sequences[b][s : s + c] for b, s, c in spans])
     return ForwardBatch(tokens.to(CUDA), positions.to(CUDA), plan, "rollout")
 
@@ -200,7 +200,7 @@ def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str, page: int, p
             for target, source in (
                 (static.tokens, batch.tokens), (static.positions, batch.positions),
                 (static.plan.slots, batch.plan.slots), (static.plan.kv_lengths, batch.plan.kv_lengths),
-            ):  # fmt: skip
+            ):
                 target.copy_(source)
             graph.replay()
             replayed = logits.clone()

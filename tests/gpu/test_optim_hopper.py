@@ -98,7 +98,7 @@ def test_a_run_with_offload_equals_one_without_and_resumes(moments: str, tmp_pat
 
 @pytest.mark.parametrize("changes", [
     ON, {"train.optimizer_dtype": "8bit"}, {"train.optimizer_dtype": "8bit", "train.master_dtype": "bfloat16"},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_the_run_repeats_and_resumes_to_the_bit(changes: dict[str, Any], tmp_path: Path) -> None:
     eight = changes.get("train.optimizer_dtype") == "8bit"
     if eight:

@@ -40,7 +40,7 @@ def requests(vocab: int) -> list[Request]:
         SamplingParams(30, ignore_eos=True), SamplingParams(45, temperature=0.7, top_p=0.9),
         SamplingParams(20, temperature=0.0), SamplingParams(60, temperature=1.2, seed=4),
         SamplingParams(25, top_k=50, min_p=0.01),
-    ]  # fmt: skip
+    ]
     prompts = [tuple(g.integers(1, vocab, n).tolist()) for n in (5, 40, 130, 17)]
     return [Request(i, prompts[i % 4], kinds[i % 5]) for i in range(40)]
 

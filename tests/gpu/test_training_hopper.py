@@ -28,7 +28,7 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
         {"rl.updates_per_step": 2, "train.max_tokens_per_gpu": 60}, {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_parity_is_zero_and_the_run_repeats(tmp_path: Path, changes: dict[str, Any]) -> None:
     first, second = (tiny_run(tmp_path / name, GPU | changes) for name in ("a", "b"))
     rows = numbers(first)
@@ -59,7 +59,7 @@ def test_what_must_not_matter_does_not_matter(tmp_path: Path, kv_cache: str) -> 
     other = tiny_run(tmp_path / "other", flow | {
         "train.activation_checkpointing": True, "rollout.page_size": 16, "rollout.max_tokens_per_step": 24,
         "rollout.max_num_seqs": 5,
-    })  # fmt: skip
+    })
     assert list(read_samples(plain)) == list(read_samples(other))
     assert numbers(plain) == numbers(other)
 

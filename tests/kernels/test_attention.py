@@ -130,10 +130,10 @@ def test_chunks_over_a_paged_cache_equal_the_packed_batch(chunk: int, fp8: bool)
         slots = torch.cat([
             table[i, torch.arange(first, first + c) // PAGE].long() * PAGE + torch.arange(first, first + c) % PAGE
             for i, c in zip(live, counts, strict=True)
-        ])  # fmt: skip
+        ])
         kv = torch.tensor([first + c for c in counts], dtype=torch.int32)
-        pages = sum(-(-n // PAGE) for n in kv.tolist())
-        plan = PagedPlan(cache, plan_of(counts).cu_seqlens, counts, kv, int(kv.max()), pages, table[live], slots)
+        pages = tuple(-(-n // PAGE) for n in kv.tolist())
+        plan = PagedPlan(cache, plan_of(counts).cu_seqlens, counts, kv, pages, table[live], slots)
         got = attend(q[rows], k[rows], v[rows], plan, 3, SCALE).split(counts)
         for i, c, part in zip(live, counts, got, strict=True):
             assert_bitwise_equal(part, expected[i][first : first + c], f"sequence {i}, tokens from {first}")
@@ -145,7 +145,7 @@ def test_a_padding_slot_writes_nothing() -> None:
     before = cache.keys.clone()
     table = torch.zeros(1, 1, dtype=torch.int32)
     one = torch.tensor([1], dtype=torch.int32)
-    plan = PagedPlan(cache, plan_of((1,)).cu_seqlens, (1,), one, 1, 1, table, torch.tensor([0, -1]))
+    plan = PagedPlan(cache, plan_of((1,)).cu_seqlens, (1,), one, (1,), table, torch.tensor([0, -1]))
     attend(q, k, v, plan, 3, SCALE)
     assert_bitwise_equal(cache.keys[0, 0], k[0], "the written slot")
     assert_bitwise_equal(cache.keys.flatten(0, 1)[1:], before.flatten(0, 1)[1:], "all other slots")
@@ -161,9 +161,9 @@ def test_more_keys_than_one_exact_sum_holds() -> None:
         for first, stop in ((0, 2047), (2047, 2050), (2050, 2100)):
             plan = PagedPlan(
                 cache, torch.tensor([0, stop - first], dtype=torch.int32), (stop - first,),
-                torch.tensor([stop], dtype=torch.int32), stop, pages, torch.arange(pages, dtype=torch.int32)[None],
+                torch.tensor([stop], dtype=torch.int32), (pages,), torch.arange(pages, dtype=torch.int32)[None],
                 torch.arange(first, stop),
-            )  # fmt: skip
+            )
             got = attend(q[first:stop], k[first:stop], v[first:stop], plan, 3, SCALE)
             assert_bitwise_equal(got, expected[first:stop], f"tokens from {first}")
         exact = plain(*(t.double() for t in (q, k, v)), (length,))

@@ -14,13 +14,13 @@ def test_a_step_feeds_the_next() -> None:
     state.kv_lengths[:2] = torch.tensor([8, 4])
     draws = [(torch.tensor(t), torch.tensor(p), torch.tensor(m)) for t, p, m in (
         ([40, 41, 42], [-0.5, -1.5, -9.0], [2.0, 3.0, 4.0]), ([50, 51, 52], [-0.1, -0.2, -0.3], [5.0, 6.0, 7.0]),
-    )]  # fmt: skip
+    )]
     for draw in draws:
         advance(state, *draw)
     # two positions on: the first sequence went over to its second page; the third row is padding and stays
     assert state.integers.tolist() == [
         [50, 51, 52], [9, 5, 0], [8 * 1 + 1, 8 * 9 + 5, -1], [11, 12, 0], [22, 23, 0],
-    ]  # fmt: skip
+    ]
     assert state.kv_lengths.tolist() == [10, 6, 1] and state.count.tolist() == [2]
     for step, (tokens, logprobs, maxima) in enumerate(draws):
         assert torch.equal(state.drawn[0, step], tokens)

@@ -19,7 +19,7 @@ def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_selected_backend_serves_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.BACKENDS, "second", "jetrl.kernels.backends.cpu")
+    monkeypatch.setitem(dispatch.BACKENDS, "second", "jetrl.kernels.backends.reference")
     monkeypatch.setitem(dispatch.DEVICE_OF, "second", "cpu")
     asked: list[str] = []
     monkeypatch.setattr(dispatch, "load_backend", lambda name: asked.append(name))
@@ -42,7 +42,7 @@ def test_unknown_backends_and_devices_are_refused() -> None:
     ("kernels", "device", "fits"),
     [("auto", "cuda", True), ("hopper", "cuda", True), ("hopper_scaled_mm", "cuda", True), ("reference", "cuda", False),
      ("hopper_scaled_mm", "cpu", False), ("hopper", "cpu", False), ("reference", "cpu", True)],
-)  # fmt: skip
+)
 def test_kernels_go_with_their_device(kernels: str, device: str, fits: bool) -> None:
     config = parse_config(
         {"name": "t", "kernels": kernels, "device": device, "model": {"path": "m"}, "task": {"name": "addition"}}

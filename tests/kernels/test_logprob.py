@@ -9,7 +9,7 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels import gemm, logprob, reference
-from jetrl.kernels.backends import cpu
+from jetrl.kernels.backends import reference as backend
 
 T, D, V = 23, 48, 130
 
@@ -51,7 +51,7 @@ def test_chunks_of_rows_change_no_bit(head: tuple[Tensor, Tensor, Tensor], monke
     hidden, weight, targets = head
     operand = gemm.prepare_bf16(weight)
     whole = logprob.token_logprobs(hidden, weight, weight, operand, targets, 0.9)
-    monkeypatch.setattr(cpu, "_LOGIT_ELEMENTS", 4 * V)
+    monkeypatch.setattr(backend, "_LOGIT_ELEMENTS", 4 * V)
     chunked = logprob.token_logprobs(hidden, weight, weight, operand, targets, 0.9)
     assert_bitwise_equal(chunked[0], whole[0], "log-probs")
     assert_bitwise_equal(chunked[1], whole[1], "entropies")
@@ -91,7 +91,7 @@ def test_entropy() -> None:
 def test_gradients(
     head: tuple[Tensor, Tensor, Tensor], parts: tuple[float, float], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "_LOGIT_ELEMENTS", 7 * V)
+    monkeypatch.setattr(backend, "_LOGIT_ELEMENTS", 7 * V)
     hidden, weight, targets = head
     row_weights = normal(T, seed=5)
 

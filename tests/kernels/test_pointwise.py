@@ -98,7 +98,7 @@ def test_fused_residual_norm_has_the_gradients_of_the_two_operators(used: tuple[
             total = pointwise.add(x, residual)
             normed = pointwise.rms_norm(total, master, weight, EPS)
         torch.autograd.backward([t for t, u in zip((normed, total), used, strict=True) if u],
-                                [g for g, u in zip((dy, stream), used, strict=True) if u])  # fmt: skip
+                                [g for g, u in zip((dy, stream), used, strict=True) if u])
         return [x.grad, residual.grad, master.grad]
 
     for name, got, want in zip(("x", "residual", "weight"), run(True), run(False), strict=True):

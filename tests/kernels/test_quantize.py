@@ -93,7 +93,7 @@ def test_weights_equal_the_slow_definition(sections: tuple[int, ...] | None, pow
     w[:128, 128:] *= 100
     q = quantize.quantize_weight(w, sections, pow2)
     rows = {None: [(0, 128), (128, 170)], (130, 20, 20): [(0, 128), (128, 130), (130, 150), (150, 170)],
-            (128, 42): [(0, 128), (128, 170)]}[sections]  # fmt: skip
+            (128, 42): [(0, 128), (128, 170)]}[sections]
     columns = [(0, 128), (128, 200)]
     values = w.float()
     scales = [[slow_scale(values[a:b, c:d].flatten().tolist(), pow2) for c, d in columns] for a, b in rows]

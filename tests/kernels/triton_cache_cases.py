@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jetrl.kernels import reference as ref
 from jetrl.kernels import reference_attention as attention
-from jetrl.kernels.backends import cpu
+from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.types import LayerCache
@@ -96,8 +96,8 @@ def check_prepare(kind: str, n: int, g: int, h: int, norm: bool) -> None:
     angles = torch.rand(50, h // 2, generator=torch.Generator().manual_seed(1)) * 7
     tables, positions = (angles.cos(), angles.sin()), torch.tensor([3, 0, 49, 12, 7, 7])
     shared = (qkv.to(DEVICE), (n, g), h, tuple(w.to(DEVICE) for w in norms) if norms else None, 1e-6,
-              tuple(x.to(DEVICE) for x in tables), positions.to(DEVICE))  # fmt: skip
-    want = cpu.qkv_norm_rope(qkv, (n, g), h, norms, 1e-6, tables, positions, None, True)
+              tuple(x.to(DEVICE) for x in tables), positions.to(DEVICE))
+    want = backend.qkv_norm_rope(qkv, (n, g), h, norms, 1e-6, tables, positions, None, True)
     rounded = tb.qkv_norm_rope(*shared, None, True)
     plain = tb.qkv_norm_rope(*shared, None, False)
     for name, a, b in zip("qkv", rounded, want, strict=True):
@@ -106,7 +106,7 @@ def check_prepare(kind: str, n: int, g: int, h: int, norm: bool) -> None:
     equal("k of its own op", tc.round_heads(plain[1]), want[1])
     cache = fp8_cache(4, page, g, h)
     fused, apart = moved(cache), moved(cache)
-    cpu.qkv_norm_rope(qkv, (n, g), h, norms, 1e-6, tables, positions, (cache, SLOTS), True)
+    backend.qkv_norm_rope(qkv, (n, g), h, norms, 1e-6, tables, positions, (cache, SLOTS), True)
     q, keys, _ = tb.qkv_norm_rope(*shared, (fused, SLOTS.to(DEVICE)), True)
     tc.write_cache(plain[1], plain[2], SLOTS.to(DEVICE), apart)
     equal("paged q", q, want[0])

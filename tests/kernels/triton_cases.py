@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adamw import AdamWStep
-from jetrl.kernels.backends import cpu
+from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
@@ -185,7 +185,8 @@ def norm_cases() -> Iterator[tuple[str, Case]]:
                 w = sample(1, d, "normal", 2)[0]
                 for eps in (1e-6, 1e-5):
                     equal("rms_norm", tp.rms_norm(x.to(DEVICE), w.to(DEVICE), eps), ref.rms_norm(x, w, eps))
-                got, want = tp.add_rms_norm(*(t.to(DEVICE) for t in (x, r, w)), 1e-6), cpu.add_rms_norm(x, r, w, 1e-6)
+                got = tp.add_rms_norm(*(t.to(DEVICE) for t in (x, r, w)), 1e-6)
+                want = backend.add_rms_norm(x, r, w, 1e-6)
                 equal("normed", got[0], want[0])
                 equal("sum", got[1], want[1])
                 q, total = tp.add_rms_norm_quantize(*(t.to(DEVICE) for t in (x, r, w)), 1e-6, False)
@@ -203,7 +204,7 @@ def norm_cases() -> Iterator[tuple[str, Case]]:
         for rows, d in ((300, 576), (70, 128))[: 1 if INTERPRET else 2]:
             x, g, w = sample(rows, d, "normal"), sample(rows, d, "normal", 3), sample(1, d, "normal", 2)[0]
             dx, dw = tp.rms_norm_backward(g.to(DEVICE), x.to(DEVICE), w.to(DEVICE), 1e-6)
-            want_dx, want_dw = cpu.rms_norm_backward(g, x, w, 1e-6)
+            want_dx, want_dw = backend.rms_norm_backward(g, x, w, 1e-6)
             torch.testing.assert_close(dx.cpu(), want_dx, rtol=1e-2, atol=1e-5)
             torch.testing.assert_close(dw.cpu(), want_dw, rtol=1e-5, atol=1e-4)
             again = tp.rms_norm_backward(g.to(DEVICE), x.to(DEVICE), w.to(DEVICE), 1e-6)
@@ -236,7 +237,7 @@ def attention_input_cases() -> Iterator[tuple[str, Case]]:
                 c, s = cos[positions], sin[positions]
                 args = [x.to(DEVICE) for x in (c, s)]
                 equal("rope", tp.rope(q.to(DEVICE), *args), ref.rope(q, c, s))
-                equal("rope_backward", tp.rope_backward(k.to(DEVICE), *args), cpu.rope_backward(k, c, s))
+                equal("rope_backward", tp.rope_backward(k.to(DEVICE), *args), backend.rope_backward(k, c, s))
                 q, k = ref.rope(q, c, s), ref.rope(k, c, s)
                 norms = (wq.to(DEVICE), wk.to(DEVICE)) if norm else None
                 tables = (cos.to(DEVICE), sin.to(DEVICE))
@@ -275,10 +276,10 @@ def heads_gradient(t: int, n: int, g: int, h: int, norm: bool) -> None:
         return tb.qkv_norm_rope_backward(
             tuple(x.to(DEVICE) for x in grads), qkv.to(DEVICE), on_device, 1e-6, tuple(x.to(DEVICE) for x in tables),
             positions.to(DEVICE),
-        )  # fmt: skip
+        )
 
     (got, d_norms), (again, d_again) = backward(), backward()
-    want, want_norms = cpu.qkv_norm_rope_backward(tuple(grads), qkv, norms, 1e-6, tables, positions)
+    want, want_norms = backend.qkv_norm_rope_backward(tuple(grads), qkv, norms, 1e-6, tables, positions)
     equal("the same twice", again, got)
     if norms is None:
         equal("d_qkv", got, want)
@@ -402,7 +403,7 @@ def decode_cases() -> Iterator[tuple[str, Case]]:
         device = DecodeState(*(x.to(DEVICE, copy=True) for x in fields), page)
         for _ in range(4):  # one more than the record holds
             draw = torch.randint(0, 1000, (size,), generator=g), *torch.randn(2, size, generator=g)
-            cpu.advance(host, *draw)
+            backend.advance(host, *draw)
             td.advance(device, *(x.to(DEVICE) for x in draw))
             for name in ("integers", "kv_lengths", "drawn", "count"):
                 got = getattr(device, name).cpu()
@@ -421,7 +422,7 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
         device = [x.to(DEVICE, copy=True) for x in host]
         for t in (1, 2, 3):
             numbers = AdamWStep(1e-3, (0.9, 0.95), 1e-8, 0.1, t)
-            cpu.adamw_step_(*host, numbers)
+            backend.adamw_step_(*host, numbers)
             ta.adamw_step_(*device, numbers)
             for name, got, want in zip(("param", "grad", "exp_avg", "exp_avg_sq"), device, host, strict=True):
                 equal(f"{name} after step {t}", got.cpu(), want)
@@ -430,7 +431,7 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
         x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
         rows = -(-size // 4096)
         want, got = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.float64, device=DEVICE)
-        cpu.row_squares(x, want)
+        backend.row_squares(x, want)
         ta.row_squares(x.to(DEVICE), got)
         torch.testing.assert_close(got.cpu(), want, rtol=1e-14, atol=0)
 
@@ -444,7 +445,7 @@ def all_cases() -> list[tuple[str, Case]]:
     kinds = (
         quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
         adamw_cases,
-    )  # fmt: skip
+    )
     return [case for kind in kinds for case in kind()]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jetrl import parity, parity_rows
 from jetrl.kernels import pointwise
-from jetrl.kernels.backends import cpu
+from jetrl.kernels.backends import reference as backend
 from jetrl.model.transformer import Transformer
 from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequences
 from jetrl.parity_rows import Packed, row_hash, varlen
@@ -39,7 +39,7 @@ def certificate(precision: str, work: Workload = WORK, **options: Any) -> Certif
     ("precision", "options"),
     [("bf16", {}), ("fp8", {}), ("fp8", {"weight_scale": "pow2", "activation_scale": "pow2"}),
      ("fp8", {"num_first_layers_in_bf16": 1}), ("fp8", {"kv_cache": "fp8", "head_dim": SPEC.head_dim})],
-)  # fmt: skip
+)
 def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict[str, Any]) -> None:
     result = certificate(precision, **options)
     assert result.ok, result.links
@@ -87,23 +87,24 @@ def nudge(op: Callable[..., Tensor], when: Callable[[Tensor], bool]) -> Callable
     ("op", "names"),
     [("swiglu", "layers.0.swiglu"), ("rope", "layers.0.rope_q"), ("attend", "layers.0.attention"),
      ("rms_norm", "layers.0.attn_norm")],
-)  # fmt: skip
+)
 def test_an_operator_that_depends_on_the_batch_is_named(op: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = WORK.max_prompt + WORK.new_tokens
-    monkeypatch.setattr(cpu, op, nudge(getattr(cpu, op), lambda x: len(x) > longest))  # wrong in packed batches only
+    # wrong in packed batches only
+    monkeypatch.setattr(backend, op, nudge(getattr(backend, op), lambda x: len(x) > longest))
     packed = certificate("fp8").links[0]
     assert not packed.ok and packed.rows_different >= 1 and packed.first_difference is not None
     assert f"first operator that differs is {names}" in packed.first_difference, packed.first_difference
 
 
 def test_an_error_of_decoding_alone_is_found_by_the_last_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = cpu.swiglu, {"decode": 0}
+    right, calls = backend.swiglu, {"decode": 0}
 
     def broken(x: Tensor) -> Tensor:  # every 40th small batch: decode steps, not prefill or training
         calls["decode"] += len(x) <= 6
         return nudge(right, lambda x: calls["decode"] % 40 == 39 and len(x) <= 6)(x)
 
-    monkeypatch.setattr(cpu, "swiglu", broken)
+    monkeypatch.setattr(backend, "swiglu", broken)
     assert not certificate("fp8").ok
 
 
@@ -119,7 +120,7 @@ def test_training_over_keys_and_values_that_are_not_rounded_loses_the_certificat
 
 
 def test_a_head_that_depends_on_the_batch_is_told_from_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "head_logits", nudge(cpu.head_logits, lambda x: len(x) == 1))
+    monkeypatch.setattr(backend, "head_logits", nudge(backend.head_logits, lambda x: len(x) == 1))
     result = certificate("bf16")
     assert not result.ok
     text = " ".join(link.first_difference or "" for link in result.links)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.rl.advantage import advantages, group_advantages, rloo_advantages, token_rewards
+from jetrl.rl.advantage import advantages, grpo_advantages, rloo_advantages, token_rewards
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 REWARDS = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=9)
@@ -43,13 +43,14 @@ def config(estimator: str = "grpo", **changes) -> SimpleNamespace:
 def test_grpo_by_hand():
     # rewards 1, 0, 0, 1: mean 1/2; squared deviations 4 * 1/4 = 1; sample variance 1 / 3; std 0.577350269.
     # advantage = +-0.5 / (0.577350269 + 1e-6) = +-0.866023904
-    (result,) = group_advantages([[1, 0, 0, 1]], True)
+    result = grpo_advantages([1, 0, 0, 1], True, 1e-6)
     assert result == pytest.approx((0.866023904, -0.866023904, -0.866023904, 0.866023904), abs=1e-9)
 
 
 def test_ragged_groups_are_independent():
     # second group 3, 0, 0: mean 1; squared deviations 4 + 1 + 1 = 6; variance 3; with eps 0: 2 / 1.7320508 = 1.1547005
-    result = group_advantages([[0, 1], [3, 0, 0]], True, eps=0.0)
+    groups, _, _ = advantages([make_group(0, [0, 1]), make_group(1, [3, 0, 0])], config(adv_epsilon=0.0))
+    result = [group.advantages for group in groups]
     # first group: mean 1/2, variance (1/4 + 1/4) / 1 = 1/2, std 0.70710678; 0.5 / 0.70710678 = 0.70710678
     assert result[0] == pytest.approx((-0.70710678, 0.70710678), abs=1e-8)
     assert result[1] == pytest.approx((1.1547005, -0.57735027, -0.57735027), abs=1e-7)
@@ -57,18 +58,19 @@ def test_ragged_groups_are_independent():
 
 def test_dr_grpo_by_hand():
     # rewards 1, 0, 0, 0: mean 1/4, no division
-    assert group_advantages([[1, 0, 0, 0]], False) == [(0.75, -0.25, -0.25, -0.25)]
+    assert grpo_advantages([1, 0, 0, 0], False, 1e-6) == (0.75, -0.25, -0.25, -0.25)
 
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_equal_rewards_give_exact_zeros(norm: bool):
     # 0.1 summed three times and divided by 3 may differ from 0.1 in the last bit; the advantage must not
-    assert group_advantages([[0.1, 0.1, 0.1], [7.0]], norm) == [(0.0, 0.0, 0.0), (0.0,)]
+    assert grpo_advantages([0.1, 0.1, 0.1], norm, 1e-6) == (0.0, 0.0, 0.0)
+    assert grpo_advantages([7.0], norm, 1e-6) == (0.0,)
 
 
 @given(REWARDS)
 def test_sum_is_zero_and_std_is_one(rewards: list[float]):
-    (result,) = group_advantages([rewards], True, eps=0.0)
+    result = grpo_advantages(rewards, True, 0.0)
     assert math.fsum(result) == pytest.approx(0.0, abs=1e-12)
     if len(set(rewards)) > 1:
         assert math.fsum(a * a for a in result) == pytest.approx(len(rewards) - 1, rel=1e-12)
@@ -78,7 +80,7 @@ def test_sum_is_zero_and_std_is_one(rewards: list[float]):
 def test_order_of_trajectories_does_not_matter(rewards: list[float], random):
     order = list(range(len(rewards)))
     random.shuffle(order)
-    for estimate in (lambda r: group_advantages([r])[0], rloo_advantages):
+    for estimate in (lambda r: grpo_advantages(r, True, 1e-6), rloo_advantages):
         plain, shuffled = estimate(rewards), estimate([rewards[i] for i in order])
         assert shuffled == tuple(plain[i] for i in order)
 
@@ -86,7 +88,7 @@ def test_order_of_trajectories_does_not_matter(rewards: list[float], random):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rewards_that_are_not_finite_are_refused(bad: float):
     with pytest.raises(UserError, match="group 1: 1 of 2 rewards are not finite"):
-        group_advantages([[0.0, 1.0], [0.0, bad]])
+        advantages([make_group(0, [0.0, 1.0]), make_group(1, [0.0, bad])], config())
     with pytest.raises(UserError, match="group 0: 1 of 1 rewards are not finite"):
         advantages([make_group(3, [bad])], config("reinforce_pp"))
 
@@ -98,16 +100,16 @@ def test_grpo_keeps_the_bits_it_had(norm: bool, rewards: list[float]):
     mean = math.fsum(rewards) / len(rewards)
     std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
     scale = 1.0 / (std + 1e-6) if norm else 1.0
-    assert group_advantages([rewards], norm) == [tuple((r - mean) * scale for r in rewards)]
+    assert grpo_advantages(rewards, norm, 1e-6) == tuple((r - mean) * scale for r in rewards)
 
 
 @pytest.mark.parametrize("norm", [True, False])
 @given(groups=st.lists(REWARDS, min_size=1, max_size=4))
-def test_entry_point_gives_the_bits_of_group_advantages(norm: bool, groups: list[list[float]]):
+def test_entry_point_treats_groups_one_by_one(norm: bool, groups: list[list[float]]):
     filled, stats, returns = advantages(
         [make_group(i, r) for i, r in enumerate(groups)], config(norm_adv_by_std=norm)
     )
-    assert [g.advantages for g in filled] == group_advantages(groups, norm, 1e-6)
+    assert [g.advantages for g in filled] == [grpo_advantages(group, norm, 1e-6) for group in groups]
     assert [g.rewards for g in filled] == [tuple(r) for r in groups]
     assert [g.prompt.index for g in filled] == list(range(len(groups)))
     assert stats == {} and returns is None

@@ -94,7 +94,7 @@ def test_dual_clip_by_hand():
     loss, stats = policy_loss(
         logprobs, torch.zeros(3, dtype=torch.float64), f64(-2, -2, 2), mask, ids,
         clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0, loss_agg="token_mean", denominators=den,
-    )  # fmt: skip
+    )
     assert loss.item() == pytest.approx(7.4 / 3, rel=1e-12)
     (grad,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(grad, f64(0, 4 / 3, 0), rtol=1e-12, atol=1e-14)
@@ -134,7 +134,7 @@ def test_on_policy_gradient_is_reinforce(dtype: torch.dtype, clip: float):
         loss, stats = policy_loss(
             leaf, old, batch["advantages"].to(dtype), batch["loss_mask"], batch["sequence_ids"],
             clip_ratio_low=clip, clip_ratio_high=clip, clip_ratio_c=None, loss_agg="token_mean", denominators=den,
-        )  # fmt: skip
+        )
         (grad,) = torch.autograd.grad(loss, leaf)
         torch.testing.assert_close(grad, (-weights * batch["advantages"]).to(dtype), rtol=1e-6, atol=0)
         assert stats["policy/clip_frac_low"] == 0 and stats["policy/clip_frac_high"] == 0
@@ -153,7 +153,7 @@ def test_policy_gradient_against_finite_differences(loss_agg: str, dual: float |
             logprobs, batch["old_logprobs"], batch["advantages"], batch["loss_mask"], batch["sequence_ids"],
             clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=dual, loss_agg=loss_agg, denominators=den,
             is_weights=batch["is_weights"] if weighted else None,
-        )[0]  # fmt: skip
+        )[0]
 
     exact = gradient(loss, batch["logprobs"])
     torch.testing.assert_close(exact, finite_difference(loss, batch["logprobs"]), rtol=1e-6, atol=1e-8)
@@ -172,7 +172,7 @@ def test_kl_gradient_against_finite_differences(loss_agg: str, estimator: str):
         return kl_loss(
             logprobs, batch["ref_logprobs"], batch["loss_mask"], batch["sequence_ids"], estimator=estimator,
             loss_agg=loss_agg, denominators=den,
-        )[0]  # fmt: skip
+        )[0]
 
     exact = gradient(loss, batch["logprobs"])
     torch.testing.assert_close(exact, finite_difference(loss, batch["logprobs"]), rtol=1e-6, atol=1e-8)
@@ -226,7 +226,7 @@ def total_loss(batch: dict[str, Tensor], rows: Tensor, logprobs: Tensor, loss_ag
     policy, stats = policy_loss(
         logprobs[rows], part["old_logprobs"], part["advantages"], part["loss_mask"], part["sequence_ids"],
         clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=2.0, is_weights=part["is_weights"], **common,
-    )  # fmt: skip
+    )
     kl, more = kl_loss(
         logprobs[rows], part["ref_logprobs"], part["loss_mask"], part["sequence_ids"], estimator="k3", **common
     )
@@ -283,7 +283,7 @@ def test_overflowing_ratio_of_a_clipped_token_gives_no_nan():
     loss, _ = policy_loss(
         logprobs, torch.tensor([-200.0, -200.0]), torch.tensor([1.0, -1.0]), mask, ids, clip_ratio_low=0.2,
         clip_ratio_high=0.3, clip_ratio_c=3.0, loss_agg="token_mean", denominators=den,
-    )  # fmt: skip
+    )
     loss.backward()
     assert loss.item() == pytest.approx((-1.3 + 3.0) / 2) and logprobs.grad.tolist() == [0.0, 0.0]
 
@@ -313,7 +313,7 @@ def test_bad_clip_ranges_are_refused(low: float, high: float, dual: float | None
         policy_loss(
             f64(0.0), None, f64(1.0), mask, ids, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual,
             loss_agg="token_mean", denominators=den,
-        )  # fmt: skip
+        )
 
 
 def test_unknown_names_are_refused():

@@ -101,7 +101,7 @@ def settings(**changes) -> SimpleNamespace:
         "clip_ratio_c": None, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "loss",
         "rollout_is": "none", "rollout_is_threshold": 2.0, "rollout_rs": "none", "rollout_rs_threshold": 1.3,
         "value_clip": 0.2, "value_coef": 0.5,
-    }  # fmt: skip
+    }
     assert set(changes) <= set(values)
     return SimpleNamespace(**(values | changes))
 
@@ -118,7 +118,7 @@ def make(seed: int = 0, dtype: torch.dtype = torch.float32, num_tokens: int = 60
         logprobs=logprobs, entropy=draw(1.0).abs(), advantages=torch.randn(7, generator=g).to(dtype)[ids],
         rollout_logprobs=logprobs + draw(0.2), sequence_ids=ids, old_logprobs=logprobs + draw(0.3),
         ref_logprobs=logprobs + draw(0.4), values=values, old_values=values + draw(0.3), returns=draw(1.0),
-    )  # fmt: skip
+    )
     counts = torch.bincount(ids, minlength=9).tolist()  # two further sequences are in other micro-batches
     counts[7:] = [5, 0]
     return inputs, Denominators(sum(counts), sum(c > 0 for c in counts), tuple(counts), 16)
@@ -185,7 +185,7 @@ def test_a_shared_critic_adds_its_loss():
     error, more = losses.value_loss(
         leaf, inputs.old_values, inputs.returns, torch.ones(60), inputs.sequence_ids, value_clip=0.2,
         loss_agg="token_mean", denominators=den,
-    )  # fmt: skip
+    )
     error.backward()
     assert loss.item() == pytest.approx(plain.item() + 0.25 * error.item(), rel=1e-14)
     torch.testing.assert_close(grads["values"], 0.25 * leaf.grad, rtol=1e-14, atol=0)
@@ -207,7 +207,7 @@ def test_ratio_and_surrogate_reach_the_policy_loss(ratio: str, surrogate: str):
         inputs.logprobs, inputs.old_logprobs, inputs.advantages, torch.ones(60), inputs.sequence_ids,
         clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=None, loss_agg="seq_mean_token_sum", denominators=den,
         ratio=ratio, surrogate=surrogate,
-    )  # fmt: skip
+    )
     assert torch.equal(loss, direct)
     if (ratio, surrogate) != ("token", "clip"):
         default, _, _ = run(objective, bare, settings(loss_agg="seq_mean_token_sum"), den)
@@ -221,7 +221,7 @@ def test_micro_batches_add_up(ratio: str, surrogate: str):
     config = settings(
         ratio=ratio, surrogate=surrogate, loss_agg="seq_mean_token_mean", entropy_coef=0.01, rollout_is="sequence",
         rollout_rs="token", clip_ratio_c=2.0,
-    )  # fmt: skip
+    )
     loss, stats, grads = run(objective, inputs, config, den)
     total, sums, slopes = 0.0, dict.fromkeys(stats, 0.0), []
     for rows in (inputs.sequence_ids < 3, inputs.sequence_ids >= 3):

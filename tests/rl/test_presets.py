@@ -18,7 +18,7 @@ LITERALS = {
     "adv_estimator": choices.AdvEstimator, "ratio": choices.Ratio, "surrogate": choices.Surrogate,
     "loss_agg": choices.LossAgg, "kl_estimator": choices.KLEstimator, "kl_in": choices.KLIn,
     "dynamic_sampling": choices.DynamicSampling,
-}  # fmt: skip
+}
 
 
 def test_the_tables_hold_exactly_the_choices():

@@ -49,7 +49,7 @@ class Batch:
         return policy_loss(
             self.junk(padded)[keep], None if on_policy else self.junk(self.old)[keep], adv[keep],
             self.active.float()[keep], self.ids[keep], **(bounds | options),
-        )  # fmt: skip
+        )
 
 
 def aggregate(token_loss: Tensor, mask: Tensor, loss_agg: str) -> Tensor:
@@ -200,7 +200,7 @@ def test_sequence_ratios_by_hand():
         loss, stats = policy_loss(
             logprobs, old, adv, torch.ones(3), ids, clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=None,
             loss_agg="seq_mean_token_mean", denominators=den, ratio=ratio,
-        )  # fmt: skip
+        )
         (grad,) = torch.autograd.grad(loss, logprobs)
         assert loss.item() == pytest.approx(value, rel=1e-12)
         assert grad.tolist() == pytest.approx([slope, slope, -0.5], rel=1e-12)
@@ -267,7 +267,7 @@ def test_overflow_of_bounded_and_masked_tokens_is_harmless(ratio: str, surrogate
         torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([0, 1, 2, 2]), clip_ratio_low=0.2, clip_ratio_high=0.3,
         clip_ratio_c=3.0, loss_agg="token_mean", denominators=Denominators(3, 3, (1, 1, 1), 4), ratio=ratio,
         surrogate=surrogate,
-    )  # fmt: skip
+    )
     loss.backward()
     if surrogate == "clip":
         assert loss.item() == pytest.approx((-1.3 + 3.0) / 3) and logprobs.grad.tolist() == [0.0] * 4
@@ -282,7 +282,7 @@ def test_a_micro_batch_without_loss_rows(ratio: str):
     loss, stats = policy_loss(
         none, none, none, none.detach(), ids, clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=None,
         loss_agg="token_mean", denominators=Denominators(3, 1, (3,), 4), ratio=ratio,
-    )  # fmt: skip
+    )
     loss.backward()
     assert loss.item() == 0 and set(map(float, stats.values())) == {0.0}
 

@@ -31,7 +31,7 @@ def test_clipped_error_by_hand():
     loss, stats = value_loss(
         values, torch.zeros(4).double(), f64(1, 1, -1, 2), torch.ones(4), torch.arange(4), value_clip=0.5,
         denominators=Denominators(4, 4, (1,) * 4, 8), **ONE,
-    )  # fmt: skip
+    )
     loss.backward()
     assert loss.item() == pytest.approx(0.6175, rel=1e-14)
     assert values.grad.tolist() == pytest.approx([0.25, 0.0, 0.3, 0.0], rel=1e-14)
@@ -58,7 +58,7 @@ def test_against_the_padded_formula_and_additive(loss_agg: str, clip: float | No
     expected = {
         "token_mean": sums.sum() / lengths.sum(), "seq_mean_token_mean": (sums / lengths).mean(),
         "seq_mean_token_sum": sums.mean(),
-    }[loss_agg]  # fmt: skip
+    }[loss_agg]
     (slope,) = torch.autograd.grad(expected, leaf)
     ids = torch.arange(4)[:, None].expand(4, 5)
     den = Denominators(int(lengths.sum()), 4, tuple(lengths.tolist()), 8)

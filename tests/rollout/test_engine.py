@@ -1,8 +1,4 @@
-"""The engine on a model whose hidden states betray any error of the cache, and on the real transformer.
-
-`HashModel` keeps a token's value in its keys and its position in its values, reads the whole past back through the
-block table, and makes the hidden state from a hash of it. A wrong page, slot, copy, chunk or position changes it.
-"""
+"""The engine on a model whose hidden states betray any error of the cache (`hash_model`), and on the real one."""
 
 from __future__ import annotations
 
@@ -12,95 +8,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hash_model import SPEC, BurstRunner, HashModel, Letters, learners_logprobs, make_engine, real_model, straight
 
 from jetrl.errors import UserError
 from jetrl.kernels.reference import round_heads
 from jetrl.kernels.reference_attention import read_cache, write_cache
-from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import BF16, kv_head
-from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.kv_cache import KVCache, page_bytes, pages_in_memory
-from jetrl.rollout.plan import Plan
 from jetrl.rollout.runner import ModelRunner
-from jetrl.rollout.sampler import SamplingTable, sample
 from jetrl.rollout.stopper import Stopper
-from jetrl.spec import ModelSpec, RopeSpec
-from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, StepReport, VarlenPlan, WeightSet
-
-VOCAB, HIDDEN = 40, 16
-SPEC = ModelSpec(
-    family="qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope=RopeSpec(10_000.0), max_position=128, tie_embeddings=True,
-    qkv_bias=False, qk_norm=True,
-)  # fmt: skip
-
-
-class HashModel:
-    def __init__(self) -> None:
-        self.spec, self.dtype, self.recipe = SPEC, torch.bfloat16, Recipe("bf16", SPEC.num_layers)
-        self.head_weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(7)) * 1.5
-        self.rows: list[int] = []  # of each forward pass
-
-    def hidden(self, tokens: list[int]) -> torch.Tensor:
-        seed = 0
-        for position, token in enumerate(tokens):
-            seed = (seed * 6364136223846793005 + token * 64 + position + 1) % 2**63
-        return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(self.head_weight * row).sum(-1) for row in hidden])
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        plan = batch.plan
-        assert isinstance(plan, PagedPlan) and batch.side == "rollout" and not torch.is_grad_enabled()
-        self.rows.append(len(batch.tokens))
-        size, last = plan.cache.keys.shape[2], SPEC.num_layers - 1
-        for layer in range(SPEC.num_layers):
-            cache = plan.cache.layer(layer)
-            keys, values = cache.keys, cache.values
-            keys.flatten(0, 1)[plan.slots] = batch.tokens.to(keys.dtype)[:, None, None] + layer
-            values.flatten(0, 1)[plan.slots] = batch.positions.to(values.dtype)[:, None, None] + layer
-        out = []
-        for b, (first, end) in enumerate(zip(plan.cu_seqlens[:-1].tolist(), plan.cu_seqlens[1:].tolist(), strict=True)):
-            length = int(plan.kv_lengths[b])
-            assert end - first == plan.query_lengths[b] and length <= plan.max_kv_length
-            pages = plan.block_table[b, : -(-length // size)].long()
-            past = (keys[pages].flatten(0, 1)[:length, -1, -1] - last).long().tolist()
-            where = (values[pages].flatten(0, 1)[:length, 0, 0] - last).long().tolist()
-            assert where == list(range(length)), "the cache of another position"
-            assert batch.positions[first:end].tolist() == list(range(length - (end - first), length))
-            out.extend(self.hidden(past[: length - (end - first) + 1 + i]) for i in range(end - first))
-        return torch.stack(out)
-
-
-class Letters:
-    """Token t is the t-th letter; 0 ends a sequence."""
-
-    eos_token_id: int | None = 0
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join("#abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"[t] for t in token_ids)
-
-
-def make_engine(model: object = None, **sizes: int | None) -> PagedEngine:
-    engine = PagedEngine(model or HashModel(), Letters(), "flow", **sizes)  # type: ignore[arg-type]
-    engine.load(WeightSet(3, "flow", {}))
-    return engine
-
-
-def straight(model: HashModel, request: Request, eos: frozenset[int] = frozenset({0})) -> tuple[list[int], list[float]]:
-    """The completion by recomputing everything for each token, without cache or batch."""
-    p = request.sampling
-    known, lps = list(request.tokens), []
-    while len(lps) < p.max_tokens:
-        logits = model.logits(model.hidden(known)[None])
-        token, lp = sample(logits, [p], [request.id], [len(known)])
-        known.append(int(token))
-        lps.append(float(lp))
-        if known[-1] in p.stop_token_ids or (known[-1] in eos and not p.ignore_eos):
-            break
-    return known[len(request.tokens) :], lps
+from jetrl.types import Completion, Request, SamplingParams, StepReport, WeightSet
 
 
 def mixed_requests() -> list[Request]:
@@ -108,7 +26,7 @@ def mixed_requests() -> list[Request]:
     kinds = [
         SamplingParams(12), SamplingParams(9, temperature=0.7, top_p=0.8), SamplingParams(15, ignore_eos=True),
         SamplingParams(10, temperature=0.0), SamplingParams(11, top_k=5, stop_token_ids=(9, 11), seed=5),
-    ]  # fmt: skip
+    ]
     return [Request(100 + i, prompts[(i // 3) % 4], kinds[i % 5]) for i in range(24)]
 
 
@@ -287,11 +205,7 @@ def test_an_fp8_cache_takes_its_bytes_and_copies_its_scales() -> None:
 @pytest.mark.parametrize(("precision", "cache"), [("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")])
 def test_real_model_gives_the_learners_logprobs_bit_for_bit(precision: str, cache: str) -> None:
     """Sampled log-probs equal those of the trainer's whole-sequence forward; whatever the pages and chunks."""
-    recipe = build_recipe(precision, SPEC.num_layers, kv_cache=cache, head_dim=SPEC.head_dim)
-    model = Transformer(SPEC, recipe).init_random(0)
-    with torch.no_grad():
-        model.embed.weight.mul_(20)
-    model.publish()
+    model = real_model(precision, cache)
     requests = [r for r in mixed_requests() if r.sampling.temperature == 1.0]
     results: list[list[Completion]] = []
 
@@ -305,34 +219,9 @@ def test_real_model_gives_the_learners_logprobs_bit_for_bit(precision: str, cach
         assert engine.runner.cache is not None and (engine.runner.cache.scales is not None) == (cache == "fp8")
     assert results[0] == results[1]
     for r, c in zip(requests, results[0], strict=True):
-        tokens = torch.tensor([*r.tokens, *c.tokens])
-        n = len(tokens)
-        plan = VarlenPlan(torch.tensor([0, n], dtype=torch.int32), (n,))
-        hidden = model(ForwardBatch(tokens, torch.arange(n), plan, "train"))
-        expected, _ = model.token_logprobs(hidden[len(r.tokens) - 1 : -1], tokens[len(r.tokens) :], 1.0)
-        assert expected.requires_grad and expected.tolist() == list(c.logprobs)
+        learner = learners_logprobs(model, [*r.tokens, *c.tokens])
+        assert learner[len(r.tokens) - 1 :] == list(c.logprobs)
     assert len({c.tokens for c in results[0]}) > 8
-
-
-class BurstRunner(ModelRunner):
-    """What a GPU does in a burst, as plain steps: each step's tokens are the next one's inputs."""
-
-    bursts = 0
-
-    def burst(self, plan: Plan, table: SamplingTable) -> int:
-        return 5 if len(plan.sample_rows) == len(plan.tokens) == len(plan.counts) else 0
-
-    def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        drawn = [super().run(plan, table)]
-        self.bursts += steps > 1
-        for step in range(1, steps):
-            later = dataclasses.replace(
-                plan, starts=plan.starts + step, tokens=drawn[-1][0][0], positions=plan.positions + step,
-                copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
-            )  # fmt: skip
-            drawn.append(super().run(later, table))
-        tokens, logprobs = (np.concatenate(column) for column in zip(*drawn, strict=True))
-        return tokens, logprobs
 
 
 @pytest.mark.parametrize("sizes", [{}, {"page_size": 3, "kv_cache_tokens": 99, "max_num_seqs": 6}], ids=str)

@@ -79,9 +79,9 @@ def test_draws_equal_those_by_hand(rows: list[tuple[SamplingParams, int, int]], 
     assert tokens.tolist() == [draw_by_hand(row, *r) for row, r in zip(logits, rows, strict=True)]
 
 
-@pytest.mark.parametrize("lot", [1, 4, 1000])
-def test_a_row_does_not_depend_on_its_batch(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_MAX_ELEMENTS", lot * 64)
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_a_row_does_not_depend_on_its_batch(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_MAX_ELEMENTS", chunk * 64)
     logits = random_logits(12, 64)
     kinds = [params(temperature=t, top_p=q, top_k=k) for t in (0.0, 0.8, 1.0) for q in (1.0, 0.7) for k in (0, 5)]
     ids, positions = list(range(100, 112)), list(range(7, 19))
@@ -185,7 +185,7 @@ def test_extremes() -> None:
         {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0}, {"top_p": 1.1},
         {"top_k": -1}, {"min_p": -0.5}, {"min_p": 2.0}, {"stop": ("a", "")},
     ],
-)  # fmt: skip
+)
 def test_senseless_parameters_are_refused(wrong: dict) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(UserError, match=f"sampling: {name} = "):

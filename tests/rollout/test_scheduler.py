@@ -57,7 +57,7 @@ class Simulation:
         self.scheduler = Scheduler(
             self.allocator, max_num_seqs=max_num_seqs, max_tokens_per_step=budget, max_position=10_000,
             force_preempt=force,
-        )  # fmt: skip
+        )
         self.history: list[list[int]] = []
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.computed: dict[tuple[int, ...], int] = {}  # how often each history was computed
@@ -95,7 +95,7 @@ class Simulation:
             later = replace(
                 plan, starts=plan.starts + step, tokens=drawn[-1][0], positions=plan.positions + step,
                 copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
-            )  # fmt: skip
+            )
             drawn.append(self.draw(later, self.compute(later)))
         tokens, logprobs, stop = (np.stack(column) for column in zip(*drawn, strict=True))
         finished = self.scheduler.commit(tokens, logprobs, stop)
@@ -186,7 +186,7 @@ def test_samples_beyond_the_slots_reuse_the_held_prompt() -> None:
     assert sim.first_started == list(range(6))
 
 
-def test_long_prompts_are_chunked_beside_decoding() -> None:
+def test_long_prompts_are_chunked_next_to_decoding() -> None:
     requests = [request(0, (1, 2), 12), request(1, tuple(range(20)), 2)]
     sim = Simulation(requests, num_pages=100, page_size=4, max_num_seqs=4, budget=5)
     mixed = 0
@@ -194,7 +194,7 @@ def test_long_prompts_are_chunked_beside_decoding() -> None:
         plan = sim.scheduler.schedule()
         mixed += len(plan.counts) == 2 and plan.counts.tolist() == [1, 4]
         sim.scheduler.commit(*sim.draw(plan, sim.compute(plan)))
-    assert mixed == 4 and sim.max_rows == 5, "three tokens beside the first prompt, then four chunks of four, then one"
+    assert mixed == 4 and sim.max_rows == 5, "three tokens next to the first prompt, then four chunks of four, then one"
     assert sim.times_computed() == 2 + 11 + 20 + 1
 
 
@@ -240,7 +240,7 @@ def test_requests_that_can_never_fit_are_refused() -> None:
         scheduler(max_tokens_per_step=0)
 
 
-def test_a_request_of_exactly_the_capacity_runs_beside_others() -> None:
+def test_a_request_of_exactly_the_capacity_runs_next_to_others() -> None:
     prompt = tuple(range(9))
     requests = [request(0, prompt, 3), request(1, prompt, 7), request(2, (1,), 15), request(3, prompt, 7)]
     sim = Simulation(requests, num_pages=4, page_size=4, max_num_seqs=4, budget=3).run()
@@ -477,20 +477,19 @@ def conversations(draw: st.DrawFn) -> dict:
         turns = draw(st.lists(st.tuples(
             st.sampled_from((1, 1, 2, 3, 8)), st.lists(st.integers(0, 3), max_size=6), st.integers(0, 9)),
             min_size=1, max_size=4,
-        ))  # fmt: skip
+        ))
         prompt = tuple(draw(st.sampled_from(prompts)))
         talks.append({
             "prompt": prompt, "turns": turns, "joins": draw(st.sampled_from((0, 0, 0, 3, 15))),
-            "plain": draw(st.booleans()),
-            "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+            "plain": draw(st.booleans()), "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
             "longest": len(prompt) + sum(n + len(reply) for n, reply, _ in turns),
-        })  # fmt: skip
+        })
     largest = max(-(-t["longest"] // page_size) for t in talks)
     return {
         "talks": talks, "page_size": page_size, "num_pages": largest + draw(st.integers(0, 15)),
         "max_num_seqs": draw(st.integers(1, 6)), "budget": draw(st.integers(1, 16)), "burst": draw(st.integers(1, 5)),
         "force_seed": draw(st.integers(0, 100)), "stop_every": draw(st.integers(3, 20)),
-    }  # fmt: skip
+    }
 
 
 def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
@@ -505,7 +504,7 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
         max_num_seqs=case["max_num_seqs"], budget=case["budget"], burst=case["burst"],
         force=force if seed % 2 and not room else None,
         stop_at=lambda number, length: hash((number, length)) % stop_every == 0,
-    )  # fmt: skip
+    )
     known = [list(t["prompt"]) for t in talks]
     due = {i: t["joins"] for i, t in enumerate(talks)}  # when each says something next
     done, left = [0] * len(talks), set(range(len(talks)))

@@ -92,7 +92,7 @@ def test_too_many_held_out_sums_are_refused():
         ("8+5+0=13#623", 1.0), ("#623", 1.0), ("#1#623", 1.0), ("623", 0.0), ("#623#", 0.0), ("#0623", 0.0),
         ("#623 ", 0.0), ("#62", 0.0), ("", 0.0), ("#623<eos>", 0.0),
     ],
-)  # fmt: skip
+)
 def test_compact_reward(text, reward):
     assert task().reward(completions=[text, "#5"], answer=["623", "5"], prompts=["", ""]) == [reward, 1.0]
 

@@ -30,7 +30,7 @@ def addition(**params):
         ("<1+2", "=?."), ("1+2>", "=?."), ("<1+2+3>", "=?."), ("<1/2>", "=?."), ("<>", "=?."), ("<-1+2>", "=?."),
         ("<1+1234567890123456789>", "=?."), ("<1+\u0663>", "=?."), (">", "=?."),
     ],
-)  # fmt: skip
+)
 def test_calls_and_their_replies(turn, reply):
     assert calculate(turn) == reply
 
@@ -58,7 +58,7 @@ def test_only_the_last_turn_counts():
     good, call = f"#{problem.answer}", f"<{problem.prompt[:-1]}>"
     ends = [play(talks, i, problem, turns)[-1] for i, turns in enumerate([
         (good,), (call, good), (call, "#1"), (f"{good}>", "1"), (f"#1>{good}",), (problem.solution,), ("<1+1",),
-    ])]  # fmt: skip
+    ])]
     assert [(r.reward, r.done) for r in ends] == [(r, True) for r in (1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0)]
     first, reply, _ = play(talks, 9, problem, (call, good))
     assert (first.text, reply.text, reply.reward) == (problem.prompt, f"={problem.answer}.", 0.0)
@@ -124,7 +124,7 @@ def test_retry_gives_feedback_and_another_attempt():
     replies = play(talks, 0, problem, ["#1", good])
     assert [(r.text, r.reward, r.done) for r in replies] == [
         (problem.prompt, 0.0, False), ("?", 0.0, False), ("", 1.0, True)
-    ]  # fmt: skip
+    ]
     assert [r.done for r in play(talks, 1, problem, [good])] == [False, True]
     replies = play(talks, 2, problem, ["#1", "#2", "#3"])
     assert [(r.text, r.reward, r.done) for r in replies[1:]] == [("?", 0.0, False), ("?", 0.0, False), ("", 0.0, True)]

@@ -168,7 +168,7 @@ def test_what_reset_is_given():
     given = problem_mapping(problem)
     assert given == {
         "id": "id-1", "prompt": [{"role": "user", "content": "q"}], "answer": "a", "level": 2, "seed": 9, "index": 4
-    }  # fmt: skip
+    }
     plain = Problem("id-1", "q", "a")
     assert problem_mapping(plain)["seed"] == problem_mapping(plain)["seed"] != problem_mapping(Problem("2", "q", "a"))
 

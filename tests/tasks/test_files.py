@@ -34,7 +34,7 @@ def test_plain_layout(tmp_path):
 VERL = {
     "data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math",
     "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0},
-}  # fmt: skip
+}
 
 
 def test_verl_layout(tmp_path):
@@ -53,7 +53,7 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     (as_jsonl,) = read_problems(write(tmp_path / "a.jsonl", [VERL]))
     assert (problems[0].prompt, problems[0].answer, problems[0].extra) == (
         as_jsonl.prompt, as_jsonl.answer, as_jsonl.extra
-    )  # fmt: skip
+    )
     assert problems[1].extra["data_source"] == "math"
     assert problems[1].id.endswith("a.parquet:2")
 

@@ -18,7 +18,7 @@ from jetrl.tasks.math_reward import Pool, math_reward, score_math
         ("\\frac{1}{2}", "0.5", 1.0), ("$x+1$", "$1+x$", 1.0), ("x+1", "\\boxed{1+x}", 1.0), ("x+1", "$x-1$", 0.0),
         ("42", "no idea", 0.0), ("1,234", "1234", 1.0),
     ],
-)  # fmt: skip
+)
 def test_equality(gold, text, score):
     pytest.importorskip("math_verify")
     assert score_math(gold, text) == score

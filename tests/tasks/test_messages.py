@@ -92,7 +92,7 @@ def test_the_text_between_is_that_of_a_whole_conversation_rendered_at_once():
             {"role": "assistant", "content": "2"}, user("="),
         ],
         add_generation_prompt=True, tokenize=False,
-    )  # fmt: skip
+    )
     told = encoder.first(PROBLEM, OPENING)
     for said, answer in (("3", "?"), ("2", "=")):
         told += ids(said + "|")
@@ -162,7 +162,7 @@ def test_worked_solutions_as_a_rollout_would_hold_them():
     problem = Problem("348+275", "348+275=", "623", tool_solution(348, 275))
     assert encode_solution(problem, encoder, (">",)) == (
         ("policy", ids("<348+275>")), ("environment", ids("=623.")), ("policy", (*ids("#623"), EOS))
-    )  # fmt: skip
+    )
     # Without the stop string, the turn has to end with the end of sequence.
     assert encode_solution(problem, encoder)[0] == ("policy", (*ids("<348+275>"), EOS))
     text = Problem("1", "1+1=", "2", "#2")
@@ -176,7 +176,7 @@ def test_worked_solutions_through_a_chat_template():
     eos = (EOS,)
     assert encode_solution(problem, encoder) == (
         ("policy", ids("3") + eos), ("environment", ids("\n<1>?") + eos + ids("\n<2>_")), ("policy", ids("2") + eos)
-    )  # fmt: skip
+    )
 
 
 def test_solutions_of_addition_can_all_be_encoded():

@@ -85,7 +85,7 @@ def test_a_reward_function_gets_the_whole_conversation_and_replaces_the_environm
             {"role": "assistant", "content": "42"},
         ],
         [{"role": "assistant", "content": "b"}],
-    ]  # fmt: skip
+    ]
     assert seen["ids"] == [[7, 8, 9, 5, 6, 7, 8, 9], [7, 8, 9]]
     # Ours read the policy's last turn, also where the environment has the last word.
     ends = [conversation(("1", 0.0), "no", ("42", 0.0)), conversation(("42", 0.0), "more?", end="turns")]
@@ -131,7 +131,7 @@ def test_functions_get_the_columns_that_they_name():
     score(groups, picky, None)
     assert seen == {
         "completions": ["x", "y", "z"], "answer": ["a", "a", "b"], "level": [2, 2, None], "absent": 5
-    }  # fmt: skip
+    }
     score(groups, greedy, None)
     assert seen["prompts"] == ["p"] * 3 and seen["other"] == [None, None, "o"] and "solution" not in seen
     assert seen["completion_ids"] == [[7] * 3] * 3
@@ -201,7 +201,7 @@ def test_overlong_penalty_in_scores():
     config = parse_config({
         "name": "t", "model": {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"},
         "task": {"name": "addition"}, "rollout": {"max_response_length": 20}, "rl": {"overlong_buffer_len": 4},
-    })  # fmt: skip
+    })
     scored, stats = score([group(["x", "y"], lengths=[16, 18])], constant(1.0, 1.0), config)
     assert scored[0].rewards == (1.0, 0.5)
     assert stats["reward/overlong_penalty_mean"] == -0.25
@@ -216,7 +216,7 @@ def test_overlong_penalty_in_scores():
         ("it is 1234", 1.0), ("1,234.", 1.0), ("= 1234.00", 1.0), ("1234.5", 0.0), ("-1234", 0.0), ("5000-1234", 1.0),
         ("1234 and 5", 0.0), ("none", 0.0), ("", 0.0), ("9" * 5000, 0.0), ("1, 2, 1234", 1.0), ("٣", 0.0),
     ],
-)  # fmt: skip
+)
 def test_last_integer(text, score_):
     assert last_integer(completions=[text], answer=["1,234"]) == [score_]
 

@@ -22,7 +22,7 @@ def config(**task):
     return parse_config({
         "name": "t", "model": {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"},
         "task": {"name": "addition", **task}, "rollout": {"prompts_per_step": 3, "group_size": 2},
-    })  # fmt: skip
+    })
 
 
 def digits_only(prompt, **task):

@@ -27,7 +27,7 @@ def tensors(step: int) -> dict[str, Tensor]:
         "model.a": torch.randn(7, 5, generator=generator), "model.b": torch.randn(9, generator=generator).bfloat16(),
         "optimizer.0.step": torch.tensor(step), "model.odd": torch.tensor([float("nan"), -0.0, 1e-45]),
         "model.view": torch.randn(6, 4, generator=generator).T,
-    }  # fmt: skip
+    }
 
 
 def write(folder: Path, step: int, keep: int = 2) -> Path:

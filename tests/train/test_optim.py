@@ -27,7 +27,7 @@ def config(**changes) -> SimpleNamespace:
         lr=0.1, weight_decay=0.5, adam_betas=[0.9, 0.95], adam_eps=1e-8, master_dtype="float32",
         optimizer_dtype="float32", offload_optimizer=False, steps=10, lr_schedule="constant", warmup_steps=0,
         min_lr_ratio=0.0,
-    )  # fmt: skip
+    )
     return SimpleNamespace(**(base | changes))
 
 
@@ -36,7 +36,7 @@ def named(dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
     shapes = {
         "embed.weight": (6, 4), "layers.0.attn.norm.weight": (4,), "layers.0.attn.qkv.weight": (8, 4),
         "layers.0.attn.qkv.bias": (8,), "norm.weight": (4,), "lm_head.weight": (6, 4),
-    }  # fmt: skip
+    }
     return [(name, nn.Parameter(torch.randn(shape, generator=g).to(dtype))) for name, shape in shapes.items()]
 
 
@@ -60,7 +60,7 @@ def test_first_step_by_hand(dtype: str):
     # nearest BF16 values: 0.85 * 256 = 217.6 -> 218; 0.9 * 256 = 230.4 -> 230; 1.05 * 128 = 134.4 -> 134;
     # 1.1 * 128 = 140.8 -> 141
     params = [("w", nn.Parameter(torch.ones(1, 2, dtype=getattr(torch, dtype)))),
-              ("b", nn.Parameter(torch.ones(2, dtype=getattr(torch, dtype))))]  # fmt: skip
+              ("b", nn.Parameter(torch.ones(2, dtype=getattr(torch, dtype))))]
     optimizer = build_optimizer(params, config(master_dtype=dtype))
     for _, param in params:
         param.grad = torch.tensor([2.0, -0.5], dtype=param.dtype).view_as(param)
@@ -149,7 +149,7 @@ def test_fp32_gradients_of_bf16_parameters_are_used_unrounded():
 
 @pytest.mark.parametrize(("dtype", "moments"), [
     ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"),
-])  # fmt: skip
+])
 @pytest.mark.parametrize("as_tensors", [False, True])
 def test_resume_is_exact(dtype: str, moments: str, as_tensors: bool):
     """Two steps, save, load into a new optimizer, two more: bit-equal to four steps without a break.
@@ -228,7 +228,7 @@ def test_norm_is_accurate():
     grads = [torch.randn(size, generator=g) * 10.0**k for k, size in enumerate([1, 4095, 4096, 4097, 200_001])]
     grads.append(torch.randn(4096 * 1024 + 5, generator=g).to(torch.bfloat16))
     exact = math.sqrt(math.fsum(math.fsum(grad.double().square().tolist()) for grad in grads[:-1])
-                      + grads[-1].double().square().sum().item())  # fmt: skip
+                      + grads[-1].double().square().sum().item())
     assert global_grad_norm(with_grads(*grads)) == pytest.approx(exact, rel=1e-14)
 
 

@@ -23,7 +23,7 @@ QUANTIZED = {"embed.weight", "layers.0.attn.qkv.weight"}  # 65 * 64 is above 409
 # matrices of at least 4096 values that are multiples of 256, so that a tiny run has 8-bit moments at all
 TINY: dict[str, Any] = {
     "train.optimizer_dtype": "8bit", "model.arch": ARCH | {"hidden_size": 64, "intermediate_size": 128},
-}  # fmt: skip
+}
 
 
 def made(master: str, **changes: Any) -> tuple[list[tuple[str, nn.Parameter]], torch.optim.Optimizer]:
@@ -34,7 +34,7 @@ def made(master: str, **changes: Any) -> tuple[list[tuple[str, nn.Parameter]], t
     base = dict(
         lr=0.1, weight_decay=0.5, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype=master, optimizer_dtype="8bit",
         offload_optimizer=False,
-    )  # fmt: skip
+    )
     return params, build_optimizer(params, SimpleNamespace(**(base | changes)))
 
 
@@ -126,7 +126,7 @@ def test_it_learns_like_fp32_moments() -> None:
         optimizer = build_optimizer([("w", weight)], SimpleNamespace(
             lr=0.01, weight_decay=0.0, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype="float32",
             optimizer_dtype=moments, offload_optimizer=False,
-        ))  # fmt: skip
+        ))
         losses = []
         for _ in range(60):
             optimizer.zero_grad()
@@ -159,7 +159,7 @@ def test_without_torchao_the_error_names_the_command(monkeypatch: pytest.MonkeyP
     config = SimpleNamespace(
         lr=0.1, weight_decay=0.0, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype="float32", optimizer_dtype="8bit",
         offload_optimizer=False,
-    )  # fmt: skip
+    )
     with pytest.raises(UserError, match=r"needs torchao .*; run: pip install 'jetrl\[optim8\]'"):
         build_optimizer([("w", nn.Parameter(torch.zeros(2, 2)))], config)
 

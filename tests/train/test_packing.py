@@ -114,7 +114,7 @@ def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncate
                 assert micro.positions[start:end].tolist() == list(range(end - start))
                 assert micro.targets[start : end - 1].tolist() == tokens[1:] and micro.loss_mask[end - 1] == 0
                 here[number] = (tokens, [(micro.targets[r].item(), micro.advantages[r].item(),
-                                          micro.rollout_logprobs[r].item()) for r in rows])  # fmt: skip
+                                          micro.rollout_logprobs[r].item()) for r in rows])
                 num_loss_tokens += len(rows)
             off = micro.loss_mask == 0
             assert not micro.advantages[off].any() and not micro.rollout_logprobs[off].any()
@@ -212,7 +212,7 @@ def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_a
                 denominators=shares,
             )[0].item()
             for m in batch.micro_batches
-        )  # fmt: skip
+        )
 
     assert total(limit) == pytest.approx(total(10_000), rel=1e-12, abs=1e-13)
 

@@ -30,7 +30,7 @@ def train(session: Session, told: list[str] | None = None) -> tuple[Path, list[f
     made = warm_start(
         session.model, session.config, session.task, session.tokenizer, lambda step, loss: losses.append(loss),
         (told if told is not None else []).append,
-    )  # fmt: skip
+    )
     return made, losses
 
 
@@ -68,7 +68,7 @@ def test_micro_batches_do_not_change_the_loss(tmp_path: Path) -> None:
     [{"sft.steps": 7}, {"sft.lr": 1e-3}, {"seed": 1}, {"model.init_seed": 1}, {"task.params.digits": [3]},
      {"sft.batch_size": 9}, {"train.max_grad_norm": 0.5}],
     ids=str,
-)  # fmt: skip
+)
 def test_what_determines_the_weights_names_the_file(tmp_path: Path, change: dict[str, Any]) -> None:
     paths = [cache_path(s.config, s.model) for s in (session_of(tmp_path, {}), session_of(tmp_path, change))]
     assert paths[0] != paths[1]
@@ -86,6 +86,6 @@ def test_problems_without_worked_solutions_are_refused(tmp_path: Path) -> None:
     changes = {
         "task.name": "file", "task.train_file": str(tmp_path / "data.jsonl"), "task.params": None,
         "task.reward": "jetrl.tasks.rewards:exact_match",
-    }  # fmt: skip
+    }
     with pytest.raises(UserError, match="needs worked solutions"):
         train(session_of(tmp_path, changes))

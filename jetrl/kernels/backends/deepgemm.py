@@ -9,7 +9,6 @@ Legend: `M` rows (tokens), `N`, `K` output and reduction size; a prime marks a p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,12 +100,3 @@ def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
 def add_outer(out: Tensor, a: Tensor, b: Tensor) -> None:
     """`out += a.T @ b` for BF16 a [M, N], b [M, K] and FP32 out [N, K], in place."""
     deep_gemm.bf16_gemm_tn(a, b, out, c=out)
-
-
-def set_num_sms(count: int) -> None:
-    """How many multiprocessors a GEMM may use (fewer leave room for communication)."""
-    deep_gemm.set_num_sms(count)
-
-
-def version() -> dict[str, Any]:
-    return {"deep_gemm": deep_gemm.__version__}

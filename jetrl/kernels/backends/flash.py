@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +62,7 @@ def attend_varlen(
     out = _flash_attn_fwd(
         q, k, v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest,
         max_seqlen_k=longest, softmax_scale=scale, causal=True, num_splits=1, return_lse=need_lse,
-    )  # fmt: skip
+    )
     return out[0], out[1]
 
 
@@ -92,7 +90,7 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
         q[first:], cache.keys, cache.values, cu_seqlens_q=starts, seqused_k=lengths,
         max_seqlen_q=max(plan.query_lengths), page_table=table, softmax_scale=scale, causal=True, num_splits=1,
         out=out[first:],
-    )  # fmt: skip
+    )
     return out
 
 
@@ -126,7 +124,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer:
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float,
     out: Tensor | None = None, lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Deterministic gradients; `out` and `lse` as forward gave them, else forward runs once more (the same bits)."""
     if out is None or lse is None:
         out, lse = attend_varlen(q, k, v, plan, scale, True)
@@ -134,9 +132,5 @@ def attend_backward(
     dq, dk, dv = _flash_attn_bwd(
         q, k, v, out, grad, lse, softmax_scale=scale, causal=True, cu_seqlens_q=plan.cu_seqlens,
         cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, deterministic=DETERMINISTIC_BACKWARD,
-    )  # fmt: skip
+    )
     return dq, dk, dv
-
-
-def version() -> dict[str, Any]:
-    return {"flash_attn_4": installed_version("flash-attn-4")}

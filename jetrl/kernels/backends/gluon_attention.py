@@ -67,19 +67,19 @@ _KEY_WORDS = gl.constexpr(
         [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]], [], [TILE, 64],
     )
-)  # fmt: skip
+)
 _KEY_WORDS_64 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]], [], [TILE, 32],
     )
-)  # fmt: skip
+)
 _VALUE_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0], [64, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
         [[0, 8], [0, 16]], [], [TILE, 32],
     )
-)  # fmt: skip
+)
 _K_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # of 64 codes: for keys as well
 
@@ -107,7 +107,7 @@ _TWOS = gl.constexpr(_REGISTERS + "prmt.b32 x, $2, 0, 0x3120;" + _widened("x", "
 _QUADS = gl.constexpr(
     _REGISTERS + "prmt.b32 x, $4, $5, 0x5140;" + _widened("x", "$0 $1")
     + "prmt.b32 x, $4, $5, 0x7362;" + _widened("x", "$2 $3") + " }"
-)  # fmt: skip
+)
 
 
 @gluon.jit
@@ -130,7 +130,7 @@ def _quads(x):
     return gl.inline_asm_elementwise(
         _QUADS, "=&r,=&r,=&r,=&r,r,r", [x], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True,
         pack=2,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -149,7 +149,7 @@ def _copy_rows(slot, source, first, group, left, G: gl.constexpr):
 def _copy(
     rings, sources, pages, half, tiles, length, group,
     G: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
+):
     """Begin to copy number `half` of the tiles, keys and values in turns, to its slot; `KEYS`: it is keys."""
     tile = half // 2
     if tile < tiles:
@@ -238,7 +238,7 @@ def _decode_kernel(
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
     FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
     PDL: gl.constexpr,
-):  # fmt: skip
+):
     begin(PDL)
     if FP8 and H == 128:  # words of two codes of a key, of four codes of a value
         k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 64], _K_SHARED)
@@ -299,7 +299,7 @@ def _decode_kernel(
 def _store(
     y, sequence, group, out, codes, code_scales, codes_stride, scales_stride,
     N: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
+):
     """The heads [H, Q] of one group, BF16 or quantized."""
     H: gl.constexpr = y.shape[0]
     element, head = _value_rows(H, FP8), gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, _MMA))
@@ -348,7 +348,7 @@ def decode_quantize(
 def _launch(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, out: Tensor,
     quantized: QTensor | None, pow2: bool,
-) -> None:  # fmt: skip
+) -> None:
     (batch, heads, head_dim), (page, groups) = q.shape, cache.keys.shape[1:3]
     keys, values, scales = cache.keys, cache.values, cache.scales
     assert serves(cache, heads) and q.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
@@ -367,7 +367,7 @@ def _launch(
             codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries, PAGE=page,
             SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
             num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None, enable_fp_fusion=False, **LAUNCH,
-        )  # fmt: skip
+        )
 
 
 def _slots(fp8: bool, programs: int) -> int:

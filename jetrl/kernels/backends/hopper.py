@@ -55,7 +55,7 @@ __all__ = [
     "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "qkv_norm_rope_backward", "quantize_act",
     "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope", "rope_backward", "round_heads",
     "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
-]  # fmt: skip
+]
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
@@ -111,7 +111,7 @@ def logprob_entropy(
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
     temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
 
     `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to BF16. The chunks of
@@ -129,7 +129,7 @@ def logprob_backward(
         dz = triton_logprob.dlogits(
             head_logits(hidden[part], w), targets[part], temperature[part], statistics[:, part], grad_logprob[part],
             None if grad_entropy is None else grad_entropy[part],
-        )  # fmt: skip
+        )
         torch.mm(dz, weight, out=d_hidden[part])
         if total is not None:
             whole = dz.as_strided((dz.shape[0], dz.stride(0)), (dz.stride(0), 1))  # with the zero columns of padding

@@ -39,7 +39,7 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
     y = scaled_mm(
         codes, weight.T, _outer_major(a.scale), ScalingType.BlockWise1x128, _block_scales(b.scale),
         ScalingType.BlockWise128x128, output_dtype=out_dtype,
-    )  # fmt: skip
+    )
     return gather(y[: a.codes.shape[0]], b.rows)
 
 
@@ -49,7 +49,7 @@ def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     dw = scaled_mm(
         left, right.T, _outer_major(dy_t.scale), ScalingType.BlockWise1x128, _outer_major(x_t.scale),
         ScalingType.BlockWise1x128, output_dtype=torch.float32,
-    )  # fmt: skip
+    )
     return dw[: dy_t.codes.shape[0], : x_t.codes.shape[0]].contiguous()
 
 

@@ -42,7 +42,7 @@ def scale_place(slot, group, G: tl.constexpr, PAGE: tl.constexpr):
 def _round_kernel(
     x, out, num_rows, token_stride, group_stride,
     G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, FLOOR: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """R heads; row r is head r % G of token r // G."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -68,7 +68,7 @@ def _write_kernel(k, v, slots, keys, values, k_stride, v_stride, W: tl.constexpr
 def _write_codes_kernel(
     k, v, slots, keys, values, scales, k_stride, v_stride,
     G: tl.constexpr, GB: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, PAGE: tl.constexpr, FLOOR: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     group, cols = tl.arange(0, GB), tl.arange(0, HB)
@@ -98,7 +98,7 @@ def _read_kernel(
     keys, values, scales, table, lengths, out_keys, out_values, out_table, table_stride, width,
     G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, BB: tl.constexpr,
     COMPACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One head of one page of one sequence, and the page's entry in the new table."""
     begin(PDL)
     block, group, sequence = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
@@ -149,7 +149,7 @@ def round_heads(x: Tensor) -> Tensor:
         _round_kernel[(triton.cdiv(tokens * groups, r),)](
             x, out, tokens * groups, x.stride(0), x.stride(1), G=groups, H=head_dim,
             HB=triton.next_power_of_2(head_dim), R=r, FLOOR=_FLOOR_BITS, num_warps=4, enable_fp_fusion=False, **LAUNCH,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -171,7 +171,7 @@ def write_cache(k: Tensor, v: Tensor, slots: Tensor, cache: LayerCache) -> None:
         k, v, slots, keys.view(torch.uint8), values.view(torch.uint8), cache.scales, k.stride(0), v.stride(0), G=groups,
         GB=triton.next_power_of_2(groups), H=head_dim, HB=triton.next_power_of_2(head_dim), PAGE=keys.shape[1],
         FLOOR=_FLOOR_BITS, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
 
 
 def _scratch_pages(needed: int, held: int) -> int:
@@ -210,5 +210,5 @@ def read_cache(cache: LayerCache, table: Tensor, lengths: Tensor, kv_pages: int)
             table.stride(0), width, G=groups, H=head_dim, HB=triton.next_power_of_2(head_dim), PAGE=page,
             R=min(_TOKENS, triton.next_power_of_2(page)), BB=triton.next_power_of_2(batch), COMPACT=compact,
             num_warps=4, enable_fp_fusion=False, **LAUNCH,
-        )  # fmt: skip
+        )
     return LayerCache(out_keys, out_values), out_table

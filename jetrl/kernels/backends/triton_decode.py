@@ -14,7 +14,7 @@ from jetrl.kernels.decode import DecodeState
 @triton.jit
 def _advance_kernel(
     tokens, logprobs, maxima, integers, table, kv_lengths, drawn, count, B, M, S, page_size, PB: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.arange(0, PB)
     mask = row < B
     step = tl.load(count)

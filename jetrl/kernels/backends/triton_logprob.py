@@ -84,7 +84,7 @@ def _max_kernel(logits, temperature, maxima, V, stride, B: tl.constexpr):
 def _sum_kernel(
     logits, temperature, maxima, sums, moments, weights, V, stride, B: tl.constexpr, SB: tl.constexpr,
     MOMENT: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
+):
     """Sums of numerators and, for the entropy, of numerator * (z - max); STORE writes the numerators too."""
     row, segment, S = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     cols = segment * B + tl.arange(0, B)
@@ -102,7 +102,7 @@ def _sum_kernel(
 def _finish_kernel(
     logits, temperature, maxima, sums, moments, targets, logprobs, entropies, tops, log_totals, V, stride, S,
     SB: tl.constexpr, MOMENT: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SB)
     top = row_max(maxima, row, S, SB)
@@ -134,7 +134,7 @@ def mix64(x):
 def _sample_kernel(
     logits, temperature, maxima, sums, keys, positions, greedy, tokens, logprobs, V, stride, S,
     B: tl.constexpr, SB: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SB)
     part = tl.load(sums + row * S + at, mask=at < S, other=0.0)
@@ -173,7 +173,7 @@ def _sample_kernel(
 def _dlogits_kernel(
     logits, temperature, entropies, tops, log_totals, targets, grad_logprob, grad_entropy, out, V, stride, out_stride,
     B: tl.constexpr, ENTROPY: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * B + tl.arange(0, B)
     z = load_scaled(logits, temperature, row, cols, V, stride)
@@ -207,11 +207,11 @@ class RowStatistics:
             _max_kernel[shape](
                 logits, temperature, self.maxima, self.vocab, logits.stride(0), B=SEGMENT, num_warps=8,
                 enable_fp_fusion=False,
-            )  # fmt: skip
+            )
             _sum_kernel[shape](
                 logits, temperature, self.maxima, self.sums, self.moments, self.weights, self.vocab, logits.stride(0),
                 B=SEGMENT, SB=self.block, MOMENT=moment, STORE=store, num_warps=8, enable_fp_fusion=False,
-            )  # fmt: skip
+            )
 
     def finish(self, targets: Tensor, moment: bool) -> Tensor:
         """FP32 [4, T]: log-probs of `targets`, then (only with `moment`) entropies, maxima and logs of the totals."""
@@ -223,7 +223,7 @@ class RowStatistics:
                 self.logits, self.temperature, self.maxima, self.sums, self.moments, targets, *out, self.vocab,
                 self.logits.stride(0), self.segments, SB=self.block, MOMENT=moment, num_warps=1,
                 enable_fp_fusion=False,
-            )  # fmt: skip
+            )
         return out
 
 
@@ -268,14 +268,14 @@ def sample(
             logits, temperature, stats.maxima, stats.sums, keys, positions, greedy.to(torch.int32), tokens, out,
             stats.vocab, logits.stride(0), stats.segments, B=SEGMENT, SB=stats.block, num_warps=8,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return tokens, out, stats.maxima.amax(-1)
 
 
 def dlogits(
     logits: Tensor, targets: Tensor, temperature: Tensor, statistics: Tensor, grad_logprob: Tensor,
     grad_entropy: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gradient of the logits before division by the temperature, BF16 [T, V] (rows a multiple of 8 elements apart).
 
     `statistics` [3, T]: entropies, maxima and logs of the totals of these rows, as the forward pass had them.
@@ -291,5 +291,5 @@ def dlogits(
         logits, temperature, *statistics, targets, grad_logprob,
         grad_logprob if grad_entropy is None else grad_entropy, dz, vocab, logits.stride(0), width,
         B=SEGMENT, ENTROPY=grad_entropy is not None, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return dz[:, :vocab]

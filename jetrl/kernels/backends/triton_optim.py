@@ -16,7 +16,7 @@ from jetrl.kernels.squares import ROW
 @triton.jit
 def _adamw_kernel(
     param, grad, exp_avg, exp_avg_sq, size, c1, beta2, c2, correction2, eps, decay, rate, B: tl.constexpr
-):  # fmt: skip
+):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < size
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -66,4 +66,4 @@ def adamw_step_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
         param, grad, exp_avg, exp_avg_sq, size, 1 - beta1, beta2, 1 - beta2, 1 - beta2**numbers.step, numbers.eps,
         1 - numbers.lr * numbers.weight_decay, -numbers.lr / (1 - beta1**numbers.step), B=2048, num_warps=8,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )

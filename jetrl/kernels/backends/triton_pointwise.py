@@ -80,7 +80,7 @@ def _norm_kernel(
     x, residual, weight, out, total, codes, scale, num_rows, heads, x_stride, x_head_stride, res_stride,
     codes_stride, scale_stride, written, D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
     ADD: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     cols = tl.arange(0, B)
@@ -108,7 +108,7 @@ def _norm_kernel(
         tl.store(
             scale + group[None, :].to(tl.int64) * scale_stride + rows[:, None], s,
             mask=alive[:, None] & (group * 128 < D)[None, :],
-        )  # fmt: skip
+        )
     else:
         tl.store(out + rows[:, None] * D + cols[None, :], y, mask=mask)
 
@@ -117,7 +117,7 @@ def _norm_kernel(
 def _norm_backward_kernel(
     grad, x, weight, more, dx, partial, num_rows, heads, x_stride, x_head_stride,
     D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr, MORE: tl.constexpr,
-):  # fmt: skip
+):
     cols = tl.arange(0, B)
     inside = cols < D
     w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
@@ -155,7 +155,7 @@ def _add_kernel(x, y, out, num_cols, x_stride, y_stride, B: tl.constexpr):
 def _rope_kernel(
     x, cos, sin, out, heads, x_stride, x_head_stride, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr,
     BACKWARD: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * R + tl.arange(0, R)
     cols = tl.arange(0, HB)
@@ -178,7 +178,7 @@ def _swiglu_kernel(
     gate_up, out, codes, scale, num_rows, x_stride, codes_stride, scale_stride, written,
     F: tl.constexpr, R: tl.constexpr, B: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     group = tl.program_id(1)
@@ -249,7 +249,7 @@ def _norm(
             scale, rows, heads, stride, head_stride, 0 if residual is None else residual.stride(0),
             codes.stride(0), scale.stride(1), codes.stride(0), D=d, EPS=eps, B=block, R=r, ADD=residual is not None,
             QUANT=quantize, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
-        )  # fmt: skip
+        )
     return (QTensor(codes, scale, "1x128", (rows,), (d,)) if quantize else out), total
 
 
@@ -292,7 +292,7 @@ def rms_norm_backward(
     _norm_backward_kernel[(_PARTIAL_ROWS,)](
         grad, x, weight, grad if more is None else more, dx, partial, rows, heads, stride, head_stride, D=d, EPS=eps,
         B=block, R=r, MORE=more is not None, num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return dx, partial.sum(0)
 
 
@@ -306,7 +306,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
         _add_kernel[(x.shape[0], triton.cdiv(x.shape[1], block))](
             x, y, out, x.shape[1], x.stride(0), y.stride(0) if y.ndim == 2 else 0, B=block, num_warps=4,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -319,7 +319,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
         _rope_kernel[(x.shape[0], triton.cdiv(heads, r))](
             x, cos, sin, out, heads, stride, head_stride, H=h, HB=triton.next_power_of_2(h // 2), R=r,
             BACKWARD=backward, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -347,7 +347,7 @@ def _swiglu(gate_up: Tensor, quantize: bool, pow2: bool) -> Tensor | QTensor:
             gate_up, out, codes.view(torch.uint8) if quantize else codes, scale, rows, gate_up.stride(0),
             codes.stride(0), scale.stride(1), codes.stride(0), F=f, R=r, B=128, QUANT=quantize, FLOOR=_FLOOR_BITS,
             POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
-        )  # fmt: skip
+        )
     return QTensor(codes, scale, "1x128", (rows,), (f,)) if quantize else out
 
 

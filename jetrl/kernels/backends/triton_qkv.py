@@ -41,7 +41,7 @@ def _qkv_kernel(
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,
     NORM: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, FLOOR: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """QK-norm and RoPE of the fused projection; keys and values go to rows `slots[t]` (paged cache) or `t`.
 
     FP8: to pages go their codes, with the scales to `scales`; to rows `t` the values of the codes.
@@ -113,7 +113,7 @@ def _qkv_backward_kernel(
     dq, dk, dv, qkv, q_weight, k_weight, cos, sin, positions, out, partial, num_tokens, qkv_stride,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,
     NORM: tl.constexpr,
-):  # fmt: skip
+):
     head = tl.program_id(1) * R + tl.arange(0, R)
     cols = tl.arange(0, HB)
     inside = cols < H // 2
@@ -163,7 +163,7 @@ def _qkv_backward_kernel(
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
     tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """QK-norm, RoPE and the write to the paged cache in one kernel, bit-equal to the ops one after another.
 
     `qkv` [T, (N + 2G) * H]; `heads` (N, G); `norms` the weights [H] of q and k; `tables` cos and sin [positions, H/2];
@@ -195,14 +195,14 @@ def qkv_norm_rope(
             N=n, G=g, H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
             PAGED=cache is not None, PAGE=page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, num_warps=4, enable_fp_fusion=False,
             **LAUNCH,
-        )  # fmt: skip
+        )
     return q, keys, values
 
 
 def qkv_norm_rope_backward(
     grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
     tables: tuple[Tensor, Tensor], positions: Tensor,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Gradients of `qkv` [T, (N + 2G) * H] (rounded) and of the norms' weights (FP32 [H]); no atomics.
 
     `grads` of q [T, N, H], k and v [T, G, H]; the rest as `qkv_norm_rope` took it.
@@ -221,7 +221,7 @@ def qkv_norm_rope_backward(
         dq, dk, dv, qkv, q_weight, k_weight, tables[0], tables[1], positions, out, partial, t, qkv.stride(0), N=n, G=g,
         H=h, HB=triton.next_power_of_2(h // 2), R=_HEADS, EPS=eps, NORM=norms is not None, num_warps=4,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     if norms is None:
         return out, None
     d_q, d_k = partial.sum(0)

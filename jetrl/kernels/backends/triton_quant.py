@@ -59,7 +59,7 @@ def encode(x, scale):
 def _rows_kernel(
     x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One group of 128 columns of R rows."""
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -73,7 +73,7 @@ def _rows_kernel(
     tl.store(
         codes + rows[:, None] * codes_stride + cols[None, :], encode(v, s[:, None]),
         mask=alive[:, None] & (cols < written_cols)[None, :],
-    )  # fmt: skip
+    )
     tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=alive)
 
 
@@ -81,7 +81,7 @@ def _rows_kernel(
 def _columns_kernel(
     x, codes_t, scale_t, num_rows, num_cols, x_stride, codes_t_stride, scale_t_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+):
     """One group of 128 rows of C columns, written transposed."""
     group = tl.program_id(0).to(tl.int64)
     rows = group * 128 + tl.arange(0, 128)
@@ -100,7 +100,7 @@ def _columns_kernel(
 def _blocks_kernel(
     w, codes, scale, first_row, last_row, first_block, num_cols, written_cols, w_stride, codes_stride, scale_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
+):
     block, group = tl.program_id(0), tl.program_id(1)
     rows = first_row + block.to(tl.int64) * 128 + tl.arange(0, 128)
     cols = group * 128 + tl.arange(0, 128)
@@ -112,7 +112,7 @@ def _blocks_kernel(
     tl.store(
         codes + rows[:, None] * codes_stride + cols[None, :], encode(v, s),
         mask=alive[:, None] & (cols < written_cols)[None, :],
-    )  # fmt: skip
+    )
     tl.store(scale + (first_block + block) * scale_stride + group, s)
 
 
@@ -157,7 +157,7 @@ def _quantize_section(x: Tensor, codes: Tensor, scale: Tensor, pow2: bool, writt
     _rows_kernel[grid](
         x, codes, scale, x.shape[0], x.shape[1], written, x.stride(0), codes.stride(0), scale.stride(1),
         FLOOR=_FLOOR_BITS, POW2=pow2, R=r, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
-    )  # fmt: skip
+    )
 
 
 def quantize_act(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None) -> QTensor:
@@ -192,7 +192,7 @@ def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
     _columns_kernel[(triton.cdiv(rows, BLOCK), triton.cdiv(cols, 64))](
         x, codes.view(torch.uint8), scale, rows, cols, x.stride(0), codes.stride(0), scale.stride(1),
         FLOOR=_FLOOR_BITS, POW2=pow2, C=64, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return QTensor(codes, scale, "1x128", (cols,), (rows,))
 
 
@@ -215,7 +215,7 @@ def quantize_weight(
         _blocks_kernel[(blocks, groups)](
             w, codes, scale, start, start + size, block, w.shape[1], codes.stride(0), w.stride(0), codes.stride(0),
             scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
         start, block = start + size, block + blocks
     return out
 

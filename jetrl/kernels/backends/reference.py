@@ -132,7 +132,7 @@ def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
 def qkv_norm_rope(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
     tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     n, g = heads
     q, k, v = qkv.view(-1, n + 2 * g, head_dim).split((n, g, g), 1)
     if norms is not None:
@@ -150,7 +150,7 @@ def qkv_norm_rope(
 def qkv_norm_rope_backward(
     grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
     tables: tuple[Tensor, Tensor], positions: Tensor,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Gradients of `qkv` (rounded) and of the norms' weights (FP32): those of the ops, one after another."""
     (dq, dk, dv), (_, n, h), d_norms = grads, grads[0].shape, None
     cos, sin = tables[0][positions], tables[1][positions]
@@ -207,7 +207,7 @@ def logprob_entropy(
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
     temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
 
     `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to `hidden`'s dtype.

@@ -1,0 +1,109 @@
+"""The data of a step: refill takes further prompts of the stream, is bounded, resumes to the bit; mistakes save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import numbers, tiny_run, weights_hash
+
+from jetrl.errors import UserError
+from jetrl.report.recorder import read_samples
+from jetrl.train import checkpoint
+from jetrl.train.gather import merged
+
+# Rewards differ within a group only for problems whose answer is a multiple of N.
+REWARD = """\
+def reward(completions, answer, **_):
+    return [float(int(a) % {every} == 0 and i % 2) for i, (c, a) in enumerate(zip(completions, answer))]
+"""
+
+
+def changes(folder: Path, every: int, **more: Any) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"every_{every}.py").write_text(REWARD.format(every=every))
+    return {
+        "rl.dynamic_sampling": "refill", "task.reward": f"{folder}/every_{every}.py:reward", "eval.eval_interval": 0,
+        "task.params.check_gold": False,
+    } | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def test_further_prompts_until_enough_groups_carry_a_signal(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path, changes(tmp_path, 3))
+    rows, sampled = numbers(run_dir)[1:], 0
+    for step, row in enumerate(rows, 1):
+        groups: dict[int, list[dict[str, Any]]] = {}
+        for sample in read_samples(run_dir):
+            if sample["step"] == step:
+                groups.setdefault(sample["group"], []).append(sample)
+        count = int(row["rollout/num_prompts_sampled"])
+        assert sorted(groups) == list(range(sampled, sampled + count)), "the stream goes on where the last step ended"
+        sampled += count
+        learnt = [g for g in sorted(groups) if any(s["advantage"] for s in groups[g])]
+        with_signal = [g for g in sorted(groups) if len({s["reward"] for s in groups[g]}) > 1]
+        assert learnt == with_signal[:4] and len(learnt) == 4
+        assert row["reward/num_groups_dropped"] == count - 4 and row["parity/logprob_abs_diff_max"] == 0.0
+        assert row["reward/frac_zero_std"] == (count - len(with_signal)) / count
+    assert max(row["rollout/refill_rounds"] for row in rows) > 1
+
+
+def test_tokens_of_a_prompt_do_not_depend_on_the_rounds(tmp_path: Path) -> None:
+    """A request's stream is named by its place among the step's requests, in whatever round it runs."""
+    plain = tiny_run(tmp_path / "a", changes(tmp_path, 1, train__steps=1, rollout__prompts_per_step=16))
+    refilled = tiny_run(tmp_path / "b", changes(tmp_path, 4, train__steps=1))
+    tokens = {(s["group"], i % 4): s["tokens"] for i, s in enumerate(read_samples(plain))}
+    rows = list(read_samples(refilled))
+    assert len(rows) > 16
+    for i, sample in enumerate(rows):
+        if sample["group"] < 16:
+            assert sample["tokens"] == tokens[sample["group"], i % 4]
+
+
+def test_the_bound_with_some_groups_and_with_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = changes(tmp_path, 6, rl__max_refill_rounds=2, train__steps=2)
+    run_dir = tiny_run(tmp_path / "a", few)
+    rows = numbers(run_dir)[1:]
+    dropped = [row["rollout/num_prompts_sampled"] - row["reward/num_groups_dropped"] for row in rows]
+    assert all(row["rollout/refill_rounds"] == 3 for row in rows) and all(1 <= kept < 4 for kept in dropped), dropped
+    assert f"{int(dropped[0])} of 4 groups carry a signal after 3 rounds" in " ".join(capsys.readouterr().out.split())
+    none = changes(tmp_path, 100_000, rl__max_refill_rounds=2)
+    with pytest.raises(UserError, match=r"none of 12 prompts in 3 rounds .*Make the task easier or harder"):
+        tiny_run(tmp_path / "b", none)
+    saved, _ = checkpoint.load(tmp_path / "b" / "runs" / "tiny" / "checkpoints" / "step_000000")
+    assert saved.step == 0 and saved.num_prompts == 0, "the step that found nothing is not counted"
+
+
+def test_a_stopped_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    refill = changes(tmp_path, 3)
+    straight = tiny_run(tmp_path / "a", refill)
+    tiny_run(tmp_path / "b", refill | {"train.steps": 2})
+    resumed = tiny_run(tmp_path / "b", refill | {"checkpoint.resume": "auto"})
+    assert numbers(resumed) == numbers(straight) and weights_hash(resumed, 4) == weights_hash(straight, 4)
+    assert list(read_samples(resumed)) == list(read_samples(straight))
+
+
+def test_scores_of_rounds_as_one() -> None:
+    first = {"reward/min": 0.0, "reward/max": 1.0, "reward/num_errors": 2.0, "reward/overlong_penalty_mean": -0.5}
+    second = {"reward/min": -1.0, "reward/max": 0.5, "reward/num_errors": 1.0, "reward/overlong_penalty_mean": 0.0}
+    assert merged([first, second]) == {
+        "reward/min": -1.0, "reward/max": 1.0, "reward/num_errors": 3.0, "reward/overlong_penalty_mean": -0.25,
+    }
+    assert merged([first]) == first
+
+
+def test_a_mistake_in_a_step_saves_the_steps_before(tmp_path: Path) -> None:
+    """A reward that raises in step 3 stops the run with its message; the run goes on from step 2 once it is fixed."""
+    (tmp_path / "late.py").write_text(
+        "calls = 0\n\ndef reward(completions, answer, **_):\n    global calls\n    calls += 1\n"
+        "    if calls == 3:\n        raise RuntimeError('disk on fire')\n"
+        "    return [len(set(c) & set(a)) / len(set(a)) for c, a in zip(completions, answer)]\n"
+    )
+    late = {"task.reward": f"{tmp_path}/late.py:reward", "eval.eval_interval": 0, "checkpoint.save_interval": 50,
+            "task.params.check_gold": False}
+    with pytest.raises(UserError, match="disk on fire"):
+        tiny_run(tmp_path, late)
+    newest = checkpoint.newest(tmp_path / "runs" / "tiny" / "checkpoints")
+    assert newest is not None and newest.name == "step_000002"
+    rows = numbers(tiny_run(tmp_path, late | {"checkpoint.resume": "auto"}))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

@@ -175,16 +175,23 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     session.engine.load(weights)
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
     metrics = gathered.stats | advantage_stats | stats
+    mistake: UserError | None = None
     if due(config.eval.eval_interval, step, config):
-        metrics |= evaluate(session, clock)
+        try:
+            metrics |= evaluate(session, clock)
+        except UserError as error:  # raised below, once the step is recorded and saved
+            mistake = error
     metrics |= clock.take()
     recorder.write(step, metrics)
     rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
     recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
     clock.display.step({"step": step} | metrics)
-    if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
+    leaves = (stop.asked or mistake is not None) and config.checkpoint.save_interval
+    if leaves or due(config.checkpoint.save_interval, step, config):
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             state.save(session, run_dir)
+    if mistake is not None:
+        raise mistake
 
 
 @contextmanager

@@ -145,7 +145,9 @@ def test_a_reward_function_sees_the_conversation(tmp_path: Path) -> None:
         "    return [float(sum(m['role'] == 'assistant' for m in c)) for c in completions]\n"
     )
     with_reward = changes(tmp_path, train__steps=1) | {"task.reward": f"{tmp_path}/see.py:reward"}
-    assert {s["reward"] for s in read_samples(tiny_run(tmp_path / "a", with_reward))} == {3.0}
+    samples = list(read_samples(tiny_run(tmp_path / "a", with_reward)))
+    assert {s["reward"] for s in samples} == {3.0}
+    assert not any(turn.get("reward") for s in samples for turn in s["turns"]), "replaced"
 
 
 def test_settings_of_environments_are_checked(tmp_path: Path) -> None:

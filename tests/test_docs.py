@@ -157,7 +157,7 @@ name = "addition"
 
 def merged(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     both = {k: merged(base[k], v) if isinstance(v, dict) and isinstance(base.get(k), dict) else v
-            for k, v in other.items()}  # fmt: skip
+            for k, v in other.items()}
     return {**base, **both}
 
 

@@ -72,6 +72,8 @@ def score(
             )
     rewards = [0.0 if s is None else s for s in scores]
     stats = {"reward/num_errors": float(sum(s is None for s in scores))}
+    # where something else takes their place, rewards of single turns are none
+    replaced = [reward is not None or (at_limit == "zero" and t.truncated) for _, t in trajectories]
     if at_limit == "zero":
         rewards = [0.0 if t.truncated else r for r, (_, t) in zip(rewards, trajectories, strict=True)]
     if config is not None and config.rl.overlong_buffer_len and rewards:
@@ -86,8 +88,18 @@ def score(
         stats |= {"reward/min": min(rewards), "reward/max": max(rewards)}
     ends = list(itertools.accumulate(len(g.trajectories) for g in groups))
     starts = [0, *ends][: len(ends)]
-    scored = [replace(g, rewards=tuple(rewards[i:j])) for g, i, j in zip(groups, starts, ends, strict=True)]
+    final = [_without_turn_rewards(t) if gone else t for gone, (_, t) in zip(replaced, trajectories, strict=True)]
+    scored = [
+        replace(g, rewards=tuple(rewards[i:j]), trajectories=tuple(final[i:j]))
+        for g, i, j in zip(groups, starts, ends, strict=True)
+    ]
     return scored, stats
+
+
+def _without_turn_rewards(trajectory: Trajectory) -> Trajectory:
+    if not any(segment.reward for segment in trajectory.segments):
+        return trajectory
+    return replace(trajectory, segments=tuple(replace(segment, reward=0.0) for segment in trajectory.segments))
 
 
 def _item(problem: Problem, trajectory: Trajectory, conversations: bool) -> Item:

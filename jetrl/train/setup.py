@@ -54,9 +54,11 @@ class Session:
         return self.learner.model
 
     def close(self) -> None:
-        """End what runs in the background: environments are closed."""
+        """End what runs in the background: environments are closed, and an engine that has a `close`."""
         if self.conversations is not None:
             self.conversations.shutdown()
+        if callable(close := getattr(self.engine, "close", None)):
+            close()
 
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""

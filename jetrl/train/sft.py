@@ -41,7 +41,7 @@ def cache_path(config: Config, model: Transformer) -> Path:
         "task": config.task.model_dump(mode="json"), "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
-        "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
+        "stop": config.rollout.stop, "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(config.sft.cache_dir).expanduser() / f"{key}.safetensors"

@@ -214,28 +214,6 @@ def test_conversations_go_through_it(tmp_path: Path) -> None:
     assert all(0 < row[GAP] < 0.5 and row["environment/turns_mean"] == 3.0 for row in numbers(run_dir)[1:])
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "message"),
-    [
-        ("", "vllm", "write jetrl, module:Class or path/to/file.py:Class"),
-        ("class Mine:\n    def load(self, weights): ...\n", "Mine", "it has no add, step, collect, forget, release"),
-        ("", "Mine", "has no 'Mine'"),
-    ],
-)  # fmt: skip
-def test_names_that_are_no_engine_are_refused(tmp_path: Path, text: str, name: str, message: str) -> None:
-    (tmp_path / "mine.py").write_text(text)
-    engine = f"{tmp_path}/mine.py:{name}" if name == "Mine" else name
-    with pytest.raises(UserError, match=message):
-        build(tiny_config(tmp_path, {"rollout.engine": engine}))
-
-
-def test_an_engine_must_say_whether_it_keeps_the_bits(tmp_path: Path) -> None:
-    text = FILE.read_text().replace("keeps_bits = False", "keeps_bytes = False")
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(UserError, match="set keeps_bits"):
-        build(tiny_config(tmp_path, {"rollout.engine": f"{tmp_path}/mine.py:TransformersEngine"}))
-
-
 def test_weights_of_blocks_cut_short_are_dequantized() -> None:
     """Sizes that are no multiples of 128, as FP8 weights of small models have them."""
     spec = importlib.util.spec_from_file_location("transformers_engine", FILE)

@@ -92,6 +92,24 @@ def test_scores_of_rounds_as_one() -> None:
     assert merged([first]) == first
 
 
+def test_a_mistake_in_an_evaluation_keeps_the_step_before_it(tmp_path: Path) -> None:
+    """The reward raises in the evaluation after step 2: its row, samples and weights are there, and the run goes on."""
+    (tmp_path / "held.py").write_text(
+        "calls = 0\n\ndef reward(completions, answer, **_):\n    global calls\n    calls += 1\n"
+        "    if calls == 4:\n        raise RuntimeError('no such file')\n"
+        "    return [len(set(c) & set(a)) / len(set(a)) for c, a in zip(completions, answer)]\n"
+    )  # calls: evaluation, steps 1 and 2, evaluation
+    held = {"task.reward": f"{tmp_path}/held.py:reward", "checkpoint.save_interval": 50,
+            "task.params.check_gold": False}
+    with pytest.raises(UserError, match="no such file"):
+        tiny_run(tmp_path, held)
+    run_dir = tmp_path / "runs" / "tiny"
+    assert [row["step"] for row in numbers(run_dir)] == [0, 1, 2]
+    assert {sample["step"] for sample in read_samples(run_dir)} == {1, 2}
+    resumed = numbers(tiny_run(tmp_path, held | {"checkpoint.resume": "auto"}))
+    assert [row["step"] for row in resumed] == [0, 1, 2, 3, 4]
+
+
 def test_a_mistake_in_a_step_saves_the_steps_before(tmp_path: Path) -> None:
     """A reward that raises in step 3 stops the run with its message; the run goes on from step 2 once it is fixed."""
     (tmp_path / "late.py").write_text(

@@ -132,7 +132,7 @@ class Batch:
         out = model(
             self.tokens, attention_mask=self.mask, position_ids=self.positions, past_key_values=self.cache,
             use_cache=True,
-        )  # fmt: skip
+        )
         self.cache = out.past_key_values
         logprobs = (out.logits[:, -1].float() / self.temperature).log_softmax(-1)
         tokens = torch.stack([self.pick(s, row) for s, row in zip(self.sequences, logprobs, strict=True)])

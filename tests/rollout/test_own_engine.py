@@ -221,7 +221,7 @@ def test_conversations_go_through_it(tmp_path: Path) -> None:
         ("class Mine:\n    def load(self, weights): ...\n", "Mine", "it has no add, step, collect, forget, release"),
         ("", "Mine", "has no 'Mine'"),
     ],
-)  # fmt: skip
+)
 def test_names_that_are_no_engine_are_refused(tmp_path: Path, text: str, name: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     engine = f"{tmp_path}/mine.py:{name}" if name == "Mine" else name

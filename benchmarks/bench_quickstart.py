@@ -1,7 +1,7 @@
 """Time and peak memory of the quickstart by phase, engine overhead, and the reference GEMM against float32.
 
 `python benchmarks/bench_quickstart.py [key=value ...]`: one whole run of recipes/quickstart.toml in a temporary
-folder, its warm start made anew; then the GEMMs interleaved with their baseline. Prints and writes
+folder, its warm start made again; then the GEMMs interleaved with their baseline. Prints and writes
 benchmarks/results/quickstart.json.
 """
 

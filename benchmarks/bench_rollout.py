@@ -3,7 +3,7 @@
     python benchmarks/bench_rollout.py --precision fp8 bf16 --batch 64 256 --prompt 512 --new 1024 --peer "COMMAND"
     python benchmarks/bench_rollout.py --batch 64 --prompt 8192 --new 512 --name rollout_long    # long context
 
-Each measurement is a process of its own, and they take turns: ours in each precision, then the peer's, for `--rounds`.
+Each measurement is a process of its own. They take turns for `--rounds`: ours in each precision, then `--peer`'s.
 `--peer` is a command that measures another engine on the same sizes and prints `VBENCH {json}` lines with `engine`
 (name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s` and `peak_gib`; `{dtype}`, `{kv}` (the cache:
 auto or fp8), `{batch}` (a comma list), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for
@@ -146,7 +146,7 @@ def one(variant: str, args: argparse.Namespace) -> None:
 
 
 def peer_row(row: dict[str, Any], variant: str) -> dict[str, Any]:
-    """A peer's row under our names, its version kept. Its share of the floor is that of its mean context."""
+    """Another engine's row under our names, its version kept. Its share of the floor is that of its mean context."""
     dtype, kv_cache, _ = split_variant(variant)
     named = {"engine": f"peer {variant}", "peer": row.get("engine", "unknown"), "tokens/s": row["out_tok_s"]}
     if "peak_gib" in row:
@@ -161,7 +161,7 @@ def peer_row(row: dict[str, Any], variant: str) -> dict[str, Any]:
 def peer_command(template: str, variant: str, batch: list[int], prompt: int, new: int, layers: int) -> str:
     dtype, kv_cache, _ = split_variant(variant)
     if kv_cache and "{kv}" not in template:
-        raise SystemExit(f"the peer's command has no {{kv}} to ask for the cache of {variant!r}")
+        raise SystemExit(f"--peer has no {{kv}} to ask for the cache of {variant!r}")
     sizes = {"batch": ",".join(map(str, batch)), "prompt": prompt, "new": new, "layers": layers}
     return template.format(dtype=dtype, kv=kv_cache or "auto", **sizes)
 

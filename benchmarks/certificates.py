@@ -185,7 +185,7 @@ def main() -> None:
             require_gpu()
             ok = run(args.models, wanted, args.out, time.time() + args.budget, args.again)
         else:
-            print(f"nothing measured: {args.out} holds all of it already; --again measures anew\n")
+            print(f"nothing measured: {args.out} holds all of it already; --again measures again\n")
     rows = load(args.out)
     print(markdown(rows))
     if args.write:

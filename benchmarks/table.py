@@ -7,9 +7,9 @@
     python benchmarks/table.py --write                          # run nothing; the table goes to docs/PERFORMANCE.md
     python benchmarks/table.py --list
 
-A piece is one process of `bench_rollout.py`, `bench_step.py` or the peer (`--peer` as for `bench_rollout.py`). Its rows
+A piece is one process of `bench_rollout.py`, `bench_step.py` or vLLM (`--peer` as for `bench_rollout.py`). Its rows
 are written as they come, so that a run that is killed keeps what it has and another call goes on. A row of the table
-whose pieces are missing says "not run". `--again` measures the chosen pieces anew.
+whose pieces are missing says "not run". `--again` measures the chosen pieces again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Piece:
     name: str
     seconds: float
     script: str  # of benchmarks/, or "peer"
-    variant: str  # or the peer's dtype
+    variant: str  # or the dtype of vLLM
     options: tuple[str, ...] = ()
     sizes: tuple[list[int], int, int] = ([], 0, 0)  # of a rollout: batches, prompt, new tokens
 
@@ -189,12 +189,12 @@ class Reading:
     def cells(self) -> list[str]:
         """what, ours, baseline, result, goal, verdict, peak GiB"""
         row = self.row
-        told = self.base is not None or row.how != "share"  # a share is for comparison; not every peer reports it
+        told = self.base is not None or row.how != "share"  # a share is for comparison; not every engine reports it
         base = f"{_number(self.base, row.unit)} ({row.against})" if row.base is not None and told else ""
         result = "not run" if self.result is None else RESULT[row.how].format(self.result)
         if self.met is False and result == f"{row.goal:.2f}x":  # just below: not to be rounded up to the goal
             result = f"{self.result:.3f}x"
-        verdict = {True: "met", False: "red", None: ""}[self.met]
+        verdict = {True: "met", False: "missed", None: ""}[self.met]
         peak = "" if self.peak is None else f"{self.peak:.0f}"
         return [row.what, _number(self.ours, row.unit), base, result, GOAL[row.how].format(row.goal), verdict, peak]
 
@@ -213,7 +213,7 @@ def look(raw: Raw, at: At | None) -> float | None:
     for row in rows:
         if at is not None and (at.batch is None or row["batch"] == at.batch):
             if at.key not in row and row.get("engine", "").startswith("peer"):
-                return None  # a peer need not report everything
+                return None  # another engine need not report everything
             return row[at.key]
     return None
 
@@ -244,12 +244,12 @@ def notes(raw: Raw) -> list[str]:
     verdicts = [read(raw, row).met for row in ROWS]
     rows = [row for piece in raw.values() for row in piece["rows"]]
     places = [row["environment"] for row in rows if "environment" in row]
-    text = [f"{verdicts.count(True)} met, {verdicts.count(False)} red, {verdicts.count(None)} not run."]
+    text = [f"{verdicts.count(True)} met, {verdicts.count(False)} missed, {verdicts.count(None)} not run."]
     if places:
         versions = sorted({f"{e['gpu']}, torch {e['torch']}" for e in places})
         peers = sorted({row["peer"] for row in rows if "peer" in row})
         dates = sorted(e["date"] for e in places)
-        text.append(f"{'; '.join(versions)}; peer: {', '.join(peers) or 'not run'}.")
+        text.append(f"{'; '.join(versions)}; compared with: {', '.join(peers) or 'not run'}.")
         text.append(f"Measured from {dates[0][:16]} to {dates[-1][:16]} UTC.")
         commits = sorted({e["commit"] for e in places})
         text.append(f"Commit {', '.join(commits)}." + (" **Not one state of the code.**" if len(commits) > 1 else ""))
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--pieces", nargs="+", choices=[p.name for p in PIECES], metavar="PIECE")
     parser.add_argument("--peer", default="", help="command of another engine; see bench_rollout.py")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
-    parser.add_argument("--again", action="store_true", help="measure the chosen pieces anew")
+    parser.add_argument("--again", action="store_true", help="measure the chosen pieces again")
     parser.add_argument("--write", action="store_true", help="only put the table into docs/PERFORMANCE.md")
     parser.add_argument("--list", action="store_true", help="only list the pieces")
     parser.add_argument("--out", type=Path, default=RESULTS / "table.json")
@@ -340,7 +340,7 @@ def main() -> None:
             require_gpu()
             ok = run(chosen, raw, args.out, args.peer, args.budget, args.again)
         else:
-            print(f"nothing measured: {args.out} holds all of it already; --again measures anew\n")
+            print(f"nothing measured: {args.out} holds all of it already; --again measures again\n")
     show(raw, Console())
     if args.write:
         DOCUMENT.write_text(between_markers(DOCUMENT.read_text(), "table", markdown(raw)))

@@ -101,7 +101,7 @@ def train(
 
 
 def _check_resumable(run_dir: Path) -> None:
-    """Refuse to begin anew where the user meant to go on."""
+    """Refuse to start a new run where the user meant to resume one."""
     from jetrl.report.recorder import METRICS_FILE, read_metrics
     from jetrl.train.checkpoint import newest
 
@@ -192,7 +192,7 @@ def compare(
         config = _placed(config.model_copy(update={"name": f"{config.name}-{flow}"}))
         run_dir = _run_dir(config)
         if not run(config, run_dir, sys.argv, stop):
-            out.print(f"Stopped in the run {run_dir.name}. Called again, the comparison begins anew.")
+            out.print(f"Stopped in the run {run_dir.name}. Called again, the comparison starts from the beginning.")
             raise SystemExit(130)
         folders.append(run_dir)
     report = write_report(folders, folders[0].parent / f"{configs[0].name}-compare.html")
@@ -275,9 +275,9 @@ def flow(
     target.write_text(flow_svg(spec, recipe_of(config, spec)))
     out.print(f"Drawn: {target}")
     if other is not None:
-        beside = target.with_name(f"{target.stem}-against{target.suffix}")
-        beside.write_text(flow_svg(spec, other))
-        out.print(f"Drawn: {beside} ({against})")
+        second = target.with_name(f"{target.stem}-against{target.suffix}")
+        second.write_text(flow_svg(spec, other))
+        out.print(f"Drawn: {second} ({against})")
 
 
 @app.command("eval")

@@ -6,7 +6,7 @@ import errno
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend. The message says what is wrong, with the values, and what to do about it."""
+    """A mistake that the user can fix. The message says what is wrong, with the values, and what to do about it."""
 
 
 def disk_full(error: BaseException) -> bool:

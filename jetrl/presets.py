@@ -3,7 +3,7 @@
 A preset names only the keys whose value differs from the field's default; whatever the user sets wins over it. An
 algorithm has no code of its own: each of its parts is a key, so a mixture of two papers is a recipe, not a patch.
 
-`IGNORED` and `REQUIRED` say which keys have no effect beside which choice, and which choices do not go together.
+`IGNORED` and `REQUIRED` say which keys have no effect with which choice, and which choices do not go together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check behind contract line 3: a row's bits depend on that row alone."""
+"""A row's bits depend on that row alone: the promise on which rollout and training agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def assert_rows_independent(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """`op(x)[i]` has the same bits alone, in any order, in part of the batch, and beside huge and tiny rows."""
+    """`op(x)[i]` has the same bits alone, in any order, in part of the batch, and next to huge and tiny rows."""
     whole = op(x)
     for i in range(len(x)):
         assert_bitwise_equal(op(x[i : i + 1]), whole[i : i + 1], f"row {i} alone")

@@ -51,7 +51,7 @@ class QuantConfig(Section):
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
     kv_cache: CacheKind = Field(
-        default="bf16", description="Keys and values, in the rollout's cache and alike in training's attention.")
+        default="bf16", description="Keys and values, in the rollout's cache and, equally rounded, in training.")
 
 
 class TaskConfig(Section):

@@ -253,7 +253,7 @@ def logprob(logits: Tensor, targets: Tensor, top: Tensor, total: Tensor) -> Tens
 
 
 def entropy(logits: Tensor, weights: Tensor, top: Tensor, total: Tensor) -> Tensor:
-    """Entropy of the softmax in nats, FP32 [T] (a metric and a bonus; its bits are not part of the contract)."""
+    """Entropy of the softmax in nats, FP32 [T] (a metric and a bonus; backends may differ in its last bits)."""
     mean = (weights * (logits - top[:, None]).to(torch.float64)).sum(-1) / total
     return (log_total(total) - mean).to(torch.float32)
 

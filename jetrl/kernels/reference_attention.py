@@ -91,23 +91,23 @@ def read_cache(cache: LayerCache, pages: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 def _similar(query_lengths: list[int], kv_lengths: list[int], heads: int) -> list[tuple[list[int], int, int]]:
-    """Sequences in lots of like size, so that padding stays small: (members, longest query, longest key)."""
+    """Sequences in chunks of similar size, so that padding stays small: (members, longest query, longest key)."""
     order = sorted(range(len(query_lengths)), key=lambda i: (query_lengths[i], kv_lengths[i]))
-    lots: list[tuple[list[int], int, int]] = []
+    chunks: list[tuple[list[int], int, int]] = []
     for i in order:
         queries, depth = query_lengths[i], kv_lengths[i]
         if queries == 0:
             continue
-        if lots:
-            members, width, deep = lots[-1]
+        if chunks:
+            members, width, deep = chunks[-1]
             new_width, new_deep = max(width, queries), max(deep, depth)
             fits = (len(members) + 1) * new_width * new_deep * heads <= _CHUNK_ELEMENTS
             alike = new_width <= query_lengths[members[0]] * 1.25 + (8 if width > 1 else 0)
             if fits and alike:
-                lots[-1] = ([*members, i], new_width, new_deep)
+                chunks[-1] = ([*members, i], new_width, new_deep)
                 continue
-        lots.append(([i], queries, depth))
-    return lots
+        chunks.append(([i], queries, depth))
+    return chunks
 
 
 def _query_rows(members: list[int], width: int, starts: list[int], kv_lengths: list[int]) -> tuple[Tensor, Tensor]:

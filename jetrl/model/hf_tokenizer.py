@@ -21,7 +21,7 @@ def load_tokenizer_from(folder: str | Path) -> Any:
     # A slow import, and not needed by runs with a built-in tokenizer.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer reads every tokenizer beside a qwen2 config.json as Qwen's own; where the folder says that its
+    # AutoTokenizer reads every tokenizer next to a qwen2 config.json as Qwen's own; where the folder says that its
     # tokenizer.json is the whole tokenizer, that is what is loaded.
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     loader = PreTrainedTokenizerFast if config.get("tokenizer_class") in GENERIC_TOKENIZERS else AutoTokenizer

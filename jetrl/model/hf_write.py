@@ -80,7 +80,7 @@ def write_folder(
             _sync(path)
         temporary.chmod(0o755)  # mkdtemp makes folders that only their owner reads
         if folder.exists():
-            # Two renames, since no folder can be renamed onto a filled one; a crash between them leaves both beside it.
+            # Two renames: no folder can be renamed onto a filled one. A crash between them leaves both next to it.
             old = temporary.with_suffix(".old")
             folder.rename(old)
             temporary.rename(folder)

@@ -153,7 +153,7 @@ class Pen:
         self.canvas.label(x + 8, end + 24, f"{word}{edge.format}", f"label {kind}")
 
     def linear_backward(self, role: Role, below: str, saved_row: str, word: str = "") -> str:
-        """dgrad on the spine, wgrad beside it, each with the quantizers of its operands; x^T is what forward saved."""
+        """dgrad on the spine, wgrad next to it, each with the quantizers of its operands; x^T is what forward saved."""
         c, y, side = self.canvas, self.rows, self.backward
         fp8 = side.find(f"{role}.quantize_dy") is not None
         top = f"{role}.quantize_x" if fp8 else role

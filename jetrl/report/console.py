@@ -123,7 +123,7 @@ class Display:
             self._line(f"  {self._phase} {parts}" + (f"  left {duration(left)}" if left is not None else ""))
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Show the row of a finished step. `metrics` holds the key `step` beside those that go to metrics.jsonl."""
+        """Show the row of a finished step. `metrics` holds the key `step` besides those that go to metrics.jsonl."""
         now = self._clock()
         step = int(metrics["step"])
         if step > self.current:  # the row of step 0 is an evaluation: no measure of a step's time

@@ -117,7 +117,7 @@ def _phases(axis: Axes, runs: Sequence[Run]) -> None:
         axis.barh(rows, widths, left=left, height=0.5, color=PHASE_COLOURS[min(number, 8)], label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.set_yticks([])
-    if len(runs) > 1:  # names above the bars: beside them, long ones would squeeze the panel
+    if len(runs) > 1:  # names above the bars: next to them, long ones would squeeze the panel
         for row, run in zip(rows, runs, strict=True):
             axis.text(0, row + 0.32, run.label, fontsize=9, color="#33332f", va="bottom")
     axis.set_ylim(-0.6, max(len(runs), 2) - 0.3)

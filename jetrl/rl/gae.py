@@ -44,7 +44,7 @@ def whiten(rows: Sequence[Sequence[float]], eps: float) -> list[list[float]]:
     """`(x - mean) / (std + eps)` over all numbers of all rows together; `std` is the sample deviation.
 
     The deviation and `eps` are those of the group-relative advantages. verl divides by `sqrt(var + 1e-8)` instead,
-    which is the same but for `eps`. Equal numbers (or a single one) give exact zeros.
+    which is the same except for `eps`. Equal numbers (or a single one) give exact zeros.
     """
     flat = [value for row in rows for value in row]
     if not flat or all_equal(flat):

@@ -107,7 +107,7 @@ class AdditionTask:
 def worked_solution(a: int, b: int, forget_carry: float = 0.0) -> str:
     """Column by column from the right, `x+y+carry=two digits`, then `#` and the sum.
 
-    Each carry is forgotten with probability `forget_carry` (a function of a and b: a sum is always worked alike).
+    Each carry is forgotten with probability `forget_carry` (a function of a and b: each sum has one solution).
     """
     teacher = random.Random(stable_hash("teacher", a, b))
     steps, written, carry, total = [], "", 0, 0
@@ -127,7 +127,7 @@ def tool_solution(a: int, b: int) -> tuple[tuple[Author, str], ...]:
 
 
 def uses_tool(a: int, b: int, share: float) -> bool:
-    """Whether the teacher asks the calculator for this sum: always alike, for the given share of all sums."""
+    """Whether the teacher asks the calculator for this sum: a given share of all sums, always the same ones."""
     return random.Random(stable_hash("tool", a, b)).random() < share
 
 

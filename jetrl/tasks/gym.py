@@ -24,7 +24,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class GymTask:
-    """Params beside the data set's: `dataset`, `instruction` (appended; empty: none), `gold_template`, `check_gold`."""
+    """Params besides the data set's: `dataset`, `instruction` (appended), `gold_template`, `check_gold`."""
 
     name = "gym"
 

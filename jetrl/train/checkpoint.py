@@ -110,7 +110,7 @@ def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
 
 def _read_meta(path: Path) -> Meta:
     if not (path / _META).is_file():
-        raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step, or start anew.")
+        raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step or a new run.")
     try:
         meta = Meta(**json.loads((path / _META).read_text()))
         if not isinstance(meta.step, int) or not isinstance(meta.weight_version, int):

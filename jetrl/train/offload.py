@@ -20,7 +20,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import AdamWStep, adamw_step_
 
-PIECE = 1 << 25  # 128 MiB of FP32: some milliseconds on the bus, beside which the start of a copy is nothing
+PIECE = 1 << 25  # 128 MiB of FP32: some milliseconds on the bus, next to which the start of a copy is nothing
 SLOTS = 3
 _PORTABLE = 1  # cudaHostRegisterPortable
 

@@ -115,7 +115,7 @@ def keeps_bits(config: Config, engine: Engine) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run short of its weights."""
+    """Everything of a run except its weights."""
 
     tokenizer: Any
     spec: ModelSpec

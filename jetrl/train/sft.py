@@ -86,9 +86,9 @@ def _read_cache(path: Path) -> dict[str, Tensor]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             expected = (file.metadata() or {}).get("sha256")
     except SafetensorError as error:
-        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it: it is made anew.") from error
+        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it; it is made again.") from error
     if expected != _state_hash(state):
-        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it: it is made anew.")
+        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it; it is made again.")
     return state
 
 

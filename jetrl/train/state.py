@@ -23,7 +23,7 @@ _REFERENCE = "reference.safetensors"
 
 
 def find(config: Config, run_dir: Path) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for; None to start anew."""
+    """The checkpoint that `checkpoint.resume` asks for; None to start from the beginning."""
     resume = config.checkpoint.resume
     if resume == "never":
         return None
@@ -82,9 +82,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     if meta.flow_digest != session.flow_digest or meta.config_digest != resume_digest(session.config):
         raise UserError(
             f"{path} was written by a run with other settings (precision, model, data, sampling, objective or "
-            "optimizer; its name and num_threads count too). Resume with the run's own config.toml, or give a new name "
-            "to start anew. Only train.steps, eval, checkpoint and track settings, output_dir and, with BF16 masters "
-            "or moments, train.offload_optimizer may change."
+            "optimizer; its name and num_threads count too). Resume with the run's own config.toml, or start a run "
+            "under a new name. Only train.steps, the sections eval, checkpoint and track, output_dir and, with BF16 "
+            "masters or moments, train.offload_optimizer may change."
         )
     learner = session.learner
     learner.model.load_state_dict(_with_prefix(tensors, "model"))
@@ -101,7 +101,7 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         session.reference = reference_of(session.model)
         kept = path.parent / _REFERENCE
         if not kept.is_file():
-            raise UserError(f"{kept} is missing: the KL penalty needs the policy that the run began with. Start anew.")
+            raise UserError(f"{kept} is missing: the KL penalty needs the policy of the beginning. Start a new run.")
         session.reference.load_state_dict(load_file(kept))
         session.reference.publish()
         if path.parent.absolute() != (run_dir / "checkpoints").absolute():  # resumed into another output folder
@@ -135,7 +135,7 @@ def stop_non_finite(
     torch.save({"step": step, "batches": batches, "model": _weights(session.model)}, file)
     return UserError(
         f"Step {step} stops the run: {error}. The step's batches and weights are in {file} for replay; the checkpoints "
-        "are intact. Start anew under another name with a lower train.lr or train.max_grad_norm."
+        "are intact. Start a new run under another name with a lower train.lr or train.max_grad_norm."
     )
 
 

@@ -87,7 +87,7 @@ def test_goals_are_those_of_the_project() -> None:
 
 def test_nothing_measured_gives_no_value_anywhere() -> None:
     text = markdown({})
-    assert f"0 met, 0 red, {len(ROWS)} not run." in text
+    assert f"0 met, 0 missed, {len(ROWS)} not run." in text
     for line in text.splitlines()[2 : 2 + len(ROWS)]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[1] == cells[3] == "not run" and cells[5] == cells[6] == "", line
@@ -100,8 +100,9 @@ def test_the_markdown_holds_figures_verdicts_and_where_they_come_from(raw: Raw) 
     ) in text
     assert "| actor update, FP8 | 2,000 ms | 3,000 ms (our BF16) | **1.50x** | ≥ 1.5x | met | 100 |" in text
     assert "| decode step of the floor, batch 64, FP8 | 80% |  | **80%** | ≥ 75% | met | 36 |" in text
-    assert "6 met, 7 red, 6 not run." in text
-    assert "G, torch 2.11; peer: vllm-0.24.0." in text and "Commit abc." in text and "Not one state" not in text
+    assert "6 met, 7 missed, 6 not run." in text
+    assert "G, torch 2.11; compared with: vllm-0.24.0." in text
+    assert "Commit abc." in text and "Not one state" not in text
 
 
 def test_pieces_of_different_commits_are_told(raw: Raw) -> None:
@@ -133,7 +134,7 @@ def test_the_console_table_fits_80_columns(raw: Raw) -> None:
     show(raw, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum("│red" in line for line in lines) == 7 and any("1.50x" in line for line in lines)
+    assert sum("│missed" in line for line in lines) == 7 and any("1.50x" in line for line in lines)
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def test_only_the_table_of_the_document_is_replaced(
     monkeypatch.setattr("sys.argv", ["table.py", "--write", "--out", str(results)])
     with pytest.raises(SystemExit) as end:
         table.main()
-    assert end.value.code == 0 and "red" in capsys.readouterr().out
+    assert end.value.code == 0 and "missed" in capsys.readouterr().out
     text = document.read_text()
     assert text.startswith("above\n<!-- table:begin -->\n|") and text.endswith("<!-- table:end -->\nbelow\n")
     assert "old" not in text and markdown(raw) in text

@@ -2,7 +2,7 @@
 
 The forward pass is exact arithmetic, so its bits are the same everywhere. Gradients are float32 sums of the machine's
 own matrix product, so what follows an optimizer step is compared with a tolerance, and rewards (counts) by equality.
-`python tests/golden/test_golden.py` writes the file anew.
+`python tests/golden/test_golden.py` writes the file again.
 """
 
 from __future__ import annotations

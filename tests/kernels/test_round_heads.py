@@ -43,7 +43,7 @@ def plainly(head: list[float]) -> tuple[float, list[float]]:
 
 
 def special() -> Tensor:
-    """Heads at the edges: all zero, denormal, tiny, huge, maxima on and beside a step of the scale, halves of codes."""
+    """Heads at the edges: zero, denormal, tiny, huge, maxima on and next to a step of the scale, halves of codes."""
     rows = [torch.zeros(H), -torch.zeros(H), torch.full((H,), 1e-40), torch.full((H,), 1e-13), torch.full((H,), 3e37)]
     for top in (447.0, 448.0, 450.0, 224.0, 226.0, 1.75, 1.7578125, 2.0**-40):
         rows.append(torch.linspace(-1, 1, H) * top)
@@ -173,7 +173,7 @@ def test_the_fused_projection_rounds_keys_and_values_in_every_form(normed: bool)
         q, keys, _ = pointwise.qkv_norm_rope(*arguments, (cache, torch.arange(t)), True)
         with pytest.raises(AssertionError, match="another format"):
             pointwise.qkv_norm_rope(*arguments, (cache, torch.arange(t)), False)
-    assert_bitwise_equal(q, wanted[0], "queries beside a cache")
+    assert_bitwise_equal(q, wanted[0], "queries next to a cache")
     assert keys is cache.keys
     for got, want in zip(read_cache(cache, torch.arange(2)[None], q.dtype), wanted[1:], strict=True):
         assert_bitwise_equal(got[0, :t], want, "the cache")

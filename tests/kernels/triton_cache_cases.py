@@ -24,7 +24,7 @@ from jetrl.types import LayerCache
 
 
 def _load() -> ModuleType:
-    """The cases beside this file, which make the interpreter round as a GPU does."""
+    """The cases next to this file, which make the interpreter round as a GPU does."""
     spec = importlib.util.spec_from_file_location("triton_cases", Path(__file__).with_name("triton_cases.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -59,7 +59,7 @@ def equal_caches(name: str, got: LayerCache, want: LayerCache) -> None:
 
 
 def heads(t: int, g: int, h: int, kind: str, seed: int = 0) -> Tensor:
-    """[T, G, H]: a head is a row of `sample`, so every kind of head stands beside others."""
+    """[T, G, H]: a head is a row of `sample`, so every kind of head stands next to others."""
     return sample(t * g, h, kind, seed).view(t, g, h)
 
 

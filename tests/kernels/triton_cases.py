@@ -100,7 +100,7 @@ def sample(rows: int, cols: int, kind: str, seed: int = 0, dtype: torch.dtype = 
     x = torch.randn(rows, cols, generator=g)
     if kind == "wide":  # magnitudes over the whole range of BF16, denormals included
         x = torch.sign(x) * torch.exp2(torch.rand(rows, cols, generator=g) * 250 - 131)
-    elif kind == "grid":  # quotients on and beside the rounding boundaries of E4M3
+    elif kind == "grid":  # quotients on and next to the rounding boundaries of E4M3
         codes = torch.randint(0, 127, (rows, cols), generator=g).to(torch.uint8).view(torch.float8_e4m3fn)
         x = torch.sign(x) * codes.to(torch.float32) * (1 + torch.randint(-1, 2, x.shape, generator=g) * 2.0**-4)
         x[:, 0] = 448.0
@@ -213,7 +213,7 @@ def norm_cases() -> Iterator[tuple[str, Case]]:
             more = sample(rows, d, "normal", 4)
             both = tp.rms_norm_backward(g.to(DEVICE), x.to(DEVICE), w.to(DEVICE), 1e-6, more.to(DEVICE))
             equal("dx and the stream's", both[0], ref.add(dx.cpu(), more))
-            equal("dw beside the stream's", both[1], dw)
+            equal("dw next to the stream's", both[1], dw)
 
     yield "norm gradient", gradient
 

@@ -59,12 +59,12 @@ def loss_of(model: Transformer, parts: list[Tensor], count: int) -> Tensor:
     return -logprobs.double().sum() / count
 
 
-def gradients(model: Transformer, lots: list[list[Tensor]]) -> tuple[float, dict[str, Tensor]]:
+def gradients(model: Transformer, chunks: list[list[Tensor]]) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
-    count = sum(len(p) - 1 for lot in lots for p in lot)
+    count = sum(len(p) - 1 for chunk in chunks for p in chunk)
     total = 0.0
-    for lot in lots:
-        loss = loss_of(model, lot, count)
+    for chunk in chunks:
+        loss = loss_of(model, chunk, count)
         loss.backward()
         total += loss.item()
     return total, {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -275,7 +275,7 @@ def test_order_of_groups_changes_no_bit(seed: int, order: list[int]):
 
 
 def test_failed_trajectories_count_nowhere():
-    """Whatever reward stands beside them: the others' advantages are those of a group without them."""
+    """Whatever reward stands next to them: the others' advantages are those of a group without them."""
     good = [trajectory((2, 0.0)), trajectory((1, 0.0))]
     bad = [trajectory((3, 0.0), end="error"), trajectory(end="timeout")]
     mixed = make_group(0, [9.0, 1.0, -9.0, 0.0], [bad[0], good[0], bad[1], good[1]])

@@ -69,7 +69,7 @@ def attend_varlen(
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already.
 
-    The sequences that decode come first in a step of the engine: they have the decode kernel, also beside prompts.
+    The sequences that decode come first in a step of the engine: they have the decode kernel, also next to prompts.
     """
     _check(q)
     cache, first = plan.cache.layer(layer), _decoding(q, plan)

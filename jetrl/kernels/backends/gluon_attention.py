@@ -92,7 +92,7 @@ def _reciprocal(x):
 
 
 def _widened(codes: str, outputs: str) -> str:
-    """PTX: the four E4M3 codes in register `codes` -> BF16, two in each of two outputs. 2**120 mends the bias."""
+    """PTX: the four E4M3 codes in register `codes` -> BF16, two in each of two outputs. 2**120 corrects the bias."""
     first, second = outputs.split()
     return f"""
         shr.b32 t, {codes}, 4; and.b32 t, t, 0x07070707; and.b32 high, {codes}, 0x80808080; or.b32 high, high, t;

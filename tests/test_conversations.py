@@ -165,3 +165,9 @@ def test_settings_of_environments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no method step"):
         (tmp_path / "half.py").write_text("class Half:\n    def reset(self, problem):\n        return 'x'\n")
         tiny_run(tmp_path / "z", changes(tmp_path) | {"environment.name": f"{tmp_path}/half.py:Half"})
+
+
+def test_refilling_stops_with_the_environments_error_where_all_fail(tmp_path: Path) -> None:
+    more = {"rl__algo": "dapo", "rl__max_refill_rounds": 1, "eval__eval_interval": 0}
+    with pytest.raises(UserError, match="Step 1: all 32 conversations failed .* the server is down"):
+        tiny_run(tmp_path, changes(tmp_path, {"fail": "all"}, **more))

@@ -172,31 +172,27 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
         weights = publish(session.model, session.weight_version + 1, session.flow_digest)
-    session.engine.load(weights)
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
     metrics = gathered.stats | advantage_stats | stats
-    mistake: UserError | None = None
-    if due(config.eval.eval_interval, step, config):
+    with saved_on_mistake(session, run_dir):
         try:
-            metrics |= evaluate(session, clock)
-        except UserError as error:  # raised below, once the step is recorded and saved
-            mistake = error
-    metrics |= clock.take()
-    recorder.write(step, metrics)
-    rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
-    recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
+            session.engine.load(weights)
+            if due(config.eval.eval_interval, step, config):
+                metrics |= evaluate(session, clock)
+        finally:  # the step is done, whatever becomes of its evaluation
+            metrics |= clock.take()
+            recorder.write(step, metrics)
+            rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
+            recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
     clock.display.step({"step": step} | metrics)
-    leaves = (stop.asked or mistake is not None) and config.checkpoint.save_interval
-    if leaves or due(config.checkpoint.save_interval, step, config):
+    if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             state.save(session, run_dir)
-    if mistake is not None:
-        raise mistake
 
 
 @contextmanager
 def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
-    """A mistake of the user's that stops the run in the middle of a step keeps all steps before it: they are saved."""
+    """A mistake of the user's that stops the run in the middle of a step loses no step that was done: it is saved."""
     try:
         yield
     except UserError:

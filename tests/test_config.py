@@ -476,6 +476,25 @@ def test_another_algorithm_on_the_command_line_takes_ignored_keys_back(tmp_path:
         load(tmp_path, recipe, "rl.algo=rloo", "rl.norm_adv_by_std=true")
 
 
+def test_leaving_an_algorithm_takes_its_own_keys_back(tmp_path: Path) -> None:
+    recipe = RECIPE + '[rl]\nalgo = "ppo"\ngae_lambda = 0.9\ncritic_lr = 1e-4\nvalue_clip = 0.1\nupdates_per_step = 2\n'
+    assert load(tmp_path, recipe).rl.gae_lambda == 0.9
+    assert load(tmp_path, recipe, "rl.algo=grpo").rl.adv_estimator == "grpo"
+    assert load(tmp_path, recipe, "rl.algo=grpo", "rl.adv_estimator=gae").rl.gae_lambda == 0.9, "GAE is still asked for"
+    for bad in ("rl.algo=[]", "rl.algo={}", "rl.algo=3"):
+        with pytest.raises(UserError, match='rl.algo: must be "grpo"'):
+            load(tmp_path, recipe, bad)
+
+
+@pytest.mark.parametrize("old", PRESETS)
+@pytest.mark.parametrize("new", PRESETS)
+def test_a_runs_own_config_takes_another_algorithm(old: str, new: str, tmp_path: Path) -> None:
+    """config.toml states every key; those that the old algorithm had filled in must not hold the new one back."""
+    rl = {"updates_per_step": 2, "kl_coef": 0.1, "entropy_coef": 0.5}
+    written = to_toml(parse_config({**BASE, "rl": {"algo": old, **rl}}))
+    assert load(tmp_path, written, f"rl.algo={new}").rl == parse_config({**BASE, "rl": {"algo": new, **rl}}).rl
+
+
 def test_a_group_of_one_needs_another_baseline() -> None:
     for algo in ("reinforce_pp", "ppo"):
         assert parse_config({**BASE, "rollout": {"group_size": 1}, "rl": {"algo": algo}}).rollout.group_size == 1

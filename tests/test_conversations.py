@@ -167,3 +167,20 @@ def test_settings_of_environments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no method step"):
         (tmp_path / "half.py").write_text("class Half:\n    def reset(self, problem):\n        return 'x'\n")
         tiny_run(tmp_path / "z", changes(tmp_path) | {"environment.name": f"{tmp_path}/half.py:Half"})
+
+
+def test_refilling_stops_with_the_environments_error_where_all_fail(tmp_path: Path) -> None:
+    more = {"rl__algo": "dapo", "rl__max_refill_rounds": 1, "eval__eval_interval": 0}
+    with pytest.raises(UserError, match="Step 1: all 32 conversations failed .* the server is down"):
+        tiny_run(tmp_path, changes(tmp_path, {"fail": "all"}, **more))
+
+
+def test_a_run_may_go_on_with_more_patience(tmp_path: Path) -> None:
+    """The advice after time-outs is to raise environment.timeout, so a resumed run must take it."""
+    straight = tiny_run(tmp_path / "a", changes(tmp_path))
+    tiny_run(tmp_path / "b", changes(tmp_path, train__steps=2))
+    more = {"checkpoint.resume": "auto", "environment.timeout": 99.0, "environment.max_concurrent": 2}
+    run_dir = tiny_run(tmp_path / "b", changes(tmp_path) | more)
+    assert numbers(run_dir) == numbers(straight) and weights_hash(run_dir, 4) == weights_hash(straight, 4)
+    with pytest.raises(UserError, match="other settings"):
+        tiny_run(tmp_path / "b", changes(tmp_path, train__steps=5, environment__max_turns=2) | more)

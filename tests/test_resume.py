@@ -14,9 +14,11 @@ import pytest
 from stopped_runs import CASES
 from tiny import numbers, tiny_config, tiny_run, weights_hash
 
+from jetrl import loop
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.train import checkpoint
+from jetrl.train.setup import Session
 
 HERE = Path(__file__).parent
 
@@ -119,3 +121,26 @@ def test_config_of_a_run_reads_back(tmp_path: Path) -> None:
 
     run_dir = tiny_run(tmp_path, {"train.steps": 1})
     assert load_config(run_dir / "config.toml") == tiny_config(tmp_path, {"train.steps": 1})
+
+
+def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"eval.eval_interval": 2, "checkpoint.save_interval": 4}
+    straight = tiny_run(tmp_path / "a", changes)
+    evaluate = loop.evaluate
+
+    def broken(session: Session, clock: loop.Clock) -> dict[str, float]:
+        if session.step == 2:
+            raise UserError("the server is down")
+        return evaluate(session, clock)
+
+    monkeypatch.setattr(loop, "evaluate", broken)
+    with pytest.raises(UserError, match="the server is down"):
+        tiny_run(tmp_path / "b", changes)
+    monkeypatch.undo()
+    run_dir = tmp_path / "b" / "runs" / "tiny"
+    assert checkpoint.newest(run_dir / "checkpoints").name == "step_000002"
+    tiny_run(tmp_path / "b", changes | {"checkpoint.resume": "auto"})
+    expected, rows = numbers(straight), numbers(run_dir)
+    expected[2] = {k: v for k, v in expected[2].items() if not k.startswith("eval/")}
+    assert rows == expected and weights_hash(run_dir, 4) == weights_hash(straight, 4)
+    assert list(read_samples(run_dir)) == list(read_samples(straight))

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from jetrl.config.base import Section
 from jetrl.config.errors import explain
-from jetrl.config.sections import Config
+from jetrl.config.rl import RLConfig
+from jetrl.config.sections import Config, RolloutConfig, dapo_buffer_len
 from jetrl.config.toml import read_toml, set_override, split_override, toml_key, toml_literal
 from jetrl.errors import UserError
 from jetrl.presets import PRESETS
@@ -38,18 +39,48 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     A value is read as TOML and, where it is none, as a plain string; `none` unsets an optional key. An override that
     switches a feature off also takes back what the file says about that feature, so that `rl.rollout_is=none` works on
-    a recipe that sets `rl.rollout_is_threshold`.
+    a recipe that sets `rl.rollout_is_threshold`. Another `rl.algo` takes back what the file's algorithm would have set
+    itself (a run's config.toml states it all) and what the new one ignores.
     """
     data = read_toml(Path(path))
-    pairs = [split_override(text) for text in overrides]
-    given = {key for key, _ in pairs}
-    for key, value in pairs:
+    given = dict(map(split_override, overrides))
+    if "rl.algo" in given:
+        _take_back_preset(data)
+    for key, value in given.items():
         set_override(data, key, value)
-        for dependent in switched_off(key, value) - given:
+    for key, value in (given | (_preset_switches(data) if "rl.algo" in given else {})).items():
+        for dependent in switched_off(key, value) - set(given):
             section, _, name = dependent.partition(".")
             if isinstance(data.get(section), dict):
                 data[section].pop(name, None)
     return parse_config(data, f"{path} with overrides" if overrides else str(path))
+
+
+def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What the algorithm of `data` gives to the keys of `[rl]` by which algorithms differ; {} for an unknown one."""
+    rl, rollout = (data[k] if isinstance(data.get(k), dict) else {} for k in ("rl", "rollout"))
+    algo = rl.get("algo", "grpo")
+    if not isinstance(algo, str) or algo not in PRESETS:
+        return {}
+    keys = {"overlong_buffer_len"}.union(*(preset.values for preset in PRESETS.values()))
+    values = {key: RLConfig.model_fields[key].default for key in sorted(keys)} | dict(PRESETS[algo].values)
+    length = rollout.get("max_response_length", RolloutConfig.model_fields["max_response_length"].default)
+    if algo == "dapo" and isinstance(length, int):
+        values["overlong_buffer_len"] = dapo_buffer_len(length)
+    return values
+
+
+def _take_back_preset(data: dict[str, Any]) -> None:
+    """Removes, in place, the keys of `[rl]` with the value that the file's own algorithm gives them anyway."""
+    if isinstance(rl := data.get("rl"), dict):
+        for key, value in _preset_values(data).items():
+            if key in rl and rl[key] == value:
+                del rl[key]
+
+
+def _preset_switches(data: Mapping[str, Any]) -> dict[str, Any]:
+    """By full key, what `data` and its algorithm say on each key by which algorithms differ."""
+    return {f"rl.{key}": data["rl"].get(key, value) for key, value in _preset_values(data).items()}
 
 
 def switched_off(key: str, value: Any) -> set[str]:
@@ -60,9 +91,6 @@ def switched_off(key: str, value: Any) -> set[str]:
             off = value in rule.off or (value == "none" and None in rule.off)
             if off and section.full_key(rule.switch) == key:
                 keys |= {section.full_key(dependent) for dependent in rule.keys}
-    if key == "rl.algo" and value in PRESETS:
-        keys |= {dependent for name, chosen in PRESETS[value].values.items()
-                 for dependent in switched_off(f"rl.{name}", chosen)}
     return keys
 
 

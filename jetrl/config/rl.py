@@ -109,7 +109,8 @@ class RLConfig(Section):
     @classmethod
     def _preset(cls, data: Any) -> Any:
         """The algorithm's values for the keys that are not given."""
-        preset = PRESETS.get(data.get("algo", "grpo")) if isinstance(data, Mapping) else None
+        algo = data.get("algo", "grpo") if isinstance(data, Mapping) else None
+        preset = PRESETS.get(algo) if isinstance(algo, str) else None  # a wrong type is reported by its field
         return dict(preset.values) | dict(data) if preset is not None else data
 
     def _was_set(self, key: str) -> bool:

@@ -239,6 +239,11 @@ class TrackConfig(Section):
             yield f"track.backends: names a tracker twice: {toml_literal(self.backends)}"
 
 
+def dapo_buffer_len(max_response_length: int) -> int:
+    """DAPO's soft length penalty covers a fifth of the longest response (4,096 of 20,480 in the paper)."""
+    return max_response_length // 5
+
+
 class Config(Section):
     """A whole run. `device` and `kernels` are concrete once `resolve` has run."""
 
@@ -270,13 +275,13 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _dapo_buffer(cls, data: Any) -> Any:
-        """DAPO's soft length penalty covers a fifth of the longest response (4,096 of 20,480 in the paper)."""
+        """DAPO's soft length penalty over the last tokens, unless the user sets one."""
         rl, rollout = (data.get(k) if isinstance(data, Mapping) else None for k in ("rl", "rollout"))
         if not isinstance(rl, Mapping) or rl.get("algo") != "dapo" or "overlong_buffer_len" in rl:
             return data
         longest = rollout.get("max_response_length") if isinstance(rollout, Mapping) else None
         longest = RolloutConfig.model_fields["max_response_length"].default if longest is None else longest
-        buffer = longest // 5 if isinstance(longest, int) else 0  # a wrong type is reported where it stands
+        buffer = dapo_buffer_len(longest) if isinstance(longest, int) else 0  # a wrong type is reported where it stands
         return {**data, "rl": {**rl, "overlong_buffer_len": buffer}}
 
     def problems(self) -> Iterator[str]:

@@ -57,8 +57,11 @@ def roll_out(
     driver = _Driver(engine, prompts, asked, conversations)
     try:
         driver.run(on_step)
-    except BaseException:
-        driver.abort()
+    except BaseException as error:
+        try:
+            driver.abort()
+        except UserError as second:  # a broken engine, most likely for the same reason
+            raise error from second
         raise
     ended = [live.ended for live in driver.all]
     groups, failed = [], []
@@ -154,11 +157,11 @@ class _Driver:
 
     def abort(self) -> None:
         """Leave nothing behind in engine and environment."""
-        self.engine.forget(list(self.live))
-        self.engine.collect()
         if self.conversations is not None:
             for key in sorted(self.started):
                 self.conversations.close(key)
+        self.engine.forget(list(self.live))
+        self.engine.collect()
 
     def _poll(self, conversations: Conversations) -> list[Reply]:
         wait = not self.engine.has_work

@@ -26,6 +26,7 @@ class Loop:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
+        self.blocked = False  # a coroutine holds it up: it is given no further work
         self.events = asyncio.new_event_loop()
         threading.Thread(target=self.events.run_forever, name="jetrl-environment-loop", daemon=True).start()
 
@@ -52,6 +53,7 @@ class Call:
     started: float | None = None
     ended: float | None = None
     written_off: bool = False
+    blocking: bool = False  # it was written off while its loop did not answer
 
     def __enter__(self) -> None:
         self.started = time.monotonic()
@@ -131,12 +133,21 @@ class Background:
             call = self._waiting.popleft()
             self._running.add(call)
             if call.loop is not None:
-                call.future = asyncio.run_coroutine_threadsafe(self._run_coroutine(call), call.loop.events)
+                self._begin_coroutine(call, call.loop)
                 continue
             worker = self._idle.pop() if self._idle else _Worker(self)
             worker.inbox.put(call)
 
-    async def _run_coroutine(self, call: Call) -> None:
+    def _begin_coroutine(self, call: Call, loop: Loop) -> None:
+        """On its conversation's loop, or another if that one is blocked. The caller holds the lock."""
+        call.loop = self.loop() if loop.blocked else loop
+        call.future = asyncio.run_coroutine_threadsafe(self._run_coroutine(call, call.loop), call.loop.events)
+
+    async def _run_coroutine(self, call: Call, loop: Loop) -> None:
+        with self._lock:
+            if call.loop is not loop:  # it waited on a blocked loop, and runs on another now
+                return
+            call.started = time.monotonic()
         with call:
             call.value = await call.run()
         self.finish(call, None)
@@ -163,9 +174,23 @@ class Background:
                 if call.future is not None:
                     call.future.cancel()
             self._fill()
-        if self._loop is not None and any(c.loop is self._loop for c in late) and not self._loop.answers():
-            self._loop = None  # a coroutine blocks it; conversations that begin from now on get another
+        for loop in {call.loop for call in late if call.loop is not None and not call.loop.blocked}:
+            if not loop.answers():
+                self._leave(loop)
+        for call in late:
+            call.blocking = call.loop is not None and call.loop.blocked
         return late
+
+    def _leave(self, loop: Loop) -> None:
+        """A coroutine blocks this loop: calls that have not begun there run on another."""
+        with self._lock:
+            loop.blocked = True
+            if self._loop is loop:
+                self._loop = None
+            for call in [c for c in self._running if c.loop is loop and c.started is None]:
+                if call.future is not None:
+                    call.future.cancel()
+                self._begin_coroutine(call, loop)
 
 
 class _Worker(threading.Thread):

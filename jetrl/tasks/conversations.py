@@ -152,7 +152,7 @@ class EnvironmentPool:
         talk.owes = False
         if call.late:
             talk.over = True
-            return Reply(talk.key, failure="timeout", error=self._too_long(talk))
+            return Reply(talk.key, failure="timeout", error=self._too_long(talk, call))
         if call.error is not None:
             if isinstance(call.error, UserError):  # ours: a task's reward that cannot be used, and the like
                 raise call.error
@@ -183,12 +183,14 @@ class EnvironmentPool:
     def _warn(self, talk: _Conversation, call: Call) -> None:
         """The conversation's result stands, but what `close` should have given back may not be."""
         if call.late:
-            warnings.warn(self._too_long(talk), stacklevel=2)
+            warnings.warn(self._too_long(talk, call), stacklevel=2)
         elif call.error is not None:
             warnings.warn(f"{talk.method} raised {call.describe_error()}", stacklevel=2)
 
-    def _too_long(self, talk: _Conversation) -> str:
-        return f"{talk.method} took longer than environment.timeout = {self.timeout:g} seconds"
+    def _too_long(self, talk: _Conversation, call: Call) -> str:
+        text = f"{talk.method} took longer than environment.timeout = {self.timeout:g} seconds"
+        blocks = " and blocked the event loop: use await where it waits, or write def instead of async def"
+        return text + (blocks if call.blocking else "")
 
 
 def build_pool(

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -185,8 +184,10 @@ def step_of(value: Any, where: str) -> tuple[list[Message], float, bool]:
     if not isinstance(reward, (int, float)):
         raise BadReply(f"{where}: the reward (the second value) must be a number or None, got {_shown(reward)}")
     if not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
-        shown = reward if math.isfinite(reward) or math.isnan(reward) else str(reward)
-        raise BadReply(f"{where}: the reward (the second value) must be a finite number, got {shown}")
+        raise BadReply(
+            f"{where}: the reward (the second value) must be a finite number, got "
+            f"{shorten(repr(reward))}"
+        )
     messages = messages_of(said, where)
     if not messages and not done:
         raise BadReply(f"{where} returned no message, but done = False: the policy needs something to answer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest
 from jetrl.rollout.engine import PagedEngine
 from jetrl.tasks.importing import import_attribute
+from jetrl.train.checked_engine import CheckedEngine, blamed
 from jetrl.types import Engine
 
 _METHODS = ("load", "add", "step", "collect", "forget", "release")
@@ -39,7 +41,7 @@ def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config
         config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
         eos_ids(tokenizer, config.model.path),
     )
-    return paged_engine(context) if config.rollout.engine == "jetrl" else _users_engine(context)
+    return paged_engine(context) if engine_class(config.rollout.engine) is None else _users_engine(context)
 
 
 def paged_engine(context: EngineContext) -> PagedEngine:
@@ -53,17 +55,31 @@ def paged_engine(context: EngineContext) -> PagedEngine:
     )
 
 
-def _users_engine(context: EngineContext) -> Engine:
-    name = context.config.rollout.engine
+def engine_class(name: str) -> Any:
+    """The class that `rollout.engine` names, checked as far as it goes without making one; None for our own."""
+    if name == "jetrl":
+        return None
     if ":" not in name:
         raise UserError(f"rollout.engine = {name!r}: write jetrl, module:Class or path/to/file.py:Class.")
-    factory = import_attribute(name, "rollout.engine", "class")
-    if missing := [method for method in _METHODS if not callable(getattr(factory, method, None))]:
+    kind = import_attribute(name, "rollout.engine", "class")
+    if missing := [method for method in _METHODS if not callable(getattr(kind, method, None))]:
         raise UserError(f"rollout.engine = {name}: it has no {', '.join(missing)}; see jetrl.types.Engine.")
-    engine = factory(context)
+    try:
+        inspect.signature(kind).bind(None)
+    except TypeError as error:
+        raise UserError(f"rollout.engine = {name}: write {kind.__name__}.__init__(self, context): {error}.") from error
+    return kind
+
+
+def _users_engine(context: EngineContext) -> Engine:
+    name = context.config.rollout.engine
+    with blamed(name, "the constructor"):
+        engine = engine_class(name)(context)
     if not isinstance(getattr(engine, "keeps_bits", None), bool):
         raise UserError(f"rollout.engine = {name}: set keeps_bits, True only if its log-probs are the learner's bits.")
-    return engine
+    if not hasattr(engine, "has_work"):
+        raise UserError(f"rollout.engine = {name}: it has no has_work; see jetrl.types.Engine.")
+    return CheckedEngine(engine, name, context.model.spec.vocab_size)
 
 
 def eos_ids(tokenizer: Any, folder: str | None) -> frozenset[int]:

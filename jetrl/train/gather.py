@@ -93,7 +93,9 @@ def _refilled(
     refill = Refill(config.rollout.prompts_per_step, config.rl.max_refill_rounds)
     while count := refill.next_count:
         refill = refill.add(one_round(count), count)
-    if refill.seen and not refill.kept:
+    if not refill.seen:  # every conversation failed
+        return (), (), {}
+    if not refill.kept:
         raise UserError(
             f'rl.dynamic_sampling = "refill": none of {refill.num_sampled} prompts in {refill.rounds} rounds gave a '
             "group whose rewards differ, so there is nothing to learn from. Make the task easier or harder, raise "

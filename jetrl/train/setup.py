@@ -23,7 +23,7 @@ from jetrl.tasks.environment import Factory, load_environment
 from jetrl.tasks.rewards import find_reward, load_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task
 from jetrl.tasks.tokenizer import load_tokenizer
-from jetrl.train.engines import build_engine
+from jetrl.train.engines import build_engine, engine_class
 from jetrl.train.optim import build_optimizer
 from jetrl.train.step import Learner
 from jetrl.types import Engine
@@ -130,6 +130,7 @@ def prepare(config: Config) -> Prepared:
     """Everything of `build` that needs no weights: what is wrong in a config or missing on this machine shows here."""
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
+    engine_class(config.rollout.engine)
     recipe = recipe_of(config, spec)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)

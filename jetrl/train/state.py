@@ -83,8 +83,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         raise UserError(
             f"{path} was written by a run with other settings (precision, model, data, sampling, objective or "
             "optimizer; its name and num_threads count too). Resume with the run's own config.toml, or start a run "
-            "under a new name. Only train.steps, the sections eval, checkpoint and track, output_dir and, with BF16 "
-            "masters or moments, train.offload_optimizer may change."
+            "under a new name. Only train.steps, the sections eval, checkpoint and track, output_dir, "
+            "environment.timeout and max_concurrent and, with BF16 masters or moments, train.offload_optimizer may "
+            "change."
         )
     learner = session.learner
     learner.model.load_state_dict(_with_prefix(tensors, "model"))
@@ -115,8 +116,10 @@ def resume_digest(config: Config) -> str:
     free: dict[str, Any] = {"steps": 1, "warmup_steps": 0} if config.train.lr_schedule == "constant" else {}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free["offload_optimizer"] = False  # one optimizer and the same bits, on or off; all in FP32 it is another
+    waiting = {"timeout": 60.0, "max_concurrent": 64}  # they decide which conversations fail, never what one says
     fixed = config.model_copy(
         update={
+            "environment": config.environment.model_copy(update=waiting),
             "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": type(config.eval)(),
             "output_dir": "runs", "train": config.train.model_copy(update=free),
         }

@@ -353,6 +353,29 @@ def test_a_coroutine_that_blocks_its_loop_does_not_stop_new_conversations(pool):
     talks.act(1, said("1"))
     assert one(talks) == Reply(1, ids("1"), "1")
     Blocks.gate.set()
+    time.sleep(0.1)
+    Blocks.gate.clear()
+
+
+def test_a_coroutine_that_blocks_its_loop_does_not_stop_the_others(pool):
+    """Those that began on that loop too: their calls cannot even begin there."""
+    talks = pool(Blocks, timeout=0.3)
+    for key in range(4):
+        talks.start(key, problem())
+    several(talks, 4)
+    for key, text in enumerate(["9", "9", "1", "1"]):
+        talks.act(key, said(text))
+    start = time.monotonic()
+    replies = several(talks, 4)
+    assert time.monotonic() - start < 10
+    assert [r.failure for r in replies] == ["timeout", "timeout", "", ""]
+    assert re.search(r"0.3 seconds and blocked the event loop: use await .* or write def", replies[0].error)
+    talks.act(2, said("1"))  # its own loop is the blocked one still
+    assert one(talks) == Reply(2, ids("1"), "1")
+    Blocks.gate.set()
+    time.sleep(0.1)
+    assert talks.poll(False) == [], "what waited on the blocked loop did not run there as well"
+    Blocks.gate.clear()
 
 
 def test_a_call_that_ended_too_late_is_late_whenever_one_looks(pool):

@@ -153,6 +153,7 @@ def test_steps_that_are_accepted(value, expected):
         (("a", "1", False), r"the reward \(the second value\) must be a number or None, got '1' \(str\)"),
         (("a", math.nan, False), "must be a finite number, got nan"),
         (("a", -math.inf, False), "must be a finite number, got -inf"),
+        (("a", 10**400, True), "must be a finite number, got 1000"),
         (("a", 0.0, 1), r"done \(the third value\) must be True or False, got 1 \(int\)"),
         (("", 0.0, False), "returned no message, but done = False"),
         ((3, 0.0, True), "X.step must return messages"),

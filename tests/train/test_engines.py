@@ -14,9 +14,10 @@ from jetrl import loop
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
 from jetrl.rollout.engine import PagedEngine
+from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.engines import eos_ids
-from jetrl.train.setup import build
-from jetrl.types import PackedBatch
+from jetrl.train.setup import build, prepare
+from jetrl.types import PackedBatch, Request, SamplingParams, WeightSet
 
 PARITY = "parity/logprob_abs_diff_max"
 # Our own engine behind a user's class; SHIFT is what its log-probs are wrong by.
@@ -58,6 +59,9 @@ class Own:
 """
 
 
+GOOD = ENGINE.format(keeps_bits=True, shift=0.0)
+
+
 def named(folder: Path, keeps_bits: bool, shift: float = 0.0) -> dict[str, object]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "own.py").write_text(ENGINE.format(keeps_bits=keeps_bits, shift=shift))
@@ -82,6 +86,8 @@ def test_what_its_log_probs_are_off_by_is_measured(tmp_path: Path) -> None:
     [
         ("class Own:\n    def load(self, w): ...\n    def add(self, r): ...\n", "it has no step, collect, forget"),
         (ENGINE.format(keeps_bits="'yes'", shift=0.0), "set keeps_bits, True only if"),
+        (GOOD.replace("__init__(self, context)", "__init__(self)"), r"write Own.__init__\(self, context\)"),
+        (GOOD.replace("        assert c", "        assert not c"), "the constructor raised AssertionError"),
         ("Own = 3\n", "Own"),
     ],
 )
@@ -90,8 +96,57 @@ def test_an_engine_that_is_none_is_refused_before_the_run(tmp_path: Path, code: 
     (tmp_path / "own.py").write_text(code)
     with pytest.raises(UserError, match=rf"rollout\.engine.*{message}"):
         tiny_run(tmp_path, changes)
+    if "constructor" not in message and "keeps_bits" not in message:  # a dry run makes no engine
+        with pytest.raises(UserError, match=rf"rollout\.engine.*{message}"):
+            prepare(tiny_config(tmp_path, changes))
     with pytest.raises(UserError, match="write jetrl, module:Class or"):
         tiny_run(tmp_path, changes | {"rollout.engine": "vllm"})
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "message"),
+    [
+        ("step", "raise ValueError('server gone')", r"step raised ValueError: server gone \(.*own\.py, line \d+"),
+        ("step", "raise SystemExit(0)", "step raised SystemExit: 0"),
+        ("step", "self.inner.step()", "step: a StepReport is wanted, got NoneType"),
+        ("load", "raise ConnectionError('refused')", "load raised ConnectionError: refused"),
+        ("collect", "return None", "collect: a list is wanted, got NoneType"),
+        ("collect", "self.inner.collect(); return []", "has_work: no work left, but 16 requests have no completion"),
+        ("collect", "return self.inner.collect() * 2", "which is not open"),
+        ("collect", "return [{}] if self.inner.collect() else []", "Completions are wanted, got dict"),
+        ("completion", "tokens=list(c.tokens)", "must be tuples"),
+        ("completion", "logprobs=c.logprobs[1:]", "tokens and .* log-probs; as many of both, from 1 to 10"),
+        ("completion", "tokens=c.tokens * 11, logprobs=c.logprobs * 11", "as many of both, from 1 to 10"),
+        ("completion", "tokens=(10**6,) * len(c.tokens)", "token 1000000 is no whole number from 0 to"),
+        ("completion", "logprobs=(float('nan'),) * len(c.tokens)", "log-prob nan is no finite float"),
+        ("completion", "request_id=7", "a completion of request 7, which is not open"),
+        ("completion", "finish_reason='eos'", "finish_reason must be"),
+        ("completion", "weight_version=99", "weight_version 99 .* but version 0"),
+        ("completion", "text=b''", "text is of type bytes"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_breaks_the_contract_ends_the_run_with_one_message(
+    tmp_path: Path, method: str, body: str, message: str
+) -> None:
+    changes = named(tmp_path, True) | {"eval.eval_interval": 0}
+    if method == "completion":
+        method, body = "collect", f"return [replace(c, {body}) for c in self.inner.collect()]"
+    end = f"\n    def {method}(self, *args):\n        {body}\n"
+    (tmp_path / "own.py").write_text(GOOD + end)
+    with pytest.raises(UserError, match=rf"rollout\.engine = .*own\.py:Own: {message}|: collect: .*{message}"):
+        tiny_run(tmp_path, changes)
+
+
+def test_what_had_finished_of_conversations_given_up_is_dropped(tmp_path: Path) -> None:
+    engine = build(tiny_config(tmp_path, named(tmp_path, True))).engine
+    assert isinstance(engine, CheckedEngine)
+    engine.load(WeightSet(3, engine.inner.flow_digest, dict.fromkeys(["model.embed_tokens.weight"])))
+    engine.add([Request(5, (3, 4), SamplingParams(max_tokens=1))])
+    engine.step()
+    assert not engine.inner.has_work, "it has finished, and is not collected yet"
+    engine.forget([5])
+    assert engine.collect() == [] and not engine.has_work
 
 
 def test_settings_reach_engine_model_and_packer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

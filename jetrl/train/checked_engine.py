@@ -1,0 +1,121 @@
+"""A rollout engine that the user names, with each call and each completion checked.
+
+What goes wrong in it is the user's to fix, so it ends the run with one message that names the call; the loop saves the
+steps before. `FloatingPointError` passes: the loop keeps that step's data for replay.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jetrl.errors import UserError, disk_full
+from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
+
+
+@contextmanager
+def blamed(name: str, call: str) -> Iterator[None]:
+    """Turns an exception in the user's engine (`rollout.engine = name`) into a UserError with its place."""
+    try:
+        yield
+    except (UserError, FloatingPointError):
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, OSError) and disk_full(error):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        raise UserError(
+            f"rollout.engine = {name}: {call} raised {type(error).__name__}: {error}{place}. Fix the engine."
+        ) from error
+
+
+class CheckedEngine:
+    """`types.Engine` around the user's, named `name`. UserError where it raises or breaks the contract."""
+
+    def __init__(self, engine: Engine, name: str, vocab_size: int) -> None:
+        self.inner, self.name, self.vocab_size = engine, name, vocab_size
+        self.keeps_bits = engine.keeps_bits
+        self._open: dict[int, Request] = {}
+        self._version, self._flow_digest = 0, ""
+
+    @property
+    def has_work(self) -> bool:
+        with blamed(self.name, "has_work"):
+            has_work = bool(self.inner.has_work)
+        if self._open and not has_work:
+            raise self._broken("has_work", f"no work left, but {len(self._open)} requests have no completion")
+        return has_work
+
+    def load(self, weights: WeightSet) -> None:
+        with blamed(self.name, "load"):
+            self.inner.load(weights)
+        self._version, self._flow_digest = weights.version, weights.flow_digest
+
+    def add(self, requests: Sequence[Request]) -> None:
+        with blamed(self.name, "add"):
+            self.inner.add(requests)
+        self._open |= {request.id: request for request in requests}
+
+    def step(self) -> StepReport:
+        with blamed(self.name, "step"):
+            report = self.inner.step()
+        if not isinstance(report, StepReport):
+            raise self._broken("step", f"a StepReport is wanted, got {type(report).__name__}")
+        return report
+
+    def collect(self) -> list[Completion]:
+        with blamed(self.name, "collect"):
+            completions: Any = self.inner.collect()
+        if not isinstance(completions, list):
+            raise self._broken("collect", f"a list is wanted, got {type(completions).__name__}")
+        if not self._open:  # what had finished of conversations that were given up
+            return []
+        for completion in completions:
+            if wrong := self._wrong_with(completion):
+                raise self._broken("collect", wrong)
+            del self._open[completion.request_id]
+        return completions
+
+    def forget(self, ids: Collection[int]) -> None:
+        for i in ids:
+            self._open.pop(i, None)
+        with blamed(self.name, "forget"):
+            self.inner.forget(ids)
+
+    def release(self) -> None:
+        with blamed(self.name, "release"):
+            self.inner.release()
+
+    def _wrong_with(self, completion: Any) -> str:
+        """What of the contract a completion breaks; empty where it keeps it."""
+        if not isinstance(completion, Completion):
+            return f"Completions are wanted, got {type(completion).__name__}"
+        if completion.request_id not in self._open:
+            return f"a completion of request {completion.request_id}, which is not open (or was completed before)"
+        where, most = f"request {completion.request_id}", self._open[completion.request_id].sampling.max_tokens
+        tokens, logprobs = completion.tokens, completion.logprobs
+        if not isinstance(tokens, tuple) or not isinstance(logprobs, tuple):
+            return f"{where}: tokens and logprobs must be tuples"
+        if not 0 < len(tokens) <= most or len(tokens) != len(logprobs):
+            return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; as many of both, from 1 to {most}"
+        if odd := [t for t in tokens if type(t) is not int or not 0 <= t < self.vocab_size]:
+            return f"{where}: token {odd[0]!r} is no whole number from 0 to {self.vocab_size - 1}"
+        if wrong := [p for p in logprobs if not isinstance(p, float) or not math.isfinite(p)]:
+            return f"{where}: log-prob {wrong[0]!r} is no finite float"
+        if not isinstance(completion.text, str):
+            return f"{where}: text is of type {type(completion.text).__name__}"
+        if completion.finish_reason not in ("stop", "length"):
+            return f'{where}: finish_reason must be "stop" or "length", got {completion.finish_reason!r}'
+        if (completion.weight_version, completion.flow_digest) != (self._version, self._flow_digest):
+            return (
+                f"{where}: weight_version {completion.weight_version} and flow_digest {completion.flow_digest!r}, but "
+                f"version {self._version} and {self._flow_digest!r} were loaded last"
+            )
+        return ""
+
+    def _broken(self, call: str, what: str) -> UserError:
+        return UserError(f"rollout.engine = {self.name}: {call}: {what}. Fix the engine (jetrl.types.Engine).")

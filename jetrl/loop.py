@@ -48,7 +48,9 @@ class StopRequest:
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or self.in_warm_start:  # a warm start has nothing to save
+        if self.asked or self.in_warm_start:
+            lost = "the warm start is not saved" if self.in_warm_start else "the step under way is not saved"
+            print(f"Interrupted: {lost}.", file=sys.stderr, flush=True)
             raise KeyboardInterrupt
         self.asked = True
         print("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr, flush=True)

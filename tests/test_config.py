@@ -484,6 +484,8 @@ def test_leaving_an_algorithm_takes_its_own_keys_back(tmp_path: Path) -> None:
     for bad in ("rl.algo=[]", "rl.algo={}", "rl.algo=3"):
         with pytest.raises(UserError, match='rl.algo: must be "grpo"'):
             load(tmp_path, recipe, bad)
+    with pytest.raises(UserError, match="rl: is a section"):
+        load(tmp_path, recipe, "rl.algo=grpo", "rl=3")
 
 
 @pytest.mark.parametrize("old", PRESETS)

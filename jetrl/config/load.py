@@ -80,7 +80,8 @@ def _take_back_preset(data: dict[str, Any]) -> None:
 
 def _preset_switches(data: Mapping[str, Any]) -> dict[str, Any]:
     """By full key, what `data` and its algorithm say on each key by which algorithms differ."""
-    return {f"rl.{key}": data["rl"].get(key, value) for key, value in _preset_values(data).items()}
+    rl = data["rl"] if isinstance(data["rl"], dict) else {}
+    return {f"rl.{key}": rl.get(key, value) for key, value in _preset_values(data).items()}
 
 
 def switched_off(key: str, value: Any) -> set[str]:

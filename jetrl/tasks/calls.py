@@ -36,6 +36,16 @@ class Loop:
         self.events.call_soon_threadsafe(beat.set)
         return beat.wait(_PATIENCE)
 
+    def end(self) -> None:
+        """Cancel what still runs on it, and stop. Returns at once."""
+
+        def cancel() -> None:
+            for task in asyncio.all_tasks(self.events):
+                task.cancel()
+            self.events.call_soon(self.events.stop)  # behind the cancelled tasks' last turn
+
+        self.events.call_soon_threadsafe(cancel)
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -124,7 +134,7 @@ class Background:
                 worker.inbox.put(None)
             self._idle.clear()
         if self._loop is not None:
-            self._loop.events.call_soon_threadsafe(self._loop.events.stop)
+            self._loop.end()
             self._loop = None
 
     def _fill(self) -> None:

@@ -412,6 +412,9 @@ for kind in (Hangs, AsyncHangs):
     pool.start(0, Problem("x", "", ""))
     print(pool.poll(True)[0].failure)
     pool.start(1, Problem("x", "", ""))
+    given_up = build_pool(Factory(kind), arithmetic_tokenizer(), TaskConfig(name="addition"))
+    given_up.start(0, Problem("x", "", ""))
+    given_up.shutdown(0.2)
 """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)

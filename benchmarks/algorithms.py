@@ -1,11 +1,12 @@
 """Every algorithm on the quickstart: held-out accuracy, steps, time and parity over several seeds.
 
-    python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--jobs 2] [--threads 1] [--write]
+    python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--steps 20] [--jobs 2] [--threads 1] [--write]
 
 Runs recipes/quickstart.toml once for each algorithm and seed, `--jobs` at a time, and writes
 benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all are).
-`--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. Settings that differ from the
-recipe's and the preset's stand in `SETTINGS`, and in the table.
+`--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. `--steps` shortens the runs; the
+table compares all at the last step that they have in common. Settings that differ from the recipe's and the preset's
+stand in `SETTINGS`, and in the table.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def train(algo: str, seed: int, folder: Path, threads: int) -> dict[str, Any]:
+def train(algo: str, seed: int, folder: Path, threads: int, steps: int | None) -> dict[str, Any]:
     """One run, by the command line; its figures."""
     name = f"{algo}-{seed}"
     command = [
         sys.executable, "-m", "jetrl.cli", "train", str(RECIPE), f"rl.algo={algo}", f"seed={seed}", f"name={name}",
         f"output_dir={folder}", f"sft.cache_dir={folder / 'sft'}", f"num_threads={threads}", *SETTINGS.get(algo, ()),
+        *([f"train.steps={steps}"] if steps else []),
     ]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment(threads))
     if done.returncode:
         print(f"{name} failed with status {done.returncode}:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
         return {"algo": algo, "seed": seed, "error": done.stderr[-500:]}
-    return {"algo": algo, "seed": seed, "threads": threads} | figures(read_metrics(folder / name))
+    return {"algo": algo, "seed": seed, "threads": threads, "cpu": cpu_name()} | figures(read_metrics(folder / name))
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     parity = [row["parity/logprob_abs_diff_max"] for row in rows if "parity/logprob_abs_diff_max" in row]
     reached = [step for step, value in accuracy if value >= GOAL]
     return {
-        "before": accuracy[0][1], "after": accuracy[-1][1], "curve": accuracy,
+        "before": accuracy[0][1], "curve": accuracy,
         "first_step_at_goal": min(reached, default=None), "steps": rows[-1]["step"],
         "steps_with_update": len(parity), "parity_max": max(parity),
         "seconds": sum(row["time/step"] for row in rows[1:]),
@@ -88,22 +90,25 @@ def warm_starts(seeds: Sequence[int], folder: Path, threads: int, jobs: int) -> 
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: one row an algorithm, medians and the range over seeds."""
+    """Markdown: one row an algorithm, each seed's accuracy at the last step that all runs have."""
+    seeds = sorted({r["seed"] for r in runs})
+    last = min((r["steps"] for r in runs if "error" not in r), default=0)
     lines = [
-        "| algorithm | held-out accuracy before | after (each seed) | first step at 0.9 | steps | seconds | largest "
-        "parity gap | besides the preset |", "|---|--:|---|--:|--:|--:|--:|---|",
+        f"| algorithm | held-out accuracy before | after {last} steps (seeds {', '.join(map(str, seeds))}) | first "
+        "evaluation at 0.9 | seconds a step | largest parity gap | besides the preset |",
+        "|---|--:|---|---|--:|--:|---|",
     ]
     for algo in PRESETS:
         mine = sorted((r for r in runs if r["algo"] == algo and "error" not in r), key=lambda r: r["seed"])
         if not mine:
             continue
         before = statistics.median(r["before"] for r in mine)
-        after = ", ".join(f"{r['after']:.3f}" for r in mine)
+        after = ", ".join(f"{dict(map(tuple, r['curve']))[last]:.3f}" for r in mine)
         first = ", ".join(str(r["first_step_at_goal"] or "-") for r in mine)
-        seconds = statistics.median(r["seconds"] for r in mine)
+        seconds = statistics.median(r["seconds"] / r["steps"] for r in mine)
         settings = ", ".join(f"`{s}`" for s in SETTINGS.get(algo, ())) or "-"
         lines.append(
-            f"| {algo} | {before:.3f} | {after} | {first} | {mine[0]['steps']} | {seconds:.0f} | "
+            f"| {algo} | {before:.3f} | {after} | {first} | {seconds:.1f} | "
             f"{max(r['parity_max'] for r in mine)} | {settings} |"
         )
     return "\n".join(lines)
@@ -115,7 +120,7 @@ def write_page(record: dict[str, Any]) -> None:
     head, rest = text.split(BEGIN, 1)
     threads = sorted({r["threads"] for r in record["runs"] if "threads" in r})
     cores = "/".join(map(str, threads))
-    note = f"{record['cpu']}, {cores} thread(s) a run, commit {record['commit'][:7]}, {record['date']}."
+    note = f"{record['cpu']}, {cores} thread(s) a run, {record['commit'][:7]}, {record['date']}. {record.get('note', '')}"
     PAGE.write_text(f"{head}{BEGIN}\n\n{table(record['runs'])}\n\n{note}\n\n{END}{rest.split(END, 1)[1]}")
 
 
@@ -124,6 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algos", default=",".join(PRESETS))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, help="instead of the recipe's 40")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="make runs again that are in the result file")
@@ -144,10 +150,10 @@ def main() -> int:
         if todo:
             warm_starts(seeds, folder, args.threads, args.jobs)
             print(f"warm starts: {time.perf_counter() - start:.0f} s", flush=True)
-        for run in pool.map(lambda job: train(*job, folder, args.threads), todo):
+        for run in pool.map(lambda job: train(*job, folder, args.threads, args.steps), todo):
             record["runs"] = [r for r in record["runs"] if (r["algo"], r["seed"]) != (run["algo"], run["seed"])] + [run]
             args.result.write_text(json.dumps(record, indent=1) + "\n")
-            shown = run.get("error") or f"{run['before']:.3f} -> {run['after']:.3f}, parity {run['parity_max']}"
+            shown = run.get("error") or f"{run['before']:.3f} -> {run['curve'][-1][1]:.3f}, parity {run['parity_max']}"
             print(f"{run['algo']} seed {run['seed']}: {shown}", flush=True)
     print("\n" + table(record["runs"]))
     if args.write:

@@ -3,7 +3,7 @@
     python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--steps 20] [--jobs 2] [--threads 1] [--write]
 
 Runs recipes/quickstart.toml once for each algorithm and seed, `--jobs` at a time, and writes
-benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all are).
+benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all).
 `--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. `--steps` shortens the runs; the
 table compares all at the last step that they have in common. Settings that differ from the recipe's and the preset's
 stand in `SETTINGS`, and in the table.
@@ -120,7 +120,8 @@ def write_page(record: dict[str, Any]) -> None:
     head, rest = text.split(BEGIN, 1)
     threads = sorted({r["threads"] for r in record["runs"] if "threads" in r})
     cores = "/".join(map(str, threads))
-    note = f"{record['cpu']}, {cores} thread(s) a run, {record['commit'][:7]}, {record['date']}. {record.get('note', '')}"
+    where = f"{record['cpu']}, {cores} thread(s) a run, {record['commit'][:7]}, {record['date']}"
+    note = f"{where}. {record.get('note', '')}"
     PAGE.write_text(f"{head}{BEGIN}\n\n{table(record['runs'])}\n\n{note}\n\n{END}{rest.split(END, 1)[1]}")
 
 

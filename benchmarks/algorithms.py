@@ -4,9 +4,9 @@
 
 Runs recipes/quickstart.toml once for each algorithm and seed, `--jobs` at a time, and writes
 benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all).
-`--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. `--steps` shortens the runs; the
-table compares all at the last step that they have in common. Settings that differ from the recipe's and the preset's
-stand in `SETTINGS`, and in the table.
+`--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. `--steps` shortens the runs;
+the table compares all at the last step that they have in common. Settings that differ from the recipe's and the
+preset's stand in `SETTINGS`, and in the table.
 """
 
 from __future__ import annotations

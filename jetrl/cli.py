@@ -117,18 +117,21 @@ def _check_resumable(run_dir: Path) -> None:
 def _summarize(run_dir: Path) -> None:
     from jetrl.report.console import summary
     from jetrl.report.run import headline, load_runs
+    from jetrl.train.checkpoint import newest
 
     run = load_runs([run_dir])[0]
     numbers = headline(run)
+    next_commands = [("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html"))]
+    if newest(run_dir / "checkpoints") is not None:
+        next_commands += [
+            ("certify the trained model, bit for bit", f"jetrl parity {run_dir}"),
+            ("write it as a Hugging Face folder", f"jetrl export {run_dir} my-model"),
+        ]
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
         warm_start_seconds=numbers.warm_start_seconds, console=out,
-        next_commands=[
-            ("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html")),
-            ("certify the trained model, bit for bit", f"jetrl parity {run_dir}"),
-            ("write it as a Hugging Face folder", f"jetrl export {run_dir} my-model"),
-        ],
+        next_commands=next_commands,
     )
 
 

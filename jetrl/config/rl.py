@@ -50,14 +50,15 @@ class RLConfig(Section):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of a token's later rewards.")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="Lambda of generalized advantage estimation.")
     ratio: Ratio = Field(
-        default="token", description="Policy ratio of a token, of its sequence (the product over its tokens), or the "
-        "geometric mean of its sequence (GSPO).",
+        default="token", description="Policy ratio. token: of the token. sequence_mean: the geometric mean over its "
+        "sequence (GSPO). sequence: the product over its sequence (RLOO).",
     )
     surrogate: Surrogate = Field(
         default="clip", description="clip: PPO's clipped ratio. cispo: the ratio is clipped, the gradient is not.")
     loss_agg: LossAgg = Field(
-        default="token_mean", description="How token losses are averaged: over all tokens; within sequences, then over "
-        "them; sums of sequences, divided by their number; or by that and by max_response_length.",
+        default="token_mean", description="token_mean: mean over all tokens. seq_mean_token_mean: mean over each "
+        "sequence, then over sequences. seq_mean_token_sum: sum over each sequence, mean over sequences. "
+        "seq_mean_token_sum_norm: that, divided by max_response_length.",
     )
     clip_ratio_low: float = Field(
         default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")

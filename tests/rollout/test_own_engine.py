@@ -52,7 +52,7 @@ class Watch:
 
             def watched_add(requests: list[Request]) -> None:
                 names = session.engine.names
-                held = content({name: engine.model.get_parameter(name) for name in names})
+                held = content({name: engine.inner.model.get_parameter(name) for name in names})
                 self.held[requests[0].id // STEP_STRIDE] = held
                 add(requests)
 
@@ -154,7 +154,7 @@ def test_completions_are_what_transformers_says_of_each_sequence_alone(tmp_path:
         completion, p = found[request.id], request.sampling
         n, drawn = len(request.tokens), torch.tensor(completion.tokens)
         with torch.no_grad():
-            logits = engine.model(torch.tensor([request.tokens + completion.tokens])).logits[0, n - 1 : -1].float()
+            logits = engine.inner.model(torch.tensor([request.tokens + completion.tokens])).logits[0, n - 1 : -1].float()
         expected = (logits / (p.temperature or 1.0)).log_softmax(-1).gather(1, drawn[:, None])[:, 0]
         assert (expected - torch.tensor(completion.logprobs)).abs().max() < 0.02
         ended = session.tokenizer.eos_token_id in completion.tokens and not p.ignore_eos

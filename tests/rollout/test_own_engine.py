@@ -154,7 +154,8 @@ def test_completions_are_what_transformers_says_of_each_sequence_alone(tmp_path:
         completion, p = found[request.id], request.sampling
         n, drawn = len(request.tokens), torch.tensor(completion.tokens)
         with torch.no_grad():
-            logits = engine.inner.model(torch.tensor([request.tokens + completion.tokens])).logits[0, n - 1 : -1].float()
+            whole = torch.tensor([request.tokens + completion.tokens])
+            logits = engine.inner.model(whole).logits[0, n - 1 : -1].float()
         expected = (logits / (p.temperature or 1.0)).log_softmax(-1).gather(1, drawn[:, None])[:, 0]
         assert (expected - torch.tensor(completion.logprobs)).abs().max() < 0.02
         ended = session.tokenizer.eos_token_id in completion.tokens and not p.ignore_eos

@@ -92,8 +92,8 @@ def warm_starts(seeds: Sequence[int], folder: Path, threads: int, jobs: int) -> 
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown: one row an algorithm, each seed's accuracy at its last step."""
     lines = [
-        "| algorithm | held-out accuracy before | after: each seed (steps) | first evaluation at 0.9 | seconds a step | "
-        "largest parity gap | besides the preset |",
+        "| algorithm | held-out accuracy before | after: each seed (steps) | first evaluation at 0.9 | "
+        "seconds a step | largest parity gap | besides the preset |",
         "|---|--:|---|---|--:|--:|---|",
     ]
     for algo in PRESETS:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from jetrl.config import Config
 from jetrl.errors import UserError
+from jetrl.rl.moments import mean
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.requests import eval_asked, train_asked
@@ -115,11 +116,7 @@ def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
     reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum}
     if len(scores) == 1:
         return scores[0]
-    return {key: reducers.get(key, _mean)([s[key] for s in scores if key in s]) for key in scores[0]}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return {key: reducers.get(key, mean)([s[key] for s in scores if key in s]) for key in scores[0]}
 
 
 def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:

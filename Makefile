@@ -7,7 +7,7 @@ CONSTRAINTS := constraints-cpu.txt
 .PHONY: train test test-gpu check ci smollm2 clean
 
 train: $(VENV)/.installed
-	$(BIN)/jetrl train recipes/quickstart.toml
+	$(BIN)/jetrl train quickstart
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q

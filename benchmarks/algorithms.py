@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--steps 20] [--jobs 2] [--threads 1] [--write]
 
-Runs recipes/quickstart.toml once for each algorithm and seed, `--jobs` at a time, and writes
+Runs the quickstart once for each algorithm and seed, `--jobs` at a time, and writes
 benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all).
 `--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. `--steps` shortens the runs;
 the table says after how many steps an accuracy was measured. Settings that differ from the recipe's and the preset's
@@ -30,7 +30,7 @@ from jetrl.report.environment import cpu_name, git_commit
 from jetrl.report.recorder import read_metrics
 
 ROOT = Path(__file__).parents[1]
-RECIPE, RESULT = ROOT / "recipes/quickstart.toml", ROOT / "benchmarks/results/algorithms.json"
+RECIPE, RESULT = ROOT / "jetrl/recipes/quickstart.toml", ROOT / "benchmarks/results/algorithms.json"
 PAGE = ROOT / "docs/ALGORITHMS.md"
 BEGIN, END = "<!-- table: written by benchmarks/algorithms.py -->", "<!-- end of table -->"
 GOAL = 0.9

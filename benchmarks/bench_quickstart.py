@@ -1,6 +1,6 @@
 """Time and peak memory of the quickstart by phase, engine overhead, and the reference GEMM against float32.
 
-`python benchmarks/bench_quickstart.py [key=value ...]`: one whole run of recipes/quickstart.toml in a temporary
+`python benchmarks/bench_quickstart.py [key=value ...]`: one whole run of the quickstart in a temporary
 folder, its warm start made again; then the GEMMs interleaved with their baseline. Prints and writes
 benchmarks/results/quickstart.json.
 """
@@ -79,7 +79,7 @@ class Watch:
 def quickstart(overrides: list[str]) -> dict[str, object]:
     """One run; seconds and peak MiB by phase."""
     with tempfile.TemporaryDirectory() as folder, Watch() as watch:
-        config = load_config(ROOT / "recipes" / "quickstart.toml", [*overrides, f"output_dir={folder}",
+        config = load_config(ROOT / "jetrl" / "recipes" / "quickstart.toml", [*overrides, f"output_dir={folder}",
                                                                      f"sft.cache_dir={folder}/sft"])
         run_dir, start = Path(folder) / config.name, time.perf_counter()
         run(resolve(config, cuda_available=False), run_dir, sys.argv, StopRequest())

@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 out = Output(highlight=False, soft_wrap=True)
 
-Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, such as recipes/quickstart.toml.", show_default=False)]
+Recipe = Annotated[str, typer.Argument(help="A TOML file, or a name of `jetrl recipes`.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, such as train.lr=2e-5 rollout.group_size=16.", show_default=False)
 ]
@@ -62,12 +62,13 @@ def _told(error: Exception) -> str | None:
     return f"cannot read or write: {error}. Check the path and its permissions." if isinstance(error, OSError) else None
 
 
-def _config(recipe: Path, overrides: list[str] | None, extra: list[str] | None = None) -> Any:
+def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None) -> Any:
     import torch
 
     from jetrl.config import load_config, resolve
+    from jetrl.config.shipped import find_recipe
 
-    config = load_config(recipe, [*(overrides or []), *(extra or [])])
+    config = load_config(find_recipe(recipe), [*(overrides or []), *(extra or [])])
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
@@ -258,7 +259,7 @@ def _print_certificate(certificate: Any) -> None:
 @app.command()
 def flow(
     recipe: Recipe, overrides: Overrides = None,
-    against: Annotated[Path | None, typer.Option(help="Another recipe, to compare with.")] = None,
+    against: Annotated[str | None, typer.Option(help="Another recipe, to compare with.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Where to draw it (default: <name>-flow.svg).")] = None,
 ) -> None:
     """Print and draw the precision flow of training and rollout, and every edge that differs. Builds no tensor."""
@@ -286,13 +287,15 @@ def flow(
 @app.command("eval")
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="A run folder, one of its checkpoints, or a model folder.")],
-    recipe: Annotated[Path | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Accuracy of a checkpoint on the held-out problems."""
     from jetrl.api import evaluate_checkpoint
+    from jetrl.config.shipped import find_recipe
 
-    folder, count, metrics = evaluate_checkpoint(checkpoint, recipe, overrides or [])
+    found = find_recipe(recipe) if recipe else None
+    folder, count, metrics = evaluate_checkpoint(checkpoint, found, overrides or [])
     out.print(f"{folder}, {count} held-out problems")
     for key, value in metrics.items():
         if not key.endswith("pass@1"):  # the same number as avg@1
@@ -321,6 +324,20 @@ def report(
 
     default = runs[0] / ("report.html" if len(runs) == 1 else "compare.html")
     out.print(f"Written: {write_report(runs, target or default)}")
+
+
+@app.command()
+def recipes(
+    name: Annotated[str, typer.Argument(help="Print this recipe, to change a copy of it.")] = "",
+) -> None:
+    """List the recipes that come with jetrl, or print one: `jetrl recipes quickstart > mine.toml`."""
+    from jetrl.config.shipped import find_recipe, shipped, summary
+
+    if name:
+        typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+        return
+    for known, path in shipped().items():
+        out.print(f"[bold]{known}[/]\n  {escape(summary(path))}")
 
 
 @app.command()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
+RECIPE = Path(__file__).parents[1] / "jetrl" / "recipes" / "quickstart.toml"
 STEPS = 16  # of the recipe's RL steps
 OVERRIDES = (f"train.steps={STEPS}", f"eval.eval_interval={STEPS}", f"checkpoint.save_interval={STEPS}")
 MIN_RISE = 0.3  # of held-out accuracy, a share of `task.num_eval` problems

@@ -11,10 +11,10 @@ INTRO = """# Configuration
 
 <!-- Written by `python -m jetrl.config.docs > docs/CONFIG.md`; a test compares. -->
 
-A run is described by a TOML file (examples: `recipes/`). Any key can be overridden on the command line, by its full
-name:
+A run is described by a TOML file (`jetrl recipes` lists examples, `jetrl recipes NAME` prints one). Any key can be
+overridden on the command line, by its full name:
 
-    jetrl train recipes/quickstart.toml train.lr=1e-4 rollout.group_size=16
+    jetrl train quickstart train.lr=1e-4 rollout.group_size=16
 
 - Only `name`, `model` and `task` must be given; the rest has the defaults below.
 - Unknown keys, wrong types and values out of range are errors, and so are **keys without effect**, such as

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import json
 import re
 import tomllib
@@ -19,10 +18,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        peers = [str(p) for p in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(str(path), peers, 1)
-        hint = f"did you mean {close[0]}?" if close else "give a TOML recipe, such as recipes/quickstart.toml"
-        raise UserError(f"{path}: no such file; {hint}") from None
+        raise UserError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file") from None
     except OSError as error:

@@ -108,7 +108,7 @@ def recipe(name: str, folder: Path) -> dict[str, Any]:
     overrides = [*SMALL, *RECIPES[name], f"output_dir={folder}", "num_threads=2"]
     if name == "quickstart":
         overrides.append(f"sft.cache_dir={folder / 'sft'}")
-    config = resolve(load_config(ROOT / "recipes" / f"{name}.toml", overrides), cuda_available=False)
+    config = resolve(load_config(ROOT / "jetrl" / "recipes" / f"{name}.toml", overrides), cuda_available=False)
     assert run(config, folder / config.name, ["golden"], StopRequest())
     return record_of(folder / config.name)
 

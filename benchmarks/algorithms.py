@@ -131,7 +131,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="instead of the recipe's 40")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--warm-threads", type=int, help="threads of a warm start, of which there are few (--threads)")
     parser.add_argument("--again", action="store_true", help="make runs again that are in the result file")
     parser.add_argument("--write", action="store_true", help="put the table into docs/ALGORITHMS.md")
     parser.add_argument("--result", type=Path, default=RESULT)
@@ -148,7 +147,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
         folder, start = Path(temporary), time.perf_counter()
         if todo:
-            warm_starts(seeds, folder, args.warm_threads or args.threads, args.jobs)
+            warm_starts(seeds, folder, args.threads, args.jobs)
             print(f"warm starts: {time.perf_counter() - start:.0f} s", flush=True)
         running = [pool.submit(train, *job, folder, args.threads, args.steps) for job in todo]
         for run in (done.result() for done in as_completed(running)):

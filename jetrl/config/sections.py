@@ -61,6 +61,7 @@ class TaskConfig(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("train_file", "eval_file"), "name", ("addition", "gym", "environment")),
         Rule(("system_prompt",), "chat_template", (False,)),
+        Rule(("reward_weights",), "reward", (None,)),
     )
     name: Literal["addition", "file", "gym", "environment"] = Field(
         description="addition: sums made on the fly. file: your jsonl or parquet. gym: a reasoning-gym data set. "
@@ -72,8 +73,11 @@ class TaskConfig(Section):
     )
     train_file: str | None = Field(default=None, description="Training problems of task file: jsonl or parquet.")
     eval_file: str | None = Field(default=None, description="Held-out problems of task file.")
-    reward: str | None = Field(
-        default=None, description="Your reward, as module:function or path/to/file.py:function. none: the task's own.")
+    reward: str | tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="Your reward, as module:function or path/to/file.py:function, or a list "
+        "of several, which are added up (docs/REWARDS.md). none: the task's own.")
+    reward_weights: tuple[float, ...] | None = Field(
+        default=None, description="What each function of task.reward is multiplied by. none: 1.")
     max_prompt_length: int = Field(default=512, ge=1, description="Longest prompt in tokens, chat template included.")
     num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
     chat_template: bool | Literal["auto"] = Field(
@@ -84,6 +88,19 @@ class TaskConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.name == "file" and self.train_file is None:
             yield 'task.train_file: is needed with task.name = "file"; set the path of a jsonl or parquet file'
+        yield from reward_problems(self.reward, self.reward_weights)
+
+
+def reward_problems(reward: str | tuple[str, ...] | None, weights: tuple[float, ...] | None) -> Iterator[str]:
+    """Functions that are named twice, and weights that do not fit them."""
+    names = (reward,) if isinstance(reward, str) else reward or ()
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        yield f"task.reward: names {twice} twice; name it once, with a weight in task.reward_weights"
+    if names and weights is not None and len(weights) != len(names):
+        yield (f"task.reward_weights: needs one number for each function of task.reward, which are {len(names)}; "
+               f"got {len(weights)}")
+    if names and weights and not any(weights):
+        yield "task.reward_weights: all are 0, so that nothing is rewarded; give one of them another weight"
 
 
 class RolloutConfig(Section):

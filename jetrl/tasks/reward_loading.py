@@ -39,7 +39,7 @@ def import_function(name: str, key: str = "task.reward") -> Callable[..., Any]:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives a coroutine: an `async def`, or an object whose `__call__` is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def needs_answer(reward: RewardFunction | None) -> bool:

@@ -66,10 +66,12 @@ def test_broken_parquet_is_refused(tmp_path):
 
 def test_other_column_names(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"input": f"q{i}", "target": str(i)} for i in range(4)])
-    problem = task(path, params={"prompt_key": "input", "answer_key": "target"}, num_eval=1).problem(0)
+    problem = task(path, prompt_column="input", answer_column="target", num_eval=1).problem(0)
     assert problem.prompt == f"q{problem.answer}"
     with pytest.raises(UserError, match=r"a.jsonl:1: column 'prompt' is missing; the row has: 'input', 'target'"):
         read_problems(path)
+    with pytest.raises(UserError, match="task.params.prompt_key: this is task.prompt_column now"):
+        task(path, params={"prompt_key": "input"})
 
 
 @pytest.mark.parametrize(

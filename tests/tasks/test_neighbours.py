@@ -40,7 +40,8 @@ def one():
 
 def test_neighbours_are_imported_at_once_and_later(tmp_path, monkeypatch):
     write(
-        tmp_path / "code", nb_score="from nb_more import SCALE\ndef score(n): return SCALE * n\n", nb_more="SCALE = 3.0\n",
+        tmp_path / "code", nb_more="SCALE = 3.0\n",
+        nb_score="from nb_more import SCALE\ndef score(n): return SCALE * n\n",
         nb_late="OFFSET = 0.5\n",
         mine="from nb_score import score\ndef reward(completions):\n    from nb_late import OFFSET\n"
         "    import nb_package.inner\n    return [score(1) + OFFSET + nb_package.inner.ONE for _ in completions]\n",
@@ -69,8 +70,9 @@ def test_environments_import_their_neighbours_too(tmp_path):
 
 def test_a_name_that_is_taken_is_refused(tmp_path):
     write(tmp_path, json="", mine="import json\ndef f(completions): ...\n")
-    with pytest.raises(UserError, match=r"task.reward: .*mine.py imports json, and .*json.py lies next to it, but the "
-                                        r"import would give .*json/__init__.py. Rename the file that lies next to yours."):
+    message = (r"task.reward: .*mine.py imports json, and .*json.py lies next to it, but the import would give "
+               r".*json/__init__.py. Rename the file that lies next to yours.")
+    with pytest.raises(UserError, match=message):
         import_attribute(f"{tmp_path}/mine.py:f", "task.reward", "function")
     write(tmp_path, json="1 / 0", mine="def f(completions): ...\n")  # what it does not import may have any name
     import_attribute(f"{tmp_path}/mine.py:f", "task.reward", "function")

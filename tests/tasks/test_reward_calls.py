@@ -209,7 +209,8 @@ def test_gold_answers_must_please_one_of_several():
 def test_an_environment_may_call_it_itself(tmp_path):
     (tmp_path / "env.py").write_text(
         "class Env:\n    def __init__(self, reward): self.reward = reward\n    def reset(self, problem): return 'q'\n"
-        "    def step(self, action):\n        (value,) = self.reward(prompts=['q'], completions=[action], answer=['a'])\n"
+        "    def step(self, action):\n"
+        "        (value,) = self.reward(prompts=['q'], completions=[action], answer=['a'])\n"
         "        return None, value, True\n"
     )
     reward = loaded(tmp_path, "right", "judge", reward_weights=(1.0, 0.5))

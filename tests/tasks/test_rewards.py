@@ -100,7 +100,8 @@ def test_a_reward_function_gets_the_whole_conversation_and_replaces_the_environm
 def test_what_ran_into_a_limit_may_get_nothing():
     groups = [conversation(("a", 1.0), end=end) for end in ("stop", "length", "turns")]
     keep, zero = (
-        [g.rewards for g in score(groups, None, None, conversations=True, at_limit=at).groups] for at in ("keep", "zero")
+        [g.rewards for g in score(groups, None, None, conversations=True, at_limit=limit).groups]
+        for limit in ("keep", "zero")
     )
     assert (keep, zero) == ([(1.0,)] * 3, [(1.0,), (0.0,), (0.0,)])
 

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 DATA_KEYS = (
     "train_file", "eval_file", "dataset", "dataset_config", "dataset_revision", "train_split", "eval_split",
     "eval_dataset", "eval_dataset_config", "eval_dataset_revision", "prompt_column", "answer_column", "prompt_template",
-    "eval_prompt_column", "eval_answer_column", "eval_prompt_template",
+    "eval_prompt_column", "eval_answer_column", "eval_prompt_template", "overlong_prompts", "repeated_prompts",
 )
+# What jetrl itself tells a chat template.
+TEMPLATE_ARGUMENTS = ("conversation", "chat_template", "add_generation_prompt", "tokenize", "messages")
 
 
 def source_problems(task: TaskConfig) -> Iterator[str]:
@@ -45,7 +47,7 @@ def silent_columns(task: TaskConfig) -> dict[str, str]:
 
 
 def reward_problems(task: TaskConfig) -> Iterator[str]:
-    """Functions of `task.reward` that are named twice, and weights that do not fit them."""
+    """Functions of `task.reward` named twice, weights that do not fit them, and what a template must not be told."""
     names = (task.reward,) if isinstance(task.reward, str) else task.reward or ()
     weights = task.reward_weights
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
@@ -55,3 +57,5 @@ def reward_problems(task: TaskConfig) -> Iterator[str]:
                f"got {len(weights)}")
     if names and weights and not any(weights):
         yield "task.reward_weights: all are 0, so that nothing is rewarded; give one of them another weight"
+    if own := sorted(set(task.chat_template_kwargs) & set(TEMPLATE_ARGUMENTS)):
+        yield f"task.chat_template_kwargs.{own[0]}: is not for you to set; remove this key"

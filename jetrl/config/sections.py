@@ -73,7 +73,7 @@ class TaskConfig(Section):
         Rule(DATA_KEYS, "name", ("addition", "gym", "environment")),
         Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,)),
         Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,)),
-        Rule(("system_prompt",), "chat_template", (False,)),
+        Rule(("system_prompt", "chat_template_kwargs"), "chat_template", (False,)),
         Rule(("reward_weights",), "reward", (None,)),
     )
     name: Literal["addition", "file", "gym", "environment"] = Field(
@@ -121,11 +121,17 @@ class TaskConfig(Section):
     reward_weights: tuple[float, ...] | None = Field(
         default=None, description="What each function of task.reward is multiplied by. none: 1.")
     max_prompt_length: int = Field(default=512, ge=1, description="Longest prompt in tokens, chat template included.")
+    overlong_prompts: Literal["error", "drop"] = Field(
+        default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
+    repeated_prompts: Literal["keep", "drop"] = Field(
+        default="keep", description="Rows of the data with a prompt that was there before: keep, or leave them out.")
     num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
     chat_template: bool | Literal["auto"] = Field(
         default="auto", description="Whether prompts go through the tokenizer's chat template. auto: if it has one.")
     system_prompt: str | None = Field(
         default=None, description="System message in front of each prompt (chat template only).")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="What the chat template is told besides, such as enable_thinking = false.")
 
     def problems(self) -> Iterator[str]:
         if self.name == "file":
@@ -345,6 +351,9 @@ class Config(Section):
                    f"a prompt, got {rollout.group_size}")
         if self.rl.dynamic_sampling != "off" and rollout.group_size < 2:
             yield 'rl.dynamic_sampling: a group of one never carries a signal; use "off", or a larger group_size'
+        if self.environment.name is not None and self.task.overlong_prompts != "error":
+            yield ("task.overlong_prompts: has no effect with an environment, which makes the prompts; remove this key "
+                   "or environment.name")
         if self.task.name == "environment" and self.environment.name is None:
             yield 'environment.name: is needed with task.name = "environment"; set the class that makes the problems'
         if self.rl.critic_warmup_steps >= self.train.steps:

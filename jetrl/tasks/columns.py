@@ -19,18 +19,19 @@ class Columns:
     answer: str = "answer"
     template: str | None = None
     keys: str = ""  # "eval_" for the keys of the evaluation data
+    needs_answer: bool = True  # whether a row without an answer is a mistake
 
     def needed(self) -> list[tuple[str, str]]:
         """The columns that a row must have, each with the key that names it."""
-        answer = (self.answer, f"task.{self.keys}answer_column")
+        answer = [(self.answer, f"task.{self.keys}answer_column")] if self.needs_answer else []
         if self.template is None:
-            return [(self.prompt, f"task.{self.keys}prompt_column"), answer]
+            return [(self.prompt, f"task.{self.keys}prompt_column"), *answer]
         key = f"task.{self.keys}prompt_template"
         fields = [name for _, name in self._parts(self.template) if name is not None]
         if not fields:
             raise UserError(f"{key} = {self.template!r}: it names no column, so that all prompts would be the same. "
                             'Write {question}, say, for the column "question".')
-        return [*((name, key) for name in dict.fromkeys(fields)), answer]
+        return [*((name, key) for name in dict.fromkeys(fields)), *answer]
 
     def prompt_of(self, row: Mapping[str, Any], where: str) -> Any:
         """The value of the prompt's column, or what the template makes of the row, which has all needed columns."""

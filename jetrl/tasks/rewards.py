@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jetrl.config import Config, TaskConfig
+from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Call
 from jetrl.tasks.prompts import encode_text
 from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
 from jetrl.tasks.reward_calls import Scores, WeightedReward, call_all, reward_name, select_columns
-from jetrl.tasks.reward_loading import import_reward
 from jetrl.types import Group, Problem, Prompt, Trajectory
 
 Completion = str | list[dict[str, str]]  # a text; of conversations, messages
@@ -37,21 +36,15 @@ _UNSCORED = "no reward function scored it"
 _MAX_NUMBER = 1000  # characters; Python refuses to read integers of more than some thousand digits
 
 
-def load_reward(config: TaskConfig, task: Task) -> RewardFunction:
+def required_reward(task: Task, named: RewardFunction | None) -> RewardFunction:
     """The function that `task.reward` names, else the task's own. Runs without an environment need one."""
-    if (reward := find_reward(config, task)) is not None:
+    if (reward := named if named is not None else task.reward) is not None:
         return reward
     raise UserError(
         f"task.reward: task {task.name!r} has no reward of its own. Set jetrl.tasks.rewards:exact_match, "
-        "jetrl.tasks.rewards:last_integer, jetrl.tasks.math_reward:math_reward, or a function of yours, as "
-        "module:function or path/to/file.py:function."
+        "jetrl.tasks.rewards:last_integer, jetrl.tasks.gsm8k:gsm8k_reward, jetrl.tasks.math_reward:math_reward, or a "
+        "function of yours, as module:function or path/to/file.py:function."
     )
-
-
-def find_reward(config: TaskConfig, task: Task) -> RewardFunction | None:
-    """What `task.reward` names, else the task's own, if it has one."""
-    named = import_reward(config)
-    return named if named is not None else task.reward
 
 
 @dataclass(frozen=True, slots=True)

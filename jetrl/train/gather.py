@@ -144,6 +144,11 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
     what no reward function scores counts as 0, and its number is told."""
     config, k, name = session.config, session.config.eval.num_samples, session.task.name
     prompts = eval_prompts(session.task, session.tokenizer, config, session.conversations is not None)
+    if not prompts:
+        raise UserError(
+            "There is nothing to evaluate on: with eval.eval_interval = 0 no rows are held out. Give problems that "
+            "were not trained on, as task.eval_file or task.eval_split."
+        )
     with clock("eval", len(prompts) * k):
         rollout = roll_out(session.engine, prompts, eval_asked(config), session.conversations, clock.progress())
         if not rollout.groups:

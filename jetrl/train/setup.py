@@ -20,8 +20,9 @@ from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.conversations import EnvironmentPool, build_pool
 from jetrl.tasks.environment import Factory, load_environment
-from jetrl.tasks.rewards import find_reward, load_reward
-from jetrl.tasks.task import RewardFunction, Task, build_task
+from jetrl.tasks.reward_loading import import_reward, needs_answer
+from jetrl.tasks.rewards import required_reward
+from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.engines import build_engine, engine_class
 from jetrl.train.optim import build_optimizer
@@ -134,18 +135,23 @@ def prepare(config: Config) -> Prepared:
     recipe = recipe_of(config, spec)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
-    task = build_task(config.task, config.seed, tokenizer, config.environment.name)
-    reward, environment = _scoring(config, task)
+    named = import_reward(config.task)
+    task = build_task(
+        config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
+        hold_out=holds_out(config),
+    )
+    reward, environment = _scoring(config, task, named)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
 
 
-def _scoring(config: Config, task: Task) -> tuple[RewardFunction | None, Factory | None]:
+def _scoring(
+    config: Config, task: Task, named: RewardFunction | None
+) -> tuple[RewardFunction | None, Factory | None]:
     """The reward function and the environment. An environment's own rewards count unless `task.reward` is set."""
     if config.environment.name is None:
-        return load_reward(config.task, task), None
-    own = find_reward(config.task, task)
-    environment = load_environment(config.environment.name, config.environment.params, own)
-    return own if config.task.reward is not None else None, environment
+        return required_reward(task, named), None
+    own = named if named is not None else task.reward
+    return named, load_environment(config.environment.name, config.environment.params, own)
 
 
 def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:

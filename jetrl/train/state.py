@@ -13,6 +13,7 @@ from torch import Tensor
 from jetrl.config import Config, digest
 from jetrl.errors import UserError
 from jetrl.model import hf
+from jetrl.tasks.task import holds_out
 from jetrl.train import checkpoint
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, reference_of
@@ -117,10 +118,12 @@ def resume_digest(config: Config) -> str:
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free["offload_optimizer"] = False  # one optimizer and the same bits, on or off; all in FP32 it is another
     waiting = {"timeout": 60.0, "max_concurrent": 64}  # they decide which conversations fail, never what one says
+    # of [eval] only this decides which problems are trained on
+    evaluation = type(config.eval)() if holds_out(config) else type(config.eval)(eval_interval=0)
     fixed = config.model_copy(
         update={
             "environment": config.environment.model_copy(update=waiting),
-            "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": type(config.eval)(),
+            "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": evaluation,
             "output_dir": "runs", "train": config.train.model_copy(update=free),
         }
     )

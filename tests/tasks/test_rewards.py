@@ -10,14 +10,14 @@ import torch
 from jetrl.config import TaskConfig, parse_config
 from jetrl.errors import UserError
 from jetrl.tasks.addition import AdditionTask
-from jetrl.tasks.reward_loading import import_function
+from jetrl.tasks.reward_loading import import_function, import_reward
 from jetrl.tasks.rewards import (
     call_reward,
     check_gold,
     exact_match,
     last_integer,
-    load_reward,
     overlong_penalty,
+    required_reward,
     score,
 )
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
@@ -242,12 +242,11 @@ def test_functions_from_files_and_modules(tmp_path):
     twice = import_function(f"{file}:twice")
     assert call_reward(twice, items("abc")) == [6.0]
     assert import_function("jetrl.tasks.rewards:exact_match") is exact_match
-    task = SimpleNamespace(name="file", reward=None)
-    assert load_reward(TaskConfig(name="addition", reward=f"{file}:twice"), task)(["a"]) == [2.0]
-    own = SimpleNamespace(name="addition", reward=exact_match)
-    assert load_reward(TaskConfig(name="addition"), own) is exact_match
+    assert import_reward(TaskConfig(name="addition", reward=f"{file}:twice"))(["a"]) == [2.0]
+    none, own = SimpleNamespace(name="file", reward=None), SimpleNamespace(name="addition", reward=exact_match)
+    assert required_reward(own, None) is exact_match and required_reward(own, last_integer) is last_integer
     with pytest.raises(UserError, match="no reward of its own.*exact_match"):
-        load_reward(TaskConfig(name="addition"), task)
+        required_reward(none, None)
 
 
 @pytest.mark.parametrize(

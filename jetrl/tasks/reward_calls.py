@@ -47,6 +47,11 @@ class WeightedReward:
         """The form of a right answer, of the first function that wants one."""
         return next((str(f.gold_template) for f in self.functions if hasattr(f, "gold_template")), "{answer}")
 
+    def gold_answer(self, answer: str) -> str:
+        """What a row's answer is, by the first function that says so."""
+        read = next((f.gold_answer for f in self.functions if hasattr(f, "gold_answer")), str)
+        return str(read(answer))
+
     def summed(self, scores: Sequence[Scores]) -> list[float | None]:
         """The weighted sum over the functions, completion by completion; None where no function scored it."""
         sums: list[float | None] = []

@@ -268,7 +268,8 @@ def gold_text(task: Task, problem: Problem, reward: RewardFunction) -> str:
         solution = problem.solution
         return solution if isinstance(solution, str) else [text for author, text in solution if author == "policy"][-1]
     template = task.gold_template or str(getattr(reward, "gold_template", "{answer}"))
-    return template.replace("{answer}", problem.answer) if problem.answer else ""
+    answer = getattr(reward, "gold_answer", str)(problem.answer)  # of a column that holds more
+    return template.replace("{answer}", answer) if answer else ""
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:

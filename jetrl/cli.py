@@ -131,7 +131,7 @@ def _summarize(run_dir: Path) -> None:
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
-        warm_start_seconds=numbers.warm_start_seconds, console=out,
+        warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=out,
         next_commands=next_commands,
     )
 
@@ -290,7 +290,7 @@ def evaluate(
     recipe: Annotated[str | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Accuracy of a checkpoint on the held-out problems."""
+    """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.api import evaluate_checkpoint
     from jetrl.config.shipped import find_recipe
 

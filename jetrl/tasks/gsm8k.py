@@ -13,8 +13,8 @@ from jetrl.errors import UserError
 from jetrl.tasks.protocol import completion_text, shorten
 
 MARK = "####"
-# A number with its sign, dollar sign and thousands commas. A minus behind a digit, a letter or a bracket is a difference,
-# and one with a space behind it a bullet.
+# A number with its sign, dollar sign and thousands commas. A minus behind a digit, a letter or a bracket is a
+# difference, and one with a space behind it a bullet.
 _NUMBER = re.compile(
     r"(?<![\w.])(?:(?<![)\]}])[-\u2212])?(?:\\?\$\s?[-\u2212]?)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"
 )

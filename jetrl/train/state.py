@@ -70,10 +70,9 @@ def save(session: Session, run_dir: Path) -> Path:
 def save_hf(session: Session, folder: Path) -> None:
     """The policy as a Hugging Face folder in BF16, tokenizer included."""
     state = {k: v.detach().cpu() for k, v in session.model.state_dict().items()}
-    source = session.config.model.path
     hf.save_model(
         folder, session.model.spec, state, tokenizer=session.tokenizer, base_config=session.base_config,
-        generation_config=hf.read_generation_config(source) if source is not None else None,
+        generation_config=session.generation_config,
     )
 
 

@@ -77,6 +77,7 @@ task.eval_split | TRL: dataset_test_split
 task.prompt_column | verl: prompt_key; slime, OpenRLHF: input_key
 task.answer_column | slime, OpenRLHF: label_key
 task.prompt_template | OpenRLHF: input_template
+task.overlong_prompts | verl: filter_overlong_prompts
 task.reward | TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path
 track.backends | TRL: report_to; verl: logger
 """

@@ -14,7 +14,7 @@ from jetrl.config import Config, load_config, resolve
 from jetrl.errors import UserError
 from jetrl.kernels.dispatch import select
 from jetrl.model import export as export_module
-from jetrl.model import hf
+from jetrl.model import hf, hub
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest
@@ -59,17 +59,19 @@ class Policy:
 
 
 def load_model(
-    path: str | Path, precision: str = "fp8", device: str = "auto", *, kv_cache: str = ""
+    path: str | Path, precision: str = "fp8", device: str = "auto", *, kv_cache: str = "", revision: str | None = None
 ) -> Policy:
     """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
 
+    `path` may also be a name on the hub, such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
     `kv_cache` is `quant.kv_cache`: bf16, the default, or fp8. The folder does not say what its model was trained with.
     """
-    config = _config_for({"model": {"path": str(path)}} | _quant(kv_cache), precision, device)
+    folder = hub.model_folder(path, revision)
+    config = _config_for({"model": {"path": str(folder)}} | _quant(kv_cache), precision, device)
     tokenizer, spec, _ = load_spec(config)
     model = build_model(config, spec, recipe_of(config, spec))
     digest = flow_digest(spec, model.recipe)
-    engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, eos_ids(tokenizer, str(path))))
+    engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, eos_ids(tokenizer, folder)))
     engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine)
 
@@ -133,11 +135,16 @@ def _config_for(data: dict[str, Any], precision: str, device: str) -> Config:
     return resolve(parse_config(base | data, source="these options"), cuda_available=torch.cuda.is_available())
 
 
-def load_for_parity(model: str, precision: str, device: str, kv_cache: str = "") -> tuple[Transformer, str]:
-    """The model of `jetrl parity`: a folder's, a recipe's or a random one (`random:SHAPE`; none: the quickstart's).
+def load_for_parity(
+    model: str, precision: str, device: str, kv_cache: str = "", revision: str | None = None
+) -> tuple[Transformer, str]:
+    """The model of `jetrl parity`: a folder's, the hub's, a recipe's or a random one (`random:SHAPE`; none: the
+    quickstart's).
 
     Empty `precision` and `kv_cache`: the recipe's or the run's own, else fp8 with a cache in BF16.
     """
+    if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
+        raise UserError(f"--revision {revision} is for a model of the hub, such as Qwen/Qwen3-0.6B.")
     if model.startswith("random:"):
         return random_model(model.removeprefix("random:"), precision or "fp8", device, kv_cache=kv_cache), model
     if model.endswith(".toml"):
@@ -145,7 +152,7 @@ def load_for_parity(model: str, precision: str, device: str, kv_cache: str = "")
         config = load_config(model, [f"{key}={value}" for key, value in given if value])
         config = resolve(config, cuda_available=torch.cuda.is_available())
     elif model:
-        data: dict[str, Any] = {"model": {"path": str(model_folder(Path(model)))}}
+        data: dict[str, Any] = {"model": {"path": str(model_folder(model, revision))}}
         trained = load_config(run / "config.toml") if (run := run_of(Path(model))) is not None else None
         precision = precision or (trained.precision if trained is not None else "fp8")
         if trained is not None and "bf16" not in (precision, trained.precision):  # BF16 has no [quant]
@@ -193,10 +200,12 @@ def random_model(
     return model.to(config.device).publish()
 
 
-def model_folder(path: Path) -> Path:
-    """The Hugging Face folder that a run folder (newest checkpoint), a checkpoint or a model folder stands for."""
+def model_folder(where: str | Path, revision: str | None = None) -> Path:
+    """The Hugging Face folder that a run folder (newest checkpoint), a checkpoint, a model folder or a name on the hub
+    stands for."""
     from jetrl.train.checkpoint import newest, verify_model
 
+    path = hub.model_folder(where, revision)
     if (path / "checkpoints").is_dir():
         found = newest(path / "checkpoints")
         if found is None:
@@ -216,31 +225,32 @@ def run_of(path: Path) -> Path | None:
 
 
 def evaluate_checkpoint(
-    path: Path, recipe: Path | None, overrides: Sequence[str]
+    where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None
 ) -> tuple[Path, int, dict[str, float]]:
-    """Held-out accuracy of a checkpoint, with the run's own task and sampling, or a recipe's.
+    """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task and
+    sampling, or a recipe's.
 
     Returns the model folder that was read, the number of held-out problems, and the metrics.
     """
     from jetrl.loop import evaluate_once
     from jetrl.train.setup import build
 
-    if not path.is_dir():
-        raise UserError(f"{path}: there is no such folder.")
-    run = run_of(path)
+    named = hub.on_disk(where, revision) is None
+    run = None if named else run_of(Path(where))
     if recipe is None and run is None:
-        raise UserError(f"{path} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
+        raise UserError(f"{where} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
     config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
-    session = build(resolve(config, cuda_available=torch.cuda.is_available()))
-    folder = model_folder(path)
+    folder = model_folder(where, revision)
+    session = build(resolve(config, cuda_available=torch.cuda.is_available()), weights=False)
     load_weights(session.model, folder)
     session.engine.load(publish(session.model, 0, session.flow_digest))
     return folder, len(session.task.eval_problems(config.task.num_eval)), evaluate_once(session)
 
 
-def export_checkpoint(path: Path, out: Path, fp8: bool) -> Path:
-    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule)."""
-    run, folder = run_of(path), model_folder(path)
+def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | None = None) -> Path:
+    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model."""
+    run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
+    folder = model_folder(where, revision)
     recipe = None
     if run is not None:
         recipe = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder))

@@ -22,6 +22,8 @@ app = typer.Typer(
     help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same. "
     "`--debug` behind any command shows where an error came from; `--version` alone prints the version.",
 )
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from the hub.")]
+CHECKPOINT = "A run folder, one of its checkpoints, a model folder, or a model's name on the hub."
 out = Output(highlight=False, soft_wrap=True)
 
 Recipe = Annotated[str, typer.Argument(help="A TOML file, or a name of `jetrl recipes`.", show_default=False)]
@@ -81,12 +83,16 @@ def train(
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
     from jetrl.config import to_toml
     from jetrl.loop import StopRequest, run
+    from jetrl.train.pin import pinned, weights_to_come
     from jetrl.train.setup import prepare
 
     config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
     if dry_run:
+        config = pinned(config)[0]
         prepare(config)
         typer.echo(to_toml(config))
+        if text := weights_to_come(config):
+            typer.echo(text, err=True)
         return
     config = _placed(config)
     run_dir = _run_dir(config)
@@ -131,7 +137,7 @@ def _summarize(run_dir: Path) -> None:
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
-        warm_start_seconds=numbers.warm_start_seconds, console=out,
+        warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=out,
         next_commands=next_commands,
     )
 
@@ -209,7 +215,8 @@ def compare(
 @app.command()
 def parity(
     model: Annotated[str, typer.Argument(
-        help="A model folder, run or recipe, or random:SHAPE as in random:qwen3-8b. Without: the quickstart's shape.",
+        help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b. Without: the "
+        "quickstart's shape.",
     )] = "",
     precision: Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
@@ -218,13 +225,14 @@ def parity(
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt in tokens.")] = 48,
     new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens decoded for a sequence.")] = 24,
     chunk: Annotated[int, typer.Option(min=0, help="Tokens of a prefill chunk. 0: a fiftieth of the prompt.")] = 0,
+    revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then."""
     from jetrl.api import load_for_parity
     from jetrl.parity import Workload, certify
 
-    loaded, name = load_for_parity(model, precision, device, kv_cache)
+    loaded, name = load_for_parity(model, precision, device, kv_cache, revision)
     page_size = 128 if loaded.head_weight.is_cuda else 16  # as in runs: decoding takes its kernel by the page size
     work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
@@ -286,16 +294,17 @@ def flow(
 
 @app.command("eval")
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A run folder, one of its checkpoints, or a model folder.")],
+    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     recipe: Annotated[str | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
     overrides: Overrides = None,
+    revision: Revision = None,
 ) -> None:
-    """Accuracy of a checkpoint on the held-out problems."""
+    """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.api import evaluate_checkpoint
     from jetrl.config.shipped import find_recipe
 
     found = find_recipe(recipe) if recipe else None
-    folder, count, metrics = evaluate_checkpoint(checkpoint, found, overrides or [])
+    folder, count, metrics = evaluate_checkpoint(checkpoint, found, overrides or [], revision)
     out.print(f"{folder}, {count} held-out problems")
     for key, value in metrics.items():
         if not key.endswith("pass@1"):  # the same number as avg@1
@@ -304,14 +313,15 @@ def evaluate(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A run folder, one of its checkpoints, or a model folder.")],
+    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     fp8: Annotated[bool, typer.Option("--fp8", help="Block-FP8 with weight_scale_inv instead of BF16.")] = False,
+    revision: Revision = None,
 ) -> None:
     """Write a Hugging Face folder that transformers, vLLM and SGLang load."""
     from jetrl.api import export_checkpoint
 
-    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8)}")
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision)}")
 
 
 @app.command()

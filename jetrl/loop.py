@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
 from jetrl.report.html import write_report
-from jetrl.report.recorder import Recorder, failed_rows, group_rows
+from jetrl.report.recorder import ENV_FILE, Recorder, failed_rows, group_rows
 from jetrl.report.track import open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
@@ -27,6 +28,7 @@ from jetrl.train import state
 from jetrl.train.gather import evaluate, gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
+from jetrl.train.pin import pinned, pins_of, record
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
@@ -96,16 +98,20 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
 
     When `stop` is asked for, the step under way is finished, saved and reported.
     """
-    session = build(config)
+    found = state.find(config, run_dir)
+    before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
+    config, pins = pinned(config, before if config.checkpoint.resume != "never" else [])
+    session = build(config, weights=found is None)
     try:
-        return _run(session, run_dir, command, stop)
+        return _run(session, run_dir, command, stop, found, record(pins))
     finally:
         session.close()
 
 
-def _run(session: Session, run_dir: Path, command: list[str], stop: StopRequest) -> bool:
+def _run(
+    session: Session, run_dir: Path, command: list[str], stop: StopRequest, found: Path | None, origin: dict[str, Any]
+) -> bool:
     config = session.config
-    found = state.find(config, run_dir)
     if found is not None:
         state.restore(session, found, run_dir)
     display = Display(
@@ -115,7 +121,7 @@ def _run(session: Session, run_dir: Path, command: list[str], stop: StopRequest)
     with Recorder(run_dir, resume) as recorder, display:
         clock = Clock(display)
         recorder.write_config(to_toml(config))
-        recorder.write_environment(command)
+        recorder.write_environment(command, origin)
         recorder.trackers += open_trackers(config.track.backends, run_dir, config.model_dump(mode="json"))
         (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
         check_gold(session.task, session.reward, session.tokenizer)
@@ -212,7 +218,7 @@ def run_sft(config: Config) -> Path:
     """Only the warm start; returns the file that `run` will find."""
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
-    session = build(config)
+    session = build(pinned(config)[0])
     with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
         return warm_start(
             session.model, config, session.task, session.tokenizer,

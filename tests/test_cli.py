@@ -300,7 +300,7 @@ def test_a_checkpoint_of_another_run_does_not_go_on_in_a_finished_one(jetrl: Cli
 def test_train_ends_with_what_to_do_next(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     status, out, err = jetrl("train", recipe)
     assert status == 0, err
-    for words in ("held-out accuracy", "report.html", "jetrl parity", "jetrl export"):
+    for words in ("held-out reward", "report.html", "jetrl parity", "jetrl export"):
         assert words in out, out
     environment = json.loads((tmp_path / "runs" / "tiny" / "env.json").read_text())
     assert "train" in json.dumps(environment)

@@ -179,10 +179,28 @@ def test_bad_value(tables: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"model": {}}, "exactly one of model.path (a folder) and model.arch (random weights); neither is set"),
+        ({"model": {}}, "exactly one of model.path (a folder, or a name on the hub) and model.arch"),
         ({"model": {"path": "a", "arch": {"b": 1}, "tokenizer": "t"}}, "both are set"),
         ({"model": {"arch": {"b": 1}}}, "model.tokenizer: is needed with model.arch"),
-        ({"task": {"name": "file"}}, "task.train_file: is needed"),
+        ({"model": {"arch": {"b": 1}, "tokenizer": "t", "revision": "main"}}, "model.revision: has no effect while"),
+        ({"task": {"name": "file"}}, "exactly one of task.train_file (a jsonl or parquet file) and task.dataset"),
+        ({"task": {"name": "file", "train_file": "a", "dataset": "b/c"}}, "both are set"),
+        ({"task": {"name": "addition", "dataset": "b/c"}}, "task.dataset: has no effect while task.name"),
+        ({"task": {"name": "file", "train_file": "a", "train_split": "x"}}, "train_split: has no effect while task."),
+        ({"task": {"name": "file", "train_file": "a", "eval_split": "x"}}, "eval_split: has no effect without task."),
+        ({"task": {"name": "file", "dataset": "b/c", "eval_dataset": "d/e"}}, "eval_split: is needed with task.eva"),
+        (
+            {"task": {"name": "file", "dataset": "b/c", "eval_split": "x", "eval_file": "y"}},
+            "task.eval_split: does not go together with task.eval_file",
+        ),
+        (
+            {"task": {"name": "file", "dataset": "b/c", "prompt_template": "{x}", "prompt_column": "y"}},
+            "task.prompt_column: has no effect, because task.prompt_template makes the prompts",
+        ),
+        (
+            {"task": {"name": "file", "dataset": "b/c", "eval_answer_column": "y"}},
+            "task.eval_answer_column: has no effect, because problems are held out of the training ones",
+        ),
         ({"train": {"steps": 5, "warmup_steps": 6}}, "train.warmup_steps: must be at most train.steps = 5, got 6"),
         ({"sft": {"steps": 5, "warmup_steps": 6}}, "sft.warmup_steps: must be at most sft.steps = 5, got 6"),
         ({"eval": {"num_samples": 4}}, "eval.num_samples: 4 greedy samples"),
@@ -200,6 +218,15 @@ def test_bad_value(tables: dict[str, Any], expected: str) -> None:
 )
 def test_contradiction(tables: dict[str, Any], expected: str) -> None:
     assert expected in message(**tables)
+
+
+def test_columns_without_effect_are_not_written(tmp_path: Path) -> None:
+    task = {"name": "file", "dataset": "b/c", "prompt_template": "{x} = ?", "eval_split": "test"}
+    config = parse_config(BASE | {"task": task})
+    text = to_toml(config)
+    assert "prompt_column" not in text and 'train_split = "train"' in text and 'answer_column = "answer"' in text
+    (tmp_path / "a.toml").write_text(text)
+    assert load_config(tmp_path / "a.toml") == config
 
 
 def test_at_the_bounds() -> None:

@@ -61,6 +61,7 @@ checkpoint.save_interval | verl: save_freq; TRL: save_steps; NeMo RL: save_perio
 checkpoint.resume | verl, SkyRL: resume_mode; TRL: resume_from_checkpoint; slime: load
 precision (one key for both sides) | verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe
 model.path | TRL: model_name_or_path; NeMo RL: model_name; slime: hf_checkpoint
+model.revision | TRL: model_revision
 train.lr | TRL: learning_rate
 train.lr_schedule | TRL: lr_scheduler_type
 train.warmup_steps (steps, not a share) | TRL: warmup_ratio; verl: lr_warmup_steps
@@ -70,6 +71,13 @@ train.max_grad_norm | slime: clip_grad
 train.offload_optimizer (the moments only) | verl: optimizer_offload; slime: optimizer_cpu_offload
 task.train_file | verl: train_files; slime: prompt_data
 task.eval_file | verl: val_files; slime: eval_prompt_data
+task.dataset | TRL: dataset_name
+task.train_split | TRL: dataset_train_split
+task.eval_split | TRL: dataset_test_split
+task.prompt_column | verl: prompt_key; slime, OpenRLHF: input_key
+task.answer_column | slime, OpenRLHF: label_key
+task.prompt_template | OpenRLHF: input_template
+task.overlong_prompts | verl: filter_overlong_prompts
 task.reward | TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path
 track.backends | TRL: report_to; verl: logger
 """

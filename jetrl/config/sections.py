@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind
 from jetrl.config.base import Rule, Section
+from jetrl.config.data import DATA_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
 
@@ -16,24 +17,34 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 class ModelConfig(Section):
-    """Which model is trained: a Hugging Face folder, or an architecture with random weights."""
+    """Which model is trained: a Hugging Face folder or name, or an architecture with random weights."""
 
     section: ClassVar[str] = "model"
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("init_seed",), "arch", (None,)),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("init_seed",), "arch", (None,)), Rule(("revision",), "path", (None,)),
+        Rule(("tokenizer_revision",), "tokenizer", (None,)),
+    )
     path: str | None = Field(
-        default=None, description="Hugging Face folder with config.json, safetensors and a tokenizer.")
+        default=None, description="Hugging Face folder with config.json, safetensors and a tokenizer; or a name on "
+        "the hub, such as Qwen/Qwen3-0.6B. A folder of that name wins.")
+    revision: str | None = Field(
+        default=None, min_length=1, description="Branch, tag or commit of a model from the hub. none: main.")
     arch: dict[str, Any] | None = Field(
         default=None, min_length=1, description="Keys of a Hugging Face config.json (model_type, hidden_size, ...) for "
         "a model with random weights. Without vocab_size, the tokenizer gives it.",
     )
     tokenizer: str | None = Field(
-        default=None, description="Tokenizer folder, or builtin:arithmetic. none: the tokenizer in model.path.")
+        default=None, description="Tokenizer folder or hub name, or builtin:arithmetic. none: the tokenizer of "
+        "model.path.")
+    tokenizer_revision: str | None = Field(
+        default=None, min_length=1, description="Branch, tag or commit of a tokenizer from the hub. none: main.")
     init_seed: int = Field(default=0, ge=0, description="Seed of the random weights of model.arch.")
 
     def problems(self) -> Iterator[str]:
         if (self.path is None) == (self.arch is None):
             found = "neither is set" if self.path is None else "both are set"
-            yield f"model.path: needs exactly one of model.path (a folder) and model.arch (random weights); {found}"
+            yield ("model.path: needs exactly one of model.path (a folder, or a name on the hub) and model.arch "
+                   f"(random weights); {found}")
         if self.arch is not None and self.tokenizer is None:
             yield 'model.tokenizer: is needed with model.arch; set a tokenizer folder or "builtin:arithmetic"'
 
@@ -59,31 +70,79 @@ class TaskConfig(Section):
 
     section: ClassVar[str] = "task"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("train_file", "eval_file"), "name", ("addition", "gym", "environment")),
-        Rule(("system_prompt",), "chat_template", (False,)),
+        Rule(DATA_KEYS, "name", ("addition", "gym", "environment")),
+        Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,)),
+        Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,)),
+        Rule(("system_prompt", "chat_template_kwargs"), "chat_template", (False,)),
+        Rule(("reward_weights",), "reward", (None,)),
     )
     name: Literal["addition", "file", "gym", "environment"] = Field(
-        description="addition: sums made on the fly. file: your jsonl or parquet. gym: a reasoning-gym data set. "
-        "environment: problems that the environment itself makes from a seed.",
+        description="addition: sums made on the fly. file: your jsonl or parquet, or a data set by name. gym: a "
+        "reasoning-gym data set. environment: problems that the environment itself makes from a seed.",
     )
     params: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of the task itself: digits, style (addition); prompt_key, "
-        "answer_key (file); dataset and its own settings (gym); gold_template, check_gold (all).",
+        default_factory=dict, description="Settings of the task itself: digits, style (addition); dataset and "
+        "its own settings (gym); gold_template, check_gold (all).",
     )
     train_file: str | None = Field(default=None, description="Training problems of task file: jsonl or parquet.")
     eval_file: str | None = Field(default=None, description="Held-out problems of task file.")
-    reward: str | None = Field(
-        default=None, description="Your reward, as module:function or path/to/file.py:function. none: the task's own.")
+    dataset: str | None = Field(
+        default=None, min_length=1, description="Training problems of task file by name on the Hugging Face hub, such "
+        "as openai/gsm8k, instead of train_file (docs/MODELS_AND_DATA.md).")
+    dataset_config: str | None = Field(
+        default=None, min_length=1, description="Configuration (subset) of the data set. none: its only one.")
+    dataset_revision: str | None = Field(
+        default=None, min_length=1, description="Branch, tag or commit of the data set. none: main.")
+    train_split: str = Field(default="train", min_length=1, description="Split of the data set to train on.")
+    eval_split: str | None = Field(
+        default=None, min_length=1, description="Split for evaluation, of eval_dataset if that is set, else of "
+        "dataset. none: problems are held out of the training ones.")
+    eval_dataset: str | None = Field(
+        default=None, min_length=1, description="Another data set for evaluation, by name; needs eval_split.")
+    eval_dataset_config: str | None = Field(
+        default=None, min_length=1, description="Configuration of eval_dataset. none: its only one.")
+    eval_dataset_revision: str | None = Field(
+        default=None, min_length=1, description="Branch, tag or commit of eval_dataset. none: main.")
+    prompt_column: str = Field(
+        default="prompt", min_length=1, description="Column of the prompts, texts or chat messages.")
+    answer_column: str = Field(default="answer", min_length=1, description="Column of the answers.")
+    prompt_template: str | None = Field(
+        default=None, min_length=1, description="The prompt made of a row's columns, instead of prompt_column: "
+        '"{question} Answer with a number." Write {{ for a brace.')
+    eval_prompt_column: str | None = Field(
+        default=None, min_length=1, description="prompt_column of the evaluation data. none: as in training.")
+    eval_answer_column: str | None = Field(
+        default=None, min_length=1, description="answer_column of the evaluation data. none: as in training.")
+    eval_prompt_template: str | None = Field(
+        default=None, min_length=1, description="prompt_template of the evaluation data. none: as in training.")
+    reward: str | tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="Your reward, as module:function or path/to/file.py:function, or a "
+        "list of several, which are added up (docs/REWARDS.md). none: the task's own.")
+    reward_weights: tuple[float, ...] | None = Field(
+        default=None, description="What each function of task.reward is multiplied by. none: 1.")
     max_prompt_length: int = Field(default=512, ge=1, description="Longest prompt in tokens, chat template included.")
+    overlong_prompts: Literal["error", "drop"] = Field(
+        default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
+    repeated_prompts: Literal["keep", "drop"] = Field(
+        default="keep", description="Rows of the data with a prompt that was there before: keep, or leave them out.")
     num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
     chat_template: bool | Literal["auto"] = Field(
         default="auto", description="Whether prompts go through the tokenizer's chat template. auto: if it has one.")
     system_prompt: str | None = Field(
         default=None, description="System message in front of each prompt (chat template only).")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="What the chat template is told besides, such as enable_thinking = false.")
 
     def problems(self) -> Iterator[str]:
-        if self.name == "file" and self.train_file is None:
-            yield 'task.train_file: is needed with task.name = "file"; set the path of a jsonl or parquet file'
+        if self.name == "file":
+            yield from source_problems(self)
+            for key, why in silent_columns(self).items():
+                if self._was_set(key):
+                    yield f"task.{key}: has no effect, because {why}; change that, or remove this key"
+        yield from reward_problems(self)
+
+    def without_effect(self) -> set[str]:
+        return super().without_effect() | silent_columns(self).keys()
 
 
 class RolloutConfig(Section):
@@ -292,6 +351,9 @@ class Config(Section):
                    f"a prompt, got {rollout.group_size}")
         if self.rl.dynamic_sampling != "off" and rollout.group_size < 2:
             yield 'rl.dynamic_sampling: a group of one never carries a signal; use "off", or a larger group_size'
+        if self.environment.name is not None and self.task.overlong_prompts != "error":
+            yield ("task.overlong_prompts: has no effect with an environment, which makes the prompts; remove this key "
+                   "or environment.name")
         if self.task.name == "environment" and self.environment.name is None:
             yield 'environment.name: is needed with task.name = "environment"; set the class that makes the problems'
         if self.rl.critic_warmup_steps >= self.train.steps:

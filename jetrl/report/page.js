@@ -4,7 +4,7 @@ function start() {
   const accuracy = [...new Set(RUNS.flatMap((run) => run.accuracy))];
   const wanted = [
     ["reward/mean", "Reward", { sub: "mean over the completions of a step" }],
-    ...accuracy.slice(0, 2).map((key) => [key, "Held-out accuracy", { sub: key, smoothable: false }]),
+    ...accuracy.slice(0, 2).map((key) => [key, DATA.heldOut, { sub: key, smoothable: false }]),
     [DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
     ["policy/entropy", "Entropy", { sub: "of the policy, nats a token" }],
     ["response_length/mean", "Response length", { sub: "mean, tokens" }],

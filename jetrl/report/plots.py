@@ -1,4 +1,4 @@
-"""`plot_runs`: one PNG of four panels (reward, held-out accuracy, parity, time by phase) for a README or a paper."""
+"""`plot_runs`: one PNG of four panels (reward, held-out score, parity, time by phase) for a README or a paper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetrl.errors import UserError
-from jetrl.report.run import PARITY_KEY, Run, headline, load_runs
+from jetrl.report.run import PARITY_KEY, Run, headline, held_out_name, load_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,8 @@ def plot_runs(run_dirs: Sequence[Path], out_png: Path) -> Path:
         axis.set_axisbelow(True)
         axis.tick_params(colors="#55554f", labelsize=9)
     _curves(axes[0, 0], runs, "Reward", {run.label: "reward/mean" for run in runs}, smooth=True)
-    _curves(axes[0, 1], runs, "Held-out accuracy", {run.label: next(iter(run.accuracy_keys()), "") for run in runs})
+    held_out = held_out_name(run.held_out for run in runs)
+    _curves(axes[0, 1], runs, held_out, {run.label: next(iter(run.accuracy_keys()), "") for run in runs})
     _parity(axes[1, 0], runs)
     _phases(axes[1, 1], runs)
     if len(runs) > 1:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
 PARITY_KEY = "parity/logprob_abs_diff_max"
 THROUGHPUT_KEY = "perf/tokens_per_s_per_gpu"
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
+# Rewards that are 1 for a right answer and 0 otherwise, so that their mean is an accuracy.
+CORRECTNESS = frozenset((
+    "jetrl.tasks.rewards:exact_match", "jetrl.tasks.rewards:last_integer", "jetrl.tasks.gsm8k:gsm8k_reward",
+    "jetrl.tasks.math_reward:math_reward",
+))
+_ENVIRONMENTS = (None, "calculator", "retry")  # those that give the task's own reward
 _TOTALS = ("time/step", "time/total")  # sums of the other phases, so no phases themselves
 
 
@@ -48,6 +54,17 @@ class Run:
     def accuracy_keys(self) -> list[str]:
         """Held-out accuracies, the run's first set first."""
         return [key for key in self.keys() if _ACCURACY.fullmatch(key)]
+
+    @property
+    def held_out(self) -> str:
+        """What the mean held-out reward is called: "accuracy" only where a reward of ours says right or wrong."""
+        task, environment = self.config.get("task", {}), self.config.get("environment", {}).get("name")
+        if "name" not in task:
+            return "accuracy"  # a folder without the config of its run
+        reward = task.get("reward")
+        if reward is None:
+            return "accuracy" if task["name"] == "addition" and environment in _ENVIRONMENTS else "reward"
+        return "accuracy" if isinstance(reward, str) and reward in CORRECTNESS else "reward"
 
     def phases(self) -> list[str]:
         """Names of the `time/*` phases without their sums."""
@@ -97,6 +114,12 @@ class Headline:
     seconds: float | None  # without the warm start, which is cached for the next run
     warm_start_seconds: float | None
     tokens_per_s: float | None
+    held_out: str = "accuracy"  # or "reward": what accuracy_before and accuracy_after are
+
+
+def held_out_name(names: Iterable[str]) -> str:
+    """`Held-out accuracy`, or `Held-out reward` where one of the runs has no accuracy."""
+    return f"Held-out {'accuracy' if set(names) <= {'accuracy'} else 'reward'}"
 
 
 def headline(run: Run) -> Headline:
@@ -121,6 +144,7 @@ def headline(run: Run) -> Headline:
         seconds=None if (total := _seconds(run)) is None else total - warm_start,
         warm_start_seconds=warm_start or None,
         tokens_per_s=throughput[len(throughput) // 2] if throughput else None,
+        held_out=run.held_out,
     )
 
 

@@ -69,6 +69,8 @@ def notes(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         found.append(("refill", f"{rounds:.0f} rounds"))
     if failures := failures_of(metrics):
         found.append(("environment", failures))
+    if unscored := metrics.get("reward/frac_unscored"):
+        found.append(("not scored", f"{100 * unscored:.2g}% of completions"))
     least = metrics.get("reward/min")
     if least is not None and least == metrics.get("reward/max") and "critic/loss" not in metrics:
         found.append(("no signal", f"all rewards {least:.3g}"))

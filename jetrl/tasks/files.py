@@ -1,54 +1,72 @@
-"""Problems from a jsonl or parquet file with the columns `prompt` and `answer`; verl's layout is read as it is.
+"""Problems from a jsonl or parquet file, or from a data set by name; verl's layout is read as it is.
 
-`prompt` is a text or a list of chat messages. A `solution` column (text) is what `jetrl sft` trains on; all further
-columns reach reward functions by name. Every epoch has an order of its own, from (seed, epoch).
+The prompt is a column (a text or a list of chat messages) or made of several by a template. A `solution` column (text)
+is what `jetrl sft` trains on; all further columns reach reward functions by name. Every epoch has an order of its own,
+from (seed, epoch).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
+from jetrl.tasks.columns import Columns
+from jetrl.tasks.datasets import read_dataset
+from jetrl.tasks.prompts import prompt_key
 from jetrl.tasks.protocol import RewardFunction, check_params, gold_params, shorten, stable_hash
+from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
 
 _RESERVED = {"prompts", "completions", "completion_ids", "answer", "solution"}  # what reward functions get anyway
 
 
 class FileTask:
-    """Params: `prompt_key`, `answer_key` (names of the two columns), `gold_template`, `check_gold`."""
+    """Params: `gold_template`, `check_gold`. Where problems come from is in the keys of `[task]`."""
 
     name = "file"
     reward: RewardFunction | None = None
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        params = config.params
-        check_params(self.name, params, ("prompt_key", "answer_key", "gold_template", "check_gold"))
-        self.gold_template, self.check_gold = gold_params(params)
+    def __init__(
+        self, config: TaskConfig, seed: int, *, needs_answer: bool = True, hold_out: bool = True,
+        fits: Callable[[Problem], bool] | None = None,
+    ) -> None:
+        """`needs_answer`: rows without an answer are mistakes. `hold_out`: without data for evaluation, some problems
+        are kept for it. `fits`: whether a prompt is short enough; a problem that is not is left out."""
+        for old, key in (("prompt_key", "prompt_column"), ("answer_key", "answer_column")):
+            if old in config.params:
+                raise UserError(f"task.params.{old}: this is task.{key} now.")
+        check_params(self.name, config.params, ("gold_template", "check_gold"))
+        self.gold_template, self.check_gold = gold_params(config.params)
         self.seed = seed
-        keys = _key(params, "prompt_key", "prompt"), _key(params, "answer_key", "answer")
-        assert config.train_file is not None
-        problems = read_problems(Path(config.train_file).expanduser(), *keys)
-        if config.eval_file is not None:
-            held_out = read_problems(Path(config.eval_file).expanduser(), *keys)
+        sieves = [Sieve(fits, config.repeated_prompts == "drop") for _ in range(2)]
+        source, problems = _training(config, needs_answer, sieves[0])
+        elsewhere = _evaluation(config, needs_answer, sieves[1])
+        held_out: list[Problem]
+        if elsewhere is not None:
+            where, held_out = elsewhere
             taken = {prompt_key(p) for p in held_out}
+        elif hold_out:
+            where = "the same data, chosen by hash of the prompt"
+            held_out, taken = _split(problems, config.num_eval, source)
         else:
-            held_out, taken = _split(problems, config.num_eval, config.train_file)
+            where, held_out, taken = "", [], set()
         self._held_out = sorted(held_out, key=lambda p: (stable_hash("held out", prompt_key(p)), p.id))
         self._train = [p for p in problems if prompt_key(p) not in taken]
         if not self._train:
-            raise UserError(f"{config.train_file}: {config.eval_file} has all its prompts; none is left for training.")
+            raise UserError(f"{source}: {where} has all its prompts; none is left for training.")
         removed = len(problems) - len(self._train)
-        where = config.eval_file if config.eval_file is not None else "the same file, chosen by hash of the prompt"
-        self._description = (
-            f"{len(self._train)} problems from {config.train_file}; {len(held_out)} held out, from {where}; "
+        self._description = f"{len(self._train)} problems from {source}; " + (
+            f"{len(held_out)} held out, from {where}; "
             f"{removed} rows left out of training, because their prompts are held out"
+            if where else "none held out, because eval.eval_interval = 0"
         )
+        for sieve, name in zip(sieves, (source, where), strict=True):
+            self._description += f"; {told}" if (told := sieve.describe(name)) else ""
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
     def problem(self, index: int) -> Problem:
@@ -78,28 +96,77 @@ def _split(problems: list[Problem], num_eval: int, file: str) -> tuple[list[Prob
     if num_eval > len(first) // 2:
         raise UserError(
             f"task.num_eval = {num_eval}, but {file} has only {len(first)} different prompts, and at most half may be "
-            "held out. Set task.eval_file"
+            "held out. Set task.eval_file or task.eval_split"
             + (f", or task.num_eval to at most {len(first) // 2}." if len(first) > 1 else ", or add problems.")
         )
     taken = sorted(first, key=lambda key: (stable_hash("held out", key), key))[:num_eval]
     return [first[key] for key in taken], set(taken)
 
 
-def prompt_key(problem: Problem) -> str:
-    """What makes two prompts the same: the text, or the messages' roles and texts; white space at the ends aside."""
-    if isinstance(problem.prompt, str):
-        return problem.prompt.strip()
-    return json.dumps([[m["role"], m["content"].strip()] for m in problem.prompt])
+def _training(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[str, list[Problem]]:
+    """Where the training problems come from, in words, and the problems."""
+    columns = Columns(config.prompt_column, config.answer_column, config.prompt_template, needs_answer=needs_answer)
+    if config.train_file is not None:
+        return config.train_file, read_problems(Path(config.train_file).expanduser(), columns, sieve)
+    assert config.dataset is not None
+    return _named(config.dataset, config.dataset_config, config.dataset_revision, config.train_split, columns, sieve)
 
 
-def read_problems(path: Path, prompt: str = "prompt", answer: str = "answer") -> list[Problem]:
-    """All problems of a `.jsonl` or `.parquet` file. Mistakes name the file and the line (of parquet: the row)."""
+def _evaluation(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[str, list[Problem]] | None:
+    """Likewise those for evaluation; None: they are held out of the training problems."""
+    template = config.eval_prompt_template
+    if template is None and config.eval_prompt_column is None:
+        template = config.prompt_template
+    columns = Columns(
+        config.eval_prompt_column or config.prompt_column, config.eval_answer_column or config.answer_column, template,
+        "eval_", needs_answer,
+    )
+    if config.eval_file is not None:
+        return config.eval_file, read_problems(Path(config.eval_file).expanduser(), columns, sieve)
+    if config.eval_split is None:
+        return None
+    if config.eval_dataset is not None:
+        name, subset, revision = config.eval_dataset, config.eval_dataset_config, config.eval_dataset_revision
+    else:
+        assert config.dataset is not None
+        name, subset, revision = config.dataset, config.dataset_config, config.dataset_revision
+    return _named(name, subset, revision, config.eval_split, columns, sieve)
+
+
+def _named(
+    name: str, subset: str | None, revision: str | None, split: str, columns: Columns, sieve: Sieve
+) -> tuple[str, list[Problem]]:
+    """A split of a data set: where it comes from, in words, and its problems, with the place of each as id.
+
+    Reward functions get something else by the names in `_RESERVED`, and nobody can rename a column on the hub: such
+    columns are left out where they are neither prompt nor answer.
+    """
+    found = read_dataset(name, subset, revision, split)
+    hidden = _RESERVED - {"solution", columns.answer, *(column for column, _ in columns.needed())}
+    rows = ({k: v for k, v in row.items() if k not in hidden} for row in found.rows)
+    numbered = (_problem(row, f"{found.source}:{i}", columns) for i, row in enumerate(rows, 1))
+    problems = sieve.take(numbered, found.source)
+    if not problems:
+        raise UserError(f"{found.source}: it has no rows.")
+    return found.source, problems
+
+
+def read_problems(path: Path, columns: Columns | None = None, sieve: Sieve | None = None) -> list[Problem]:
+    """The problems of a `.jsonl` or `.parquet` file that pass the sieve (None: all). Mistakes name the file and the
+    line (of parquet: the row)."""
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.suffix in (".jsonl", ".parquet"))
+        hint = f"Give one of its files: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else (
+            "It has no .jsonl or .parquet file, which is what is needed here.")
+        raise UserError(f"{path}: is a folder, not a file. {hint} A whole folder can be task.dataset.")
     if not path.is_file():
         raise UserError(f"{path}: file not found (searched from {Path.cwd()}).")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise UserError(f"{path}: must be a .jsonl or .parquet file, by its name.")
-    problems = [_problem(row, f"{path}:{line}", prompt, answer) for line, row in readers[path.suffix](path)]
+    columns = columns or Columns()
+    numbered = (_problem(row, f"{path}:{line}", columns) for line, row in readers[path.suffix](path))
+    problems = (sieve or Sieve()).take(numbered, str(path))
     if not problems:
         raise UserError(f"{path}: the file has no problems.")
     return problems
@@ -134,23 +201,24 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     yield from enumerate(rows, 1)
 
 
-def _problem(row: Mapping[str, Any], where: str, prompt: str, answer: str) -> Problem:
-    for key in (prompt, answer):
+def _problem(row: Mapping[str, Any], where: str, columns: Columns) -> Problem:
+    prompt, answer = columns.prompt, columns.answer
+    for key, setting in columns.needed():
         if key not in row and not (key == "answer" and "reward_model" in row):
             raise UserError(
                 f"{where}: column {key!r} is missing; the row has: {', '.join(map(repr, row)) or 'nothing'}. Set "
-                "task.params.prompt_key and task.params.answer_key if the columns have other names."
+                f"{setting} to what the data has."
             )
-    solution = row.get("solution")
+    solution = row.get("solution") if answer != "solution" else None
     if solution is not None and not isinstance(solution, str):
         raise UserError(f"{where}: column 'solution' must be a text, got {shorten(repr(solution))}.")
-    extra = {k: v for k, v in row.items() if k not in (prompt, answer, "solution")}
+    taken = (answer, "solution") if columns.template is not None else (prompt, answer, "solution")
+    extra = {k: v for k, v in row.items() if k not in taken}
     if hidden := sorted(_RESERVED & extra.keys()):
         raise UserError(f"{where}: reward functions get something else by the name of column {hidden[0]!r}; rename it.")
-    return Problem(
-        id=where, prompt=_prompt(row[prompt], where, prompt), answer=_answer(row, where, answer), solution=solution,
-        extra=extra,
-    )
+    value = _prompt(columns.prompt_of(row, where), where, prompt)
+    gold = _answer(row, where, answer, columns.needs_answer)
+    return Problem(id=where, prompt=value, answer=gold, solution=solution, extra=extra)
 
 
 def _prompt(value: Any, where: str, key: str) -> str | tuple[Mapping[str, str], ...]:
@@ -168,18 +236,13 @@ def _prompt(value: Any, where: str, key: str) -> str | tuple[Mapping[str, str], 
     return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 
-def _answer(row: Mapping[str, Any], where: str, key: str) -> str:
+def _answer(row: Mapping[str, Any], where: str, key: str, needed: bool) -> str:
     value, name = row.get(key), f"column {key!r}"
     if key not in row:
-        layout, name = row["reward_model"], "column 'reward_model', entry 'ground_truth'"
+        layout, name = row.get("reward_model"), "column 'reward_model', entry 'ground_truth'"
         value = layout.get("ground_truth") if isinstance(layout, dict) else None
+    if value is None and not needed:
+        return ""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
         raise UserError(f"{where}: {name} must be a text or a number, got {shorten(repr(value))}.")
     return str(value)
-
-
-def _key(params: Mapping[str, Any], name: str, default: str) -> str:
-    value = params.get(name, default)
-    if not isinstance(value, str) or not value:
-        raise UserError(f"task.params.{name}: must be the name of a column, got {value!r}.")
-    return value

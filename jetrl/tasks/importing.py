@@ -1,4 +1,4 @@
-"""What a config names in the user's code: `module:name` or `path/to/file.py:name`."""
+"""What a config names in the user's code: `module:name` or `path/to/file.py:name`, which may import its neighbours."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from jetrl.errors import UserError
+from jetrl.tasks.neighbours import add_folder
 
 FILE_MODULE = "jetrl_file_"  # how modules made from files are called, in front of a hash of the path
 
@@ -50,6 +51,7 @@ def _load_module(name: str, key: str, form: str) -> ModuleType:
 def _load_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{key}: file {path} not found (searched from {Path.cwd()}).")
+    add_folder(path, key)
     name = FILE_MODULE + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

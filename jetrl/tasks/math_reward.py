@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.tasks.gsm8k import gold_answer
 from jetrl.tasks.protocol import completion_text
 
 TIME_LIMIT = 5.0  # seconds for one item, parsing and comparison together
@@ -33,12 +34,16 @@ Scorer = Callable[[str, str], float]  # gold answer, completion -> score
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float | None]:
-    """1 where the completion's answer (the last `\\boxed{}` before anything else) equals the gold one, else 0."""
+    """1 where the completion's answer (the last `\\boxed{}` before anything else) equals the gold one, else 0.
+
+    Of a gold answer with `####`, as in GSM8K, what follows the sign counts.
+    """
     texts = [completion_text(c) for c in completions]
-    return _shared_pool().map(list(zip(answer, texts, strict=True)))
+    return _shared_pool().map(list(zip(map(gold_answer, answer), texts, strict=True)))
 
 
-math_reward.gold_template = r"\boxed{{answer}}"  # type: ignore[attr-defined]  # read by rewards.check_gold
+math_reward.gold_template = r"\boxed{{answer}}"  # type: ignore[attr-defined]  # both are read by rewards.gold_text
+math_reward.gold_answer = gold_answer  # type: ignore[attr-defined]
 
 
 @functools.cache

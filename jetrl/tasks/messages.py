@@ -64,7 +64,8 @@ class TurnEncoder:
         while mark in said:
             mark += "'"
         start = chat_messages(replace(problem, prompt=tuple(opening)), self.config)
-        text = render([*start, {"role": "assistant", "content": mark}, *messages], self.tokenizer, problem.id)
+        talk = [*start, {"role": "assistant", "content": mark}, *messages]
+        text = render(talk, self.tokenizer, problem.id, self.config.chat_template_kwargs)
         before, found, behind = text.rpartition(mark)
         if not found or mark in before:
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,18 @@ from jetrl.types import Problem
 
 Message = Mapping[str, str]  # role and content, as chat templates read them
 
+_DROP = ' (task.overlong_prompts = "drop" leaves out all such rows of the data)'
+
+
+class OverlongPrompt(UserError):
+    """A prompt has more tokens than `task.max_prompt_length`."""
+
 
 def encode_problem(problem: Problem, tokenizer: Any, config: TaskConfig) -> list[int]:
     """The prompt as token ids: by the chat template with the assistant's turn opened, or as plain text."""
     chat = uses_chat_template(config.chat_template, tokenizer)
     if chat:
-        text = render(chat_messages(problem, config), tokenizer, problem.id)
+        text = render(chat_messages(problem, config), tokenizer, problem.id, config.chat_template_kwargs)
     else:
         text = _plain_text(problem, config)
     # A template writes its own special tokens; adding them again would give two of the beginning of sequence.
@@ -30,12 +37,19 @@ def encode_problem(problem: Problem, tokenizer: Any, config: TaskConfig) -> list
             "nothing to complete. Use a tokenizer that does not append it, or take it out of the prompt."
         )
     if len(tokens) > config.max_prompt_length:
-        raise UserError(
+        raise OverlongPrompt(
             f"Problem {problem.id}: the prompt has {len(tokens)} tokens, task.max_prompt_length is "
-            f"{config.max_prompt_length}. Raise it or leave this problem out; prompts are never cut. "
-            f"The prompt begins: {shorten(text)!r}"
+            f"{config.max_prompt_length}. Raise it or leave this problem out{_DROP if config.name == 'file' else ''}; "
+            f"prompts are never cut. The prompt begins: {shorten(text)!r}"
         )
     return tokens
+
+
+def prompt_key(problem: Problem) -> str:
+    """What makes two prompts the same: the text, or the messages' roles and texts; white space at the ends aside."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt.strip()
+    return json.dumps([[m["role"], m["content"].strip()] for m in problem.prompt])
 
 
 def uses_chat_template(setting: bool | str, tokenizer: Any) -> bool:
@@ -63,11 +77,14 @@ def chat_messages(problem: Problem, config: TaskConfig) -> list[Message]:
     return messages
 
 
-def render(messages: Sequence[Message], tokenizer: Any, problem_id: str) -> str:
-    """What the chat template writes for the messages, with the assistant's next turn opened."""
+def render(
+    messages: Sequence[Message], tokenizer: Any, problem_id: str, variables: Mapping[str, Any] | None = None
+) -> str:
+    """What the chat template writes for the messages, with the assistant's next turn opened. It sees `variables`, as in
+    `enable_thinking = false`; one that it does not read changes nothing."""
     try:
         copies = [dict(m) for m in messages]  # a template may change what it is given
-        return tokenizer.apply_chat_template(copies, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(copies, add_generation_prompt=True, tokenize=False, **(variables or {}))
     except Exception as error:  # jinja's errors: templates raise their own for roles that they do not know
         roles = [m["role"] for m in messages]
         raise UserError(
@@ -87,11 +104,12 @@ def encode_text(text: str, tokenizer: Any, where: str, kind: str, *, add_special
 
 
 def _plain_text(problem: Problem, config: TaskConfig) -> str:
-    if config.system_prompt is not None:
-        raise UserError(
-            "task.system_prompt has no effect on plain-text prompts, and no chat template is in use. Remove it, or use "
-            "a tokenizer with a chat template."
-        )
+    for key in ("system_prompt", "chat_template_kwargs"):
+        if getattr(config, key):
+            raise UserError(
+                f"task.{key} has no effect on plain-text prompts, and no chat template is in use. Remove it, or use a "
+                "tokenizer with a chat template."
+            )
     if not isinstance(problem.prompt, str):
         raise UserError(
             f"Problem {problem.id}: the prompt is a list of chat messages, but no chat template is in use. Use a "

@@ -1,17 +1,31 @@
-"""Reward functions by name, and the arguments that they take."""
+"""Reward functions by name: TRL's form as it is, verl's adapted, several with weights."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jetrl.config import TaskConfig
 from jetrl.errors import UserError
-from jetrl.tasks.importing import FILE_MODULE, import_attribute
-from jetrl.tasks.protocol import completion_text
+from jetrl.tasks.importing import import_attribute
+from jetrl.tasks.protocol import RewardFunction, completion_text
+from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
 
 _VERL = {"data_source", "solution_str", "ground_truth"}  # the parameters that tell verl's `compute_score`
+
+
+def import_reward(config: TaskConfig) -> RewardFunction | None:
+    """What `task.reward` names: one function as it is, or several (or an async one) with their weights."""
+    if config.reward is None:
+        return None
+    names = (config.reward,) if isinstance(config.reward, str) else config.reward
+    functions = tuple(import_function(name) for name in names)
+    if len(functions) == 1 and config.reward_weights is None and not is_async(functions[0]):
+        return functions[0]
+    weights = config.reward_weights or (1.0,) * len(functions)
+    return WeightedReward(functions, weights, distinct_names([name.rpartition(":")[2] for name in names]))
 
 
 def import_function(name: str, key: str = "task.reward") -> Callable[..., Any]:
@@ -19,55 +33,54 @@ def import_function(name: str, key: str = "task.reward") -> Callable[..., Any]:
     function = import_attribute(name, key, "function")
     if not callable(function):
         raise UserError(f"{key}: {name} is of type {type(function).__name__}, not a function.")
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"{key}: {name} is an async function; wrap it in a plain one that runs it.")
     parameters = inspect.signature(function).parameters
     return _adapt_verl(function) if parameters.keys() >= _VERL else function
 
 
-def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., list[float]]:
-    """verl's form, one completion a call and a number or {"score": number} back, as a function over the batch."""
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
-    def reward(
-        completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None = None,
-        extra_info: Sequence[Any] | None = None,
-    ) -> list[float]:
-        scores = []
-        for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
-            score = compute_score(
+
+def needs_answer(reward: RewardFunction | None) -> bool:
+    """Whether one of its functions names `answer`, without a default; then the data must have it."""
+    functions = reward.functions if isinstance(reward, WeightedReward) else () if reward is None else (reward,)
+    found = [inspect.signature(function).parameters.get("answer") for function in functions]
+    return any(p is not None and p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in found)
+
+
+def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's form, one completion a call and a number or {"score": number} back, as a function over the batch. An
+    async one runs for all completions at the same time."""
+
+    def calls(
+        completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None,
+        extra_info: Sequence[Any] | None,
+    ) -> list[Any]:
+        return [
+            compute_score(
                 data_source=None if data_source is None else data_source[i],
                 solution_str=completion_text(completion),
                 ground_truth=gold, extra_info=None if extra_info is None else extra_info[i],
             )
-            scores.append(score["score"] if isinstance(score, Mapping) else score)
-        return scores
+            for i, (completion, gold) in enumerate(zip(completions, answer, strict=True))
+        ]
 
-    reward.__module__, reward.__qualname__ = compute_score.__module__, reward_name(compute_score).rpartition(":")[2]
-    return reward
+    def number(score: Any) -> Any:
+        return score["score"] if isinstance(score, Mapping) else score
 
+    def reward(
+        completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None = None,
+        extra_info: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        return [number(score) for score in calls(completions, answer, data_source, extra_info)]
 
-def reward_name(function: Callable[..., Any]) -> str:
-    """How messages call the function: `module:function`, or the type of a callable object."""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    module = getattr(function, "__module__", type(function).__module__)
-    file = getattr(sys.modules.get(module), "__file__", None) if module.startswith(FILE_MODULE) else None
-    return f"{file or module}:{name}"
+    async def async_reward(
+        completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None = None,
+        extra_info: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        return [number(score) for score in await asyncio.gather(*calls(completions, answer, data_source, extra_info))]
 
-
-def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns that the function names, or all where it takes `**columns`. Raises where one that it needs lacks."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        chosen = dict(columns)
-    else:
-        chosen = {p.name: columns[p.name] for p in parameters if p.name in columns}
-    missing = [
-        p.name for p in parameters
-        if p.name not in columns and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if missing:
-        raise UserError(
-            f"Reward function {reward_name(function)} needs {', '.join(missing)}, but the problems have only: "
-            f"{', '.join(columns)}. Rename its parameters or add the columns to the data."
-        )
-    return chosen
+    adapted = async_reward if is_async(compute_score) else reward
+    adapted.__module__, adapted.__qualname__ = compute_score.__module__, reward_name(compute_score).rpartition(":")[2]
+    return adapted

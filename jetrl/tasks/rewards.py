@@ -2,8 +2,9 @@
 
 A reward function is `f(prompts, completions, **columns) -> list[float | None]`. The columns are `answer`, `solution`
 (where problems have one), `completion_ids` and every further column of the data; a function takes those that it names.
-Where a prompt is a list of chat messages, its completion is one too, as in TRL. None says "could not be scored": it
-counts in `reward/num_errors` and as 0.
+Where a prompt is a list of chat messages, its completion is one too, as in TRL. None says "not scored": of several
+functions it takes this one out of the sum. A completion that none scores counts in `reward/num_errors` and is left out
+of training; in an evaluation it counts as 0.
 
 A conversation with an environment has the rewards that the environment gave. A function that `task.reward` names
 replaces them; its completion is the whole conversation behind the prompt, as messages.
@@ -11,89 +12,127 @@ replaces them; its completion is the whole conversation behind the prompt, as me
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jetrl.config import Config, TaskConfig
+from jetrl.config import Config
 from jetrl.errors import UserError
+from jetrl.tasks.calls import Call
 from jetrl.tasks.prompts import encode_text
 from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
-from jetrl.tasks.reward_loading import import_function, reward_name, select_columns
-from jetrl.types import Group, Problem, Trajectory
+from jetrl.tasks.reward_calls import Scores, WeightedReward, call_all, reward_name, select_columns
+from jetrl.types import Group, Problem, Prompt, Trajectory
 
 Completion = str | list[dict[str, str]]  # a text; of conversations, messages
 Item = tuple[Problem, Completion, tuple[int, ...]]  # problem, completion, its tokens
 
 _NUMBER = re.compile(r"(?<![0-9.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 _MAX_REWARD = 1e30
+_UNSCORED = "no reward function scored it"
 _MAX_NUMBER = 1000  # characters; Python refuses to read integers of more than some thousand digits
 
 
-def load_reward(config: TaskConfig, task: Task) -> RewardFunction:
+def required_reward(task: Task, named: RewardFunction | None) -> RewardFunction:
     """The function that `task.reward` names, else the task's own. Runs without an environment need one."""
-    if (reward := find_reward(config, task)) is not None:
+    if (reward := named if named is not None else task.reward) is not None:
         return reward
     raise UserError(
         f"task.reward: task {task.name!r} has no reward of its own. Set jetrl.tasks.rewards:exact_match, "
-        "jetrl.tasks.rewards:last_integer, jetrl.tasks.math_reward:math_reward, or a function of yours, as "
-        "module:function or path/to/file.py:function."
+        "jetrl.tasks.rewards:last_integer, jetrl.tasks.gsm8k:gsm8k_reward, jetrl.tasks.math_reward:math_reward, or a "
+        "function of yours, as module:function or path/to/file.py:function."
     )
 
 
-def find_reward(config: TaskConfig, task: Task) -> RewardFunction | None:
-    """The function that `task.reward` names, else the task's own, if it has one."""
-    return import_function(config.reward) if config.reward is not None else task.reward
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Groups with rewards, the `reward/*` metrics, and apart from them what no reward function scored.
+
+    A group all of whose trajectories were not scored is gone. An evaluation has no unscored ones.
+    """
+
+    groups: list[Group]
+    stats: dict[str, float]
+    unscored: list[tuple[Prompt, Trajectory]] = field(default_factory=list)
 
 
 def score(
     groups: Sequence[Group], reward: RewardFunction | None, config: Config | None, *, conversations: bool = False,
     at_limit: str = "keep",
-) -> tuple[list[Group], dict[str, float]]:
-    """Groups with rewards, and the `reward/*` metrics. With a config, long responses pay its overlong penalty.
+) -> Scored:
+    """Rewards of the trajectories. With a config, for training: long responses pay its overlong penalty, and what no
+    function scores is left out; without one, for an evaluation, it counts as 0.
 
     `reward` None: what the environment gave, the sum over the turns. `conversations` says that an environment is in
     use: completions are lists of messages then. `at_limit = "zero"`: trajectories that ran into a limit get 0.
     """
     trajectories = [(g.prompt.problem, t) for g in groups for t in g.trajectories]
+    stats: dict[str, float] = {}
+    scores: list[float | None]
     if reward is None:
-        scores: list[float | None] = [math.fsum(s.reward for s in t.turns) for _, t in trajectories]
+        scores = [math.fsum(s.reward for s in t.turns) for _, t in trajectories]
     else:
         items = [_item(problem, t, conversations) for problem, t in trajectories]
-        scores = call_reward(reward, items) if items else []
-        if items and all(s is None for s in scores):
-            raise UserError(
-                f"Reward function {reward_name(reward)}: not one of {len(scores)} completions could be scored (all "
-                f"None). First completion: {_shown(items[0][1])}, answer: {items[0][0].answer!r}."
-            )
-    rewards = [0.0 if s is None else s for s in scores]
-    stats = {"reward/num_errors": float(sum(s is None for s in scores))}
+        scores, stats = _scores(reward, items) if items else ([], {})
+        if items and config is None and all(s is None for s in scores):
+            raise UserError(nothing_scored(reward, len(items), trajectories[0], conversations))
+    stats["reward/num_errors"] = float(sum(s is None for s in scores))
+    rewards = [0.0 if s is None and config is None else s for s in scores]
     # where something else takes their place, rewards of single turns are none
     replaced = [reward is not None or (at_limit == "zero" and t.truncated) for _, t in trajectories]
     if at_limit == "zero":
-        rewards = [0.0 if t.truncated else r for r, (_, t) in zip(rewards, trajectories, strict=True)]
+        pairs = zip(rewards, trajectories, strict=True)
+        rewards = [0.0 if t.truncated and r is not None else r for r, (_, t) in pairs]
     if config is not None and config.rl.overlong_buffer_len and rewards:
-        longest, rl = config.rollout.max_response_length, config.rl
-        penalties = [
-            overlong_penalty(t.response_length, longest, rl.overlong_buffer_len, rl.overlong_penalty_factor)
-            for _, t in trajectories
-        ]
-        rewards = [r + p for r, p in zip(rewards, penalties, strict=True)]
-        stats["reward/overlong_penalty_mean"] = sum(penalties) / len(penalties)
-    if rewards:
-        stats |= {"reward/min": min(rewards), "reward/max": max(rewards)}
-    ends = list(itertools.accumulate(len(g.trajectories) for g in groups))
-    starts = [0, *ends][: len(ends)]
+        rewards, stats["reward/overlong_penalty_mean"] = _with_penalty(rewards, trajectories, config)
+    if known := [r for r in rewards if r is not None]:
+        stats |= {"reward/min": min(known), "reward/max": max(known)}
     final = [_without_turn_rewards(t) if gone else t for gone, (_, t) in zip(replaced, trajectories, strict=True)]
-    scored = [
-        replace(g, rewards=tuple(rewards[i:j]), trajectories=tuple(final[i:j]))
-        for g, i, j in zip(groups, starts, ends, strict=True)
+    return _in_groups(groups, final, rewards, stats)
+
+
+def _with_penalty(
+    rewards: Sequence[float | None], trajectories: Sequence[tuple[Problem, Trajectory]], config: Config
+) -> tuple[list[float | None], float]:
+    """The rewards with the overlong penalty, and its mean over all trajectories."""
+    longest, rl = config.rollout.max_response_length, config.rl
+    penalties = [
+        overlong_penalty(t.response_length, longest, rl.overlong_buffer_len, rl.overlong_penalty_factor)
+        for _, t in trajectories
     ]
-    return scored, stats
+    paid = [None if r is None else r + p for r, p in zip(rewards, penalties, strict=True)]
+    return paid, sum(penalties) / len(penalties)
+
+
+def _in_groups(
+    groups: Sequence[Group], trajectories: Sequence[Trajectory], rewards: Sequence[float | None],
+    stats: dict[str, float],
+) -> Scored:
+    """Trajectories and rewards, which are in the order of the groups, back in them."""
+    scored, unscored, end = [], [], 0
+    for group in groups:
+        start, end = end, end + len(group.trajectories)
+        pairs = list(zip(trajectories[start:end], rewards[start:end], strict=True))
+        kept = [(t, r) for t, r in pairs if r is not None]
+        unscored += [(group.prompt, replace(t, error=_UNSCORED)) for t, r in pairs if r is None]
+        if kept or not pairs:
+            own = replace(group, trajectories=tuple(t for t, _ in kept), rewards=tuple(r for _, r in kept))
+            scored.append(own)
+    return Scored(scored, stats, unscored)
+
+
+def nothing_scored(
+    reward: RewardFunction, count: int, first: tuple[Problem, Trajectory], conversations: bool = False
+) -> str:
+    """What is wrong where all `count` completions got None, with the first of them."""
+    problem, completion, _ = _item(*first, conversations)
+    return (
+        f"Reward function {reward_name(reward)}: not one of {count} completions could be scored (all None). First "
+        f"completion: {_shown(completion)} of problem {problem.id}, answer: {problem.answer!r}."
+    )
 
 
 def _without_turn_rewards(trajectory: Trajectory) -> Trajectory:
@@ -121,13 +160,31 @@ def _shown(completion: Completion) -> str:
 
 def call_reward(reward: RewardFunction, items: Sequence[Item]) -> list[float | None]:
     """One call of the function on all items; its result is checked: as many, each a finite number or None."""
-    name = reward_name(reward)
-    arguments = select_columns(reward, _columns(items))
-    try:
-        result = reward(**arguments)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # anything may come out of a user's function
+    scores = _call_parts(reward, items)
+    return reward.summed(scores) if isinstance(reward, WeightedReward) else list(scores[0])
+
+
+def _scores(reward: RewardFunction, items: Sequence[Item]) -> tuple[list[float | None], dict[str, float]]:
+    """`call_reward`; of several functions also the metrics of each."""
+    if not isinstance(reward, WeightedReward):
+        return call_reward(reward, items), {}
+    scores = _call_parts(reward, items)
+    return reward.summed(scores), reward.stats(scores) if len(scores) > 1 else {}
+
+
+def _call_parts(reward: RewardFunction, items: Sequence[Item]) -> list[Scores]:
+    """The scores of each of the functions that the reward consists of, checked."""
+    functions = reward.functions if isinstance(reward, WeightedReward) else (reward,)
+    columns = _columns(items)
+    calls = call_all([(function, select_columns(function, columns)) for function in functions])
+    return [_checked(function, call, items) for function, call in zip(functions, calls, strict=True)]
+
+
+def _checked(function: RewardFunction, call: Call, items: Sequence[Item]) -> Scores:
+    name, result, error = reward_name(function), call.value, call.error
+    if isinstance(error, UserError):
+        raise error
+    if error is not None:  # anything may come out of a user's function
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"Reward function {name} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}). "
@@ -191,7 +248,9 @@ def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: i
             items.append((problem, tokenizer.decode(tokens), tuple(tokens)))
     if not items:
         return 0
-    for (problem, text, _), value in zip(items, call_reward(reward, items), strict=True):
+    scores = _call_parts(reward, items)
+    values = reward.best(scores) if isinstance(reward, WeightedReward) else scores[0]
+    for (problem, text, _), value in zip(items, values, strict=True):
         if value is None or value <= 0:
             raise UserError(
                 f"The gold answer of problem {problem.id} earns no reward, so no completion can be expected to.\n"
@@ -209,7 +268,8 @@ def gold_text(task: Task, problem: Problem, reward: RewardFunction) -> str:
         solution = problem.solution
         return solution if isinstance(solution, str) else [text for author, text in solution if author == "policy"][-1]
     template = task.gold_template or str(getattr(reward, "gold_template", "{answer}"))
-    return template.replace("{answer}", problem.answer) if problem.answer else ""
+    answer = getattr(reward, "gold_answer", str)(problem.answer)  # of a column that holds more
+    return template.replace("{answer}", answer) if answer else ""
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:

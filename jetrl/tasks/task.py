@@ -6,7 +6,7 @@ Names of tasks stand in one table, `TASKS`; a new task is a module with a class 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jetrl.config import Config, TaskConfig
@@ -14,32 +14,68 @@ from jetrl.tasks.addition import AdditionTask
 from jetrl.tasks.environment_task import EnvironmentTask, problem_seed
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.gym import GymTask
-from jetrl.tasks.prompts import encode_problem
+from jetrl.tasks.prompts import OverlongPrompt, encode_problem
 from jetrl.tasks.protocol import RewardFunction, Task
 from jetrl.types import Problem, Prompt
 
 __all__ = ["TASKS", "RewardFunction", "Task", "build_task", "encode_problem", "eval_prompts", "sample"]
 
-# task.name -> its builder, from (config, the run's seed, tokenizer, name of the environment)
-TASKS: Mapping[str, Callable[[TaskConfig, int, Any, str], Task]] = {
-    "addition": lambda config, seed, tokenizer, _: AdditionTask(config.params, seed, tokenizer),
-    "file": lambda config, seed, *_: FileTask(config, seed),
-    "gym": lambda config, seed, *_: GymTask(config.params, seed, config.num_eval),
-    "environment": lambda config, seed, _, environment: EnvironmentTask(config.params, seed, environment),
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a task is built from. `environment` is its name, or empty. The last two are for `FileTask`."""
+
+    config: TaskConfig
+    seed: int
+    tokenizer: Any
+    environment: str
+    needs_answer: bool
+    hold_out: bool
+
+
+# task.name -> its builder
+TASKS: Mapping[str, Callable[[Given], Task]] = {
+    "addition": lambda given: AdditionTask(given.config.params, given.seed, given.tokenizer),
+    "file": lambda given: _file_task(given),
+    "gym": lambda given: GymTask(given.config.params, given.seed, given.config.num_eval),
+    "environment": lambda given: EnvironmentTask(given.config.params, given.seed, given.environment),
 }
 
 
-def build_task(config: TaskConfig, seed: int, tokenizer: Any, environment: str | None = None) -> Task:
+def build_task(
+    config: TaskConfig, seed: int, tokenizer: Any, environment: str | None = None, *, needs_answer: bool = True,
+    hold_out: bool = True,
+) -> Task:
     """The task that the config names. The tokenizer decides what addition's `style = "auto"` means.
 
-    Without an environment, the prompts of a file are all encoded once, so that a bad one stops the run before it
-    begins. With one (its name), the environment makes the prompts.
+    `needs_answer`: whether the reward reads answers. `hold_out` False: a file's rows are all for training.
     """
-    task = TASKS[config.name](config, seed, tokenizer, environment or "")
-    if isinstance(task, FileTask) and environment is None:
-        for problem in task.all_problems():
-            encode_problem(problem, tokenizer, config)
-    return task
+    return TASKS[config.name](Given(config, seed, tokenizer, environment or "", needs_answer, hold_out))
+
+
+def holds_out(config: Config) -> bool:
+    """Whether problems are kept for evaluation: not those of a file's own rows while evaluation is off."""
+    task = config.task
+    own_rows = task.name == "file" and task.eval_file is None and task.eval_split is None
+    return not own_rows or config.eval.eval_interval > 0
+
+
+def _file_task(given: Given) -> FileTask:
+    """Without an environment, the prompts are all encoded once, so that a bad one stops the run before it begins or is
+    left out. With one, the environment makes the prompts."""
+
+    def fits(problem: Problem) -> bool:
+        try:
+            encode_problem(problem, given.tokenizer, given.config)
+        except OverlongPrompt:
+            if given.config.overlong_prompts == "error":
+                raise
+            return False
+        return True
+
+    return FileTask(
+        given.config, given.seed, needs_answer=given.needs_answer, hold_out=given.hold_out,
+        fits=None if given.environment else fits,
+    )
 
 
 def sample(

@@ -6,16 +6,19 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.model.hf import load_tokenizer_from
+from jetrl.model.hub import tokenizer_folder
 
 BUILTIN_PREFIX = "builtin:"
 CHARACTERS = "0123456789+-*/=#:;,. \n()?<>|_^"
 VOCABULARY = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
 
 
-def load_tokenizer(name: str) -> Any:
-    """`builtin:arithmetic`, or the tokenizer of a folder."""
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """`builtin:arithmetic`, or the tokenizer of a folder or of a repository on the hub."""
     if not name.startswith(BUILTIN_PREFIX):
-        return load_tokenizer_from(name)
+        return load_tokenizer_from(tokenizer_folder(name, revision))
+    if revision is not None:
+        raise UserError(f"model.tokenizer_revision has no effect with model.tokenizer = {name!r}; remove it.")
     if name != "builtin:arithmetic":
         raise UserError(f"model.tokenizer = {name!r}: the only built-in tokenizer is 'builtin:arithmetic'.")
     return arithmetic_tokenizer()

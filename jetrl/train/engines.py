@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.model import hf
+from jetrl.model.hub import model_folder
 from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest
 from jetrl.rollout.engine import PagedEngine
@@ -37,9 +39,11 @@ class EngineContext:
 
 def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config: dict[str, Any] | None) -> Engine:
     """The engine that `rollout.engine` names."""
+    m = config.model
+    source = model_folder(m.path, m.revision, weights=False) if m.path is not None else None
     context = EngineContext(
         config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
-        eos_ids(tokenizer, config.model.path),
+        eos_ids(tokenizer, source),
     )
     return paged_engine(context) if engine_class(config.rollout.engine) is None else _users_engine(context)
 
@@ -82,7 +86,7 @@ def _users_engine(context: EngineContext) -> Engine:
     return CheckedEngine(engine, name, context.model.spec.vocab_size)
 
 
-def eos_ids(tokenizer: Any, folder: str | None) -> frozenset[int]:
+def eos_ids(tokenizer: Any, folder: Path | None) -> frozenset[int]:
     """End-of-sequence ids: the tokenizer's, and those in the model folder's config.json and generation_config.json."""
     ids: list[int | None] = [tokenizer.eos_token_id]
     for source in (hf.read_config(folder), hf.read_generation_config(folder)) if folder is not None else ():

@@ -14,7 +14,7 @@ from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.requests import eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
-from jetrl.tasks.rewards import score
+from jetrl.tasks.rewards import Scored, nothing_scored, score
 from jetrl.tasks.task import eval_prompts, sample
 from jetrl.train.setup import Session
 from jetrl.types import Group, Prompt, StepReport, Trajectory
@@ -34,7 +34,8 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A step's trajectories: all scored groups, those to learn from, those whose environment failed.
+    """A step's trajectories: all scored groups, those to learn from, and those left out, because their environment
+    failed or no reward function scored them.
 
     `next_prompt` is the place in the task's stream from which the next step samples.
     """
@@ -49,11 +50,12 @@ class Gathered:
 def gather(session: Session, clock: Clock, step: int) -> Gathered:
     """Sample, roll out, score and select for step `step`. Changes nothing in the session: a repeated step is equal.
 
-    Raises UserError if nothing could be learnt from: every conversation failed, or refilling found no signal at all.
+    Raises UserError if nothing could be learnt from: every conversation failed, nothing was scored, or refilling found
+    no signal at all.
     """
     config = session.config
     rollouts: list[Rollout] = []
-    scores: list[dict[str, float]] = []
+    scores: list[Scored] = []
     place, in_turns = session.num_prompts, session.conversations is not None
 
     def one_round(count: int) -> list[Group]:
@@ -64,9 +66,8 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
             rollouts.append(roll_out(session.engine, prompts, asked, session.conversations, clock.progress()))
         place += count
         with clock("reward"):
-            groups, stats = scored(session, rollouts[-1], config)
-        scores.append(stats)
-        return groups
+            scores.append(scored(session, rollouts[-1], config))
+        return scores[-1].groups
 
     if config.rl.dynamic_sampling == "refill":
         groups, learnt, stats = _refilled(one_round, config, clock)
@@ -74,14 +75,17 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
         groups = tuple(one_round(config.rollout.prompts_per_step))
         learnt, stats = select(groups, config.rl) if groups else ((), {})
     failed = tuple(f for rollout in rollouts for f in rollout.failed)
+    unscored = tuple(u for one in scores for u in one.unscored)
     if not groups:
-        raise UserError(_all_failed(step, failed))
+        raise UserError(_all_failed(step, failed) if not unscored else _none_scored(session, step, unscored))
     whole = Rollout([group for rollout in rollouts for group in rollout.groups], list(failed), in_turns)
-    stats = merged(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
-    return Gathered(groups, learnt, failed, stats, place)
+    stats = merged([one.stats for one in scores]) | stats | rollout_stats(whole, clock.seconds["rollout"])
+    if session.reward is not None:
+        stats["reward/frac_unscored"] = len(unscored) / sum(len(group.trajectories) for group in whole.groups)
+    return Gathered(groups, learnt, failed + unscored, stats, place)
 
 
-def scored(session: Session, rollout: Rollout, config: Config | None) -> tuple[list[Group], dict[str, float]]:
+def scored(session: Session, rollout: Rollout, config: Config | None) -> Scored:
     """`tasks.rewards.score` of a rollout; with a config, long responses pay its penalty."""
     at_limit = session.config.environment.at_limit
     in_turns = session.conversations is not None
@@ -116,7 +120,15 @@ def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
     reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum}
     if len(scores) == 1:
         return scores[0]
-    return {key: reducers.get(key, mean)([s[key] for s in scores if key in s]) for key in scores[0]}
+    keys = dict.fromkeys(key for s in scores for key in s)
+    return {key: reducers.get(key, mean)([s[key] for s in scores if key in s]) for key in keys}
+
+
+def _none_scored(session: Session, step: int, unscored: Sequence[tuple[Prompt, Trajectory]]) -> str:
+    (prompt, trajectory), in_turns = unscored[0], session.conversations is not None
+    assert session.reward is not None, "what an environment rewards is scored"
+    first = prompt.problem, trajectory
+    return f"Step {step}: " + nothing_scored(session.reward, len(unscored), first, in_turns)
 
 
 def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:
@@ -128,18 +140,25 @@ def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:
 
 
 def evaluate(session: Session, clock: Clock) -> dict[str, float]:
-    """avg@k and pass@k on the held-out problems, in the rollout's precision flow. Failed conversations do not count."""
+    """avg@k and pass@k on the held-out problems, in the rollout's precision flow. Failed conversations do not count;
+    what no reward function scores counts as 0, and its number is told."""
     config, k, name = session.config, session.config.eval.num_samples, session.task.name
     prompts = eval_prompts(session.task, session.tokenizer, config, session.conversations is not None)
+    if not prompts:
+        raise UserError(
+            "There is nothing to evaluate on: with eval.eval_interval = 0 no rows are held out. Give problems that "
+            "were not trained on, as task.eval_file or task.eval_split."
+        )
     with clock("eval", len(prompts) * k):
         rollout = roll_out(session.engine, prompts, eval_asked(config), session.conversations, clock.progress())
         if not rollout.groups:
             raise UserError("Evaluation: " + _all_failed(session.step, rollout.failed))
-        groups, _ = scored(session, rollout, None)
-    rewards = [g.rewards for g in groups]
+        result = scored(session, rollout, None)
+    rewards = [g.rewards for g in result.groups]
     count = sum(map(len, rewards))
     metrics = {
         f"eval/{name}/avg@{k}": sum(map(sum, rewards)) / count,
         f"eval/{name}/pass@{k}": sum(max(r) > 0.999 for r in rewards) / len(rewards),
     }
-    return metrics | ({f"eval/{name}/num_failed": float(len(rollout.failed))} if rollout.failed else {})
+    counts = {"num_failed": float(len(rollout.failed)), "num_unscored": result.stats["reward/num_errors"]}
+    return metrics | {f"eval/{name}/{key}": number for key, number in counts.items() if number}

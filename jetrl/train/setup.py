@@ -14,14 +14,16 @@ from jetrl.kernels.dispatch import DEVICE_OF, select
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.model import hf
 from jetrl.model.critic import Critic
+from jetrl.model.hub import model_folder
 from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.conversations import EnvironmentPool, build_pool
 from jetrl.tasks.environment import Factory, load_environment
-from jetrl.tasks.rewards import find_reward, load_reward
-from jetrl.tasks.task import RewardFunction, Task, build_task
+from jetrl.tasks.reward_loading import import_reward, needs_answer
+from jetrl.tasks.rewards import required_reward
+from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.engines import build_engine, engine_class
 from jetrl.train.optim import build_optimizer
@@ -42,6 +44,7 @@ class Session:
     flow_digest: str
     unified: bool
     base_config: dict[str, Any] | None  # the model's own config.json, kept in what we save
+    generation_config: dict[str, Any] | None = None  # likewise
     conversations: EnvironmentPool | None = None  # None: single answers
     reference: Transformer | None = None
     step: int = 0
@@ -65,20 +68,25 @@ class Session:
         return self.tokenizer.decode([token])
 
 
-def build(config: Config) -> Session:
-    """Build model, optimizer, engine, task and reward from a resolved config."""
+def build(config: Config, *, weights: bool = True) -> Session:
+    """Build model, optimizer, engine, task and reward from a resolved config.
+
+    Without `weights` the model's are not read (nor downloaded): a checkpoint's follow.
+    """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.use_deterministic_algorithms(True)
     # that setting also fills every new tensor with NaN, one more pass over memory each; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = prepare(config)
-    model = build_model(config, plan.spec, plan.recipe)
+    model = build_model(config, plan.spec, plan.recipe, weights=weights)
     engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+    source = model_source(config)
     return Session(
         config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,
         learner=build_learner(config, model), engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
+        generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan),
     )
 
@@ -134,31 +142,46 @@ def prepare(config: Config) -> Prepared:
     recipe = recipe_of(config, spec)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
-    task = build_task(config.task, config.seed, tokenizer, config.environment.name)
-    reward, environment = _scoring(config, task)
+    named = import_reward(config.task)
+    task = build_task(
+        config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
+        hold_out=holds_out(config),
+    )
+    reward, environment = _scoring(config, task, named)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
 
 
-def _scoring(config: Config, task: Task) -> tuple[RewardFunction | None, Factory | None]:
+def _scoring(
+    config: Config, task: Task, named: RewardFunction | None
+) -> tuple[RewardFunction | None, Factory | None]:
     """The reward function and the environment. An environment's own rewards count unless `task.reward` is set."""
     if config.environment.name is None:
-        return load_reward(config.task, task), None
-    own = find_reward(config.task, task)
-    environment = load_environment(config.environment.name, config.environment.params, own)
-    return own if config.task.reward is not None else None, environment
+        return required_reward(task, named), None
+    own = named if named is not None else task.reward
+    return named, load_environment(config.environment.name, config.environment.params, own)
 
 
 def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
     """Tokenizer, model shape and (for a model folder) its config.json; checked against each other."""
-    m = config.model
-    base = hf.read_config(m.path) if m.path is not None else None
-    tokenizer = load_tokenizer(m.tokenizer) if m.tokenizer is not None else hf.load_tokenizer_from(str(m.path))
+    m, folder = config.model, model_source(config)
+    base = hf.read_config(folder) if folder is not None else None
+    if m.tokenizer is not None:
+        tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_revision)
+    else:
+        assert folder is not None, "the config asks for a tokenizer with model.arch"
+        tokenizer = hf.load_tokenizer_from(folder)
     arch = dict(base if base is not None else m.arch or {})
     if base is None:
         arch.setdefault("vocab_size", len(tokenizer))
     spec = hf.spec_from_hf(arch)
     hf.check_vocab(tokenizer, spec)
     return tokenizer, spec, base
+
+
+def model_source(config: Config, *, weights: bool = False) -> Path | None:
+    """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random."""
+    m = config.model
+    return model_folder(m.path, m.revision, weights=weights) if m.path is not None else None
 
 
 def check_lengths(config: Config, spec: ModelSpec) -> None:
@@ -180,8 +203,8 @@ def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
     )
 
 
-def build_model(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
-    """The policy with its initial weights, published."""
+def build_model(config: Config, spec: ModelSpec, recipe: Recipe, *, weights: bool = True) -> Transformer:
+    """The policy with its initial weights, published. Without `weights` they are zeros: the caller loads others."""
     device = torch.device(config.device)
     assert DEVICE_OF[config.kernels] == device.type, "resolve() pairs devices with kernels"
     select(config.kernels)
@@ -189,10 +212,15 @@ def build_model(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
         spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
         activation_checkpointing=config.train.activation_checkpointing,
     )
-    if config.model.path is None:
+    source = model_source(config, weights=True) if weights else None
+    if source is not None:
+        load_weights(model, source)
+    elif weights:
         model.init_random(config.model.init_seed)
     else:
-        load_weights(model, config.model.path)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
     model.to(device).publish()
     accumulate_in(model, getattr(torch, config.train.grad_dtype))
     return model

@@ -24,7 +24,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
 from jetrl.tasks.messages import TurnEncoder, encode_solution
-from jetrl.tasks.task import Task, encode_problem
+from jetrl.tasks.task import Task, encode_problem, holds_out
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import pack_in_order
 from jetrl.train.step import forward_rows
@@ -43,6 +43,8 @@ def cache_path(config: Config, model: Transformer) -> Path:
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
         "stop": config.rollout.stop, "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
     }
+    if not holds_out(config):
+        settings["holds_out"] = False  # then it may train on every row
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(config.sft.cache_dir).expanduser() / f"{key}.safetensors"
 

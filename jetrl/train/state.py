@@ -13,6 +13,7 @@ from torch import Tensor
 from jetrl.config import Config, digest
 from jetrl.errors import UserError
 from jetrl.model import hf
+from jetrl.tasks.task import holds_out
 from jetrl.train import checkpoint
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, reference_of
@@ -69,10 +70,9 @@ def save(session: Session, run_dir: Path) -> Path:
 def save_hf(session: Session, folder: Path) -> None:
     """The policy as a Hugging Face folder in BF16, tokenizer included."""
     state = {k: v.detach().cpu() for k, v in session.model.state_dict().items()}
-    source = session.config.model.path
     hf.save_model(
         folder, session.model.spec, state, tokenizer=session.tokenizer, base_config=session.base_config,
-        generation_config=hf.read_generation_config(source) if source is not None else None,
+        generation_config=session.generation_config,
     )
 
 
@@ -117,10 +117,12 @@ def resume_digest(config: Config) -> str:
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free["offload_optimizer"] = False  # one optimizer and the same bits, on or off; all in FP32 it is another
     waiting = {"timeout": 60.0, "max_concurrent": 64}  # they decide which conversations fail, never what one says
+    # of [eval] only this decides which problems are trained on
+    evaluation = type(config.eval)() if holds_out(config) else type(config.eval)(eval_interval=0)
     fixed = config.model_copy(
         update={
             "environment": config.environment.model_copy(update=waiting),
-            "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": type(config.eval)(),
+            "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": evaluation,
             "output_dir": "runs", "train": config.train.model_copy(update=free),
         }
     )

@@ -6,7 +6,10 @@ import pytest
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
+from jetrl.tasks.columns import Columns
 from jetrl.tasks.files import FileTask, read_problems
+from jetrl.tasks.sieve import Sieve
+from jetrl.types import Problem
 
 
 def write(path, rows):
@@ -19,7 +22,8 @@ def rows(n, start=0):
 
 
 def task(path, seed=0, **settings):
-    return FileTask(TaskConfig(name="file", train_file=str(path), **settings), seed)
+    built = {key: settings.pop(key) for key in ("needs_answer", "hold_out", "fits") if key in settings}
+    return FileTask(TaskConfig(name="file", train_file=str(path), **settings), seed, **built)
 
 
 def test_plain_layout(tmp_path):
@@ -66,10 +70,12 @@ def test_broken_parquet_is_refused(tmp_path):
 
 def test_other_column_names(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"input": f"q{i}", "target": str(i)} for i in range(4)])
-    problem = task(path, params={"prompt_key": "input", "answer_key": "target"}, num_eval=1).problem(0)
+    problem = task(path, prompt_column="input", answer_column="target", num_eval=1).problem(0)
     assert problem.prompt == f"q{problem.answer}"
     with pytest.raises(UserError, match=r"a.jsonl:1: column 'prompt' is missing; the row has: 'input', 'target'"):
         read_problems(path)
+    with pytest.raises(UserError, match="task.params.prompt_key: this is task.prompt_column now"):
+        task(path, params={"prompt_key": "input"})
 
 
 @pytest.mark.parametrize(
@@ -146,3 +152,72 @@ def test_held_out_prompts_of_an_eval_file_leave_training(tmp_path):
 def test_too_small_for_a_split(tmp_path):
     with pytest.raises(UserError, match="task.num_eval = 128.*only 40 different prompts.*at most 20"):
         task(write(tmp_path / "a.jsonl", rows(40)))
+
+
+def test_answers_are_demanded_only_where_they_are_read(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p"}, {"prompt": "q", "answer": None}, {"prompt": "r", "answer": 3},
+                                        {"prompt": "s", "reward_model": {"style": "model"}}])
+    with pytest.raises(UserError, match="a.jsonl:1: column 'answer' is missing; the row has: 'prompt'"):
+        read_problems(path)
+    found = read_problems(path, Columns(needs_answer=False))
+    assert [p.answer for p in found] == ["", "", "3", ""]
+    assert {task(path, num_eval=1, needs_answer=False).problem(i).answer for i in range(3)} <= {"", "3"}
+    write(path, [{"prompt": "p", "answer": ["a"]}])  # what is there must still be one
+    with pytest.raises(UserError, match="column 'answer' must be a text or a number"):
+        read_problems(path, Columns(needs_answer=False))
+
+
+def test_nothing_is_held_out_while_evaluation_is_off(tmp_path):
+    path = write(tmp_path / "a.jsonl", rows(3))
+    with pytest.raises(UserError, match="only 3 different prompts"):
+        task(path)
+    whole = task(path, hold_out=False)
+    assert {whole.problem(i).answer for i in range(3)} == {"0", "1", "2"} and whole.eval_problems(9) == []
+    assert whole.describe() == f"3 problems from {path}; none held out, because eval.eval_interval = 0"
+    named = task(path, hold_out=False, eval_file=str(write(tmp_path / "e.jsonl", rows(1))))  # yours is left out still
+    assert {named.problem(i).answer for i in range(4)} == {"1", "2"} and len(named.eval_problems(9)) == 1
+
+
+def test_overlong_prompts_are_dropped_and_counted(tmp_path):
+    def short(problem):
+        return len(problem.prompt) < len("question 10")
+
+    path = write(tmp_path / "a.jsonl", rows(14))
+    found = task(path, num_eval=3, fits=short)
+    assert len(found.all_problems()) == 10 and len(found.eval_problems(9)) == 3
+    assert f"7 problems from {path}; 3 held out" in found.describe()
+    assert f"; 4 rows of {path} left out: longer prompts than task.max_prompt_length" in found.describe()
+    with pytest.raises(UserError, match=r"a.jsonl: all 14 prompts are longer.*Raise task.max_prompt_length"):
+        task(path, num_eval=3, fits=lambda problem: False)
+    assert "left out:" not in task(path, hold_out=False, fits=lambda problem: True).describe()
+
+
+def test_repeated_prompts_are_dropped_and_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*rows(4), {"prompt": " question 1\n", "answer": 1},
+                                        {"prompt": "question 2", "answer": "other"}])
+    assert len(task(path, hold_out=False).all_problems()) == 6
+    found = task(path, hold_out=False, repeated_prompts="drop")
+    assert [p.answer for p in sorted(found.all_problems(), key=lambda p: p.id)] == ["0", "1", "2", "3"]
+    assert found.describe().endswith(
+        f"; 2 rows of {path} left out: repeated prompts (1 of them with another answer)"
+    )
+
+
+def test_a_folder_is_told_as_one(tmp_path):
+    with pytest.raises(UserError, match=r"is a folder, not a file. It has no .jsonl or .parquet file.*task.dataset"):
+        task(tmp_path)
+    write(tmp_path / "b.jsonl", [])
+    write(tmp_path / "a.parquet", [])
+    with pytest.raises(UserError, match=r"is a folder, not a file. Give one of its files: a.parquet, b.jsonl. A whole"):
+        task(tmp_path)
+
+
+def test_a_sieve_looks_for_repeats_first_and_counts_each_row_once():
+    problems = [Problem(str(i), prompt, "a") for i, prompt in enumerate(["long", "x", "long", "x ", "y"])]
+    sieve = Sieve(lambda problem: len(problem.prompt) < 4, distinct=True)
+    assert [p.id for p in sieve.take(iter(problems), "s")] == ["1", "4"]
+    assert (sieve.overlong, sieve.repeated, sieve.contradicting) == (1, 2, 0)
+    assert sieve.describe("s") == (
+        "1 row of s left out: longer prompts than task.max_prompt_length; 2 rows of s left out: repeated prompts"
+    )
+    assert Sieve().take(iter(problems), "s") == problems and Sieve().take(iter([]), "s") == []

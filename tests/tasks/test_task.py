@@ -9,7 +9,7 @@ from jetrl.errors import UserError
 from jetrl.tasks.environment_task import problem_seed
 from jetrl.tasks.prompts import encode_problem
 from jetrl.tasks.protocol import stable_hash
-from jetrl.tasks.task import TASKS, build_task, eval_prompts, sample
+from jetrl.tasks.task import TASKS, build_task, eval_prompts, holds_out, sample
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Problem
 
@@ -139,6 +139,63 @@ def test_columns_of_the_data_go_before_ours(tmp_path):
         assert prompt.problem.extra == {"index": prompt.index, "seed": 100 + int(prompt.problem.prompt[1:])}
     with pytest.raises(UserError, match="cannot encode the prompt"):
         build_task(conf.task, 0, arithmetic_tokenizer())
+
+
+def test_the_template_is_told_what_the_config_says(chat_tokenizer):
+    chat_tokenizer.chat_template += "{% if think is defined and not think %}##{% endif %}"
+    problem, task = digits_only("1+2", chat_template_kwargs={"think": False})
+    assert chat_tokenizer.decode(encode_problem(problem, chat_tokenizer, task)) == "<1>1+2\n_##"
+    assert chat_tokenizer.decode(encode_problem(*_with(chat_tokenizer, digits_only("1+2")))) == "<1>1+2\n_"
+    with pytest.raises(UserError, match="task.chat_template_kwargs has no effect on plain-text prompts"):
+        encode_problem(problem, arithmetic_tokenizer(), task)
+    with pytest.raises(UserError, match="task.chat_template_kwargs.tokenize: is not for you to set"):
+        config(chat_template_kwargs={"tokenize": True})
+    with pytest.raises(UserError, match="task.chat_template_kwargs: has no effect while task.chat_template = false"):
+        config(chat_template=False, chat_template_kwargs={"think": False})
+
+
+def _with(tokenizer, pair):
+    return pair[0], tokenizer, pair[1]
+
+
+def file_config(tmp_path, prompts, **task):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
+    return config(name="file", train_file=str(file), **task).task
+
+
+def test_one_long_prompt_stops_a_run_or_is_left_out(tmp_path):
+    prompts = [f"{i}+1=" for i in range(8)] + ["1111+1="]
+    build = {"seed": 0, "tokenizer": arithmetic_tokenizer(), "hold_out": False}
+    with pytest.raises(UserError, match=r'7 tokens, task.max_prompt_length is 4.*task.overlong_prompts = "drop"'):
+        build_task(file_config(tmp_path, prompts, max_prompt_length=4), **build)
+    settings = file_config(tmp_path, prompts, max_prompt_length=4, overlong_prompts="drop")
+    task = build_task(settings, **build)
+    assert {task.problem(i).prompt for i in range(8)} == set(prompts[:8]) and "1 row of" in task.describe()
+    with pytest.raises(UserError, match="all 9 prompts are longer"):
+        build_task(file_config(tmp_path, prompts, max_prompt_length=2, overlong_prompts="drop"), **build)
+    with pytest.raises(UserError, match="cannot encode the prompt"):  # another mistake is still one
+        build_task(file_config(tmp_path, ["1+a="], overlong_prompts="drop"), **build)
+    with pytest.raises(UserError, match="overlong_prompts: has no effect with an environment"):
+        parse_config({
+            "name": "t", "model": {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"},
+            "task": {"name": "addition"} | settings.model_dump(include={"name", "train_file", "overlong_prompts"}),
+            "environment": {"name": "retry"},
+        })
+
+
+@pytest.mark.parametrize(
+    ("task", "interval", "held"),
+    [({}, 0, False), ({}, 5, True), ({"eval_file": "e.jsonl"}, 0, True), ({"name": "addition"}, 0, True)],
+)
+def test_when_rows_are_held_out(task, interval, held):
+    data = {"name": "file", "train_file": "t.jsonl"} | task
+    if data["name"] == "addition":
+        del data["train_file"]
+    assert holds_out(parse_config({
+        "name": "t", "model": {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"}, "task": data,
+        "eval": {"eval_interval": interval},
+    })) is held
 
 
 def test_stable_hash_is_fixed():

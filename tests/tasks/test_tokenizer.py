@@ -42,5 +42,5 @@ def test_saved_tokenizer_is_the_same(tmp_path):
 def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(UserError, match="only built-in tokenizer is 'builtin:arithmetic'"):
         load_tokenizer("builtin:arithmetics")
-    with pytest.raises(UserError, match="not a folder"):
+    with pytest.raises(UserError, match="there is no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))

@@ -1,0 +1,94 @@
+"""Recipes for real models: a dry run over stand-ins of what they name, and two steps with random weights."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from recipes_on_random import RECIPES, shape_of, stand_in_config, two_steps
+from stand_ins import gsm8k_rows, verl_rows, write_gsm8k, write_model, write_verl
+from typer.testing import CliRunner
+
+from jetrl.cli import app
+from jetrl.config.shipped import find_recipe, shipped, summary
+from jetrl.spec import SHAPES, ModelSpec
+from jetrl.tasks.gsm8k import gold_answer
+
+TINY = replace(
+    SHAPES["qwen3-0.6b"], vocab_size=2304, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2,
+    num_kv_heads=1, head_dim=16,
+)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the names of models and data sets are folders."""
+    pytest.importorskip("datasets")
+    here = tmp_path_factory.mktemp("hub")
+    for model in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B"):
+        write_model(here / "Qwen" / model, model.lower())
+    write_gsm8k(here / "openai" / "gsm8k")
+    write_verl(here / "BytedTsinghua-SIA" / "DAPO-Math-17k", "dapo-math-17k", verl_rows(40, 3, "math_dapo"))
+    write_verl(here / "BytedTsinghua-SIA" / "AIME-2024", "aime-2024", verl_rows(5, 2, "aime", seed=5))
+    return here
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_dry_run_passes(recipe: str, hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hub)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(hub / "cache"))
+    found = CliRunner().invoke(app, ["train", recipe, "--dry-run", "device=cpu"], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    printed = tomllib.loads(found.stdout)
+    given = tomllib.loads(find_recipe(recipe).read_text())
+    assert printed["name"] == recipe == given["name"] and printed["model"]["path"] == given["model"]["path"]
+    assert printed["rollout"]["max_response_length"] == given["rollout"]["max_response_length"]
+
+
+def test_what_recipes_of_real_models_say_of_themselves() -> None:
+    assert {name for name in shipped() if "qwen3" in name} == set(RECIPES)
+    for recipe in RECIPES:
+        text = find_recipe(recipe).read_text()
+        assert "jetrl train " + recipe in text and "GiB" in text and "not run in full" in text
+        assert len(summary(find_recipe(recipe))) < 110 and shape_of(recipe) in SHAPES
+        shape = SHAPES[shape_of(recipe)]
+        (billions,) = set(re.findall(r"(\d\.\d\d)e9 parameters", text))
+        assert abs(parameters(shape) / 1e9 - float(billions)) < 0.006
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Counted by hand from the shape: embedding and head, then projections, MLP and norms of each layer."""
+    table = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    heads = spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size + 2) + 2 * spec.head_dim
+    return table + spec.num_layers * layer + spec.hidden_size
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_steps_with_random_weights(recipe: str, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        config = stand_in_config(recipe, tmp_path, TINY, tokens=2 * 16 * 8, response=8, device="cpu")
+        given = tomllib.loads(find_recipe(recipe).read_text())
+        assert config.train.optimizer_dtype == given["train"].get("optimizer_dtype", "float32")
+        assert config.quant.kv_cache == "fp8" and config.rollout.group_size == given["rollout"]["group_size"]
+        row = two_steps(config, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert row["parity"] == 0.0 and len(row["steps"]) == 2
+    assert all(step["policy/grad_norm"] > 0 for step in row["steps"]), "the second reward makes groups differ"
+    assert all(0 < step["reward/varied/mean"] < 1 and step["reward/gsm8k_reward/mean"] == 0 for step in row["steps"])
+
+
+def test_stand_in_rows_are_right() -> None:
+    for row in gsm8k_rows(50):
+        had, more, days = map(int, re.findall(r"\d+", row["question"]))
+        assert gold_answer(row["answer"]) == str(had + more * days)
+    for row in verl_rows(50, 1, ""):
+        c, ca, cb = map(int, re.findall(r"\d+", row["prompt"][0]["content"]))
+        assert int(row["reward_model"]["ground_truth"]) * c == ca + cb
+    assert len(verl_rows(4, 3, "")) == 12

@@ -1,0 +1,81 @@
+"""The mean reward of held-out problems is called an accuracy only where the config says that it is one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jetrl.report import console, html, plots
+from jetrl.report.run import CORRECTNESS, Run, headline, held_out_name, load_runs
+from jetrl.tasks.addition import AdditionTask
+from jetrl.tasks.reward_loading import import_function
+from jetrl.tasks.rewards import call_reward
+from jetrl.tasks.tokenizer import arithmetic_tokenizer
+from jetrl.types import Problem
+
+OWN = {"name": "file", "reward": "mine.py:reward"}
+
+
+def run_with(config: dict[str, Any]) -> Run:
+    return Run(Path("r"), "r", [], config, "", {})
+
+
+@pytest.mark.parametrize(
+    ("task", "environment", "name"),
+    [
+        ({"name": "addition"}, None, "accuracy"), ({"name": "addition"}, "calculator", "accuracy"),
+        ({"name": "addition"}, "mine.py:Env", "reward"), ({"name": "gym"}, None, "reward"), (OWN, None, "reward"),
+        ({"name": "environment"}, "mine.py:Env", "reward"), ({"name": "addition", "reward": "m:f"}, None, "reward"),
+        ({"name": "file", "reward": "jetrl.tasks.gsm8k:gsm8k_reward"}, None, "accuracy"),
+        ({"name": "file", "reward": ["jetrl.tasks.gsm8k:gsm8k_reward", "m:f"]}, None, "reward"), ({}, None, "accuracy"),
+    ],
+)
+def test_the_name_follows_from_the_config(task: dict[str, Any], environment: str | None, name: str) -> None:
+    config = {"task": task} | ({"environment": {"name": environment}} if environment else {})
+    assert run_with(config).held_out == name
+    assert held_out_name([name, "accuracy"]) == f"Held-out {name}"
+
+
+def test_the_rewards_that_are_called_so_say_right_or_wrong() -> None:
+    for name in CORRECTNESS:
+        if name.endswith("math_reward"):
+            pytest.importorskip("math_verify")
+        pairs = [(Problem("i", "p", "18"), text, (1,)) for text in ("18", "19")]
+        assert call_reward(import_function(name), pairs) == [1.0, 0.0]
+    task = AdditionTask({}, 0, arithmetic_tokenizer())
+    assert task.reward is not None and CORRECTNESS
+
+
+def test_display_report_and_picture_say_it(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    right, own = make_run("right", steps=10), make_run("own", steps=10)
+    with (own / "config.toml").open("a") as file:
+        file.write('\n[task]\nname = "file"\nreward = "mine.py:reward"\n')
+    numbers = [headline(run) for run in load_runs([right, own])]
+    assert [n.held_out for n in numbers] == ["accuracy", "reward"]
+    pages = [html.write_report(runs, tmp_path / f"{i}.html").read_text()
+             for i, runs in enumerate(([right], [own], [right, own]))]
+    said = [("Held-out accuracy" in page, "Held-out reward" in page) for page in pages]
+    assert said == [(True, False), (False, True), (False, True)]
+    assert "0.031 →" in pages[1] and "3.1% →" in pages[0] and '"heldOut":"Held-out reward"' in pages[2]
+    out = io.StringIO()
+    console.comparison([("fp8", n) for n in numbers], Console(file=out, width=200))
+    console.summary(run_dir="r", steps=1, seconds=1.0, accuracy_after=3.5, held_out="reward",
+                    console=Console(file=out, width=200))
+    assert out.getvalue().count("held-out reward") == 2 and "accuracy" not in out.getvalue()
+
+
+def test_the_picture_says_it(make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    own, titles = make_run("own", steps=5), []
+    with (own / "config.toml").open("a") as file:
+        file.write('\n[task]\nname = "file"\nreward = "mine.py:reward"\n')
+    drawn = plots._curves
+    monkeypatch.setattr(plots, "_curves", lambda axis, runs, title, *a, **k: (titles.append(title),
+                                                                             drawn(axis, runs, title, *a, **k)))
+    plots.plot_runs([own], tmp_path / "p.png")
+    assert titles == ["Reward", "Held-out reward"]

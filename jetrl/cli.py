@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import traceback
@@ -222,11 +223,10 @@ def parity(
 ) -> None:
     """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then."""
     from jetrl.api import load_for_parity
-    from jetrl.parity import Workload, certify
+    from jetrl.parity import Workload, certify, page_size_of
 
     loaded, name = load_for_parity(model, precision, device, kv_cache)
-    page_size = 128 if loaded.head_weight.is_cuda else 16  # as in runs: decoding takes its kernel by the page size
-    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
+    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size_of(loaded))
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
     certificate = certify(loaded, work, name, quiet)
     if as_json:
@@ -324,6 +324,24 @@ def report(
 
     default = runs[0] / ("report.html" if len(runs) == 1 else "compare.html")
     out.print(f"Written: {write_report(runs, target or default)}")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
+) -> None:
+    """Say what this machine can run and what to install or free, and try it. Status 0: it can train."""
+    from jetrl.doctor.diagnosis import examine
+    from jetrl.doctor.show import show
+
+    progress = Console(stderr=True, highlight=False)
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
+        diagnosis = examine(lambda text: progress.print(f"... {text}", style="dim"))
+    if as_json:
+        typer.echo(json.dumps(diagnosis.to_json(), indent=1))
+    else:
+        show(diagnosis, out)
+    raise SystemExit(0 if diagnosis.ok else 1)
 
 
 @app.command()

@@ -39,9 +39,9 @@ def examine() -> list[Finding]:
 def driver_version() -> str | None:
     """The version of the NVIDIA driver; None where there is none."""
     if DRIVER.is_file():
-        found = re.search(r"Kernel Module\D*([\d.]+)", DRIVER.read_text())
+        found = re.search(r"\b\d{3,}\.\d[\d.]*\b", DRIVER.read_text())  # such as 580.65.06
         if found:
-            return found[1]
+            return found[0]
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from itertools import groupby
 
 from rich.console import Console
@@ -9,10 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 from jetrl import __version__
-from jetrl.doctor.diagnosis import Diagnosis
+from jetrl.doctor.diagnosis import Diagnosis, examine
 
 _STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 _NAMES = {"cuda": "the GPU", "cpu": "the CPU"}
+
+
+def run(console: Console, as_json: bool) -> bool:
+    """Examine the machine and print what was found. Returns whether it can train."""
+    progress = Console(stderr=True, highlight=False)
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
+        diagnosis = examine(lambda text: progress.print(f"... {text}", style="dim"))
+    if as_json:
+        print(json.dumps(diagnosis.to_json(), indent=1))
+    else:
+        show(diagnosis, console)
+    return diagnosis.ok
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:

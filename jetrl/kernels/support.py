@@ -83,14 +83,14 @@ def caches() -> dict[str, Path]:
     """Where the compilers keep kernels from one process to the next, by compiler; variables of theirs count first."""
     home, set_to = Path.home(), os.environ.get
     triton = Path(set_to("TRITON_HOME") or home) / ".triton" / "cache"
-    found = {
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers; torch takes the number too
+        user = f"uid_{os.getuid()}"
+    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+    return {
         "Triton": Path(set_to("TRITON_CACHE_DIR") or triton),
         "DeepGEMM": Path(set_to("DG_JIT_CACHE_DIR") or home / ".deep_gemm"),
         "FlashAttention-4": flash_cache(),
+        "torch.compile": Path(set_to("TORCHINDUCTOR_CACHE_DIR") or inductor),
     }
-    inductor = set_to("TORCHINDUCTOR_CACHE_DIR")
-    try:
-        found["torch.compile"] = Path(inductor or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-    except (KeyError, OSError):
-        pass  # a user without a name, as in some containers: torch has no folder for that one either
-    return found

@@ -14,6 +14,7 @@ from typing import Any
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
+from jetrl.requirements import install
 from jetrl.tasks.protocol import RewardFunction, check_params, gold_params, shorten, stable_hash
 from jetrl.types import Problem
 
@@ -126,7 +127,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise UserError(f"{path}: reading parquet needs pyarrow; run: pip install 'jetrl[data]'") from error
+        raise UserError(f"{path}: reading parquet needs pyarrow; run: {install('data')}") from error
     try:
         rows = parquet.read_table(path).to_pylist()
     except ArrowException as error:

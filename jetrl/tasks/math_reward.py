@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.requirements import install
 from jetrl.tasks.protocol import completion_text
 
 TIME_LIMIT = 5.0  # seconds for one item, parsing and comparison together
@@ -44,7 +45,7 @@ math_reward.gold_template = r"\boxed{{answer}}"  # type: ignore[attr-defined]  #
 @functools.cache
 def _shared_pool() -> Pool:
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError("math_reward needs math-verify; run: pip install 'jetrl[math]'")
+        raise UserError(f"math_reward needs math-verify; run: {install('math')}")
     return Pool(score_math, min(MAX_WORKERS, os.cpu_count() or 1))
 
 

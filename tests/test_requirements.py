@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 
@@ -88,6 +89,13 @@ def test_a_jetrl_without_metadata_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(requirements, "PYPROJECT", tmp_path / "pyproject.toml")
     with pytest.raises(UserError, match="not installed"):
         packages()
+
+
+def test_the_page_on_installing_has_these_versions() -> None:
+    rows = re.findall(r"^\| ([\w-]+) \| (\d\S+) \|", (ROOT / "docs" / "INSTALL.md").read_text(), re.M)
+    assert dict(rows) == {p.name: p.needed.removeprefix("==").removesuffix(".*") for p in packages("hopper")}
+    names = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "INSTALL.md").read_text(), re.M)
+    assert set(names) == set(extras())
 
 
 def test_install_commands() -> None:

@@ -64,7 +64,7 @@ def cuda_toolkit() -> Path | None:
     return Path(on_path).parent.parent if on_path else usual if usual.exists() else None
 
 
-def broken(name: str, error: ImportError) -> UserError:
+def broken(name: str, error: Exception) -> UserError:
     """The error for a package in the right version whose import fails all the same."""
     (package,) = (package for package in packages(EXTRA) if package.name == name)
     return UserError(

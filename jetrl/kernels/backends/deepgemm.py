@@ -20,7 +20,7 @@ from jetrl.kernels.support import broken
 
 try:
     import deep_gemm
-except ImportError as error:
+except (ImportError, OSError) as error:
     raise broken("sgl-deep-gemm", error) from error
 
 deep_gemm.set_pdl(True)  # as `triton_launch` says

@@ -35,7 +35,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(flash_cache()))
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-except ImportError as error:
+except (ImportError, OSError) as error:
     raise broken("flash-attn-4", error) from error
 
 

@@ -74,6 +74,13 @@ def install(*wanted: Package | str) -> str:
     return " ".join(["pip install", *(f'"{word}"' for word in words)])
 
 
+def reinstall(package: Package) -> str:
+    """The command for an installed package that is broken: the same version once more, and nothing else."""
+    assert package.found is not None
+    version = package.found.partition("+")[0]  # indexes do not tell +cu130 from +cpu
+    return f'pip install --force-reinstall --no-deps "{package.name}=={version}"'
+
+
 def _project() -> dict[str, Any]:
     """`always`: requirements as text; `extras`: those of each extra, by name; `python`: its versions."""
     if PYPROJECT.is_file():

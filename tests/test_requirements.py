@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from jetrl import __version__, requirements
 from jetrl.errors import UserError
-from jetrl.requirements import Package, extras, install, packages, python_needed
+from jetrl.requirements import Package, extras, install, packages, python_needed, reinstall
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -101,6 +101,7 @@ def test_the_page_on_installing_has_these_versions() -> None:
 def test_install_commands() -> None:
     assert install("math") == 'pip install "jetrl[math]"'
     needed = Package("transformers", "<6,>=5.0", "4.1")
+    assert reinstall(Package("torch", ">=2.11", "2.13.0+cpu")).endswith('--no-deps "torch==2.13.0"')
     assert install(needed, Package("numpy", "", None)) == 'pip install "transformers<6,>=5.0" "numpy"'
 
 

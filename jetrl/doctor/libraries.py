@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 
 from jetrl.doctor.finding import Finding, attempted
-from jetrl.requirements import Package, extras, install, packages
+from jetrl.requirements import Package, extras, install, packages, reinstall
 
 NEEDED, OPTIONAL = "Packages", "Extras (not needed by the quickstart)"
 # Where the module that is imported has another name than the package.
@@ -50,8 +50,8 @@ def _finding(section: str, package: Package, cure: str) -> Finding:
     failed = import_error(_MODULES.get(package.name, package.name))
     if failed is None:
         return Finding(section, package.name, _told(package))
-    again = f'pip install --force-reinstall --no-deps "{package.name}{package.needed}"'
-    return Finding(section, package.name, f"{package.found}, but its import fails: {failed}", "bad", again)
+    text = f"{package.found}, but its import fails: {failed}"
+    return Finding(section, package.name, text, "bad", reinstall(package))
 
 
 def _told(package: Package) -> str:

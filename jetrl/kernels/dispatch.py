@@ -36,8 +36,7 @@ def load_backend(name: str) -> ModuleType:
     """Import a backend by name. What the machine lacks for it is a UserError; a missing op is our own mistake."""
     if name not in BACKENDS:
         raise ValueError(f"unknown kernel backend {name!r}; known: {', '.join(BACKENDS)}")
-    if DEVICE_OF[name] == "cuda":
-        require()
+    require(name)
     module = importlib.import_module(BACKENDS[name])
     missing = [op for op in OPS if not hasattr(module, op)]
     assert not missing, f"backend {name} lacks {missing}"

@@ -1,4 +1,4 @@
-"""What the GPU backends need of a machine. Looked at before a backend is imported, and by `jetrl doctor`.
+"""What the Hopper backends need of a machine. Looked at before one is imported, and by `jetrl doctor`.
 
 Nothing here is imported from the packages that are checked, so a wrong version of one ends in a message, not in
 whatever its import happens to fail with.
@@ -15,20 +15,21 @@ from pathlib import Path
 import torch
 
 from jetrl.errors import UserError
-from jetrl.requirements import install, packages
+from jetrl.requirements import install, packages, reinstall
 
+BACKENDS = ("hopper", "hopper_scaled_mm")  # of `dispatch.BACKENDS`, those that need all this
 CAPABILITY = (9, 0)  # Hopper
-EXTRA = "hopper"  # of pyproject.toml: the packages of both GPU backends, in exact versions
+EXTRA = "hopper"  # of pyproject.toml: their packages, in exact versions
 
 
 def refusals() -> tuple[str, ...]:
-    """Why the GPU backends cannot run on this machine, each with what to do; empty where they can."""
+    """Why the Hopper backends cannot run on this machine, each with what to do; empty where they can."""
     return tuple(reason for reason in (_gpu(), _packages(), _toolkit()) if reason)
 
 
-def require() -> None:
-    """Raise one UserError with all of `refusals`, if there are any."""
-    reasons = refusals()
+def require(backend: str) -> None:
+    """Raise one UserError with all of `refusals` if there are any and the backend needs what is missing."""
+    reasons = refusals() if backend in BACKENDS else ()
     if reasons:
         raise UserError("the hopper kernels cannot run here: " + " ".join(reasons))
 
@@ -68,8 +69,7 @@ def broken(name: str, error: Exception) -> UserError:
     """The error for a package in the right version whose import fails all the same."""
     (package,) = (package for package in packages(EXTRA) if package.name == name)
     return UserError(
-        f"the hopper kernels need {package}, and its import fails: {error}. Install it again: "
-        f'pip install --force-reinstall --no-deps "{package.name}{package.needed}"'
+        f"the hopper kernels need {package}, and its import fails: {error}. Install it again: {reinstall(package)}"
     )
 
 

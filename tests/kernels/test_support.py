@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from jetrl.errors import UserError
 from jetrl.kernels import dispatch, support
 from jetrl.requirements import packages
+from jetrl.train.setup import prepare
 
 GOOD = {p.name: p.needed.removeprefix("==").replace("*", "0") for p in packages("hopper")}
 Machine = Callable[..., None]
@@ -46,7 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_a_machine_that_has_everything(machine: Machine) -> None:
     machine()
     assert support.refusals() == ()
-    support.require()
+    support.require("hopper")
     machine(torch="2.11.1+cu130")
     assert support.refusals() == ()
 
@@ -87,6 +89,17 @@ def test_other_gpus_and_machines_without_one(machine: Machine) -> None:
     with pytest.raises(UserError, match=r'no GPU: set device = "cpu"'):
         dispatch.load_backend("hopper")
     assert dispatch.load_backend("reference").fp8_gemm, "the CPU's kernels need nothing of this"
+    support.require("a backend for other GPUs")
+    assert set(support.BACKENDS) == {name for name, device in dispatch.DEVICE_OF.items() if device == "cuda"}
+
+
+def test_a_dry_run_on_a_gpu_finds_wrong_versions(machine: Machine, tmp_path: Path) -> None:
+    """Before anything is read or built: `prepare` is what `jetrl train --dry-run` does."""
+    machine(flash_attn_4="4.0.0b35")
+    config = tiny_config(tmp_path, {"device": "auto", "model.tokenizer": str(tmp_path / "nowhere")})
+    assert (config.device, config.kernels) == ("cuda", "hopper")
+    with pytest.raises(UserError, match=r"flash-attn-4 4\.0\.0b35 \(needs ==4\.0\.0b36\)"):
+        prepare(config)
 
 
 def test_all_reasons_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +107,7 @@ def test_all_reasons_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(support, "cuda_toolkit", lambda: None)
     assert len(support.refusals()) == 3
     with pytest.raises(UserError, match="has 10.0.*triton 3.7.0.*nvcc"):
-        support.require()
+        support.require("hopper")
 
 
 def test_where_nvcc_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

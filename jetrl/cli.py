@@ -19,8 +19,9 @@ from jetrl.report.console import Output
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same. "
-    "`--debug` behind any command shows where an error came from; `--version` alone prints the version.",
+    help="Reinforcement learning of language models in FP8, with rollout and training bit for bit the same.",
+    epilog="Begin with `jetrl doctor`, then `jetrl train quickstart`. `jetrl recipes` lists recipes to start from, "
+    "`jetrl settings` every setting with its default and meaning.",
 )
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from the hub.")]
 CHECKPOINT = "A run folder, one of its checkpoints, a model folder, or a model's name on the hub."
@@ -32,14 +33,32 @@ Overrides = Annotated[
 ]
 
 
+_ABOUT_RECIPES = (
+    "Any setting can be given behind the recipe: `jetrl settings` lists them, `jetrl settings train.lr` explains one. "
+    "`jetrl recipes` lists the recipes that come with jetrl. `--debug` shows where an error came from."
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jetrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option(
+        "--version", help="Print the version and exit.", callback=_version, is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Behind any command: errors with their traceback.")] = False,
+) -> None:
+    pass  # `main` has taken --debug out, wherever it stood
+
+
 def main() -> None:
     """Entry point: a user's mistake ends with one message and status 2, an interrupt with 130."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    if sys.argv[1:] == ["--version"]:
-        print(f"jetrl {__version__}")
-        return
     try:
         app()
     except Exception as error:
@@ -74,7 +93,7 @@ def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = 
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
-@app.command()
+@app.command(epilog=_ABOUT_RECIPES)
 def train(
     recipe: Recipe, overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
@@ -167,7 +186,7 @@ def _run_dir(config: Any) -> Path:
     return Path(config.output_dir) / config.name
 
 
-@app.command()
+@app.command(epilog=_ABOUT_RECIPES)
 def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     """Only the supervised warm start of a recipe; `train` finds its cached result."""
     from jetrl.loop import run_sft
@@ -176,7 +195,7 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     out.print(f"Warm-started weights: {path}")
 
 
-@app.command()
+@app.command(epilog=_ABOUT_RECIPES)
 def compare(
     recipe: Recipe, overrides: Overrides = None,
     precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
@@ -230,41 +249,21 @@ def parity(
 ) -> None:
     """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then."""
     from jetrl.api import load_for_parity
-    from jetrl.parity import Workload, certify
+    from jetrl.parity import Workload, certify, page_size_of
+    from jetrl.report.certificate import print_certificate
 
     loaded, name = load_for_parity(model, precision, device, kv_cache, revision)
-    page_size = 128 if loaded.head_weight.is_cuda else 16  # as in runs: decoding takes its kernel by the page size
-    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
+    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size_of(loaded))
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
     certificate = certify(loaded, work, name, quiet)
     if as_json:
         typer.echo(json.dumps(certificate.to_json(), indent=1))
     else:
-        _print_certificate(certificate)
+        print_certificate(certificate, out)
     raise SystemExit(0 if certificate.ok else 1)
 
 
-def _print_certificate(certificate: Any) -> None:
-    out.print(
-        f"\nParity of {certificate.model} ({certificate.num_parameters / 1e6:.1f} M parameters), "
-        f"precision {certificate.precision}, KV cache {escape(certificate.kv_cache)}, on {certificate.device}",
-        style="bold",
-    )
-    for link in certificate.links:
-        verdict = "[green]bit-equal[/]" if link.ok else "[red]DIFFERENT[/]"
-        out.print(f"  {link.link}  {link.description}")
-        what = "log-probs of drawn tokens" if link.link == "d" else "rows of log-probs over the whole vocabulary"
-        detail = f"{link.rows} {what}, {link.seconds:.1f} s"
-        if not link.ok:
-            detail += f"; {link.rows_different} rows differ, largest gap {link.max_abs_diff:.3g}"
-        out.print(f"     {verdict}: {detail}")
-        if link.first_difference:
-            out.print(f"     {link.first_difference}", style="red")
-    verdict = "[green]Certificate: rollout and training agree bit for bit.[/]"
-    out.print(verdict if certificate.ok else "[red]No certificate.[/]")
-
-
-@app.command()
+@app.command(epilog=_ABOUT_RECIPES)
 def flow(
     recipe: Recipe, overrides: Overrides = None,
     against: Annotated[str | None, typer.Option(help="Another recipe, to compare with.")] = None,
@@ -337,6 +336,16 @@ def report(
 
 
 @app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
+) -> None:
+    """Say what this machine can run and what to install or free, and try it. Status 0: it can train."""
+    from jetrl.doctor.show import run
+
+    raise SystemExit(0 if run(out, as_json) else 1)
+
+
+@app.command()
 def recipes(
     name: Annotated[str, typer.Argument(help="Print this recipe, to change a copy of it.")] = "",
 ) -> None:
@@ -348,6 +357,19 @@ def recipes(
         return
     for known, path in shipped().items():
         out.print(f"[bold]{known}[/]\n  {escape(summary(path))}")
+
+
+@app.command()
+def settings(
+    which: Annotated[str, typer.Argument(
+        metavar="NAME", help="A section such as rl, a key such as train.lr, or all. Without: the sections.",
+        show_default=False,
+    )] = "",
+) -> None:
+    """Explain the settings of a recipe: keys, values, defaults and meaning."""
+    from jetrl.config.explain import print_settings
+
+    print_settings(which, out)
 
 
 @app.command()

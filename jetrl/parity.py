@@ -67,6 +67,11 @@ class Workload:
     step_tokens: int = 0  # of a step in link c; 0: a chunk and a token for each sequence
 
 
+def page_size_of(model: Transformer) -> int:
+    """Tokens in a page as in runs on the model's device: decoding takes its kernel by the page size."""
+    return 128 if model.head_weight.is_cuda else 16
+
+
 def certify(model: Transformer, work: Workload, name: str, progress: Callable[[str], None]) -> Certificate:
     """Run the links on a published model. Prompts are random tokens; decoding samples at temperature 1."""
     links = []

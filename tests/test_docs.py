@@ -20,7 +20,7 @@ from jetrl.types import Completion, Problem
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jetrl"
-NAMES = ("docs/ARCHITECTURE.md", "docs/ENVIRONMENTS.md", "docs/DECISIONS.md", "CONTRIBUTING.md")
+NAMES = ("docs/ARCHITECTURE.md", "docs/ENVIRONMENTS.md", "docs/DECISIONS.md", "docs/INSTALL.md", "CONTRIBUTING.md")
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 ARCHITECTURE, ENVIRONMENTS = PAGES["docs/ARCHITECTURE.md"], PAGES["docs/ENVIRONMENTS.md"]
 

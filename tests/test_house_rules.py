@@ -16,12 +16,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
     ("errors", "types", "spec", "choices", "presets", "__init__"),
-    ("config",),
+    ("config", "requirements"),
     ("precision",),
     ("kernels",),
     ("model",),
     ("rollout", "rl", "tasks", "train", "report", "parity_rows"),
     ("loop", "parity", "api"),
+    ("doctor",),
     ("cli",),
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
@@ -29,9 +30,9 @@ RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 WITHIN = {"train": {"rollout", "rl", "tasks"}}
 REPORT_MAY = {"types", "errors", "report", "__init__"}
 NO_TORCH = [
-    "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "rollout/scheduler.py",
-    "rollout/pages.py", "rollout/plan.py", "rollout/slots.py", "rollout/prompts.py", "rollout/turns.py",
-    "rollout/limits.py", "rl/advantage.py",
+    "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
+    "rollout/scheduler.py", "rollout/pages.py", "rollout/plan.py", "rollout/slots.py", "rollout/prompts.py",
+    "rollout/turns.py", "rollout/limits.py", "rl/advantage.py",
 ]
 
 MAX_MODULE, MAX_FUNCTION = 400, 60
@@ -40,8 +41,12 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "rl/losses.py:policy_loss": "a third is the docstring with the formulas; the code is one straight computation",
 }
-# Functions with an `except Exception` that goes on: checkers by others fail on odd answers, which is counted apart.
-SWALLOWERS = ["tasks/gym.py:_score", "tasks/math_reward.py:_serve", "tasks/math_reward.py:score_math"]
+# Functions with an `except Exception` that goes on: checkers by others fail on odd answers, which is counted apart;
+# the doctor tells how a library fails.
+SWALLOWERS = [
+    "doctor/finding.py:attempted", "tasks/gym.py:_score", "tasks/math_reward.py:_serve",
+    "tasks/math_reward.py:score_math",
+]
 # A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
 REACHED_THROUGH = {
     "kernels/backends/deepgemm": "kernels/backends/hopper",

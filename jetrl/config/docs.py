@@ -1,6 +1,9 @@
-"""`docs/CONFIG.md` from the config tree, so that the page cannot go stale."""
+"""`docs/CONFIG.md` from the config tree, so that the page cannot go stale; `jetrl settings` prints the same rows."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from jetrl.config import Config, sections
 from jetrl.config.base import Section
@@ -35,22 +38,40 @@ def describe_config() -> str:
     return "\n".join(parts)
 
 
-def _describe(title: str, section: type[Section]) -> str:
-    """One Markdown table; options that need another one say so."""
-    rows = [f"## {title}", "", section.__doc__ or "", "", "| key | values | default | meaning |", "|---|---|---|---|"]
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key as a user reads about it."""
+
+    key: str
+    full_key: str
+    values: str  # in words, with bounds
+    default: str | None  # as TOML; None: it must be given
+    meaning: str
+
+
+def settings_of(section: type[Section]) -> Iterator[Setting]:
+    """The keys of a section, in order; options that need another one say so."""
     for key, field in section.model_fields.items():
         if section is Config and key in sections():
             continue
-        default = field.get_default(call_default_factory=True)
-        shown = "required" if field.is_required() else f"`{toml_literal(default)}`"
+        default = None if field.is_required() else toml_literal(field.get_default(call_default_factory=True))
         meaning = field.description or ""
         for rule in (*section.rules, *Config.rules):
             home = section if rule in section.rules else Config
             if section.full_key(key) in map(home.full_key, rule.keys):
                 off = " or ".join(f"`{toml_literal(value)}`" for value in rule.off)
                 meaning += f" Refused, as without effect, while `{home.full_key(rule.switch)}` is {off}."
-        values = describe_type(field.annotation, describe_bounds(field)).replace("|", "\\|")
-        rows.append(f"| `{key}` | {values} | {shown} | {meaning} |")
+        values = describe_type(field.annotation, describe_bounds(field))
+        yield Setting(key, section.full_key(key), values, default, meaning)
+
+
+def _describe(title: str, section: type[Section]) -> str:
+    """One Markdown table."""
+    rows = [f"## {title}", "", section.__doc__ or "", "", "| key | values | default | meaning |", "|---|---|---|---|"]
+    for one in settings_of(section):
+        shown = "required" if one.default is None else f"`{one.default}`"
+        values = one.values.replace("|", "\\|")
+        rows.append(f"| `{one.key}` | {values} | {shown} | {one.meaning} |")
     return "\n".join(rows) + "\n"
 
 

@@ -11,6 +11,8 @@ from types import ModuleType
 
 from torch import Tensor
 
+from jetrl.kernels.support import require
+
 BACKENDS = {
     "reference": "jetrl.kernels.backends.reference",
     "hopper": "jetrl.kernels.backends.hopper",
@@ -31,9 +33,10 @@ OPS = (
 
 @cache
 def load_backend(name: str) -> ModuleType:
-    """Import a backend by name. Missing packages raise with the install command; a missing op is our own mistake."""
+    """Import a backend by name. What the machine lacks for it is a UserError; a missing op is our own mistake."""
     if name not in BACKENDS:
         raise ValueError(f"unknown kernel backend {name!r}; known: {', '.join(BACKENDS)}")
+    require(name)
     module = importlib.import_module(BACKENDS[name])
     missing = [op for op in OPS if not hasattr(module, op)]
     assert not missing, f"backend {name} lacks {missing}"

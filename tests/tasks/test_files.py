@@ -113,7 +113,7 @@ def test_files_that_cannot_be_used(tmp_path):
 
 def test_missing_pyarrow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"pip install 'jetrl\[data\]'"):
+    with pytest.raises(UserError, match=r'pip install "jetrl\[data\]"'):
         read_problems(write(tmp_path / "a.parquet", ["x"]))
 
 

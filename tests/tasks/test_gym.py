@@ -88,7 +88,7 @@ def test_too_many_held_out_questions_are_refused():
 
 def test_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"pip install 'jetrl\[gym\]'"):
+    with pytest.raises(UserError, match=r'pip install "jetrl\[gym\]"'):
         GymTask({"dataset": "basic_arithmetic"}, 0, 8)
 
 

@@ -87,5 +87,5 @@ def test_a_real_power_tower_is_cut_off():
 def test_missing_library_names_the_extra(monkeypatch):
     module._shared_pool.cache_clear()
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'jetrl\[math\]'"):
+    with pytest.raises(UserError, match=r'pip install "jetrl\[math\]"'):
         math_reward(completions=["1"], answer=["1"])

@@ -160,7 +160,7 @@ def test_without_torchao_the_error_names_the_command(monkeypatch: pytest.MonkeyP
         lr=0.1, weight_decay=0.0, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype="float32", optimizer_dtype="8bit",
         offload_optimizer=False,
     )
-    with pytest.raises(UserError, match=r"needs torchao .*; run: pip install 'jetrl\[optim8\]'"):
+    with pytest.raises(UserError, match=r'needs torchao .*; run: pip install "jetrl\[optim8\]"'):
         build_optimizer([("w", nn.Parameter(torch.zeros(2, 2)))], config)
 
 

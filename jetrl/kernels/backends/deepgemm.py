@@ -13,18 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.errors import UserError
 from jetrl.kernels.backends.operands import PreparedFP8, gather, left_operand, whole_rows
 from jetrl.kernels.backends.triton_optim import add_rounded
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.support import broken
 
 try:
     import deep_gemm
-except ImportError as error:
-    raise UserError(
-        f"the hopper kernels need DeepGEMM ({error}); install it with: pip install 'jetrl[hopper]' "
-        "(sgl-deep-gemm 0.1.5 is the version built for torch 2.11)"
-    ) from error
+except (ImportError, OSError) as error:
+    raise broken("sgl-deep-gemm", error) from error
 
 deep_gemm.set_pdl(True)  # as `triton_launch` says
 

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from jetrl.errors import UserError
 from jetrl.kernels.backends import gluon_attention
 from jetrl.kernels.backends.triton_cache import read_cache, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.support import broken, flash_cache
 from jetrl.precision.formats import BLOCK
 from jetrl.types import PagedPlan, VarlenPlan
 
@@ -32,15 +31,12 @@ warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be conver
 
 # read when the package is imported; whoever has set them keeps their choice
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "jetrl" / "flash_attention_4"))
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(flash_cache()))
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-except ImportError as error:
-    raise UserError(
-        f"the hopper kernels need FlashAttention-4 ({error}); install it with: pip install 'jetrl[hopper]' "
-        "(flash-attn-4 4.0.0b36 is a pre-release: pip takes it because the version is exact)"
-    ) from error
+except (ImportError, OSError) as error:
+    raise broken("flash-attn-4", error) from error
 
 
 DETERMINISTIC_BACKWARD = True  # False only in benchmarks, to measure what the fixed order of sums costs

@@ -30,25 +30,16 @@ import math
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from jetrl.errors import UserError
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 from jetrl.types import LayerCache
-
-# Gluon renames things from version to version
-if not triton.__version__.startswith("3.6."):
-    raise UserError(
-        f"the hopper kernels are written for Triton 3.6, which comes with torch 2.11; Triton {triton.__version__} is "
-        "installed. Install both with: pip install torch==2.11.0 'jetrl[hopper]'"
-    )
 
 TILE = 128  # keys: what FlashAttention-4 takes for heads of 64 and 128
 _TILE = gl.constexpr(TILE)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.errors import UserError
 from jetrl.kernels.backends import triton_logprob
 from jetrl.kernels.backends.deepgemm import (
     PreparedBF16,
@@ -57,12 +56,6 @@ __all__ = [
     "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
 ]
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB
-
-if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-    raise UserError(
-        f"the hopper kernels need compute capability 9.0 (H100, H200); this is {torch.cuda.get_device_name()} with "
-        f"{torch.cuda.get_device_capability()}. Use device=cpu with kernels=reference."
-    )
 
 
 def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Display:
     ) -> None:
         if self._live is not None:
             if kind is None:
-                self.phase("done")
+                self.phase("done" if self.current >= self.total_steps else "stopped")
             else:
                 self._ended = f"{'interrupted' if kind is KeyboardInterrupt else 'failed'} in {self._phase} after "
             self._live.stop()  # draws once more and shows the cursor again

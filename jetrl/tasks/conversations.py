@@ -19,6 +19,7 @@ from jetrl.tasks.calls import Background, Call, Loop
 from jetrl.tasks.environment import BadReply, Factory, opening_of, problem_mapping, step_of
 from jetrl.tasks.messages import TurnEncoder
 from jetrl.tasks.prompts import Message
+from jetrl.tasks.user_code import check_unchanged, process_settings
 from jetrl.types import Completion, Problem, Reply
 
 
@@ -58,6 +59,7 @@ class EnvironmentPool:
     _calls: dict[Call, _Conversation] = field(default_factory=dict)
     _ended: deque[Call] = field(default_factory=deque)  # calls that have ended and are not looked at yet
     _background: Background = field(init=False)
+    _settings: dict[str, Any] = field(default_factory=process_settings)
 
     def __post_init__(self) -> None:
         self._background = Background(self.max_concurrent)
@@ -93,6 +95,7 @@ class EnvironmentPool:
         """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
         while True:
             self._ended += self._background.collect()
+            self.check_settings()
             replies = []
             while self._ended:
                 call = self._ended.popleft()
@@ -102,9 +105,15 @@ class EnvironmentPool:
                 return replies
             self._background.wait(self.timeout)
 
+    def check_settings(self) -> None:
+        """UserError where an environment has changed settings that it shares with training."""
+        check_unchanged(self._settings, f"Environment {self.factory.name}")
+
     def close(self, key: int) -> None:
         """The conversation is over, whoever ended it. The environment's `close` runs in the background."""
-        talk = self._talks.pop(key)
+        talk = self._talks.pop(key, None)
+        if talk is None:  # a signal came between the driver's note and `start`
+            return
         talk.over = talk.closed = True
         if not talk.busy:
             self._close(talk)

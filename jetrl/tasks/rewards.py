@@ -24,6 +24,7 @@ from jetrl.errors import UserError
 from jetrl.tasks.prompts import encode_text
 from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
 from jetrl.tasks.reward_loading import import_function, reward_name, select_columns
+from jetrl.tasks.user_code import user_code
 from jetrl.types import Group, Problem, Trajectory
 
 Completion = str | list[dict[str, str]]  # a text; of conversations, messages
@@ -124,7 +125,8 @@ def call_reward(reward: RewardFunction, items: Sequence[Item]) -> list[float | N
     name = reward_name(reward)
     arguments = select_columns(reward, _columns(items))
     try:
-        result = reward(**arguments)
+        with user_code(f"Reward function {name}"):
+            result = reward(**arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # anything may come out of a user's function

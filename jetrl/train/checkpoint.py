@@ -4,8 +4,8 @@ A checkpoint is a folder `checkpoints/step_000100`:
 
     model/            Hugging Face folder (BF16), for `eval`, `export` and other programs
     state.safetensors master weights and optimizer state, to the bit
-    state.json        step, counters, flow digest, SHA-256 of state.safetensors and of the model's weights; its presence
-                      makes the folder complete
+    state.json        step, counters, flow digest, settings, SHA-256 of state.safetensors and of the model's weights;
+                      its presence makes the folder complete
 
 It is written under another name, synced and renamed; `latest` (a file with the folder's name) is replaced last.
 """
@@ -42,6 +42,8 @@ class Meta:
     num_prompts: int = 0  # taken from the training stream so far
     sha256: str = ""
     model_sha256: dict[str, str] | None = None  # by file name
+    settings: dict[str, Any] | None = None  # by full key: those that a resumed run must share
+    paths: dict[str, Any] | None = None  # by full key: what is a path among them, absolute
 
 
 def save(
@@ -69,8 +71,8 @@ def save(
         if disk_full(error):
             free = shutil.disk_usage(folder).free / 2**20
             raise UserError(
-                f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. The older checkpoints are intact; "
-                "free some space and go on with --resume."
+                f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. {left(folder)} Free some space, "
+                "then go on with --resume."
             ) from error
         raise
     others = [p for p in complete(folder) if p != final]  # a run resumed from an earlier step finds later ones here
@@ -92,6 +94,12 @@ def newest(folder: Path) -> Path | None:
         return folder / named
     found = complete(folder)
     return found[-1] if found else None
+
+
+def left(folder: Path) -> str:
+    """What a run that stops here can go on from, as a sentence."""
+    last = newest(folder)
+    return "There is no checkpoint yet, so a resumed run begins again." if last is None else f"{last} is intact."
 
 
 def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _PATIENCE = 5.0  # seconds for what ends by itself, such as the idle threads of an executor
 
@@ -34,8 +35,13 @@ def _left() -> list[str]:
     """The names of live threads and child processes that Python waits for at its end."""
     own = (threading.main_thread(), threading.current_thread())
     left = [f"thread {t.name}" for t in threading.enumerate() if not t.daemon and t not in own]
-    processes = sys.modules.get("multiprocessing")  # not loaded: there are none
-    return left + [f"process {p.name}" for p in (processes.active_children() if processes else ()) if not p.daemon]
+    return left + [f"process {p.name}" for p in _processes()]
+
+
+def _processes() -> list[Any]:
+    """The live child processes of multiprocessing; it is not loaded where there are none."""
+    module = sys.modules.get("multiprocessing")
+    return [] if module is None else [p for p in module.active_children() if not p.daemon]
 
 
 def _watch(status: int) -> None:
@@ -51,4 +57,6 @@ def _watch(status: int) -> None:
         f"behind; the program ends without it, with status {status}.", file=sys.stderr, flush=True,
     )
     sys.stdout.flush()
+    for process in _processes():
+        process.terminate()
     os._exit(status)

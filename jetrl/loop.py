@@ -15,6 +15,7 @@ from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
+from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
 from jetrl.report.recorder import Recorder, failed_rows, group_rows
 from jetrl.report.track import open_trackers
@@ -177,9 +178,35 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
             recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
     clock.display.step({"step": step} | metrics)
+    if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):
+        clock.display.hint("nothing to learn from", reason)
     if due(config.checkpoint.save_interval, step, config) or stop.asked:
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
+    with saved_on_mistake(session, run_dir):
+        check_parity(session, clock.display, metrics, run_dir)
+
+
+def check_parity(session: Session, display: Display, metrics: dict[str, float], run_dir: Path) -> None:
+    """Where rollout and training promise the same bits, a gap is told: UserError where it is the user's engine's.
+
+    The step itself is sound, and saved: its ratios are those to the policy that sampled.
+    """
+    gap, engine = metrics.get("parity/logprob_abs_diff_max", 0.0), session.config.rollout.engine
+    if not session.unified or gap == 0.0:
+        return
+    share = metrics["parity/frac_tokens_different"]
+    found = f"{share:.0%} of its tokens have another log-prob in training than in the rollout, by up to {gap:.3g}"
+    if engine != "jetrl":
+        raise UserError(
+            f"rollout.engine = {engine} says keeps_bits = True, but of step {session.step} {found}. Set keeps_bits = "
+            "False (the learner then computes what it needs itself), or fix the engine; then go on with --resume."
+        )
+    display.hint(
+        "PARITY IS NOT ZERO",
+        f"{found}, and in this flow there should be none. Training goes on, but this is a fault of ours: please report "
+        f"it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
+    )
 
 
 @contextmanager

@@ -34,8 +34,9 @@ def gsm8k_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
         rows.append({
             "question": f"{name} has {had} {thing} and buys {more} more on each of {days} days. How many {thing} are "
                         "there then?",
-            "answer": f"{name} buys {more} * {days} = <<{more}*{days}={more * days}>>{more * days} {thing}.\n{name} has "
-                      f"{had} + {more * days} = <<{had}+{more * days}={total}>>{total} {thing}.\n#### {total:,}",
+            "answer": f"{name} buys {more} * {days} = <<{more}*{days}={more * days}>>{more * days} {thing}.\n"
+                      f"{name} has {had} + {more * days} = <<{had}+{more * days}={total}>>{total} {thing}.\n"
+                      f"#### {total:,}",
         })
     return rows
 

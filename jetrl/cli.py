@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jetrl import __version__
+from jetrl.ending import ends_in_time
 from jetrl.errors import UserError, disk_full
 from jetrl.report.console import Output
 
@@ -34,7 +35,7 @@ Overrides = Annotated[
 
 
 _ABOUT_RECIPES = (
-    "Any setting can be given behind the recipe: `jetrl settings` lists them, `jetrl settings train.lr` explains one. "
+    "Any setting can be given after the recipe: `jetrl settings` lists them, `jetrl settings train.lr` explains one. "
     "`jetrl recipes` lists the recipes that come with jetrl. `--debug` shows where an error came from."
 )
 
@@ -49,11 +50,12 @@ def _version(asked: bool) -> None:
 def _options(
     version: Annotated[bool, typer.Option(
         "--version", help="Print the version and exit.", callback=_version, is_eager=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Behind any command: errors with their traceback.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="After any command: errors with their traceback.")] = False,
 ) -> None:
     pass  # `main` has taken --debug out, wherever it stood
 
 
+@ends_in_time()
 def main() -> None:
     """Entry point: a user's mistake ends with one message and status 2, an interrupt with 130."""
     debug = "--debug" in sys.argv
@@ -101,6 +103,7 @@ def train(
 ) -> None:
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
     from jetrl.config import to_toml
+    from jetrl.config.paths import in_own_folder
     from jetrl.loop import StopRequest, run
     from jetrl.train.pin import pinned, weights_to_come
     from jetrl.train.setup import prepare
@@ -113,11 +116,13 @@ def train(
         if text := weights_to_come(config):
             typer.echo(text, err=True)
         return
-    config = _placed(config)
+    config = _placed(in_own_folder(config, recipe, overrides or []) if resume else config)
     run_dir = _run_dir(config)
     if resume:
         _check_resumable(run_dir)
-    if not run(config, run_dir, sys.argv, StopRequest().install()):
+    with StopRequest() as stop:
+        ended = run(config, run_dir, sys.argv, stop)
+    if not ended:
         if config.checkpoint.save_interval:
             out.print(f"Stopped after a checkpoint. Go on with:\n  jetrl train {run_dir}/config.toml --resume")
         else:
@@ -216,11 +221,13 @@ def compare(
         return [text for text in overrides or [] if split_override(text)[0] not in switched_off("precision", flow)]
 
     configs = [_config(recipe, said_of(flow), [f"precision={flow}"]) for flow in flows]  # all checked before the first
-    folders, stop = [], StopRequest().install()
+    folders = []
     for flow, config in zip(flows, configs, strict=True):
         config = _placed(config.model_copy(update={"name": f"{config.name}-{flow}"}))
         run_dir = _run_dir(config)
-        if not run(config, run_dir, sys.argv, stop):
+        with StopRequest() as stop:
+            ended = run(config, run_dir, sys.argv, stop)
+        if not ended:
             out.print(f"Stopped in the run {run_dir.name}. Called again, the comparison starts from the beginning.")
             raise SystemExit(130)
         folders.append(run_dir)

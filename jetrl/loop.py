@@ -6,24 +6,23 @@ engine.load -> recorder.write.
 
 from __future__ import annotations
 
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
+from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
 from jetrl.report.recorder import ENV_FILE, Recorder, failed_rows, group_rows
 from jetrl.report.track import open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
+from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
 from jetrl.train.gather import evaluate, gather
 from jetrl.train.packing import pack
@@ -33,36 +32,17 @@ from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
 from jetrl.train.step import update
+from jetrl.train.stopping import GivenUp, StopRequest
 from jetrl.train.trainer import NonFiniteError
 from jetrl.types import StepReport
-
-
-class StopRequest:
-    """Whether the user asked to stop. The first Ctrl-C or SIGTERM asks; the second interrupts at once."""
-
-    def __init__(self) -> None:
-        self.asked = self.in_warm_start = False
-
-    def install(self) -> StopRequest:
-        """Catch both signals from now on."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or self.in_warm_start:
-            lost = "the warm start is not saved" if self.in_warm_start else "the step under way is not saved"
-            print(f"Interrupted: {lost}.", file=sys.stderr, flush=True)
-            raise KeyboardInterrupt
-        self.asked = True
-        print("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr, flush=True)
 
 
 class Clock:
     """Seconds by phase of the current step, shown on the display while they pass."""
 
-    def __init__(self, display: Display) -> None:
-        self.display, self.seconds = display, {}  # type: ignore[var-annotated]
+    def __init__(self, display: Display, stop: StopRequest | None = None) -> None:
+        self.display, self.stop = display, stop or StopRequest()
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str, total: int | None = None) -> Iterator[None]:
@@ -72,11 +52,12 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def progress(self) -> Callable[[StepReport], None]:
-        """Tells the display how many sequences the engine has finished."""
+        """Tells the display how many sequences the engine has finished; ends a rollout that is given up."""
         done = 0
 
         def on_step(report: StepReport) -> None:
             nonlocal done
+            self.stop.check()
             if report.finished > done:
                 self.display.advance(report.finished - done)
                 done = report.finished
@@ -96,16 +77,22 @@ class Clock:
 def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) -> bool:
     """Train from a resolved config, resuming where `checkpoint.resume` says so. True if it came to its last step.
 
-    When `stop` is asked for, the step under way is finished, saved and reported.
+    When `stop` is asked for, the step under way is finished or given up (`train/stopping.py`), and the run is saved.
     """
-    found = state.find(config, run_dir)
-    before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
-    config, pins = pinned(config, before if config.checkpoint.resume != "never" else [])
-    session = build(config, weights=found is None)
-    try:
-        return _run(session, run_dir, command, stop, found, record(pins))
-    finally:
-        session.close()
+    run_dir = run_dir.absolute()
+    stop.phase, stop.saves = "start", config.checkpoint.save_interval > 0
+    with no_silent_exit(), chdir("."):  # the user's code may change the current folder; afterwards it is put back
+        found = state.find(config, run_dir)
+        before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
+        config, pins = pinned(config, before if config.checkpoint.resume != "never" else [])
+        session = build(config, weights=found is None)
+        try:
+            return _run(session, run_dir, command, stop, found, record(pins))
+        except Exception as error:
+            session.check_settings(error)
+            raise
+        finally:
+            session.close()
 
 
 def _run(
@@ -119,10 +106,10 @@ def _run(
     )
     resume = config.checkpoint.resume != "never"  # without a checkpoint as well: a run may stop before its first
     with Recorder(run_dir, resume) as recorder, display:
-        clock = Clock(display)
-        recorder.write_config(to_toml(config))
+        clock = Clock(display, stop)
+        recorder.write_config(to_toml(session.given))
         recorder.write_environment(command, origin)
-        recorder.trackers += open_trackers(config.track.backends, run_dir, config.model_dump(mode="json"))
+        recorder.trackers += open_trackers(config.track.backends, run_dir, session.given.model_dump(mode="json"))
         (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
         check_gold(session.task, session.reward, session.tokenizer)
         try:
@@ -130,12 +117,17 @@ def _run(
                 recorder.drop_after(session.step if found is not None else -1)
             if found is None:
                 start(session, recorder, clock, run_dir, stop)
+            else:
+                stop.phase = "step"
+                make_up_evaluation(session, recorder, clock, stop)
             while session.step < config.train.steps and not stop.asked:
                 train_step(session, recorder, clock, run_dir, stop)
+        except GivenUp:  # a rollout, or rewards: nothing of the session has changed
+            save_once(session, run_dir)
         except FloatingPointError as error:  # the sampler met logits that are no numbers
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
     write_report([run_dir], run_dir / "report.html")
-    return session.step >= config.train.steps
+    return session.step >= config.train.steps and not session.owes_evaluation
 
 
 def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest) -> None:
@@ -143,16 +135,15 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
     config = session.config
     if config.sft.steps:
         with clock("warm start", config.sft.steps):
-            stop.in_warm_start = True
+            stop.phase = "warm start"
             warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
                 clock.display.message,
             )
-            stop.in_warm_start = False
+    stop.phase = "step"
     state.begin(session, run_dir)
     session.engine.load(publish(session.model, 0, session.flow_digest))
-    metrics = evaluate(session, clock) if config.eval.eval_interval else {}
-    session.initial_accuracy = next(iter(metrics.values()), None)
+    metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     recorder.write(0, metrics | clock.take())
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
@@ -162,7 +153,7 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
 def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest) -> None:
     """One RL step: sample and roll out, score and select, pack, estimate, update, publish, load, record."""
     config, step = session.config, session.step + 1
-    with saved_on_mistake(session, run_dir):
+    with saved_on_mistake(session, run_dir), stop.during("rollout"):
         gathered = gather(session, clock, step)
     with clock("pack"):
         batches = pack(
@@ -186,16 +177,42 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         try:
             session.engine.load(weights)
             if due(config.eval.eval_interval, step, config):
-                metrics |= evaluate(session, clock)
+                metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever becomes of its evaluation
             metrics |= clock.take()
             recorder.write(step, metrics)
             rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
             recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
     clock.display.step({"step": step} | metrics)
-    if due(config.checkpoint.save_interval, step, config) or (stop.asked and config.checkpoint.save_interval):
+    if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):
+        clock.display.hint("nothing to learn from", reason)
+    if due(config.checkpoint.save_interval, step, config) or stop.asked:
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
-            state.save(session, run_dir)
+            save_once(session, run_dir)
+    with saved_on_mistake(session, run_dir):
+        check_parity(session, clock.display, metrics, run_dir)
+
+
+def check_parity(session: Session, display: Display, metrics: dict[str, float], run_dir: Path) -> None:
+    """Where rollout and training promise the same bits, a gap is told: UserError where it is the user's engine's.
+
+    The step itself is sound, and saved: its ratios are those to the policy that sampled.
+    """
+    gap, engine = metrics.get("parity/logprob_abs_diff_max", 0.0), session.config.rollout.engine
+    if not session.unified or gap == 0.0:
+        return
+    share = metrics["parity/frac_tokens_different"]
+    found = f"{share:.0%} of its tokens have another log-prob in training than in the rollout, by up to {gap:.3g}"
+    if engine != "jetrl":
+        raise UserError(
+            f"rollout.engine = {engine} says keeps_bits = True, but of step {session.step} {found}. Set keeps_bits = "
+            "False (the learner then computes what it needs itself), or fix the engine; then go on with --resume."
+        )
+    display.hint(
+        "PARITY IS NOT ZERO",
+        f"{found}, and in this flow there should be none. Training goes on, but this is a fault of ours: please report "
+        f"it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
+    )
 
 
 @contextmanager
@@ -204,9 +221,39 @@ def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
-        if session.config.checkpoint.save_interval:
-            state.save(session, run_dir)
+        save_once(session, run_dir)
         raise
+
+
+def save_once(session: Session, run_dir: Path) -> None:
+    """Write the checkpoint of the last step that was done, unless it is on disk or the run makes none."""
+    if session.config.checkpoint.save_interval and session.saved_step != session.step:
+        state.save(session, run_dir)
+
+
+def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, float]:
+    """Held-out metrics. None where a signal ended the evaluation: the run owes it then, and makes it when resumed."""
+    session.owes_evaluation = True
+    try:
+        with stop.during("evaluation"):
+            metrics = evaluate(session, clock)
+    except GivenUp:
+        return {}
+    session.owes_evaluation = False
+    if session.step == 0:
+        session.initial_accuracy = next(iter(metrics.values()), None)
+    return metrics
+
+
+def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop: StopRequest) -> None:
+    """On resume: the evaluation of the checkpoint's step, where it is due and that step's row has none."""
+    row = recorder.last_row()
+    if row.get("step") != session.step or any(key.startswith("eval/") for key in row):
+        return
+    if due(session.config.eval.eval_interval, session.step, session.config):
+        if metrics := evaluated(session, clock, stop):
+            recorder.amend(metrics | clock.take())
+            clock.display.step({"step": session.step} | metrics)
 
 
 def due(interval: int, step: int, config: Config) -> bool:
@@ -218,10 +265,11 @@ def run_sft(config: Config) -> Path:
     """Only the warm start; returns the file that `run` will find."""
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
-    session = build(pinned(config)[0])
-    with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
+    with no_silent_exit():
+        session = build(pinned(config)[0])
+    with no_silent_exit(), Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
         return warm_start(
-            session.model, config, session.task, session.tokenizer,
+            session.model, session.config, session.task, session.tokenizer,
             lambda step, loss: display.step({"step": step, "policy/loss": loss}), display.message,
         )
 
@@ -229,7 +277,7 @@ def run_sft(config: Config) -> Path:
 def evaluate_once(session: Session) -> dict[str, float]:
     """Held-out accuracy of a built session, outside a run."""
     try:
-        with Display(1, f"{session.config.name} eval") as display:
+        with no_silent_exit(), Display(1, f"{session.config.name} eval") as display:
             return evaluate(session, Clock(display))
     finally:
         session.close()

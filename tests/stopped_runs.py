@@ -80,7 +80,8 @@ def child(folder: Path, changes: dict[str, Any], how: str) -> int:
     """0: came to the end; 3: stopped in order, after a checkpoint."""
     arrange(how)
     config = tiny_config(folder, changes)
-    return 0 if loop.run(config, folder / "runs" / "tiny", ["test"], loop.StopRequest().install()) else 3
+    with loop.StopRequest() as stop:
+        return 0 if loop.run(config, folder / "runs" / "tiny", ["test"], stop) else 3
 
 
 def main() -> None:

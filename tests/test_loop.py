@@ -207,3 +207,33 @@ def test_a_reward_function_that_never_pays_the_gold_answer_stops_the_run_before_
     (tmp_path / "zero.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
     with pytest.raises(UserError, match=r"(?s)(gold.*\d\+\d)|(\d\+\d.*gold)"):
         tiny_run(tmp_path, {"task.reward": f"{tmp_path}/zero.py:reward"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"task.reward": "REWARD:reward"}, "step 1: nothing to learn from: all 16 rewards are 1."),
+        ({"rollout.temperature": 1e-6}, "which is 1e-06"),
+    ],
+    ids=["equal rewards", "temperature"],
+)
+def test_a_step_without_a_signal_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "same.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
+    changes = {k: v.replace("REWARD", f"{tmp_path}/same.py") if isinstance(v, str) else v for k, v in changes.items()}
+    tiny_run(tmp_path, changes)
+    out = capsys.readouterr().out
+    assert said in out and out.count("nothing to learn from") == 1, out
+
+
+def test_a_gap_where_none_should_be_is_loud_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = pointwise.norm_rope
+    tiny_run(tmp_path / "right", {"quant.kv_cache": "fp8", "train.steps": 2})
+    assert "PARITY" not in capsys.readouterr().out
+    monkeypatch.setattr(pointwise, "norm_rope", lambda *args: right(*args[:-1], False))
+    tiny_run(tmp_path, {"quant.kv_cache": "fp8"})
+    out = capsys.readouterr().out
+    assert out.count("step 1: PARITY IS NOT ZERO: ") == 1 == out.count("PARITY") and "please report" in out

@@ -140,7 +140,6 @@ def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pyt
     run_dir = tmp_path / "b" / "runs" / "tiny"
     assert checkpoint.newest(run_dir / "checkpoints").name == "step_000002"
     tiny_run(tmp_path / "b", changes | {"checkpoint.resume": "auto"})
-    expected, rows = numbers(straight), numbers(run_dir)
-    expected[2] = {k: v for k, v in expected[2].items() if not k.startswith("eval/")}
-    assert rows == expected and weights_hash(run_dir, 4) == weights_hash(straight, 4)
+    assert numbers(run_dir) == numbers(straight), "the evaluation is made when the run is resumed"
+    assert weights_hash(run_dir, 4) == weights_hash(straight, 4)
     assert list(read_samples(run_dir)) == list(read_samples(straight))

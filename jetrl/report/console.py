@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jetrl.errors import UserError
+from jetrl.report.hints import Hints
 from jetrl.report.run import Headline, held_out_name
 from jetrl.report.text import (
     ASCII_BLOCKS,
@@ -84,6 +85,7 @@ class Display:
         self._worst_gap = 0.0
         self._first_accuracy: float | None = None
         self._ended = ""
+        self._hints = Hints(self.message)
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False)
@@ -102,7 +104,7 @@ class Display:
     ) -> None:
         if self._live is not None:
             if kind is None:
-                self.phase("done")
+                self.phase("done" if self.current >= self.total_steps else "stopped")
             else:
                 self._ended = f"{'interrupted' if kind is KeyboardInterrupt else 'failed'} in {self._phase} after "
             self._live.stop()  # draws once more and shows the cursor again
@@ -143,8 +145,12 @@ class Display:
         if self._live is None and due:
             self._step_told = now
             self._line(self._plain(metrics))
-            for line in _joined([f"{name}: {text}" for name, text in notes(metrics)]):
-                self._line(line)
+            for line in _joined([f"{name}: {text}" for name, text in notes(metrics) if name != "no signal"]):
+                self._line(line)  # steps without a signal are told by `hint`, and not each of them
+
+    def hint(self, what: str, detail: str) -> None:
+        """Tell, the first time in full, of what was so in this step."""
+        self._hints.hint(self.current, what, detail)
 
     def message(self, text: str) -> None:
         """Print a line above the display."""

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,23 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
                 if keep(row):
                     target.write(line)
         temporary.replace(path)
+
+
+def replace_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Put `row` in the place of the row of its step, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        with path.open("rb") as source, temporary.open("wb") as target:
+            for line in source:
+                old = parse_row(line)
+                target.write(line_of(row) if old is not None and old["step"] == row["step"] else line)
+        temporary.replace(path)
+
+
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """A row as its line of the file."""
+    line = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
+    return line.encode("utf-8", errors="replace")  # token strings may hold lone surrogates
 
 
 @contextmanager

@@ -16,7 +16,15 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.report.environment import describe_environment
-from jetrl.report.files import cut_torn_line, disk_errors, keep_rows, lock, read_rows
+from jetrl.report.files import (
+    cut_torn_line,
+    disk_errors,
+    keep_rows,
+    line_of,
+    lock,
+    read_rows,
+    replace_row,
+)
 from jetrl.report.track import Tracker
 from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
 
@@ -78,6 +86,22 @@ class Recorder:
         for tracker in self.trackers:
             tracker.log(step, {key: value for key, value in metrics.items() if key != "step"})
 
+    def last_row(self) -> dict[str, Any]:
+        """The last row of the metrics; empty where there is none."""
+        rows = read_metrics(self.run_dir)
+        return rows[-1] if rows else {}
+
+    def amend(self, metrics: Mapping[str, float]) -> None:
+        """Add to the last row what it lacks: an evaluation that was given up. Times add up."""
+        row = self.last_row()
+        assert row.get("step") == self.last_step, "no row to amend"
+        times = {k: v + row.get(k, 0.0) for k, v in metrics.items() if k.startswith("time/")}
+        os.close(self._metrics)
+        replace_row(self.run_dir / METRICS_FILE, {k: _encode(v) for k, v in {**row, **metrics, **times}.items()})
+        self._metrics = self._open(self.run_dir / METRICS_FILE)
+        for tracker in self.trackers:
+            tracker.log(self.last_step, metrics)
+
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append sample rows of `step` (see `group_rows`, `failed_rows`); each holds all of `SAMPLE_KEYS`."""
         encoded = []
@@ -109,8 +133,7 @@ class Recorder:
 
     def _append(self, file: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
-            line = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
-            data = line.encode("utf-8", errors="replace")  # token strings may hold lone surrogates
+            data = line_of(row)
             with disk_errors(self.run_dir / name):
                 while data:
                     data = data[os.write(file, data) :]

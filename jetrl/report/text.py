@@ -60,7 +60,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 
 def notes(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What else a step's row has to say, as (name, text): refill, failed environments, rewards without any signal.
+    """What else a step's row has to say, as (name, text): refill, failed environments, all rewards the same.
 
     A critic learns from equal rewards too, so with one nothing is said of them.
     """

@@ -60,7 +60,7 @@ def roll_out(
     except BaseException as error:
         try:
             driver.abort()
-        except UserError as second:  # a broken engine, most likely for the same reason
+        except Exception as second:  # a broken engine, or one that a signal interrupted: what came first counts
             raise error from second
         raise
     ended = [live.ended for live in driver.all]

@@ -15,9 +15,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+from jetrl.tasks.user_code import OUR_THREADS
 
 _PATIENCE = 0.5  # seconds in which a healthy event loop answers
 
@@ -28,7 +31,14 @@ class Loop:
     def __init__(self) -> None:
         self.blocked = False  # a coroutine holds it up: it is given no further work
         self.events = asyncio.new_event_loop()
-        threading.Thread(target=self.events.run_forever, name="jetrl-environment-loop", daemon=True).start()
+        self.ending = False
+        threading.Thread(target=self._run, name=f"{OUR_THREADS}-loop", daemon=True).start()
+
+    def _run(self) -> None:
+        """Until `end`. asyncio leaves the loop where a task of the user's own calls `sys.exit`: that ends no other."""
+        while not self.ending:
+            with suppress(SystemExit, KeyboardInterrupt):
+                self.events.run_forever()
 
     def answers(self) -> bool:
         """Whether it gets on; not so while a coroutine blocks it."""
@@ -42,6 +52,7 @@ class Loop:
         def cancel() -> None:
             for task in asyncio.all_tasks(self.events):
                 task.cancel()
+            self.ending = True
             self.events.call_soon(self.events.stop)  # behind the cancelled tasks' last turn
 
         self.events.call_soon_threadsafe(cancel)
@@ -207,7 +218,7 @@ class _Worker(threading.Thread):
     """A daemon thread that runs one call at a time."""
 
     def __init__(self, background: Background) -> None:
-        super().__init__(name="jetrl-environment", daemon=True)
+        super().__init__(name=OUR_THREADS, daemon=True)
         self.background = background
         self.inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.start()

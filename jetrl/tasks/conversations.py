@@ -19,6 +19,7 @@ from jetrl.tasks.calls import Background, Call, Loop
 from jetrl.tasks.environment import BadReply, Factory, opening_of, problem_mapping, step_of
 from jetrl.tasks.messages import TurnEncoder
 from jetrl.tasks.prompts import Message
+from jetrl.tasks.user_code import check_unchanged, process_settings
 from jetrl.types import Completion, Problem, Reply
 
 
@@ -54,10 +55,12 @@ class EnvironmentPool:
     encoder: TurnEncoder
     timeout: float = 60.0
     max_concurrent: int = 64
+    close_failures: int = 0  # calls of `close` that raised or were late
     _talks: dict[int, _Conversation] = field(default_factory=dict)
     _calls: dict[Call, _Conversation] = field(default_factory=dict)
     _ended: deque[Call] = field(default_factory=deque)  # calls that have ended and are not looked at yet
     _background: Background = field(init=False)
+    _settings: dict[str, Any] = field(default_factory=process_settings)
 
     def __post_init__(self) -> None:
         self._background = Background(self.max_concurrent)
@@ -93,6 +96,7 @@ class EnvironmentPool:
         """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
         while True:
             self._ended += self._background.collect()
+            self.check_settings()
             replies = []
             while self._ended:
                 call = self._ended.popleft()
@@ -102,9 +106,15 @@ class EnvironmentPool:
                 return replies
             self._background.wait(self.timeout)
 
+    def check_settings(self) -> None:
+        """UserError where an environment has changed settings that it shares with training."""
+        check_unchanged(self._settings, f"Environment {self.factory.name}")
+
     def close(self, key: int) -> None:
         """The conversation is over, whoever ended it. The environment's `close` runs in the background."""
-        talk = self._talks.pop(key)
+        talk = self._talks.pop(key, None)
+        if talk is None:  # a signal came between the driver's note and `start`
+            return
         talk.over = talk.closed = True
         if not talk.busy:
             self._close(talk)
@@ -119,6 +129,8 @@ class EnvironmentPool:
             self._background.wait(deadline - time.monotonic())
             self.poll(False)
         self._background.stop()
+        if self.close_failures > 1:
+            self._tell_close(f"{self.close_failures} calls of {self.factory.name}.close have failed in all")
 
     def _methods(self) -> list[str]:
         return ["reset", "step", *(["close"] if self.factory.can_close else [])]
@@ -182,14 +194,26 @@ class EnvironmentPool:
 
     def _warn(self, talk: _Conversation, call: Call) -> None:
         """The conversation's result stands, but what `close` should have given back may not be."""
-        if call.late:
-            warnings.warn(self._too_long(talk, call), stacklevel=2)
-        elif call.error is not None:
-            warnings.warn(f"{talk.method} raised {call.describe_error()}", stacklevel=2)
+        if not call.late and call.error is None:
+            return
+        if isinstance(call.error, UserError):  # os._exit
+            raise call.error
+        self.close_failures += 1
+        if self.close_failures == 1:
+            what = self._too_long(talk, call) if call.late else f"{talk.method} raised {call.describe_error()}"
+            self._tell_close(f"{what}. What it holds may stay open. Further failures are counted")
+        elif str(self.close_failures).strip("0") == "1":
+            self._tell_close(f"{self.close_failures} calls of {talk.method} have failed")
+
+    def _tell_close(self, text: str) -> None:
+        warnings.warn(f"Environment {self.factory.name}: {text}.", stacklevel=3)
 
     def _too_long(self, talk: _Conversation, call: Call) -> str:
         text = f"{talk.method} took longer than environment.timeout = {self.timeout:g} seconds"
-        blocks = " and blocked the event loop: use await where it waits, or write def instead of async def"
+        blocks = (
+            " and blocked the event loop, which all conversations share, so that each such call costs its whole time "
+            "limit, one after the other: use await where it waits, or write def instead of async def"
+        )
         return text + (blocks if call.blocking else "")
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jetrl.errors import UserError
 from jetrl.tasks.neighbours import add_folder
+from jetrl.tasks.user_code import user_code
 
 FILE_MODULE = "jetrl_file_"  # how modules made from files are called, in front of a hash of the path
 
@@ -26,10 +27,9 @@ def import_attribute(name: str, key: str, kind: Kind) -> Any:
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise UserError(f"{key} = {name!r}: write module:{form} or path/to/file.py:{form}.")
-    if place.endswith(".py"):
-        module = _load_file(Path(place).expanduser(), key)
-    else:
-        module = _load_module(place, key, form)
+    with user_code(f"{key} = {name}", in_threads=key == "environment.name"):
+        is_file = place.endswith(".py")
+        module = _load_file(Path(place).expanduser(), key) if is_file else _load_module(place, key, form)
     found = getattr(module, attribute, None)
     if found is None:
         of_kind = inspect.isfunction if kind == "function" else inspect.isclass

@@ -20,6 +20,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Call, Loop
 from jetrl.tasks.importing import FILE_MODULE
+from jetrl.tasks.user_code import user_code
 
 _FOREVER = math.inf  # a reward function takes as long as it takes
 
@@ -100,7 +101,7 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
     over = []
     for function, arguments in calls:
         call = Call(lambda: None, _FOREVER)
-        with call:
+        with call, user_code(f"Reward function {reward_name(function)}"):
             call.value = function(**arguments)
         if call.error is not None and not isinstance(call.error, (Exception, SystemExit)):
             raise call.error  # Ctrl-C
@@ -108,7 +109,8 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
     if waiting := [call for call in over if call.error is None and inspect.isawaitable(call.value)]:
         future = asyncio.run_coroutine_threadsafe(_await_all(waiting), _loop().events)
         try:
-            future.result()
+            with user_code("An async reward function"):
+                future.result()
         finally:
             future.cancel()  # Ctrl-C ends what still runs; of a future that is done it does nothing
     return over

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jetrl.errors import UserError, disk_full
+from jetrl.tasks.user_code import user_code
 from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
 
 
@@ -20,7 +21,8 @@ from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
 def blamed(name: str, call: str) -> Iterator[None]:
     """Turns an exception in the user's engine (`rollout.engine = name`) into a UserError with its place."""
     try:
-        yield
+        with user_code(f"rollout.engine = {name}: {call}"):
+            yield
     except (UserError, FloatingPointError):
         raise
     except (Exception, SystemExit) as error:

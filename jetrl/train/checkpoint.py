@@ -4,8 +4,8 @@ A checkpoint is a folder `checkpoints/step_000100`:
 
     model/            Hugging Face folder (BF16), for `eval`, `export` and other programs
     state.safetensors master weights and optimizer state, to the bit
-    state.json        step, counters, flow digest, SHA-256 of state.safetensors and of the model's weights; its presence
-                      makes the folder complete
+    state.json        step, counters, flow digest, settings, SHA-256 of state.safetensors and of the model's weights;
+                      its presence makes the folder complete
 
 It is written under another name, synced and renamed; `latest` (a file with the folder's name) is replaced last.
 """
@@ -37,7 +37,8 @@ class Meta:
     step: int
     weight_version: int
     flow_digest: str
-    config_digest: str
+    settings: dict[str, Any]  # by full key: those that a resumed run must share
+    paths: dict[str, Any]  # by full key: what is a path among them, absolute
     initial_accuracy: float | None = None
     num_prompts: int = 0  # taken from the training stream so far
     sha256: str = ""
@@ -69,8 +70,8 @@ def save(
         if disk_full(error):
             free = shutil.disk_usage(folder).free / 2**20
             raise UserError(
-                f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. The older checkpoints are intact; "
-                "free some space and go on with --resume."
+                f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. {left(folder)} Free some space, "
+                "then go on with --resume."
             ) from error
         raise
     others = [p for p in complete(folder) if p != final]  # a run resumed from an earlier step finds later ones here
@@ -94,6 +95,12 @@ def newest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def left(folder: Path) -> str:
+    """What a run that stops here can go on from, as a sentence."""
+    last = newest(folder)
+    return "There is no checkpoint yet, so a resumed run begins again." if last is None else f"{last} is intact."
+
+
 def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
     """Read a checkpoint and verify its hash."""
     meta = _read_meta(path)
@@ -112,9 +119,14 @@ def _read_meta(path: Path) -> Meta:
     if not (path / _META).is_file():
         raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step or a new run.")
     try:
-        meta = Meta(**json.loads((path / _META).read_text()))
+        record = json.loads((path / _META).read_text())
+        if isinstance(record, dict) and "config_digest" in record:
+            raise UserError(f"{path} was written by an older version of jetrl and cannot be resumed. Start a new run.")
+        meta = Meta(**record)
         if not isinstance(meta.step, int) or not isinstance(meta.weight_version, int):
             raise ValueError("step and weight_version must be integers")
+    except UserError:
+        raise
     except (ValueError, TypeError) as error:
         raise UserError(f"{path / _META} cannot be read ({error}). Choose another step of the run.") from error
     return meta

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from jetrl.config import Config
+from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
 from jetrl.kernels.dispatch import DEVICE_OF, select
 from jetrl.kernels.gradient import accumulate_in
@@ -36,7 +37,7 @@ from jetrl.types import Engine
 class Session:
     """What a run works with. Mutable: the loop counts steps and weight versions here."""
 
-    config: Config
+    config: Config  # every path in it is absolute
     tokenizer: Any
     task: Task
     reward: RewardFunction | None  # None: the environment gives the rewards
@@ -45,13 +46,16 @@ class Session:
     flow_digest: str
     unified: bool
     base_config: dict[str, Any] | None  # the model's own config.json, kept in what we save
-    generation_config: dict[str, Any] | None = None  # likewise
+    generation_config: dict[str, Any] | None  # likewise
+    given: Config  # as the user wrote it, names of the hub with their commits
     conversations: EnvironmentPool | None = None  # None: single answers
     reference: Transformer | None = None
     step: int = 0
     weight_version: int = 0
     num_prompts: int = 0  # taken from the task's training stream so far
     initial_accuracy: float | None = None
+    saved_step: int = -1  # that of the newest checkpoint in the run's own folder, if it is known
+    owes_evaluation: bool = False  # a signal ended the one of this step
 
     @property
     def model(self) -> Transformer:
@@ -64,6 +68,14 @@ class Session:
         if callable(close := getattr(self.engine, "close", None)):
             close()
 
+    def check_settings(self, error: Exception) -> None:
+        """An error that comes of an environment that has changed torch's settings is told as that."""
+        if self.conversations is not None and not isinstance(error, UserError):
+            try:
+                self.conversations.check_settings()
+            except UserError as cause:
+                raise cause from error
+
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""
         return self.tokenizer.decode([token])
@@ -74,6 +86,7 @@ def build(config: Config, *, weights: bool = True) -> Session:
 
     Without `weights` the model's are not read (nor downloaded): a checkpoint's follow.
     """
+    given, config = config, absolute_paths(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.use_deterministic_algorithms(True)
@@ -88,7 +101,7 @@ def build(config: Config, *, weights: bool = True) -> Session:
         learner=build_learner(config, model), engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
-        conversations=build_conversations(config, plan),
+        conversations=build_conversations(config, plan), given=given,
     )
 
 

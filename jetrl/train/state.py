@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from jetrl.config import Config, digest
+from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.model import hf
-from jetrl.tasks.task import holds_out
-from jetrl.train import checkpoint
+from jetrl.train import checkpoint, resume
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, reference_of
 from jetrl.train.trainer import NonFiniteError
@@ -25,16 +23,16 @@ _REFERENCE = "reference.safetensors"
 
 def find(config: Config, run_dir: Path) -> Path | None:
     """The checkpoint that `checkpoint.resume` asks for; None to start from the beginning."""
-    resume = config.checkpoint.resume
-    if resume == "never":
+    asked = config.checkpoint.resume
+    if asked == "never":
         return None
-    if resume == "auto":
+    if asked == "auto":
         return checkpoint.newest(run_dir / "checkpoints")
-    if not Path(resume).is_dir():
-        raise UserError(f"checkpoint.resume = {resume}: there is no such folder. Give a checkpoint folder, or auto.")
-    if (Path(resume) / "checkpoints").is_dir():  # a run: its newest
-        return checkpoint.newest(Path(resume) / "checkpoints")
-    return Path(resume)
+    if not Path(asked).is_dir():
+        raise UserError(f"checkpoint.resume = {asked}: there is no such folder. Give a checkpoint folder, or auto.")
+    if (Path(asked) / "checkpoints").is_dir():  # a run: its newest
+        return checkpoint.newest(Path(asked) / "checkpoints")
+    return Path(asked)
 
 
 def begin(session: Session, run_dir: Path) -> None:
@@ -58,13 +56,15 @@ def save(session: Session, run_dir: Path) -> Path:
     if learner.critic_optimizer is not None:
         tensors |= _optimizer_tensors("critic_optimizer", learner.critic_optimizer)
     meta = checkpoint.Meta(
-        session.step, session.weight_version, session.flow_digest, resume_digest(session.config),
-        session.initial_accuracy, session.num_prompts,
+        session.step, session.weight_version, session.flow_digest, resume.settings(session.given),
+        resume.paths(session.config), session.initial_accuracy, session.num_prompts,
     )
-    return checkpoint.save(
+    path = checkpoint.save(
         run_dir / "checkpoints", meta, tensors, lambda folder: save_hf(session, folder),
         session.config.checkpoint.keep,
     )
+    session.saved_step = session.step
+    return path
 
 
 def save_hf(session: Session, folder: Path) -> None:
@@ -79,14 +79,7 @@ def save_hf(session: Session, folder: Path) -> None:
 def restore(session: Session, path: Path, run_dir: Path) -> None:
     """Bring `session` to the state of a checkpoint, to the bit."""
     meta, tensors = checkpoint.load(path)
-    if meta.flow_digest != session.flow_digest or meta.config_digest != resume_digest(session.config):
-        raise UserError(
-            f"{path} was written by a run with other settings (precision, model, data, sampling, objective or "
-            "optimizer; its name and num_threads count too). Resume with the run's own config.toml, or start a run "
-            "under a new name. Only train.steps, the sections eval, checkpoint and track, output_dir, "
-            "environment.timeout and max_concurrent and, with BF16 masters or moments, train.offload_optimizer may "
-            "change."
-        )
+    resume.check(path, meta, session.given, session.config, session.flow_digest)
     learner = session.learner
     learner.model.load_state_dict(_with_prefix(tensors, "model"))
     learner.model.publish()
@@ -109,24 +102,8 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
             (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
             save_file(_weights(session.reference), run_dir / "checkpoints" / _REFERENCE)
     session.engine.load(publish(session.model, session.weight_version, session.flow_digest))
-
-
-def resume_digest(config: Config) -> str:
-    """Digest of the settings that must not change between a run and its resumption."""
-    free: dict[str, Any] = {"steps": 1, "warmup_steps": 0} if config.train.lr_schedule == "constant" else {}
-    if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
-        free["offload_optimizer"] = False  # one optimizer and the same bits, on or off; all in FP32 it is another
-    waiting = {"timeout": 60.0, "max_concurrent": 64}  # they decide which conversations fail, never what one says
-    # of [eval] only this decides which problems are trained on
-    evaluation = type(config.eval)() if holds_out(config) else type(config.eval)(eval_interval=0)
-    fixed = config.model_copy(
-        update={
-            "environment": config.environment.model_copy(update=waiting),
-            "checkpoint": type(config.checkpoint)(), "track": type(config.track)(), "eval": evaluation,
-            "output_dir": "runs", "train": config.train.model_copy(update=free),
-        }
-    )
-    return digest(fixed)
+    newest = checkpoint.newest(run_dir / "checkpoints")
+    session.saved_step = session.step if newest is not None and newest.samefile(path) else -1
 
 
 def stop_non_finite(
@@ -139,8 +116,9 @@ def stop_non_finite(
     file = folder / f"step_{step:06d}.pt"
     torch.save({"step": step, "batches": batches, "model": _weights(session.model)}, file)
     return UserError(
-        f"Step {step} stops the run: {error}. The step's batches and weights are in {file} for replay; the checkpoints "
-        "are intact. Start a new run under another name with a lower train.lr or train.max_grad_norm."
+        f"Step {step} stops the run: {error}. The step's batches and weights are in {file} for replay. "
+        f"{checkpoint.left(run_dir / 'checkpoints')} Start a new run under another name with a lower train.lr or "
+        "train.max_grad_norm."
     )
 
 

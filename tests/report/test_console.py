@@ -177,7 +177,7 @@ CONVERSATION = {
 }
 
 
-def test_failures_refill_and_a_lack_of_signal_have_a_line_of_their_own() -> None:
+def test_failures_and_refill_have_a_line_of_their_own() -> None:
     console = plain_console()
     quiet = {"environment/num_errors": 0.0, "environment/num_timeouts": 0.0, "rollout/refill_rounds": 1.0}
     with Display(40, "run", console=console, clock=Clock()) as display:
@@ -187,17 +187,18 @@ def test_failures_refill_and_a_lack_of_signal_have_a_line_of_their_own() -> None
         display.step({"step": 4, **ROW, "reward/min": 1.0, "reward/max": 1.0, "critic/loss": 0.5})
     lines = text_of(console).splitlines()
     told = [line for line in lines if not line.startswith("step")]
-    assert told[1] == "  refill: 3 rounds; environment: 2 errors, 1 time-out; no signal: all rewards 0"
+    assert told[1] == "  refill: 3 rounds; environment: 2 errors, 1 time-out"
     assert told[2:] == ["  environment: 1 time-out"] and [line[:9] for line in lines[1:3]] == ["step  1/4", "  refill:"]
 
 
 def test_notes_too_long_for_one_line_have_one_each() -> None:
     console = plain_console()
     with Display(40, "run", console=console, clock=Clock()) as display:
-        display.step({"step": 1, **CONVERSATION, "environment/num_errors": 1024.0, "rollout/refill_rounds": 10.0})
-    refill, environment, signal = text_of(console).splitlines()[2:]
-    assert (refill, environment) == ("  refill: 10 rounds", "  environment: 1024 errors, 1 time-out")
-    assert signal == "  no signal: all rewards 0"
+        many = {"environment/num_errors": 10.0**12, "environment/num_timeouts": 10.0**16}
+        display.step({"step": 1, **CONVERSATION, **many, "rollout/refill_rounds": 10.0**9})
+    refill, environment = text_of(console).splitlines()[2:]
+    assert refill == "  refill: 1000000000 rounds"
+    assert environment == "  environment: 1000000000000 errors, 10000000000000000 time-outs"
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -369,7 +369,8 @@ def test_a_coroutine_that_blocks_its_loop_does_not_stop_the_others(pool):
     replies = several(talks, 4)
     assert time.monotonic() - start < 10
     assert [r.failure for r in replies] == ["timeout", "timeout", "", ""]
-    assert re.search(r"0.3 seconds and blocked the event loop: use await .* or write def", replies[0].error)
+    told = r"Blocks.step took longer .*0.3 seconds and blocked the event loop.*one after the other: .*or write def"
+    assert re.search(told, replies[0].error)
     talks.act(2, said("1"))  # its own loop is the blocked one still
     assert one(talks) == Reply(2, ids("1"), "1")
     Blocks.gate.set()
@@ -458,8 +459,28 @@ def test_an_error_while_closing_is_a_warning(pool):
     talks.start(0, problem())
     one(talks)
     talks.close(0)
-    with pytest.warns(UserWarning, match=r"Broken.close raised OSError: still open \(.*line \d+\)"):
+    with pytest.warns(UserWarning, match=r"Environment Broken: .*close raised OSError: still open \(.*line \d+\)"):
         talks.shutdown()
+
+
+def test_errors_while_closing_are_counted_and_told_in_a_few_lines(pool):
+    class Broken(Closes):
+        broken = True
+
+    talks = pool(Broken)
+    for key in range(12):
+        talks.start(key, problem())
+    several(talks, 12)
+    for key in range(12):
+        talks.close(key)
+    with pytest.warns(UserWarning) as found:
+        talks.shutdown()
+    texts = [str(w.message) for w in found]
+    assert talks.close_failures == 12 and len(texts) == 3
+    assert texts[1:] == [
+        "Environment Broken: 10 calls of Broken.close have failed.",
+        "Environment Broken: 12 calls of Broken.close have failed in all.",
+    ]
 
 
 def test_what_has_no_tokens_stops_the_run(pool):

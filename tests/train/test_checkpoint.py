@@ -18,7 +18,7 @@ from jetrl.train.checkpoint import Meta
 
 
 def meta(step: int) -> Meta:
-    return Meta(step=step, weight_version=step + 1, flow_digest="flow", config_digest="config", initial_accuracy=0.25)
+    return Meta(step=step, weight_version=step + 1, flow_digest="flow", settings={}, paths={}, initial_accuracy=0.25)
 
 
 def tensors(step: int) -> dict[str, Tensor]:
@@ -93,6 +93,20 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rubbish(
     assert (error.errno == errno.ENOSPC) == ("MiB are free" in str(raised.value))
     assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "latest"}
     assert checkpoint.newest(tmp_path) == tmp_path / "step_000001"
+
+
+def test_a_full_disk_says_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = checkpoint.save_file
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for expected in ("There is no checkpoint yet, so a resumed run begins again", "step_000001 is intact"):
+        monkeypatch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(UserError, match=expected):
+            write(tmp_path, 2)
+        monkeypatch.setattr(checkpoint, "save_file", right)
+        write(tmp_path, 1)
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:

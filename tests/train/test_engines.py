@@ -15,6 +15,7 @@ from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
 from jetrl.rollout.engine import PagedEngine
 from jetrl.train.checked_engine import CheckedEngine
+from jetrl.train.checkpoint import newest
 from jetrl.train.engines import eos_ids
 from jetrl.train.setup import build, prepare
 from jetrl.types import PackedBatch, Request, SamplingParams, WeightSet
@@ -181,3 +182,15 @@ def test_end_of_sequence_ids_come_from_tokenizer_and_folder(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "end"}))
     with pytest.raises(UserError, match="eos_token_id 'end' is no token id"):
         eos_ids(tokenizer, str(tmp_path))
+
+
+@pytest.mark.parametrize(("keeps_bits", "shift"), [(True, -1e-3), (True, 0.0), (False, -1e-3)])
+def test_an_engine_that_lies_about_its_bits_stops_the_run(tmp_path: Path, keeps_bits: bool, shift: float) -> None:
+    changes = named(tmp_path, keeps_bits, shift) | {"train.steps": 2, "checkpoint.save_interval": 2}
+    if not (keeps_bits and shift):
+        tiny_run(tmp_path, changes)
+        return
+    with pytest.raises(UserError, match=r"own.py:Own says keeps_bits = True, but of step 1 100% .* up to 0.001"):
+        tiny_run(tmp_path, changes)
+    run_dir = tmp_path / "runs" / "tiny"
+    assert newest(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_000001", "the step itself is sound"

@@ -1,0 +1,81 @@
+"""Which keys hold paths. They become absolute once, when a run is built: the user's code may change the folder later.
+
+config.toml keeps them as they were written, so that a run and its data can move together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl.config.sections import Config
+
+PLACES = ("output_dir", "sft.cache_dir")  # written to: made where they do not exist
+# What may also be a name (of the hub, of a built-in tokenizer): a path only if it exists.
+FILES = (
+    "model.path", "model.tokenizer", "task.train_file", "task.eval_file", "task.dataset", "task.eval_dataset",
+    "checkpoint.resume",
+)
+CODE = ("task.reward", "environment.name", "rollout.engine")  # path/to/file.py:name, or a list of them
+
+
+def absolute_paths(config: Config) -> Config:
+    """The config with every path absolute, seen from the current folder. Names that are no paths stay as they are."""
+    changed: dict[str, Any] = {}
+    for key in (*PLACES, *FILES, *CODE):
+        value = _value(config, key)
+        if value is None:
+            continue
+        section, _, name = key.rpartition(".")
+        new = _absolute(value, key)
+        if section:
+            changed.setdefault(section, {})[name] = new
+        else:
+            changed[name] = new
+    sections = {s: getattr(config, s).model_copy(update=v) for s, v in changed.items() if isinstance(v, dict)}
+    return config.model_copy(update=changed | sections)
+
+
+def in_own_folder(config: Config, recipe: str, overrides: Sequence[str]) -> Config:
+    """For a run's own config.toml: with the output folder in which it lies, wherever that was moved or is seen from."""
+    folder = Path(recipe).absolute().parent
+    own = Path(recipe).name == "config.toml" and folder.name == config.name and (folder / "checkpoints").is_dir()
+    said = any(text.partition("=")[0].strip() == "output_dir" for text in overrides)
+    if not own or said or (Path(config.output_dir) / config.name).absolute() == folder:
+        return config
+    return config.model_copy(update={"output_dir": str(folder.parent)})
+
+
+def path_values(config: Config) -> dict[str, Any]:
+    """What the keys that may hold paths say, by full key."""
+    values = {key: _value(config, key) for key in (*PLACES, *FILES, *CODE)}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name, None)
+
+
+def _absolute(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return {_absolute(k, key): v for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_absolute(inner, key) for inner in value)
+    if key in CODE:
+        place, colon, name = value.rpartition(":")
+        return f"{_full(place)}:{name}" if colon and place.endswith(".py") and _exists(place) else value
+    return _full(value) if key in PLACES or _exists(value) else value
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).expanduser().exists()
+    except OSError:  # a name too long for the file system, say
+        return False
+
+
+def _full(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text))

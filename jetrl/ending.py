@@ -1,0 +1,62 @@
+"""The end of the program: threads and processes that the user's code has left do not keep it alive."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_PATIENCE = 5.0  # seconds for what ends by itself, such as the idle threads of an executor
+
+
+@contextmanager
+def ends_in_time() -> Iterator[None]:
+    """Around the program: what is left behind it gets some seconds, is named, and the program ends with its status.
+
+    Python itself would wait for such threads, and for such processes, for ever.
+    """
+    status = 1
+    try:
+        yield
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        if _left():
+            threading.Thread(target=_watch, args=(status,), name="jetrl-end", daemon=True).start()
+
+
+def _left() -> list[str]:
+    """The names of live threads and child processes that Python waits for at its end."""
+    own = (threading.main_thread(), threading.current_thread())
+    left = [f"thread {t.name}" for t in threading.enumerate() if not t.daemon and t not in own]
+    return left + [f"process {p.name}" for p in _processes()]
+
+
+def _processes() -> list[Any]:
+    """The live child processes of multiprocessing; it is not loaded where there are none."""
+    module = sys.modules.get("multiprocessing")
+    return [] if module is None else [p for p in module.active_children() if not p.daemon]
+
+
+def _watch(status: int) -> None:
+    threading.main_thread().join()  # over as soon as Python begins to end
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if not _left():
+            return
+    left = _left()
+    print(
+        f"jetrl: still at work: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Your code has left this "
+        f"behind; the program ends without it, with status {status}.", file=sys.stderr, flush=True,
+    )
+    sys.stdout.flush()
+    for process in _processes():
+        process.terminate()
+    os._exit(status)

@@ -1,0 +1,80 @@
+"""Which settings must be those of the checkpoint that a run is resumed from, and how a difference is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jetrl.config import Config, sections
+from jetrl.config.paths import path_values
+from jetrl.config.toml import toml_literal
+from jetrl.errors import UserError
+from jetrl.tasks.task import holds_out
+from jetrl.train.checkpoint import Meta
+
+MAY_CHANGE = (
+    "train.steps, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
+    "max_concurrent, how a path is written and, with BF16 masters or moments, train.offload_optimizer"
+)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The settings that must not change between a run and its resumption, by full key."""
+    free = {"output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent"}
+    if config.train.lr_schedule == "constant":
+        free |= {"train.steps", "train.warmup_steps"}
+    if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
+        free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
+    found = dict(_flat("", config.model_dump(mode="json")))
+    kept = {k: v for k, v in found.items() if k not in free and k.split(".")[0] not in ("eval", "checkpoint", "track")}
+    # of [eval] only this decides which problems are trained on
+    return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
+
+
+def paths(config: Config) -> dict[str, Any]:
+    """The values of a config with absolute paths that `check` takes for equal to another spelling."""
+    return {key: value for key, value in path_values(config).items() if key in settings(config)}
+
+
+def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: str) -> None:
+    """UserError that names every setting in which this run is not the one that wrote the checkpoint."""
+    found = [*_differences(meta.settings, meta.paths, given, absolute)]
+    if not found and meta.flow_digest != flow_digest:
+        found = [f"the flow of the model: {meta.flow_digest} there, {flow_digest} here (its config.json, or jetrl's "
+                 "version)"]
+    if not found:
+        return
+    raise UserError(
+        f"{path} was written by a run with other settings:\n" + "\n".join(f"  {line}" for line in found)
+        + "\nResume with the run's own config.toml, or start a run under a new name. Free to change are "
+        f"{MAY_CHANGE}."
+    )
+
+
+def _differences(
+    there: Mapping[str, Any], paths_there: Mapping[str, Any], given: Config, absolute: Config
+) -> Iterator[str]:
+    """One line for each key whose value is another one."""
+    here, defaults, paths_here = settings(given), _defaults(), json.loads(json.dumps(paths(absolute)))
+    for key in {**there, **here}:
+        old, new = (values.get(key, defaults.get(key)) for values in (there, here))
+        same_file = key in paths_here and paths_here[key] == paths_there.get(key)
+        if old != new and not same_file and (key in here or key in there):
+            yield f"{key} = {toml_literal(old)} there, {toml_literal(new)} here"
+
+
+def _defaults() -> dict[str, Any]:
+    """What the keys say that neither side sets, by full key: of those that came later than the checkpoint."""
+    fields = [(f"{name}.{key}", field) for name, kind in sections().items() for key, field in kind.model_fields.items()]
+    fields += [(key, field) for key, field in Config.model_fields.items() if key not in sections()]
+    return {key: json.loads(json.dumps(f.get_default(call_default_factory=True), default=str)) for key, f in fields}
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else key, inner)
+    else:
+        yield prefix, value

@@ -1,0 +1,97 @@
+"""What a signal does to a run: Ctrl-C finishes the step, SIGTERM does not wait for it, a second one stops at once.
+
+| while | Ctrl-C | SIGTERM (schedulers, which kill some seconds later) |
+|---|---|---|
+| loading, warm start | at once | at once |
+| rollout and rewards | the step is finished, then saved | given up; the steps before are saved |
+| update | finished, then saved | finished, then saved |
+| evaluation | given up; the step is saved | given up; the step is saved |
+
+What is given up is lost as time only: the resumed run repeats it to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+Phase = Literal["start", "warm start", "step", "rollout", "evaluation"]
+_AGAIN = "The signal again stops at once."
+
+
+class GivenUp(BaseException):
+    """A signal ended a rollout or an evaluation; the run's state is what it was before."""
+
+
+class StopRequest:
+    """Whether the user asked to stop. As a context manager it catches both signals, and puts the handlers back."""
+
+    def __init__(self) -> None:
+        self.asked = False  # to stop after the step
+        self.saves = True  # whether the run makes checkpoints
+        self.phase: Phase = "start"
+        self._waits = True  # for the step; not so after SIGTERM
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """This phase lasts while the context does. Raises GivenUp at any point of a phase that is given up."""
+        before, self.phase = self.phase, phase
+        try:
+            self.check()
+            yield
+            self.check()  # where the user's code has swallowed what the handler raised
+        finally:
+            self.phase = before
+
+    def check(self) -> None:
+        """Raises GivenUp if this phase is not waited for any more."""
+        if self.asked and (self.phase == "evaluation" or (self.phase == "rollout" and not self._waits)):
+            raise GivenUp
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        hurries = number == signal.SIGTERM and self._waits
+        if self.phase in ("start", "warm start") or (self.asked and not hurries):
+            _say(f"Interrupted: {self._lost()}.")
+            raise KeyboardInterrupt
+        self.asked, self._waits = True, number != signal.SIGTERM
+        _say(self._answer())
+        self.check()
+
+    def _lost(self) -> str:
+        if self.phase == "warm start":
+            return "the warm start is not saved"
+        return "no step had begun" if self.phase == "start" else "the step under way is not saved"
+
+    def _answer(self) -> str:
+        if self.phase == "evaluation":
+            kept = "saved; the resumed run makes the evaluation" if self.saves else "done"
+            text = f"Stopping: the evaluation is given up. The step before it is {kept}."
+        elif self.phase == "rollout" and not self._waits:
+            kept = "saved; the resumed run repeats this one" if self.saves else "done"
+            text = f"Stopping: the rollout is given up. The steps before it are {kept}."
+        else:
+            text = f"Stopping after this step, {'with' if self.saves else 'without'} a checkpoint."
+        return text if self.saves else f"{text} Nothing is saved (checkpoint.save_interval = 0)."
+
+
+def _say(text: str) -> None:
+    """Print from a signal handler: past Python's buffers, which the interrupted code may be writing to."""
+    with suppress(OSError):  # nobody reads it any more
+        os.write(2, f"{text} {_AGAIN if text.startswith('Stopping') else ''}".rstrip().encode() + b"\n")

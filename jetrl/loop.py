@@ -120,6 +120,7 @@ def _run(session: Session, run_dir: Path, command: list[str], stop: StopRequest)
             save_once(session, run_dir)
         except FloatingPointError as error:  # the sampler met logits that are no numbers
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
+    stop.phase = "report"
     write_report([run_dir], run_dir / "report.html")
     return session.step >= config.train.steps and not session.owes_evaluation
 

@@ -126,6 +126,7 @@ def _run(
             save_once(session, run_dir)
         except FloatingPointError as error:  # the sampler met logits that are no numbers
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
+    stop.phase = "report"
     write_report([run_dir], run_dir / "report.html")
     return session.step >= config.train.steps and not session.owes_evaluation
 

@@ -21,6 +21,7 @@ from tiny import REWARD, numbers, tiny_config, tiny_run, weights_hash
 import jetrl as package
 from jetrl.config import to_toml
 from jetrl.report.recorder import read_samples
+from jetrl.rollout.engine import PagedEngine
 from jetrl.train import checkpoint
 
 BODY = REWARD.splitlines()[1] + "\n"
@@ -153,6 +154,21 @@ def test_environments_that_end_or_change_the_process(
     assert_refused(jetrl("train", env_recipe(tmp_path), *environment(tmp_path, kind, act)), said)
     assert torch.get_default_dtype() == torch.float32
     assert checkpoint.newest(tmp_path / "runs" / "tiny" / "checkpoints").name == "step_000000"
+
+
+def test_an_error_that_comes_of_changed_settings_is_told_as_that(
+    jetrl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment may change them while the engine is at work, which then fails in a way that says nothing."""
+
+    def fails(engine: PagedEngine) -> None:
+        torch.set_default_dtype(torch.float64)
+        raise RuntimeError("expected scalar type Float but found Double")
+
+    monkeypatch.setattr(PagedEngine, "step", fails)
+    said = r"Environment Env changes .*set_default_dtype\(torch\.float64\)"
+    assert_refused(jetrl("train", env_recipe(tmp_path), *environment(tmp_path, "def", "pass")), said)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_an_exit_in_a_task_of_an_environments_own_holds_up_no_other(jetrl: Cli, tmp_path: Path) -> None:

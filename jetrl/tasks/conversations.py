@@ -19,7 +19,7 @@ from jetrl.tasks.calls import Background, Call, Loop
 from jetrl.tasks.environment import BadReply, Factory, opening_of, problem_mapping, step_of
 from jetrl.tasks.messages import TurnEncoder
 from jetrl.tasks.prompts import Message
-from jetrl.tasks.user_code import check_unchanged, process_settings
+from jetrl.tasks.user_code import check_unchanged, process_settings, put_back
 from jetrl.types import Completion, Problem, Reply
 
 
@@ -95,16 +95,21 @@ class EnvironmentPool:
     def poll(self, wait: bool) -> list[Reply]:
         """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
         while True:
-            self._ended += self._background.collect()
+            replies = self._ready()
             self.check_settings()
-            replies = []
-            while self._ended:
-                call = self._ended.popleft()
-                if (reply := self._reply(self._calls.pop(call), call)) is not None:
-                    replies.append(reply)
             if replies or not wait or not any(talk.owes for talk in self._talks.values()):
                 return replies
             self._background.wait(self.timeout)
+
+    def _ready(self) -> list[Reply]:
+        """What has come of the calls that are over."""
+        self._ended += self._background.collect()
+        replies = []
+        while self._ended:
+            call = self._ended.popleft()
+            if (reply := self._reply(self._calls.pop(call), call)) is not None:
+                replies.append(reply)
+        return replies
 
     def check_settings(self) -> None:
         """UserError where an environment has changed settings that it shares with training."""
@@ -124,11 +129,12 @@ class EnvironmentPool:
         deadline = time.monotonic() + patience
         for key in list(self._talks):
             self.close(key)
-        self.poll(False)
+        self._ready()
         while self._calls and time.monotonic() < deadline:
             self._background.wait(deadline - time.monotonic())
-            self.poll(False)
+            self._ready()
         self._background.stop()
+        put_back(self._settings)  # a run that such a change stopped may not be the only one of the process
         if self.close_failures > 1:
             self._tell_close(f"{self.close_failures} calls of {self.factory.name}.close have failed in all")
 

@@ -67,20 +67,23 @@ def user_code(name: str, in_threads: bool = False) -> Iterator[None]:
     that will run `in_threads` changes what these share with us.
     """
     ours, handlers, inference = _read(SETTINGS), _handlers(), torch.is_inference_mode_enabled()
-    _write({**ours, **_theirs}, ours)
+    changed: dict[str, Any] = {}
+    _write(ours if in_threads else {**ours, **_theirs}, ours)
     try:
         with no_silent_exit():
             yield
     finally:
         left = _read(SETTINGS)
-        _theirs.clear()
-        _theirs.update({key: value for key, value in left.items() if value != ours[key]})
+        changed = {key: value for key, value in left.items() if value != ours[key]}
         _write(ours, left)
+        if not in_threads:
+            _theirs.clear()
+            _theirs.update(changed)
         _put_back(handlers, name)
     if torch.is_inference_mode_enabled() != inference:
         raise UserError(f"{name} leaves torch.inference_mode on. Write `with torch.inference_mode():` around its body.")
-    if in_threads and _theirs.keys() & OF_PROCESS:
-        _refuse({key: value for key, value in _theirs.items() if key in OF_PROCESS}, name)
+    if in_threads and changed.keys() & OF_PROCESS:
+        _refuse({key: value for key, value in changed.items() if key in OF_PROCESS}, name)
 
 
 def process_settings() -> dict[str, Any]:
@@ -90,16 +93,19 @@ def process_settings() -> dict[str, Any]:
 
 def check_unchanged(before: Mapping[str, Any], name: str) -> None:
     """UserError, with the settings put back, where the environment `name` has changed one that every thread shares."""
+    if changed := put_back(before):
+        _refuse(changed, name)
+
+
+def put_back(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Set what every thread shares to what it was; returns what it had been changed to."""
     now = process_settings()
-    if now == before:
-        return
     _write(before, now)
-    _refuse({key: value for key, value in now.items() if value != before[key]}, name)
+    return {key: value for key, value in now.items() if value != before[key]}
 
 
 def _refuse(changed: Mapping[str, Any], name: str) -> NoReturn:
     calls = ", ".join(f"{key}({value})" for key, value in changed.items())
-    _theirs.clear()
     raise UserError(
         f"{name} changes a setting of the whole process: {calls}. Environments run in threads next to training, so it "
         "cannot be theirs alone. Take it out; give dtype and device where tensors are made."

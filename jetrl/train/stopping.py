@@ -19,7 +19,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-Phase = Literal["start", "warm start", "step", "rollout", "evaluation"]
+Phase = Literal["start", "warm start", "step", "rollout", "evaluation", "report"]
+_LOST = {
+    "start": "no step had begun", "warm start": "the warm start is not saved",
+    "report": "report.html is not written; `jetrl report` makes it",
+}  # by phase in which a signal stops at once
 _AGAIN = "The signal again stops at once."
 
 
@@ -67,17 +71,12 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         hurries = number == signal.SIGTERM and self._waits
-        if self.phase in ("start", "warm start") or (self.asked and not hurries):
-            _say(f"Interrupted: {self._lost()}.")
+        if self.phase in _LOST or (self.asked and not hurries):
+            _say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
             raise KeyboardInterrupt
         self.asked, self._waits = True, number != signal.SIGTERM
         _say(self._answer())
         self.check()
-
-    def _lost(self) -> str:
-        if self.phase == "warm start":
-            return "the warm start is not saved"
-        return "no step had begun" if self.phase == "start" else "the step under way is not saved"
 
     def _answer(self) -> str:
         if self.phase == "evaluation":

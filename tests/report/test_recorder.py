@@ -271,3 +271,17 @@ def test_a_foreign_checkout_is_not_taken_for_ours(tmp_path: Path) -> None:
     package = tmp_path / "lib" / "jetrl"
     package.mkdir(parents=True)
     assert git_commit(package) == (None, None)
+
+
+def test_a_row_is_amended_whole_or_not_at_all(tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        recorder.write(0, {"a": 1.0, "time/step": 2.0})
+        recorder.write(1, {"a": math.nan, "time/step": 3.0})
+        recorder.amend({"eval/x/avg@1": 0.5, "time/eval": 4.0, "time/step": 4.0})
+        assert recorder.last_row()["eval/x/avg@1"] == 0.5
+        recorder.write(2, {"a": 5.0})
+    rows = read_metrics(tmp_path)
+    assert rows[0] == {"step": 0, "a": 1.0, "time/step": 2.0} and rows[2] == {"step": 2, "a": 5.0}
+    assert math.isnan(rows[1].pop("a"))
+    assert rows[1] == {"step": 1, "time/step": 7.0, "eval/x/avg@1": 0.5, "time/eval": 4.0}
+    assert not list(tmp_path.glob(".*.tmp"))

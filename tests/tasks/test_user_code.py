@@ -104,6 +104,9 @@ def test_what_environments_share_with_training_is_refused(tmp_path: Path) -> Non
         import_attribute(f"{file}:X", "environment.name", "class")
     assert import_attribute(f"{file}:X", "rollout.engine", "class").__name__ == "X"
     assert torch.is_grad_enabled() and process_settings() == before
+    other = tmp_path / "other.py"
+    other.write_text("import torch\nassert torch.get_num_threads() != 3\nclass X: pass\n")
+    assert import_attribute(f"{other}:X", "environment.name", "class"), "what the engine has set is not its own"
 
 
 def test_handlers_of_the_signals_that_stop_a_run_stay_ours() -> None:

@@ -181,6 +181,21 @@ def test_an_environment_that_hangs_does_not_keep_a_run_from_stopping(tmp_path: P
     assert [row["step"] for row in read_metrics(run_dir)] == [0]
 
 
+def test_environments_of_a_rollout_that_is_given_up_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "env.py").write_text(
+        "class Noted:\n"
+        f"    def note(self, mark): open({str(log)!r}, 'a').write(mark)\n"
+        "    def reset(self, problem): self.note('o'); return '1+1='\n"
+        "    def step(self, action): return '2', 0.0, False\n"
+        "    def close(self): self.note('c')\n"
+    )
+    once(monkeypatch, PagedEngine, "step", 3, send("SIGTERM"))
+    changes = {"environment.name": f"{tmp_path}/env.py:Noted", "eval.eval_interval": 0, "task.reward": None}
+    ended, _ = run_until(tmp_path, changes)
+    assert not ended and log.read_text().count("o") == 16 == log.read_text().count("c")
+
+
 @pytest.mark.parametrize("kind", SIGNAL)
 def test_a_second_signal_stops_at_once(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     with StopRequest() as stop:
@@ -194,9 +209,10 @@ def test_a_second_signal_stops_at_once(kind: str, capfd: pytest.CaptureFixture[s
     assert "Interrupted: the step under way is not saved." in err
 
 
-@pytest.mark.parametrize(("phase", "said"), [("start", "no step had begun"), ("warm start", "is not saved")])
+@pytest.mark.parametrize(("phase", "said"), [("start", "no step had begun"), ("warm start", "is not saved"),
+                                              ("report", "jetrl report")])
 @pytest.mark.parametrize("kind", SIGNAL)
-def test_before_the_first_step_a_signal_stops_at_once(
+def test_before_and_behind_the_steps_a_signal_stops_at_once(
     kind: str, phase: Any, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:

@@ -15,7 +15,7 @@ INTRO = """# Configuration
 <!-- Written by `python -m jetrl.config.docs > docs/CONFIG.md`; a test compares. -->
 
 A run is described by a TOML file (`jetrl recipes` lists examples, `jetrl recipes NAME` prints one). Any key can be
-overridden on the command line, by its full name:
+overridden on the command line, by its full name (`jetrl settings` prints these tables in the terminal):
 
     jetrl train quickstart train.lr=1e-4 rollout.group_size=16
 

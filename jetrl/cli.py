@@ -224,14 +224,15 @@ def parity(
     from jetrl.api import load_for_parity
     from jetrl.parity import Workload, certify
 
-    loaded, name = load_for_parity(model, precision, device, kv_cache)
+    loaded, name, formats = load_for_parity(model, precision, device, kv_cache)
     page_size = 128 if loaded.head_weight.is_cuda else 16  # as in runs: decoding takes its kernel by the page size
     work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
     certificate = certify(loaded, work, name, quiet)
     if as_json:
-        typer.echo(json.dumps(certificate.to_json(), indent=1))
+        typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))
     else:
+        out.print(f"\n{escape(formats)}", style="dim")
         _print_certificate(certificate)
     raise SystemExit(0 if certificate.ok else 1)
 

@@ -5,7 +5,7 @@ Names are in `names.py`, `config.json` in `hf_config.py`, writing in `hf_write.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ def spec_from_folder(folder: str | Path) -> ModelSpec:
 
 def load_state(folder: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
     """All parameters of a folder under our names, on the CPU, in the stored precision (float16 as float32)."""
+    return dict(parameters_of(folder, spec))
+
+
+def parameters_of(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """What `load_state` gives, one parameter at a time, in model order: the memory of one is enough.
+
+    A value may lie in the file itself, mapped into memory; it is good until the next one is asked for.
+    """
     folder = Path(folder)
     files = _tensor_files(folder)
     with ExitStack() as stack:
@@ -84,10 +92,12 @@ def load_state(folder: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
                 raise UserError(f"{folder / files[name]}: {name} holds values that are not finite. {AGAIN}")
             return tensor.to(READ_DTYPES[tensor.dtype])
 
-        return _assemble(folder, spec, files, read)
+        yield from _assemble(folder, spec, files, read)
 
 
-def _assemble(folder: Path, spec: ModelSpec, names: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def _assemble(
+    folder: Path, spec: ModelSpec, names: Iterable[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     table = tensor_table(spec)
     wanted = {piece.name for pieces in table.values() for piece in pieces}
     # Old Llama files carry the RoPE frequencies, which follow from config.json.
@@ -100,13 +110,15 @@ def _assemble(folder: Path, spec: ModelSpec, names: Iterable[str], read: Callabl
             f"{folder} holds {some(extra)} that a {spec.family} model of its config.json does not have; leaving "
             "weights out would change the model. Check that config.json and the weights belong together."
         )
-    state = {ours: _join(folder, [(piece, read(piece.name)) for piece in pieces]) for ours, pieces in table.items()}
-    if tied_head and not torch.equal(read("lm_head.weight"), state["embed.weight"]):
-        raise UserError(
-            f"{folder}: config.json says tie_word_embeddings = true, but lm_head.weight differs from "
-            "model.embed_tokens.weight. Set tie_word_embeddings to false to use both."
-        )
-    return state
+    for ours, pieces in table.items():
+        value = _join(folder, [(piece, read(piece.name)) for piece in pieces])
+        if ours == "embed.weight" and tied_head and not torch.equal(read("lm_head.weight"), value):
+            raise UserError(
+                f"{folder}: config.json says tie_word_embeddings = true, but lm_head.weight differs from "
+                "model.embed_tokens.weight. Set tie_word_embeddings to false to use both."
+            )
+        yield ours, value
+        del value  # before the next one is read
 
 
 def _join(folder: Path, parts: list[tuple[Piece, Tensor]]) -> Tensor:

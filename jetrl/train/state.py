@@ -73,6 +73,7 @@ def save_hf(session: Session, folder: Path) -> None:
     hf.save_model(
         folder, session.model.spec, state, tokenizer=session.tokenizer, base_config=session.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
+        trained_with=session.model.recipe,
     )
 
 

@@ -330,13 +330,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """All the data of one optimizer update, as micro-batches of at most `max_tokens_per_gpu` tokens."""
+    """All the data of one optimizer update, as micro-batches of at most `max_tokens_per_gpu` tokens.
+
+    `num_sequences` counts all trajectories; `num_masked_tokens` are the policy's tokens of those outside the loss.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     num_sequences: int
     num_loss_tokens: int
     flow_digest: str
     weight_version: int
+    num_masked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

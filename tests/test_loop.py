@@ -207,3 +207,16 @@ def test_a_reward_function_that_never_pays_the_gold_answer_stops_the_run_before_
     (tmp_path / "zero.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
     with pytest.raises(UserError, match=r"(?s)(gold.*\d\+\d)|(\d\+\d.*gold)"):
         tiny_run(tmp_path, {"task.reward": f"{tmp_path}/zero.py:reward"})
+
+
+def test_masked_sequences_that_count_make_a_smaller_update(tmp_path: Path) -> None:
+    """The run's loss with truncated answers in the denominator is the one without, times their share of tokens."""
+    changes = {"rl.mask_truncated": True, "train.steps": 1, "rl.loss_agg": "seq_mean_token_sum"}
+    rows = {
+        kind: numbers(tiny_run(tmp_path / kind, changes | {"rl.masked_sequences": kind}))[-1]
+        for kind in ("drop", "count")
+    }
+    share = 1 - rows["drop"]["response_length/frac_truncated"]
+    assert 0 < share < 1 and rows["drop"]["reward/mean"] == rows["count"]["reward/mean"]
+    assert rows["count"]["policy/loss"] == pytest.approx(share * rows["drop"]["policy/loss"], rel=1e-5)
+    assert rows["count"]["policy/grad_norm"] == pytest.approx(share * rows["drop"]["policy/grad_norm"], rel=1e-4)

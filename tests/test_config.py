@@ -21,6 +21,7 @@ from jetrl.config.load import digest, load_config, parse_config, resolve, sectio
 from jetrl.config.rl import RLConfig
 from jetrl.config.sections import Config, QuantConfig
 from jetrl.config.shipped import find_recipe, shipped
+from jetrl.config.syntax import explain_syntax
 from jetrl.config.toml import set_override, split_override, toml_literal
 from jetrl.errors import UserError
 from jetrl.presets import PRESETS
@@ -335,6 +336,17 @@ def test_what_is_no_toml_is_told_by_its_kind(tmp_path: Path, text: str, expected
     pattern = re.escape(expected).replace(r"\.\*", ".*").replace(r"\$", "$")
     assert re.search(pattern, str(caught.value)), caught.value
     assert ("quotes" in str(caught.value)) == ("quotes" in expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["[a]", "[[a]]", "[a.b]", *"ab.=1{},:-'\n", '"x'])))
+def test_every_syntax_error_is_explained_in_one_line(parts: list[str]) -> None:
+    text = "".join(parts)
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        told = explain_syntax(text, error)
+        assert re.match(r"line \d+: not valid TOML \(", told) and "\n" not in told
 
 
 def test_a_byte_order_mark_is_no_part_of_the_recipe(tmp_path: Path) -> None:

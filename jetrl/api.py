@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from jetrl import arguments
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.shipped import find_recipe, shipped
 from jetrl.errors import UserError
 from jetrl.kernels.dispatch import select
 from jetrl.model import export as export_module
-from jetrl.model import hf, hub
+from jetrl.model import hf, hub, trained
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.precision.flow import flow_digest
@@ -23,57 +26,93 @@ from jetrl.rollout.engine import PagedEngine
 from jetrl.spec import SHAPES
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
 from jetrl.train.publish import publish
-from jetrl.train.setup import build_model, load_spec, load_weights, recipe_of
+from jetrl.train.setup import build_model, build_published, load_spec, recipe_of
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A loaded model with its tokenizer and engine; what `load_model` returns."""
+    """A loaded model with its tokenizer and engine; what `load_model` returns.
+
+    `formats` says which precision and KV cache it runs in, and where that comes from.
+    """
 
     model: Transformer
     tokenizer: Any
     engine: PagedEngine
+    formats: str = ""
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], *, max_tokens: int = 64, temperature: float = 1.0,
-        top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, stop: Sequence[str] = (), seed: int = 0,
+        self, prompts: str | Sequence[str | Sequence[int]], *, max_tokens: int = 64, temperature: float = 1.0,
+        top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, stop: str | Sequence[str] = (), seed: int = 0,
     ) -> list[Completion]:
         """Complete texts or token lists. Each `Completion` has tokens, text and the log-prob of each token.
 
-        A prompt's tokens depend on (seed, its place in `prompts`) and not on the other prompts.
+        `prompts` may be a single text; the result is a list also then. A prompt's tokens depend on (seed, its place in
+        `prompts`) and not on the other prompts. UserError for arguments that have no meaning.
         """
-        params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, tuple(stop), seed=seed)
-        encode = self.tokenizer.encode
-        tokens = [tuple(encode(p, add_special_tokens=False) if isinstance(p, str) else p) for p in prompts]
+        number, most = arguments.number, self.model.spec.max_position
+        params = SamplingParams(
+            arguments.whole("max_tokens", max_tokens, 1, most, f" The model has {most} positions, prompt included."),
+            arguments.temperature_of(temperature, greedy=True),
+            number("top_p", top_p, lambda p: 0 < p <= 1, "a number above 0 and at most 1; 1 is off"),
+            arguments.whole("top_k", top_k, 0, 2**31 - 1, " 0 is off."),
+            number("min_p", min_p, lambda p: 0 <= p < 1, "a number from 0 to below 1; 0 is off"),
+            arguments.stops_of(stop), seed=arguments.whole("seed", seed, 0),
+        )
+        tokens = arguments.prompts_of(
+            prompts, lambda text: self.tokenizer.encode(text, add_special_tokens=False), self.model.spec.vocab_size
+        )
+        for i, prompt in enumerate(tokens):
+            if len(prompt) + params.max_tokens > most:
+                raise UserError(
+                    f"prompts[{i}] has {len(prompt)} tokens; with max_tokens = {params.max_tokens} that is beyond the "
+                    f"model's {most} positions. Shorten one of the two."
+                )
+        if not tokens:
+            return []
         return self.engine.generate([Request(i, t, params) for i, t in enumerate(tokens)])
 
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Log-prob of tokens[1:] by the training forward, FP32 [len - 1]: bit-equal to what `generate` records."""
-        device = self.model.head_weight.device
-        ids = torch.tensor(list(tokens), device=device)
+        device, spec = self.model.head_weight.device, self.model.spec
+        known = arguments.token_ids("tokens", tokens, spec.vocab_size)
+        temperature = arguments.temperature_of(temperature, greedy=False)
+        if len(known) > spec.max_position:
+            raise UserError(f"tokens has {len(known)} ids; the model has {spec.max_position} positions. Shorten it.")
+        ids = torch.tensor(known, device=device)
         plan = VarlenPlan(torch.tensor([0, len(ids)], dtype=torch.int32, device=device), (len(ids),))
         hidden = self.model(ForwardBatch(ids, torch.arange(len(ids), device=device), plan, "train"))
         return self.model.token_logprobs(hidden[:-1], ids[1:], temperature)[0]
 
 
 def load_model(
-    path: str | Path, precision: str = "fp8", device: str = "auto", *, kv_cache: str = "", revision: str | None = None
+    path: str | Path, precision: str = "", device: str = "auto", *, kv_cache: str = "", revision: str | None = None,
+    masters: bool = False,
 ) -> Policy:
     """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
 
     `path` may also be a name on the hub, such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
-    `kv_cache` is `quant.kv_cache`: bf16, the default, or fp8. The folder does not say what its model was trained with.
+    `kv_cache` is `quant.kv_cache`: bf16 or fp8. What is not given is taken from the folder, if jetrl wrote it: its
+    config.json says what the model was trained with. Else it is fp8, with a cache in BF16. `Policy.formats` says which.
+
+    The model holds what the forward pass reads, no more: FP8 codes and the parts in BF16. With `masters` it holds FP32
+    master weights as well, so that gradients can be taken.
     """
+    if not isinstance(path, str | Path) or not str(path):
+        raise UserError(f"path = {arguments.shown(path)}: give a Hugging Face model folder, or a name on the hub.")
+    for name, value in (("precision", precision), ("device", device), ("kv_cache", kv_cache)):
+        arguments.text(name, value, "must be a text")
     folder = hub.model_folder(path, revision)
-    config = _config_for({"model": {"path": str(folder)}} | _quant(kv_cache), precision, device)
+    data, formats = _as_trained(folder, None, precision, kv_cache)
+    config = _config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
-    model = build_model(config, spec, recipe_of(config, spec))
+    model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
     digest = flow_digest(spec, model.recipe)
     engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, eos_ids(tokenizer, folder)))
     engine.load(publish(model, 0, engine.flow_digest))
-    return Policy(model, tokenizer, engine)
+    return Policy(model, tokenizer, engine, formats)
 
 
 def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn.Module:
@@ -99,67 +138,118 @@ def publish_linears(model: nn.Module) -> None:
     """Quantize the current weights of all `FP8Linear`s; call it after each optimizer step."""
     for module in model.modules():
         if isinstance(module, FP8Linear):
-            module.inner.publish()
+            module.publish()
 
 
-class FP8Linear(nn.Module):
+class FP8Linear(FlowLinear):
     """An `nn.Linear` whose three GEMMs run in FP8 (1x128 activations and gradients, 128x128 weights), for any model.
 
-    Input [..., K] of any float dtype is rounded to BF16 first; the output has the dtype of the input.
+    Input [..., K] of any float dtype is rounded to BF16 first; the output has the dtype of the input. Its parameters
+    are the linear's own, `weight` and `bias`, so that state dicts and optimizers fit as before.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
         recipe = build_recipe("fp8", 1).linear(0, "o", "train")
-        dtype = linear.weight.dtype
-        self.inner = FlowLinear(
+        super().__init__(
             linear.in_features, (linear.out_features,), linear.bias is not None, {"train": recipe, "rollout": recipe},
-            dtype, torch.bfloat16,
+            linear.weight.dtype, torch.bfloat16,
         )
-        self.inner.weight = linear.weight  # type: ignore[assignment]  # a Parameter, though typed as a Tensor
-        self.inner.bias = linear.bias
-        self.inner.publish()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias  # type: ignore[assignment]  # Parameters, typed as Tensors
+        self.publish()
 
-    def forward(self, x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Quantize the weight and round the bias. Until the next time neither changes, whatever an optimizer does."""
+        super().publish()
+        if self.bias is not None:  # a BF16 bias would be its own copy
+            self.published_bias = self.bias.detach().to(self.dtype, copy=True)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FP8Linear:
+        super()._apply(fn, recurse)
+        if not self.weight.is_meta:
+            self.publish()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.publish()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # an nn.Linear's
         flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        return self.inner(flat, "train").to(x.dtype).view(*x.shape[:-1], -1)
+        return super().forward(flat, "train").to(x.dtype).view(*x.shape[:-1], -1)
 
 
 # ---- what the command line calls ------------------------------------------------------------------------------------
 
 
-def _config_for(data: dict[str, Any], precision: str, device: str) -> Config:
+def _config_for(data: dict[str, Any], device: str) -> Config:
     from jetrl.config import parse_config
 
-    base = {"name": "api", "precision": precision, "device": device, "task": {"name": "addition"}}
+    base = {"name": "api", "device": device, "task": {"name": "addition"}}
     return resolve(parse_config(base | data, source="these options"), cuda_available=torch.cuda.is_available())
+
+
+def _as_trained(folder: Path, run: Path | None, precision: str, kv_cache: str) -> tuple[dict[str, Any], str]:
+    """Precision and [quant] of a config for a model folder, and in words which were taken and from where.
+
+    What is given wins; then what the folder's config.json says; then the run that it belongs to (folders of earlier
+    versions say nothing); then fp8 with a cache in BF16.
+    """
+    said, source = trained.trained_of(hf.read_config(folder), folder), f"{folder / 'config.json'}"
+    if said is None and run is not None:
+        config, source = load_config(run / "config.toml"), f"{run / 'config.toml'}"
+        said = trained.Trained(config.precision, config.quant.model_dump(mode="json"))
+    return _chosen(said, source, precision, kv_cache)
+
+
+def _chosen(
+    said: trained.Trained | None, source: str, precision: str, kv_cache: str
+) -> tuple[dict[str, Any], str]:
+    taken = precision or (said.precision if said is not None else "fp8")
+    quant: dict[str, Any] = {}
+    if said is not None and "bf16" not in (taken, said.precision):  # BF16 has no [quant]
+        quant = dict(said.quant)
+    cache_said = "kv_cache" in quant or (said is not None and taken == said.precision)
+    if kv_cache:
+        quant["kv_cache"] = kv_cache
+
+    def whence(given: str, known: bool) -> str:
+        return "as asked" if given else f"as {source} says" if known else "the default"
+
+    formats = (
+        f"precision {taken} ({whence(precision, said is not None)}), KV cache {quant.get('kv_cache', 'bf16')} "
+        f"({whence(kv_cache, cache_said)})"
+    )
+    return {"precision": taken} | ({"quant": quant} if quant else {}), formats
 
 
 def load_for_parity(
     model: str, precision: str, device: str, kv_cache: str = "", revision: str | None = None
-) -> tuple[Transformer, str]:
+) -> tuple[Transformer, str, str]:
     """The model of `jetrl parity`: a folder's, the hub's, a recipe's or a random one (`random:SHAPE`; none: the
     quickstart's).
 
-    Empty `precision` and `kv_cache`: the recipe's or the run's own, else fp8 with a cache in BF16.
+    Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a cache in BF16.
+    Returns the model without masters, its name, and its formats in words.
     """
     if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
         raise UserError(f"--revision {revision} is for a model of the hub, such as Qwen/Qwen3-0.6B.")
+    formats = _chosen(None, "", precision, kv_cache)[1]
     if model.startswith("random:"):
-        return random_model(model.removeprefix("random:"), precision or "fp8", device, kv_cache=kv_cache), model
-    if model.endswith(".toml"):
+        shape = model.removeprefix("random:")
+        built = random_model(shape, precision or "fp8", device, kv_cache=kv_cache, masters=False)
+        return built, model, formats
+    if model in shipped() and not Path(model).exists() or model.endswith(".toml"):
         given = (("device", device), ("precision", precision), ("quant.kv_cache", kv_cache))
-        config = load_config(model, [f"{key}={value}" for key, value in given if value])
+        config = load_config(find_recipe(model), [f"{key}={value}" for key, value in given if value])
         config = resolve(config, cuda_available=torch.cuda.is_available())
+        said = trained.Trained(config.precision, {"kv_cache": config.quant.kv_cache})
+        formats = _chosen(said, model, precision, kv_cache)[1]
     elif model:
-        data: dict[str, Any] = {"model": {"path": str(model_folder(model, revision))}}
-        trained = load_config(run / "config.toml") if (run := run_of(Path(model))) is not None else None
-        precision = precision or (trained.precision if trained is not None else "fp8")
-        if trained is not None and "bf16" not in (precision, trained.precision):  # BF16 has no [quant]
-            data["quant"] = trained.quant.model_dump(mode="json")
-        if kv_cache:
-            data["quant"] = data.get("quant", {}) | {"kv_cache": kv_cache}
-        config = _config_for(data, precision, device)
+        folder = model_folder(model, revision)
+        data, formats = _as_trained(folder, run_of(Path(model)), precision, kv_cache)
+        config = _config_for(data | {"model": {"path": str(folder)}}, device)
     else:
         arch: dict[str, Any] = {
             "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
@@ -167,37 +257,41 @@ def load_for_parity(
             "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
         }
         data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
-        data |= {"task": {"name": "addition", "max_prompt_length": 64}} | _quant(kv_cache)
-        config = _config_for(data, precision or "fp8", device)
+        data |= {"task": {"name": "addition", "max_prompt_length": 64}} | _chosen(None, "", precision, kv_cache)[0]
+        config = _config_for(data, device)
     _, spec, _ = load_spec(config)
-    return build_model(config, spec, recipe_of(config, spec)), model or "a random Qwen3"
-
-
-def _quant(kv_cache: str) -> dict[str, Any]:
-    """The [quant] table of a config that sets nothing but, perhaps, the format of the KV cache."""
-    return {"quant": {"kv_cache": kv_cache}} if kv_cache else {}
+    return build_published(config, spec, recipe_of(config, spec)), model or "a random Qwen3", formats
 
 
 def random_model(
-    shape: str, precision: str, device: str, layers: int | None = None, kv_cache: str = ""
+    shape: str, precision: str, device: str, layers: int | None = None, kv_cache: str = "", masters: bool = True
 ) -> Transformer:
     """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device.
 
-    `layers`: that many instead of the shape's own.
+    `layers`: that many instead of the shape's own. Without `masters`, only what is published of them is held.
     """
     if shape not in SHAPES:
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
     spec = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
     model_table = {"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}
-    config = _config_for(model_table | _quant(kv_cache), precision, device)
+    config = _config_for(model_table | _chosen(None, "", precision, kv_cache)[0], device)
     select(config.kernels)
     with torch.device(config.device):
-        model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16)
+        model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16 if masters else None)
         generator = torch.Generator(config.device).manual_seed(0)
+    model.to(config.device)
+
+    def drawn(p: Tensor) -> Tensor:
+        return p.normal_(0, 0.02, generator=generator) if p.ndim > 1 else p.normal_(1, 0.1, generator=generator)
+
+    if not masters:
+        named = list(model.named_parameters())
+        empty = partial(torch.empty, dtype=torch.bfloat16, device=config.device)
+        return model.publish_values((name, drawn(empty(p.shape))) for name, p in named)
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(0, 0.02, generator=generator) if p.ndim > 1 else p.normal_(1, 0.1, generator=generator)
-    return model.to(config.device).publish()
+            drawn(p)
+    return model.publish()
 
 
 def model_folder(where: str | Path, revision: str | None = None) -> Path:
@@ -241,8 +335,7 @@ def evaluate_checkpoint(
         raise UserError(f"{where} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
     config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
     folder = model_folder(where, revision)
-    session = build(resolve(config, cuda_available=torch.cuda.is_available()), weights=False)
-    load_weights(session.model, folder)
+    session = build(resolve(config, cuda_available=torch.cuda.is_available()), evaluates=folder)
     session.engine.load(publish(session.model, 0, session.flow_digest))
     return folder, len(session.task.eval_problems(config.task.num_eval)), evaluate_once(session)
 
@@ -251,9 +344,6 @@ def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | N
     """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
-    recipe = None
-    if run is not None:
-        recipe = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder))
-        if recipe.name == "bf16":
-            recipe = None
-    return export_module.export(folder, out, fp8, recipe)
+    own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
+    recipe = own if own is not None and own.name != "bf16" else None
+    return export_module.export(folder, out, fp8, recipe, trained_with=own)

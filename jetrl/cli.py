@@ -259,13 +259,14 @@ def parity(
     from jetrl.parity import Workload, certify, page_size_of
     from jetrl.report.certificate import print_certificate
 
-    loaded, name = load_for_parity(model, precision, device, kv_cache, revision)
+    loaded, name, formats = load_for_parity(model, precision, device, kv_cache, revision)
     work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size_of(loaded))
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
     certificate = certify(loaded, work, name, quiet)
     if as_json:
-        typer.echo(json.dumps(certificate.to_json(), indent=1))
+        typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))
     else:
+        out.print(f"\n{escape(formats)}", style="dim")
         print_certificate(certificate, out)
     raise SystemExit(0 if certificate.ok else 1)
 

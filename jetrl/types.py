@@ -146,8 +146,9 @@ class Segment:
     """Neighbouring tokens of a trajectory by one author.
 
     The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
-    functions. The environment's tokens have no log-probs. `reward` is what the environment gave for this turn of the
-    policy (0 where it says nothing before the end).
+    functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
+    that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy
+    (0 where it says nothing before the end).
     """
 
     author: Author
@@ -155,6 +156,7 @@ class Segment:
     text: str
     logprobs: tuple[float, ...] = ()
     reward: float = 0.0
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,11 @@ class Trajectory:
         return self.length - len(self.segments[0].tokens)
 
     @property
+    def failed(self) -> bool:
+        """Whether its environment failed and its rewards mean nothing: `roll_out` keeps it apart from the groups."""
+        return self.end in ("error", "timeout")
+
+    @property
     def truncated(self) -> bool:
         """Whether it ran into a limit of length or turns."""
         return self.end in ("length", "turns")
@@ -215,8 +222,9 @@ class Group:
 class Reply:
     """An environment's answer to the policy, as tokens: what `Conversations.poll` returns.
 
-    `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people.
-    `reward` belongs to the policy's turn before. `failure` is "" or why the environment gave no answer.
+    `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people,
+    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before. `failure` is ""
+    or why the environment gave no answer.
     """
 
     key: int
@@ -226,6 +234,7 @@ class Reply:
     done: bool = False
     failure: Literal["", "error", "timeout"] = ""
     error: str = ""
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 class Conversations(Protocol):
@@ -330,13 +339,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """All the data of one optimizer update, as micro-batches of at most `max_tokens_per_gpu` tokens."""
+    """All the data of one optimizer update, as micro-batches of at most `max_tokens_per_gpu` tokens.
+
+    `num_sequences` counts all trajectories; `num_masked_tokens` are the policy's tokens of those outside the loss.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     num_sequences: int
     num_loss_tokens: int
     flow_digest: str
     weight_version: int
+    num_masked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,7 @@ from jetrl.config.load import digest, load_config, parse_config, resolve, sectio
 from jetrl.config.rl import RLConfig
 from jetrl.config.sections import Config, QuantConfig
 from jetrl.config.shipped import find_recipe, shipped
+from jetrl.config.syntax import explain_syntax
 from jetrl.config.toml import set_override, split_override, toml_literal
 from jetrl.errors import UserError
 from jetrl.presets import PRESETS
@@ -157,6 +159,9 @@ def test_peers_table() -> None:
         ({"rollout": {"kv_cache_tokens": "many"}}, 'must be an integer or "none", got "many"'),
         ({"rl": {"updates_per_step": 2, "clip_ratio_c": 1.0}}, "rl.clip_ratio_c: must be above 1, got 1.0"),
         ({"rl": {"rollout_is": "tokens"}}, '"none", "token" or "sequence", got "tokens"; did you mean "token"?'),
+        ({"rl": {"rollout_rs": "token", "rollout_rs_lower": 1.0}}, "rl.rollout_rs_lower: must be below 1, got 1.0"),
+        ({"rl": {"rollout_rs": "token", "rollout_rs_lower": "of"}}, 'must be a number or "inverse", got "of"'),
+        ({"rl": {"mask_truncated": True, "masked_sequences": "keep"}}, '"drop" or "count", got "keep"'),
         ({"rl": 5}, "rl: is a section, so it must be a table of keys, got 5"),
         ({"task": {"name": "addition", "chat_template": "yes"}}, 'must be true, false or "auto", got "yes"'),
         ({"quant": {"num_first_layers_in_bf16": -1}}, "quant.num_first_layers_in_bf16: must be at least 0, got -1"),
@@ -241,6 +246,10 @@ def test_at_the_bounds() -> None:
         ("rl", {}, {"rollout_is": "token"}, "rollout_is_threshold", 2.0),
         ("rl", {"rollout_is": "none"}, {"rollout_is": "sequence"}, "rollout_is_threshold", 2.0),
         ("rl", {}, {"rollout_rs": "geometric"}, "rollout_rs_threshold", 2.0),
+        ("rl", {}, {"rollout_rs": "sequence"}, "rollout_rs_lower", 0.0),
+        ("rl", {}, {"mask_truncated": True}, "masked_sequences", "count"),
+        ("rl", {"norm_adv_by_std": False}, {}, "adv_epsilon", 1e-4),
+        ("rl", {"algo": "rloo"}, {"algo": "reinforce_pp"}, "adv_epsilon", 1e-4),
         ("rl", {"kl_coef": 0}, {"kl_coef": 0.1}, "kl_estimator", "k3"),
         ("rl", {}, {"overlong_buffer_len": 8}, "overlong_penalty_factor", 1.0),
         ("rl", {}, {"updates_per_step": 2}, "clip_ratio_low", 0.2),
@@ -306,10 +315,73 @@ def test_file_problems(tmp_path: Path) -> None:
         load(tmp_path, 'name = "x')
     with pytest.raises(UserError, match=r"recipes\.toml: no such file"):
         load_config(tmp_path / "recipes.toml")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"is a folder, not a recipe. Did you mean \S*recipe\.toml\?"):
         load_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match=r"is a folder, not a recipe. Give a TOML file"):
+        load_config(tmp_path / "run")
+    (tmp_path / "run" / "config.toml").write_text(RECIPE)
+    with pytest.raises(UserError, match=r"Did you mean \S*run/config\.toml\?"):
+        load_config(tmp_path / "run")
     (tmp_path / "recipe.toml").write_bytes(b'name = "\xff"')
     with pytest.raises(UserError, match="not UTF-8 text"):
+        load_config(tmp_path / "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed = 1\n[train]\n[rl]\n[train]\n", "line 4: .*; [train] is there already, in line 2: '[train]'"),
+        ("[train]\nlr = 1\nsteps = 2\nlr = 3", "line 4: .*; train.lr is there already, in line 2: 'lr = 1'"),
+        ("[rl]\nlr = 1\n[train]\nlr = 1\n\n'lr' = 2", "line 6: .*; train.lr is there already, in line 4: 'lr = 1'"),
+        ("train.lr = 1\n[train]\nsteps = 2", "line 2: .*; [train] is there already, in line 1: 'train.lr = 1'"),
+        ("seed = 1\nseed.x = 2", "line 2: .*; seed.x is there already, in line 1: 'seed = 1'"),
+        ("[model]\npath = 1\n[model.path]\n", "line 3: .*; [model.path] is there already, in line 2: 'path = 1'"),
+        ("a = {b = 1, b = 2}", "line 1: .*'b' stands twice between these braces"),
+        ("name: x\n", "line 1: .*; this looks like YAML. Recipes are TOML: [model] on a line"),
+        ("# mine\nmodel:\n  path: x\n", "line 2: .*; this looks like YAML"),
+        ("---\nname: x\n", "line 1: .*; this looks like YAML"),
+        ("name = 'x'\n- a\n", "line 2: .*; this looks like YAML"),
+        ('{"name": "x"}', "line 1: .*; this looks like JSON"),
+        ("name = first  # run\n", 'line 1: .*; texts need quotes: name = "first"'),
+        ("path = C:\\models", "line 1: .*; texts need quotes: path = 'C:\\models'"),
+        ("path = ../m", 'line 1: .*; texts need quotes: path = "../m"'),
+        ("[task]\nchat_template = True\n", "line 2: .*; write chat_template = true"),
+        ("kv = None", 'line 1: .*; write kv = "none"'),
+        ("name = “x”", "line 1: .*; it has typographic quotes"),
+        ('name = "x', "line 1: .*; a text has no closing quote"),
+        ("name =", "line 1: .*; there is no value behind the ="),
+        ("lr = .5", "line 1: not valid TOML (Invalid value): 'lr = .5'$"),
+        ("lr = [1", "line 1: not valid TOML (Unclosed array): 'lr = [1'$"),
+        ("", ": the file is empty. `jetrl recipes quickstart > "), ("# nothing\n\n", ": the file is empty"),
+    ],
+)
+def test_what_is_no_toml_is_told_by_its_kind(tmp_path: Path, text: str, expected: str) -> None:
+    """`config/syntax.py`; `.*` in `expected` stands for anything, the rest for itself."""
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    pattern = re.escape(expected).replace(r"\.\*", ".*").replace(r"\$", "$")
+    assert re.search(pattern, str(caught.value)), caught.value
+    assert ("quotes" in str(caught.value)) == ("quotes" in expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["[a]", "[[a]]", "[a.b]", *"ab.=1{},:-'\n", '"x'])))
+def test_every_syntax_error_is_explained_in_one_line(parts: list[str]) -> None:
+    text = "".join(parts)
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        told = explain_syntax(text, error)
+        assert re.match(r"line \d+: not valid TOML \(", told) and "\n" not in told
+
+
+def test_a_byte_order_mark_is_no_part_of_the_recipe(tmp_path: Path) -> None:
+    plain = load(tmp_path, RECIPE)
+    (tmp_path / "recipe.toml").write_bytes(b"\xef\xbb\xbf" + RECIPE.encode())
+    assert load_config(tmp_path / "recipe.toml") == plain
+    (tmp_path / "recipe.toml").write_text(RECIPE, encoding="utf-16")
+    with pytest.raises(UserError, match="not UTF-8 text .*save it as UTF-8"):
         load_config(tmp_path / "recipe.toml")
 
 

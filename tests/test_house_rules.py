@@ -20,7 +20,7 @@ RANKS = [
     ("precision",),
     ("kernels",),
     ("model",),
-    ("rollout", "rl", "tasks", "train", "report", "parity_rows"),
+    ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
     ("loop", "parity", "api"),
     ("doctor",),
     ("cli",),

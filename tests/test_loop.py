@@ -237,3 +237,16 @@ def test_a_gap_where_none_should_be_is_loud_and_told_once(
     tiny_run(tmp_path, {"quant.kv_cache": "fp8"})
     out = capsys.readouterr().out
     assert out.count("step 1: PARITY IS NOT ZERO: ") == 1 == out.count("PARITY") and "please report" in out
+
+
+def test_masked_sequences_that_count_make_a_smaller_update(tmp_path: Path) -> None:
+    """The run's loss with truncated answers in the denominator is the one without, times their share of tokens."""
+    changes = {"rl.mask_truncated": True, "train.steps": 1, "rl.loss_agg": "seq_mean_token_sum"}
+    rows = {
+        kind: numbers(tiny_run(tmp_path / kind, changes | {"rl.masked_sequences": kind}))[-1]
+        for kind in ("drop", "count")
+    }
+    share = 1 - rows["drop"]["response_length/frac_truncated"]
+    assert 0 < share < 1 and rows["drop"]["reward/mean"] == rows["count"]["reward/mean"]
+    assert rows["count"]["policy/loss"] == pytest.approx(share * rows["drop"]["policy/loss"], rel=1e-5)
+    assert rows["count"]["policy/grad_norm"] == pytest.approx(share * rows["drop"]["policy/grad_norm"], rel=1e-4)

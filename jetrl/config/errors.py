@@ -47,7 +47,7 @@ rl.algo, or rl.adv_estimator alone | slime, OpenRLHF, SkyRL: advantage_estimator
 rl.rollout_is and rl.rollout_is_threshold | TRL: vllm_importance_sampling_*; NeMo RL:
   use_importance_sampling_correction truncated_importance_sampling_*; slime: use_tis tis_*; OpenRLHF: is_correction_*;
   SkyRL: off_policy_correction
-rl.rollout_rs and rl.rollout_rs_threshold | slime: rs_*
+rl.rollout_rs, rl.rollout_rs_threshold and rl.rollout_rs_lower | slime: rs_*
 rl.dynamic_sampling | verl: filter_groups; NeMo RL: use_dynamic_sampling dynamic_sampling_max_gen_batches; slime:
   dynamic_sampling_filter_path; OpenRLHF: dynamic_filtering*; prime-rl: filter_zero_advantages; torchtitan:
   drop_zero_std_reward_groups

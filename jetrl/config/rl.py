@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ from jetrl.choices import (
     KLEstimator,
     KLIn,
     LossAgg,
+    MaskedSequences,
     Ratio,
     RolloutIS,
     RolloutRS,
@@ -35,7 +36,8 @@ class RLConfig(Section):
         Rule(("value_coef",), "critic", ("separate",)),
         Rule(("critic_lr", "critic_warmup_steps"), "critic", ("shared",)),
         Rule(("rollout_is_threshold",), "rollout_is", ("none",)),
-        Rule(("rollout_rs_threshold",), "rollout_rs", ("none",)),
+        Rule(("rollout_rs_threshold", "rollout_rs_lower"), "rollout_rs", ("none",)),
+        Rule(("masked_sequences",), "mask_truncated", (False,)),
         Rule(("overlong_penalty_factor",), "overlong_buffer_len", (0,)),
     )
     algo: Algo = Field(
@@ -46,7 +48,10 @@ class RLConfig(Section):
     )
     norm_adv_by_std: bool = Field(
         default=True, description="Divide advantages by the standard deviation of the group (grpo) or step (gae).")
-    adv_epsilon: float = Field(default=1e-6, ge=0, description="Added to that standard deviation.")
+    adv_epsilon: float = Field(
+        default=1e-6, ge=0, description="Added to the standard deviation that advantages are divided by (in verl 1e-6, "
+        "in TRL 1e-4).",
+    )
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of a token's later rewards.")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="Lambda of generalized advantage estimation.")
     ratio: Ratio = Field(
@@ -90,7 +95,11 @@ class RLConfig(Section):
     rollout_rs: RolloutRS = Field(
         default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
     rollout_rs_threshold: float = Field(
-        default=2.0, gt=1, description="Ratios above this, or below its inverse, are masked.")
+        default=2.0, gt=1, description="Ratios above this are masked.")
+    rollout_rs_lower: Annotated[float, Field(ge=0, lt=1)] | Literal["inverse"] = Field(
+        default="inverse", description="Ratios below this (less than 1) are masked. inverse: below 1 / "
+        "rollout_rs_threshold. 0: none, a one-sided mask, as TRL's default.",
+    )
     dynamic_sampling: DynamicSampling = Field(
         default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. "
         "refill: also sample further prompts, until prompts_per_step groups carry a signal.",
@@ -103,6 +112,10 @@ class RLConfig(Section):
     mask_truncated: bool = Field(
         default=False, description="Leave answers that hit max_response_length, and conversations that hit a limit, "
         "out of the loss.",
+    )
+    masked_sequences: MaskedSequences = Field(
+        default="drop", description="What mask_truncated leaves out. drop: counts in no mean. count: stays in the "
+        "denominators of loss_agg with loss 0, as in TRL.",
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus.")
 

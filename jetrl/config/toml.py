@@ -10,28 +10,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jetrl.config.syntax import explain_syntax
 from jetrl.errors import UserError
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises UserError for an unreadable file and, with the line, for bad syntax."""
+    """The tables of a TOML file, which may begin with a byte order mark.
+
+    Raises UserError for an unreadable or empty file and, with line and cure, for bad syntax.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        inside = [path / "config.toml", *sorted(path.glob("*.toml"))]
+        found = next((f" Did you mean {each}?" for each in inside if each.is_file()), " Give a TOML file.")
+        raise UserError(f"{path}: is a folder, not a recipe.{found}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file") from None
+        raise UserError(
+            f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file. If it is one, save it as UTF-8"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        return tomllib.loads(text)
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        lines = text.splitlines()
-        found = re.search(r" \(at line (\d+), column \d+\)| \(at end of document\)", str(error))
-        number = int(found[1]) if found and found[1] else len(lines)
-        what = str(error)[: found.start()] if found else str(error)
-        shown = f": {lines[number - 1].strip()!r}" if 0 < number <= len(lines) else ""
-        raise UserError(f"{path}, line {number}: not valid TOML ({what}){shown}; texts need quotes") from None
+        raise UserError(f"{path}, {explain_syntax(text, error)}") from None
+    if not data:
+        raise UserError(f"{path}: the file is empty. `jetrl recipes quickstart > {path}` fills it with a recipe")
+    return data
 
 
 def split_override(text: str) -> tuple[str, Any]:

@@ -47,6 +47,6 @@ def trial(asked: str) -> Trial:
 
 
 def _certificate(asked: str) -> Certificate:
-    model, name = load_for_parity("", PRECISION, asked)
+    model, name, _ = load_for_parity("", PRECISION, asked)
     work = Workload(num_sequences=3, max_prompt=16, new_tokens=8, page_size=page_size_of(model))
     return certify(model, work, name, lambda text: None)

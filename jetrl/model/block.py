@@ -48,13 +48,16 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a block is built from: its declaration, its layer, the model, and the dtypes of masters and of forward."""
+    """What a block is built from: its declaration, its layer, the model, and the dtypes of masters and of forward.
+
+    `master_dtype` None: the model holds no masters.
+    """
 
     block: precision.Block
     layer: int
     spec: ModelSpec
     recipe: Recipe
-    master_dtype: torch.dtype
+    master_dtype: torch.dtype | None
     dtype: torch.dtype
 
     def published(self, *shape: int) -> Published:

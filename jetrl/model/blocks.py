@@ -20,7 +20,9 @@ MODULES: dict[str, type[Block]] = {"attention": Attention, "mlp": MLP}
 class Layer(nn.Module):
     """One decoder layer: its blocks, one after another."""
 
-    def __init__(self, layer: int, spec: ModelSpec, recipe: Recipe, master: torch.dtype, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layer: int, spec: ModelSpec, recipe: Recipe, master: torch.dtype | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         for block in blocks_of(spec, layer):
             build = Build(block, layer, spec, recipe, master, dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.quantize import quantize_weight
-from jetrl.model import hf
+from jetrl.model import hf, trained
 from jetrl.precision.blocks import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
@@ -31,11 +31,13 @@ def export(
     fp8: bool,
     recipe: Recipe | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    trained_with: Recipe | None = None,
 ) -> Path:
     """Write the model of `source` (a model folder, or a checkpoint with one as `model/`) to `out`, whole or not at all.
 
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
-    Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does.
+    Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does. What the
+    model was trained with is noted in its config.json: what `source` says, else `trained_with`.
     """
     folder, out = _model_folder(Path(source)), Path(out)
     if out.absolute().resolve() == folder.absolute().resolve():
@@ -47,7 +49,10 @@ def export(
             raise UserError(f"the recipe is for {recipe.num_layers} layers, but {folder} has {spec.num_layers}.")
         _require_whole_blocks(spec, recipe)
     state = hf.load_state(folder, spec)
-    config = hf.hf_config(spec, hf.read_config(folder))
+    base = hf.read_config(folder)
+    config = hf.hf_config(spec, base)
+    if (said := base.get(trained.KEY)) or trained_with is not None:
+        config[trained.KEY] = said or trained.record(trained_with)  # type: ignore[arg-type]  # one of the two is there
     tensors = {name: (tensor, torch.bfloat16) for name, tensor in hf.to_hf(spec, state).items()}
     if fp8:
         config["quantization_config"] = quantization_config(spec, recipe)

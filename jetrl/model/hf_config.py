@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.model import trained
 from jetrl.spec import ModelSpec, RopeSpec
 
 
@@ -67,7 +68,7 @@ _HARMLESS_KEYS = frozenset(
     "typical_p repetition_penalty length_penalty max_length min_length num_beams num_return_sequences early_stopping "
     "max_new_tokens no_repeat_ngram_size num_beam_groups diversity_penalty encoder_no_repeat_ngram_size unsloth_fixed "
     "unsloth_version".split()
-)
+) | {trained.KEY}
 _ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
 _LLAMA3_KEYS = frozenset("factor low_freq_factor high_freq_factor original_max_position_embeddings".split())
 
@@ -110,7 +111,8 @@ def hf_config(
 
     Rotary keys are written in both layouts, so that programs on transformers 4 and 5 read the same model.
     """
-    config: dict[str, Any] = {key: value for key, value in (base or {}).items() if key != "quantization_config"}
+    of_the_base = ("quantization_config", trained.KEY)  # said of other weights than those that go with this config
+    config: dict[str, Any] = {key: value for key, value in (base or {}).items() if key not in of_the_base}
     if base is not None and spec_from_hf(config) != spec:
         raise ValueError(f"base_config describes another model: {spec_from_hf(config)}, not {spec}")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -28,6 +28,46 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def other_kind(path: Path) -> str:
+    """What a folder or file is that jetrl does not read, and how it becomes a model folder; "" where nothing is known.
+
+    Sentences that begin with a space, to stand behind what is wrong.
+    """
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _gguf(path.parent, path.name)
+        return f" It is a file: give its folder, {path.parent}." if path.suffix == ".safetensors" else ""
+    names = sorted(each.name for each in path.iterdir())
+    if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
+        base = ""
+        if "adapter_config.json" in names:
+            named = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+            base = f" of {named}" if named else ""
+        return (
+            f" It holds a LoRA adapter{base}, not a whole model. Merge it into its model first, with peft: "
+            f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained('merged'), "
+            "and save the tokenizer there too."
+        )
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return _gguf(path, ggufs[0])
+    if old := [name for name in names if name.endswith((".bin", ".pth", ".pt")) and name != "training_args.bin"]:
+        return (
+            f" It has {some(old)}, weights in PyTorch's own format, which jetrl does not read. Save the model again as "
+            f"safetensors, with transformers: AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained("
+            "'converted'), and save the tokenizer there too."
+        )
+    inside = sorted(each.parent for each in path.glob("*/config.json"))
+    return f" Did you mean {inside[0]}?" if inside else ""
+
+
+def _gguf(folder: Path, name: str) -> str:
+    return (
+        f" {name} is a GGUF file, with weights that are quantized for llama.cpp. Take the model it was made from, or "
+        f"convert it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={name!r})"
+        ".save_pretrained('converted'), and save the tokenizer there too."
+    )
+
+
 def some(names: list[str]) -> str:
     """The first of many names, as text."""
     shown = ", ".join(names[:4])

@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.model import trained
 from jetrl.model.hf_config import hf_config
 from jetrl.model.hf_files import GENERIC_TOKENIZERS, INDEX, SINGLE, TOKENIZER_FILES, read_json, some
 from jetrl.model.names import to_hf
+from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", INDEX, *TOKENIZER_FILES)
@@ -33,13 +35,16 @@ def save_model(
     max_shard_bytes: int = 5 * 10**9,
     base_config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
+    trained_with: Recipe | None = None,
 ) -> None:
     """Write a folder that transformers, vLLM and SGLang load; it appears whole or not at all.
 
     `base_config` is the config.json that the model came from: its other keys (token ids, initializer_range) stay. The
-    token ids of a model without one are the tokenizer's.
+    token ids of a model without one are the tokenizer's. `trained_with` is noted in the new one.
     """
     config = hf_config(spec, base_config, dtype=str(dtype).removeprefix("torch."), tokenizer=tokenizer)
+    if trained_with is not None:
+        config[trained.KEY] = trained.record(trained_with)
 
     def extras(target: Path) -> None:
         if tokenizer is not None:

@@ -21,7 +21,7 @@ from jetrl.kernels.gradient import grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
-from jetrl.model.published import rounded_into
+from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 
@@ -94,17 +94,19 @@ class FlowLinear(nn.Module):
     """`y = x @ W.T (+ bias)`, x [T, K] -> [T, N]. `sections` are the row counts of the projections fused into W.
 
     `recipes` gives the precision of each side (None: BF16). The forward pass reads what `publish` made from the master
-    weight, never the master itself, so that trainer and engine see the same bits.
+    weight, never the master itself, so that trainer and engine see the same bits. Without a master (`master_dtype`
+    None) `publish_value` makes it, and `published` is kept only where a side computes in BF16.
     """
 
     def __init__(
         self, in_features: int, sections: tuple[int, ...], bias: bool, recipes: dict[Side, LinearRecipe | None],
-        master_dtype: torch.dtype, dtype: torch.dtype,
+        master_dtype: torch.dtype | None, dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.sections, self.recipes, self.dtype = sections, recipes, dtype
-        self.weight = nn.Parameter(torch.empty(sum(sections), in_features, dtype=master_dtype))
-        self.bias = nn.Parameter(torch.empty(sum(sections), dtype=master_dtype)) if bias else None
+        self.holds_master = master_dtype is not None
+        self.weight = parameter((sum(sections), in_features), master_dtype, dtype)
+        self.bias = parameter((sum(sections),), master_dtype, dtype) if bias else None
         self.published_bias: Tensor | None = None
         self.published: Tensor = torch.empty(0)  # the BF16-rounded weight; both sides and both precisions start from it
         self.quantized: QTensor | None = None
@@ -117,19 +119,44 @@ class FlowLinear(nn.Module):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the master weight to BF16 and quantize it, once, for both sides; into the same memory every time."""
+        """Round the master weight to BF16 and quantize it, once, for both sides; into the same memory every time.
+
+        Without a master everything stays what `publish_value` made it.
+        """
+        if not self.holds_master:
+            return
         self.published = rounded_into(self.published, self.weight, self.dtype)
         if self.bias is not None:
             self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
-        recipe = next((r for r in self.recipes.values() if r is not None), None)
-        if recipe is not None:
-            self.quantized = quantize_weight(self.published, self.sections, recipe.fprop.right.pow2, self.quantized)
+        self._quantize()
         self._stale = set(self._operands)
         for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these without asking for them
             self._operand(name)
 
+    def _quantize(self) -> None:
+        recipe = next((r for r in self.recipes.values() if r is not None), None)
+        if recipe is not None:
+            self.quantized = quantize_weight(self.published, self.sections, recipe.fprop.right.pow2, self.quantized)
+
+    @torch.no_grad()
+    def publish_value(self, kind: str, value: Tensor) -> None:
+        """Publish `value` in place of a master "weight" or "bias", with the bits of `publish`; it is not kept."""
+        assert not self.holds_master
+        if kind == "bias":
+            assert self.bias is not None
+            self.published_bias = rounded_value(value, self.bias.shape, self.dtype)
+            return
+        self.published = rounded_value(value, self.weight.shape, self.dtype)
+        self._quantize()
+        if all(self.recipes.values()):
+            self.published = torch.empty(0)  # both sides read the codes
+
     def _apply(self, fn: Any, recurse: bool = True) -> FlowLinear:
         """The weights move or change their type: what was published from them is gone until the next `publish`."""
+        if not self.holds_master:
+            codes = (self.quantized.codes, self.quantized.scale) if self.quantized is not None else ()
+            require_in_place(fn, [self.published, *codes])
+            return self
         super()._apply(fn, recurse)
         self.published, self.published_bias, self.quantized = torch.empty(0), None, None
         self._operands.clear()

@@ -1,13 +1,19 @@
-"""Parameters that the forward pass reads as rounded copies, refreshed by `publish`: vectors, tables, the embedding."""
+"""Parameters that the forward pass reads as rounded copies, refreshed by `publish`: vectors, tables, the embedding.
+
+A model that trains nothing holds no masters (`master_dtype` None): its parameters are shapes on the meta device until
+`publish_value` gives each its published copy, and nothing else of the value is kept.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from jetrl.errors import UserError
 from jetrl.kernels.gradient import grad_dtype, grad_in_place
 
 
@@ -18,18 +24,56 @@ def rounded_into(held: Tensor | None, master: Tensor, dtype: torch.dtype) -> Ten
     return held.copy_(master.detach())
 
 
+def parameter(shape: tuple[int, ...], master_dtype: torch.dtype | None, dtype: torch.dtype) -> nn.Parameter:
+    """A master weight; without a master dtype, only its shape: a frozen parameter on the meta device."""
+    if master_dtype is None:
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=master_dtype))
+
+
+def rounded_value(value: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """`value` rounded to `dtype`, in memory of its own (a value read from a file may lie in the file's)."""
+    assert value.shape == shape, f"a value {tuple(value.shape)} for a parameter {tuple(shape)}"
+    return value.detach().to(dtype, copy=True)
+
+
+def require_in_place(fn: Callable[[Tensor], Tensor], held: Sequence[Tensor]) -> None:
+    """Refuse to move what was published from values that are gone: it is laid out for its device."""
+    if any(fn(tensor) is not tensor for tensor in held if tensor.numel()):
+        raise UserError(
+            "this model holds no master weights, so it cannot move to another device or type: its published weights "
+            "cannot be made again. Load it where it is to run: load_model(..., device=...)."
+        )
+
+
 class Published(nn.Module):
     """A vector or table whose forward value is the BF16-rounded copy of its master, refreshed by `publish`."""
 
-    def __init__(self, shape: tuple[int, ...], master_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, ...], master_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=master_dtype))
-        self.dtype = dtype
+        self.weight = parameter(shape, master_dtype, dtype)
+        self.dtype, self.holds_master = dtype, master_dtype is not None
         self.published: Tensor = torch.empty(0)
 
     @torch.no_grad()
     def publish(self) -> None:
-        self.published = rounded_into(self.published, self.weight, self.dtype)
+        """Refresh the copy; without a master it stays what `publish_value` made it."""
+        if self.holds_master:
+            self.published = rounded_into(self.published, self.weight, self.dtype)
+
+    @torch.no_grad()
+    def publish_value(self, kind: str, value: Tensor) -> None:
+        """Publish `value` in place of a master: the parameter is the published copy itself."""
+        assert not self.holds_master and kind == "weight"
+        self.published = rounded_value(value, self.weight.shape, self.dtype)
+        self.weight = nn.Parameter(self.published, requires_grad=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Published:
+        if self.holds_master:
+            super()._apply(fn, recurse)
+        else:
+            require_in_place(fn, [self.published])
+        return self
 
 
 class _Embed(torch.autograd.Function):

@@ -10,13 +10,14 @@ between operators is rounded to `dtype` (BF16).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from jetrl.errors import UserError
 from jetrl.kernels import gemm, logprob, pointwise
 from jetrl.model.block import Context, no_tap
 from jetrl.model.block import Tap as Tap
@@ -30,19 +31,37 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch
 
+NO_MASTERS = (
+    "this model holds no master weights, so that it takes less memory (load_model and jetrl parity train nothing): {}. "
+    "For gradients and weights, load it with load_model(..., masters=True)."
+)
+
+
+class _NoGradient(torch.autograd.Function):
+    """The hidden states of a model without masters: a backward pass that comes here is told so."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, asked: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UserError(NO_MASTERS.format("it has no gradients"))
+
 
 class Transformer(nn.Module):
     """A Llama-style decoder. `forward` gives final hidden states; `logits` and `token_logprobs` read the lm_head.
 
     `dtype` is BF16; FP32 exists to check the definition against other implementations. Master weights are FP32 or BF16.
-    Call `publish` after loading or changing weights: forward reads the published copies only.
+    Call `publish` after loading or changing weights: forward reads the published copies only. `master_dtype` None: no
+    masters are held, `publish_values` takes the place of `publish`, and a backward pass is refused.
     """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(
-        self, spec: ModelSpec, recipe: Recipe, *, master_dtype: torch.dtype = torch.float32,
+        self, spec: ModelSpec, recipe: Recipe, *, master_dtype: torch.dtype | None = torch.float32,
         dtype: torch.dtype = torch.bfloat16, activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -50,6 +69,7 @@ class Transformer(nn.Module):
         assert recipe.kv_cache in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {recipe.kv_cache}"
         self.spec, self.recipe, self.dtype = spec, recipe, dtype
         self.activation_checkpointing = activation_checkpointing
+        self.holds_masters = master_dtype is not None
         self.embed = Embedding((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         self.layers = nn.ModuleList(Layer(i, spec, recipe, master_dtype, dtype) for i in range(spec.num_layers))
         self.norm = Published((spec.hidden_size,), master_dtype, dtype)
@@ -71,7 +91,16 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_random(self, seed: int) -> Transformer:
-        """Normal(0, 0.02) matrices (those that write the residual scaled by 1/sqrt(2 L)), zero biases, unit norms."""
+        """Fill the masters with `random_values`, or publish these where there are no masters."""
+        if not self.holds_masters:
+            return self.publish_values(self.random_values(seed))
+        for (_, value), parameter in zip(self.random_values(seed), self.parameters(), strict=True):
+            parameter.copy_(value)
+        return self.publish()
+
+    def random_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """By parameter, one at a time, FP32 on the CPU: Normal(0, 0.02) matrices (those that write the residual scaled
+        by 1/sqrt(2 L)), zero biases, unit norms."""
         generator = torch.Generator().manual_seed(seed)
         writers = {
             f"layers.{layer}.{block}.{role}.weight"
@@ -79,13 +108,12 @@ class Transformer(nn.Module):
             for (block, role), linear in linears_of(self.spec, layer).items()
             if linear.writes_residual
         }
-        for name, p in self.named_parameters():
-            if p.ndim == 1:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
+        for name, shape in [(name, p.shape) for name, p in self.named_parameters()]:
+            if len(shape) == 1:
+                yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
                 continue
             std = 0.02 / (2 * self.spec.num_layers) ** 0.5 if name in writers else 0.02
-            p.copy_(torch.randn(p.shape, generator=generator) * std)
-        return self.publish()
+            yield name, torch.randn(shape, generator=generator) * std
 
     def publish(self) -> Transformer:
         """Refresh every forward copy from its master: the last act of an optimizer step."""
@@ -94,6 +122,39 @@ class Transformer(nn.Module):
         if self._head_operand is not None:
             self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
         return self
+
+    @torch.no_grad()
+    def publish_values(self, values: Iterable[tuple[str, Tensor]]) -> Transformer:
+        """Publish each parameter's value, one after the other, with the bits of `publish`; the values are not kept.
+
+        `values` has every parameter once, by name. Memory is what is published and the value at hand.
+        """
+        missing = {name for name, _ in self.named_parameters()}
+        for name, value in values:
+            missing.remove(name)
+            owner, _, kind = name.rpartition(".")
+            module = self.get_submodule(owner)
+            assert isinstance(module, Published | FlowLinear), name
+            module.publish_value(kind, value.to(self.cos.device))
+        assert not missing, f"no value for {sorted(missing)}"
+        self._head_operand = None
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Transformer:
+        if requires_grad and not self.holds_masters:
+            raise UserError(NO_MASTERS.format("its parameters take no gradient"))
+        super().requires_grad_(requires_grad)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.holds_masters:
+            raise UserError(NO_MASTERS.format("there are no weights to save or copy"))
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.holds_masters:
+            raise UserError(NO_MASTERS.format("there are no weights to load into"))
+        return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
         self._head_operand = None  # as in FlowLinear
@@ -126,6 +187,8 @@ class Transformer(nn.Module):
                 x, residual = layer(x, residual, context, see)
         hidden = self._final_norm(x, residual)
         see("norm", hidden)
+        if grad and not self.holds_masters:
+            return _NoGradient.apply(hidden, torch.empty(0, requires_grad=True))
         return hidden
 
     def _final_norm(self, x: Tensor, residual: Tensor | None) -> Tensor:

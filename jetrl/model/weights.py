@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from math import prod
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,8 +16,11 @@ from jetrl.model.linear import FlowLinear
 from jetrl.model.names import tensor_table
 from jetrl.model.published import Published
 from jetrl.model.transformer import Transformer
+from jetrl.precision.blocks import linears_of
 from jetrl.precision.formats import BLOCK
-from jetrl.types import WeightTensor
+from jetrl.precision.recipe import Recipe
+from jetrl.spec import ModelSpec
+from jetrl.types import Side, WeightTensor
 
 
 class PublishedWeights(Mapping[str, WeightTensor]):
@@ -80,6 +85,24 @@ def _held(model: Transformer, ours: str) -> Tensor | QTensor:
 def published(model: Transformer) -> Mapping[str, WeightTensor]:
     """Every tensor that the rollout's forward reads, by its Hugging Face name, as views of the model's own memory."""
     return PublishedWeights(model)
+
+
+def published_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+    """Bytes of all that a model without masters holds of its weights; the rotary tables come on top.
+
+    A linear that a side computes in FP8 has E4M3 codes and an FP32 scale for each 128x128 block; one that a side
+    computes in BF16 has BF16 values. The embedding, the lm_head, norms and biases are BF16.
+    """
+    total = sum(2 * prod(piece.shape) for pieces in tensor_table(spec).values() for piece in pieces)
+    for layer in range(spec.num_layers):
+        for (_, role), shape in linears_of(spec, layer).items():
+            sides = [recipe.linear(layer, role, side) for side in get_args(Side)]
+            values, blocks = sum(shape.sections) * shape.in_size, -(-shape.in_size // BLOCK)
+            if any(sides):
+                total += values + 4 * blocks * sum(-(-rows // BLOCK) for rows in shape.sections)
+            if all(sides):
+                total -= 2 * values
+    return total
 
 
 def checksum(tensors: Mapping[str, WeightTensor]) -> str:

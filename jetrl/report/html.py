@@ -23,6 +23,7 @@ from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
 from jetrl.report.run import PARITY_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
+from jetrl.report.text import duration
 
 MAX_POINTS = 1500  # of a curve; longer ones are binned
 FLOW_FILE = "flow.svg"
@@ -137,7 +138,7 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "parity": parity,
         "parity_note": parity_note,
         "parity_class": "" if numbers.parity_max is None else "good" if exact else "bad",
-        "time": "not measured" if numbers.seconds is None else spell(numbers.seconds),
+        "time": "not measured" if numbers.seconds is None else duration(numbers.seconds),
         "throughput": "not measured" if numbers.tokens_per_s is None else f"{numbers.tokens_per_s:,.0f}",
         "reward": "not measured" if numbers.reward_last is None else f"{numbers.reward_last:.3f}",
         "config_text": run.config_text,
@@ -148,15 +149,6 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
 def percent(value: float) -> str:
     """0.8125 -> 81.2%; as a bare number where it is no share."""
     return f"{100 * value:.1f}%" if 0 <= value <= 1 else f"{value:.3f}"
-
-
-def spell(seconds: float) -> str:
-    """42 -> 42 s, 316 -> 5 min 16 s, 7265 -> 2 h 1 min."""
-    if seconds < 90:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from jetrl.errors import UserError
 from jetrl.rl.gae import gae, rewards_to_go, whiten
 from jetrl.rl.moments import all_equal, mean, std
-from jetrl.rl.selection import check_scored, failed
+from jetrl.rl.selection import check_scored
 from jetrl.types import Advantage, Group, Trajectory
 
 Column = NDArray[np.float64]  # [P]
@@ -63,8 +63,7 @@ def advantages(
     token (not multiplied by `kl_coef`; needed with `kl_in = "reward"` and a `kl_coef`), and the critic's value of the
     state in which the token was drawn (needed by gae). The returns have that layout.
 
-    grpo and rloo give one number a trajectory, reinforce_pp and gae a tuple of P. A trajectory that failed in its
-    environment has zeros, and the others are treated as if it were not there.
+    grpo and rloo give one number a trajectory, reinforce_pp and gae a tuple of P.
 
     Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories of -kl_coef * sum_t kl_t.
     Those of the rewards themselves are in `selection.reward_stats`.
@@ -213,27 +212,15 @@ def _grouped(
     result: list[Advantage] = []
     rest = iter(items)
     for group in groups:
-        members = [next(rest) for _ in group.trajectories]
-        scores = [item.score for item in members if not failed(item.trajectory)]
-        live = iter(estimator(scores, config) if scores else ())
-        result += [0.0 if failed(item.trajectory) else next(live) for item in members]
+        result += estimator([next(rest).score for _ in group.trajectories], config)
     return result
 
 
 def _tokenwise(
     items: list[_Item], estimator: ByToken, config: AdvantageConfig
 ) -> tuple[list[Advantage], list[Column] | None]:
-    """A failed trajectory has advantage 0 at each token, and its values as returns: no error to learn from."""
-    rows, returns = estimator([item for item in items if not failed(item.trajectory)], config)
-    live_rows, live_returns = iter(rows), iter(returns or ())
-    result: list[Advantage] = []
-    targets: list[Column] = []
-    for item in items:
-        out = failed(item.trajectory)
-        result.append((0.0,) * item.trajectory.num_policy_tokens if out else tuple(next(live_rows)))
-        if returns is not None:
-            targets.append(np.array(item.values if out else next(live_returns), dtype=np.float64))
-    return result, None if returns is None else targets
+    rows, returns = estimator(items, config)
+    return list(map(tuple, rows)), None if returns is None else [np.array(row, dtype=np.float64) for row in returns]
 
 
 def _check_rewards(rewards: Sequence[float], index: int) -> None:

@@ -31,12 +31,16 @@ class Denominators:
 
     `sequence_tokens[i]` is the number of loss tokens of sequence i (of all S sequences, zeros allowed), and
     `num_sequences` counts the sequences with at least one. `max_response_length` is `rollout.max_response_length`.
+
+    Where masked sequences are to stay in the means (`rl.masked_sequences = "count"`), `num_sequences` counts them too,
+    and `masked_tokens` are their policy tokens. Statistics remain means over the loss tokens.
     """
 
     num_loss_tokens: int
     num_sequences: int
     sequence_tokens: tuple[int, ...]
     max_response_length: int
+    masked_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.num_loss_tokens < 1 or self.num_sequences < 1 or self.max_response_length < 1:
@@ -49,16 +53,17 @@ class Denominators:
 def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: LossAgg, denominators: Denominators) -> Tensor:
     """Weight [T] of each token in a loss, float64: `loss = sum_t weight_t * value_t`. Zero where masked.
 
-    token_mean              w_t = 1 / N                 N = loss tokens of the update   (DAPO, arXiv 2503.14476)
+    token_mean              w_t = 1 / (N + M)           N = loss tokens of the update   (DAPO, arXiv 2503.14476)
     seq_mean_token_mean     w_t = 1 / (S * n_s(t))      n_s = loss tokens of sequence s (GRPO, arXiv 2402.03300)
     seq_mean_token_sum      w_t = 1 / S                                             (REINFORCE on whole answers)
     seq_mean_token_sum_norm w_t = 1 / (S * L)           L = max_response_length         (Dr.GRPO, arXiv 2503.20783)
 
-    S counts the sequences with loss tokens, so a trajectory masked out for truncation leaves the average altogether.
+    S counts the sequences with loss tokens and M is 0, so a trajectory masked out for truncation leaves the average
+    altogether. With `masked_sequences = "count"`, S counts all sequences and M the tokens of those masked out (TRL).
     """
     mask = loss_mask.double()
     if loss_agg == "token_mean":
-        return mask / denominators.num_loss_tokens
+        return mask / (denominators.num_loss_tokens + denominators.masked_tokens)
     if loss_agg == "seq_mean_token_mean":
         counts = torch.tensor(denominators.sequence_tokens, dtype=torch.float64, device=loss_mask.device)
         # A masked row may belong to a sequence without loss tokens; the mask makes its weight 0, never 0 / 0.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -180,6 +181,7 @@ def rejection_mask(
     sequence_ids: Tensor,
     rollout_rs: RolloutRS,
     threshold: float,
+    lower: float | Literal["inverse"] = "inverse",
 ) -> Tensor:
     """Masked importance sampling: 1 where a loss token is kept, 0 where rejected or masked. [T] float64, detached.
 
@@ -203,8 +205,15 @@ def rejection_mask(
         diff = diff / counts.clamp(min=1) if rollout_rs == "geometric" else diff
     elif rollout_rs != "token":
         raise UserError(f'rl.rollout_rs is "{rollout_rs}"; use none, token, sequence or geometric')
-    bound = math.log(threshold)
-    return ((diff >= -bound) & (diff <= bound) & active).double()
+    high = math.log(threshold)
+    low = -high if lower == "inverse" else _log_lower(lower)
+    return ((diff >= low) & (diff <= high) & active).double()
+
+
+def _log_lower(lower: float) -> float:
+    if not 0 <= lower < 1:
+        raise UserError(f'rl.rollout_rs_lower = {lower} must be from 0 (off) to below 1, or "inverse"')
+    return math.log(lower) if lower else -math.inf
 
 
 def _log_ratio(trainer: Tensor, rollout: Tensor, active: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Which parts there are, and in which form, the config says; nothing here knows al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ class ObjectiveConfig(Protocol):
 
     @property
     def rollout_rs_threshold(self) -> float: ...
+
+    @property
+    def rollout_rs_lower(self) -> float | Literal["inverse"]: ...
 
     @property
     def value_clip(self) -> float | None: ...
@@ -135,5 +138,5 @@ def _corrections(inputs: Inputs, mask: Tensor, config: ObjectiveConfig) -> Tenso
     sampled, ids = inputs.rollout_logprobs, inputs.sequence_ids
     weights = mismatch.importance_weights(learned, sampled, mask, ids, config.rollout_is, config.rollout_is_threshold)
     return weights * mismatch.rejection_mask(
-        learned, sampled, mask, ids, config.rollout_rs, config.rollout_rs_threshold
+        learned, sampled, mask, ids, config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_lower
     )

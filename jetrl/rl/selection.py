@@ -1,4 +1,7 @@
-"""Which trajectories and groups are learnt from: failed conversations, groups without signal, dynamic sampling."""
+"""Which groups are learnt from: groups without signal, dynamic sampling.
+
+Trajectories whose environment failed are in no group: `roll_out` keeps them apart.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from jetrl.errors import UserError
 from jetrl.rl.moments import all_equal, mean, std
-from jetrl.types import Group, Trajectory
+from jetrl.types import Group
 
 
 class SelectionConfig(Protocol):
@@ -18,37 +20,23 @@ class SelectionConfig(Protocol):
     def dynamic_sampling(self) -> str: ...
 
 
-def failed(trajectory: Trajectory) -> bool:
-    """Whether the environment failed, so that the trajectory's reward means nothing: it is left out of training."""
-    return trajectory.end in ("error", "timeout")
-
-
-def live_rewards(group: Group) -> list[float]:
-    """The rewards of the trajectories that did not fail, in order."""
-    check_scored(group)
-    pairs = zip(group.trajectories, group.rewards, strict=True)
-    return [reward for trajectory, reward in pairs if not failed(trajectory)]
-
-
 def has_signal(group: Group) -> bool:
     """Whether the rewards of a group differ. If not, grpo and rloo give zero advantages: there is nothing to learn.
 
     reinforce_pp and gae compare with other groups or with a critic; for them this is a choice of data.
     Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2.
     """
-    rewards = live_rewards(group)
-    return bool(rewards) and not all_equal(rewards)
+    check_scored(group)
+    return not all_equal(group.rewards)
 
 
 def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
     """`reward/mean`, `reward/std` (sample deviation over all trajectories) and `reward/frac_zero_std` (share of groups
-    without signal), over all groups that came in, learnt from or not. Failed trajectories do not count.
-
-    Raises UserError if every trajectory failed.
+    without signal), over all groups that came in, learnt from or not.
     """
-    rewards = [reward for group in groups for reward in live_rewards(group)]
-    if not rewards:
-        raise UserError(_all_failed(groups))
+    for group in groups:
+        check_scored(group)
+    rewards = [reward for group in groups for reward in group.rewards]
     return {
         "reward/mean": mean(rewards),
         "reward/std": std(rewards),
@@ -78,17 +66,10 @@ def recorded(groups: Iterable[Group], learnt: Iterable[Group]) -> tuple[Group, .
 
 
 def check_scored(group: Group) -> None:
+    """Each trajectory has a reward, and none of them is of a conversation whose environment failed."""
+    assert not any(t.failed for t in group.trajectories), "roll_out keeps failed conversations apart"
     if len(group.rewards) != len(group.trajectories):
         raise ValueError(
             f"group of prompt {group.prompt.index}: {len(group.trajectories)} trajectories but "
             f"{len(group.rewards)} rewards; score the group first"
         )
-
-
-def _all_failed(groups: Sequence[Group]) -> str:
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    first = trajectories[0]
-    return (
-        f"all {len(trajectories)} conversations of this step failed in the environment; the first with {first.end}: "
-        f"{first.error or 'no message'}. Fix the environment, or give it more time."
-    )

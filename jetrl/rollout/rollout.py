@@ -68,8 +68,8 @@ def roll_out(
     for i, prompt in enumerate(prompts):
         own = [t for t in ended[i * asked.count : (i + 1) * asked.count] if t is not None]
         assert len(own) == asked.count, "a trajectory has not ended"
-        failed += [(prompt, t) for t in own if t.end in ("error", "timeout")]
-        if good := tuple(t for t in own if t.end not in ("error", "timeout")):
+        failed += [(prompt, t) for t in own if t.failed]
+        if good := tuple(t for t in own if not t.failed):
             groups.append(Group(prompt, good))
     return Rollout(groups, failed, conversations is not None)
 
@@ -184,11 +184,11 @@ class _Driver:
             one.segments[-1] = replace(one.segments[-1], reward=reply.reward)
         if end := self._end_after(one, reply):
             if not one.segments:  # it failed at once; a trajectory begins with its prompt
-                one.segments.append(Segment("environment", reply.tokens, reply.text))
+                one.segments.append(Segment("environment", reply.tokens, reply.text, messages=reply.messages))
             self._end(one, end, reply.error or ("" if one.num_turns else "it was over before the first turn"))
             return None
         if reply.tokens:
-            one.segments.append(Segment("environment", reply.tokens, reply.text))
+            one.segments.append(Segment("environment", reply.tokens, reply.text, messages=reply.messages))
             one.tokens += reply.tokens
         return self._request(one)
 

@@ -184,13 +184,14 @@ class EnvironmentPool:
         """The reply that `reset` or `step` gave, as tokens."""
         if talk.turn is None:
             talk.opening = value
-            return Reply(talk.key, self.encoder.first(talk.problem, value), self.encoder.text(value))
+            first = self.encoder.first(talk.problem, value)
+            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value))
         messages, reward, talk.over = value
         text = self.encoder.text(messages)
         if talk.over:
-            return Reply(talk.key, (), text, reward, done=True)
+            return Reply(talk.key, (), text, reward, done=True, messages=tuple(messages))
         tokens = self.encoder.later(talk.problem, talk.opening, messages, talk.turn)
-        return Reply(talk.key, tokens, text, reward)
+        return Reply(talk.key, tokens, text, reward, messages=tuple(messages))
 
     def _close(self, talk: _Conversation) -> None:
         """Call the environment's `close`, if there is one and its last call has come back."""

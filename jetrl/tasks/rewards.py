@@ -151,7 +151,8 @@ def _item(problem: Problem, trajectory: Trajectory, conversations: bool) -> Item
     if not problem.prompt:  # the environment made it
         problem = replace(problem, prompt=opening.text)
     roles = {"policy": "assistant", "environment": "user"}
-    return problem, [{"role": roles[s.author], "content": s.text} for s in rest], tokens
+    said = [s.messages or ({"role": roles[s.author], "content": s.text},) for s in rest]
+    return problem, [dict(message) for messages in said for message in messages], tokens
 
 
 def _shown(completion: Completion) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.choices import MaskedSequences
 from jetrl.errors import UserError
 from jetrl.rl.losses import Denominators
 from jetrl.types import Advantage, Group, MicroBatch, PackedBatch, Trajectory
@@ -93,6 +94,7 @@ def packed(
         num_loss_tokens=sum(s.trajectory.num_policy_tokens for s in sequences if s.in_loss),
         flow_digest=flow_digest,
         weight_version=weight_version,
+        num_masked_tokens=sum(s.trajectory.num_policy_tokens for s in sequences if not s.in_loss),
     )
 
 
@@ -117,8 +119,12 @@ def bin_pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return [sorted(chosen) for chosen in bins]
 
 
-def denominators(batch: PackedBatch, max_response_length: int) -> Denominators:
+def denominators(
+    batch: PackedBatch, max_response_length: int, masked_sequences: MaskedSequences = "drop"
+) -> Denominators:
     """What the losses of all micro-batches of this update are divided by. Needs at least one loss token.
+
+    `masked_sequences = "count"`: trajectories outside the loss count as if they were in it, with loss 0.
 
     An update in which every trajectory was truncated under `mask_truncated` has none: check `batch.num_loss_tokens`
     and skip it.
@@ -129,9 +135,10 @@ def denominators(batch: PackedBatch, max_response_length: int) -> Denominators:
     assert sum(counts) == batch.num_loss_tokens, (sum(counts), batch.num_loss_tokens)
     return Denominators(
         num_loss_tokens=batch.num_loss_tokens,
-        num_sequences=sum(count > 0 for count in counts),
+        num_sequences=batch.num_sequences if masked_sequences == "count" else sum(count > 0 for count in counts),
         sequence_tokens=tuple(counts),
         max_response_length=max_response_length,
+        masked_tokens=batch.num_masked_tokens if masked_sequences == "count" else 0,
     )
 
 

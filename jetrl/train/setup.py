@@ -81,10 +81,11 @@ class Session:
         return self.tokenizer.decode([token])
 
 
-def build(config: Config, *, weights: bool = True) -> Session:
+def build(config: Config, *, weights: bool = True, evaluates: Path | None = None) -> Session:
     """Build model, optimizer, engine, task and reward from a resolved config.
 
-    Without `weights` the model's are not read (nor downloaded): a checkpoint's follow.
+    Without `weights` the model's are not read (nor downloaded): a checkpoint's follow. `evaluates`: a model folder that
+    is only sampled from; there are no masters and no optimizer then.
     """
     given, config = config, absolute_paths(config)
     if config.num_threads is not None:
@@ -93,12 +94,17 @@ def build(config: Config, *, weights: bool = True) -> Session:
     # that setting also fills every new tensor with NaN, one more pass over memory each; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = prepare(config)
-    model = build_model(config, plan.spec, plan.recipe, weights=weights)
+    if evaluates is None:
+        model = build_model(config, plan.spec, plan.recipe, weights=weights)
+        learner = build_learner(config, model)
+    else:
+        model = build_published(config, plan.spec, plan.recipe, evaluates)
+        learner = Learner(model, None)
     engine = build_engine(config, model, plan.tokenizer, plan.base_config)
     source = model_source(config)
     return Session(
         config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,
-        learner=build_learner(config, model), engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
+        learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given,
@@ -239,6 +245,21 @@ def build_model(config: Config, spec: ModelSpec, recipe: Recipe, *, weights: boo
     model.to(device).publish()
     accumulate_in(model, getattr(torch, config.train.grad_dtype))
     return model
+
+
+def build_published(config: Config, spec: ModelSpec, recipe: Recipe, folder: str | Path | None = None) -> Transformer:
+    """The policy's published weights alone, with the bits of `build_model`: for whatever trains nothing.
+
+    Weights are read, published and dropped one by one; what stays is FP8 codes with scales and the parts in BF16.
+    `folder`: read these weights instead of the config's.
+    """
+    assert DEVICE_OF[config.kernels] == torch.device(config.device).type, "resolve() pairs devices with kernels"
+    select(config.kernels)
+    model = Transformer(spec, recipe, master_dtype=None).to(config.device)
+    source = folder or model_source(config, weights=True)
+    if source is None:
+        return model.init_random(config.model.init_seed)
+    return model.publish_values(hf.parameters_of(source, spec))
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:

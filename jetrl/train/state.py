@@ -72,7 +72,7 @@ def save_hf(session: Session, folder: Path) -> None:
     state = {k: v.detach().cpu() for k, v in session.model.state_dict().items()}
     hf.save_model(
         folder, session.model.spec, state, tokenizer=session.tokenizer, base_config=session.base_config,
-        generation_config=session.generation_config,
+        generation_config=session.generation_config, trained_with=session.model.recipe,
     )
 
 

@@ -20,12 +20,21 @@ from jetrl.types import ForwardBatch, MicroBatch, PackedBatch, VarlenPlan
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What an update changes and reads. `critic_optimizer` belongs to a separate critic."""
+    """What an update changes and reads. `critic_optimizer` belongs to a separate critic.
+
+    `policy_optimizer` None: nothing is trained, and the model may hold no masters.
+    """
 
     model: Transformer
-    optimizer: torch.optim.Optimizer
+    policy_optimizer: torch.optim.Optimizer | None
     critic: Critic | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The policy's."""
+        assert self.policy_optimizer is not None, "this session was built to evaluate"
+        return self.policy_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ def update(learner: Learner, batches: list[PackedBatch], config: Config, step: i
 def _one_update(
     learner: Learner, batch: PackedBatch, config: Config, step: int, on_policy: bool, single: bool
 ) -> dict[str, float]:
-    shares = denominators(batch, config.rollout.max_response_length)
+    shares = denominators(batch, config.rollout.max_response_length, config.rl.masked_sequences)
     metrics: dict[str, float] = {}
     if learner.critic_optimizer is not None:
         metrics |= _critic_update(learner, batch, config, shares)

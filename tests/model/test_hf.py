@@ -427,3 +427,41 @@ def test_vocabulary_must_cover_the_tokenizer() -> None:
     hf.check_vocab(small_tokenizer(38), TINY)  # ids 0 to 39
     with pytest.raises(UserError, match=r"largest token id is 40 \(41 tokens\).*has 40 rows"):
         hf.check_vocab(small_tokenizer(39), TINY)
+
+
+def files(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_folders_of_other_kinds_are_told_with_the_way_out(tmp_path: Path) -> None:
+    lora = files(tmp_path / "lora", "adapter_model.safetensors", "README.md")
+    (lora / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    whole = r"holds a LoRA adapter of Qwen/Qwen3-0.6B, not a whole model. Merge it .*merge_and_unload\(\)"
+    with pytest.raises(UserError, match=f"no config.json, .*{whole}"):
+        hf.read_config(lora)
+    save_file({"a": torch.zeros(1)}, lora / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"neither model.safetensors nor .*{whole}"):
+        hf.load_state(lora, TINY)  # some tools put the base model's config.json next to an adapter
+    bare = files(tmp_path / "bare", "adapter_model.bin")
+    with pytest.raises(UserError, match="holds a LoRA adapter, not a whole model"):
+        hf.read_config(bare)
+    gguf = files(tmp_path / "gguf", "model-q4.gguf")
+    for path in (gguf, gguf / "model-q4.gguf"):
+        with pytest.raises(UserError, match=r"model-q4.gguf is a GGUF file.*gguf_file='model-q4.gguf'"):
+            hf.read_config(path)
+    old = files(tmp_path / "old", "pytorch_model.bin", "config.json", "training_args.bin")
+    with pytest.raises(UserError, match=r"has pytorch_model.bin, weights in PyTorch's own format.*save_pretrained"):
+        hf.load_state(old, TINY)
+    one = files(tmp_path / "one", "model.safetensors")
+    with pytest.raises(UserError, match=rf"It is a file: give its folder, {one}"):
+        hf.read_config(one / "model.safetensors")
+    above = tmp_path / "above"
+    above.mkdir()
+    files(above / "model", "config.json")
+    with pytest.raises(UserError, match=rf"no config.json.* Did you mean {above / 'model'}\?"):
+        hf.read_config(above)
+    with pytest.raises(UserError, match=r"model folder\.$"):
+        hf.read_config(files(tmp_path / "empty"))

@@ -196,7 +196,7 @@ def test_gradients_of_swapped_linears_are_close_to_the_originals() -> None:
     x = torch.randn(64, 72)
     net(x).square().mean().backward()
     twin(x).square().mean().backward()
-    inner = net.body[0].inner
+    inner = net.body[0]
     assert 18 < sqnr_db(inner.weight.grad, twin.body[0].weight.grad) < 45
     assert 18 < sqnr_db(inner.bias.grad, twin.body[0].bias.grad)
 
@@ -206,10 +206,41 @@ def test_new_weights_count_from_publish_linears_on() -> None:
     api.quantize_linears(net)
     before = net(x).detach()
     with torch.no_grad():
-        net.body[0].inner.weight.neg_()
+        net.body[0].weight.neg_()
     assert torch.equal(net(x), before)
     api.publish_linears(net)
     assert not torch.equal(net(x), before)
+
+
+def test_a_bf16_bias_too_counts_from_publish_linears_on() -> None:
+    """A BF16 master is its own rounding; the published bias must not change with it before the weight does."""
+    net, x = Net().to(torch.bfloat16), torch.randn(5, 72, dtype=torch.bfloat16)
+    api.quantize_linears(net)
+    before = net(x).detach()
+    with torch.no_grad():
+        net.body[0].bias.add_(1)
+    assert torch.equal(net(x), before)
+    api.publish_linears(net)
+    assert not torch.equal(net(x), before)
+
+
+def test_parameters_keep_their_names_so_that_checkpoints_load_either_way() -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(5, 72)
+    names, values = list(net.state_dict()), {k: v.clone() for k, v in net.state_dict().items()}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    api.quantize_linears(net)
+    assert list(net.state_dict()) == names and list(dict(net.named_parameters())) == names
+    assert {id(p) for p in net.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
+    first = net(x).detach()
+    Net().load_state_dict(net.state_dict())  # back into plain linears
+    other = Net()
+    net.load_state_dict(other.state_dict())  # a checkpoint from before: counts at once
+    assert torch.equal(net(x), api.quantize_linears(other)(x)) and not torch.equal(net(x), first)
+    net.load_state_dict(values)
+    assert torch.equal(net(x), first)
+    assert torch.equal(net.double().float()(x), first), "moved or cast, it publishes again"
+    assert (net.body[0].in_features, net.body[0].out_features) == (72, net.body[0].weight.shape[0])
 
 
 def test_a_model_without_linears_is_refused() -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.report.html import MAX_POINTS, config_differences, script_json, spell, thin, write_report
+from jetrl.report.html import MAX_POINTS, config_differences, script_json, thin, write_report
 from jetrl.report.recorder import Recorder, read_samples
 from jetrl.report.run import headline, load_runs
 from jetrl.report.samples import MAX_SAMPLES, MAX_TOKENS, choose_samples, sample_note
+from jetrl.report.text import duration
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><script>alert(1)</script><text>qkv</text></svg>'
 
@@ -63,7 +64,7 @@ def test_headline_numbers_of_one_run(make_run, tmp_path: Path) -> None:
     assert "add-fp8" in page.text and "Qwen3-0.6B" in page.text and "NVIDIA H200" in page.text
     assert f"3.1% → {100 * numbers.accuracy_after:.1f}%" in page.text
     assert "exactly 0 in all 40 steps" in page.text
-    assert spell(numbers.seconds) in page.text and f"{numbers.tokens_per_s:,.0f}" in page.text
+    assert duration(numbers.seconds) in page.text and f"{numbers.tokens_per_s:,.0f}" in page.text
     seconds = sum(value for row in load_runs([run])[0].rows for key, value in row.items() if key.startswith("time/"))
     assert numbers.seconds == pytest.approx(seconds, rel=1e-12)
 

@@ -144,6 +144,30 @@ def test_rejection_by_hand(mode: str, threshold: float, expected: list[float]):
     close(rejection_mask(LEARNER, BASE, MASK, IDS, mode, threshold), expected)
 
 
+@pytest.mark.parametrize(
+    ("mode", "threshold", "lower", "expected"),
+    [
+        # ratios of tokens 2, 3, 1/4, 2, 1; of sequences 1/2 and 6; their geometric means 0.794 and 2.449
+        ("token", 10.0, 0, [1, 1, 1, 1, 1, 0]),
+        ("token", 10.0, 0.3, [1, 1, 0, 1, 1, 0]),
+        ("token", 2.5, 0, [1, 0, 1, 1, 1, 0]),  # above only
+        ("sequence", 1.9, 0, [1, 0, 1, 0, 1, 0]),  # 1/2 stays without a lower bound
+        ("sequence", 1.9, 0.49, [1, 0, 1, 0, 1, 0]),
+        ("sequence", 10.0, 0.51, [0, 1, 0, 1, 0, 0]),
+        ("geometric", 1.2, 0, [1, 0, 1, 0, 1, 0]),  # 0.794 stays
+        ("sequence", 1.9, "inverse", [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_lower_bound_of_its_own_by_hand(mode: str, threshold: float, lower: float | str, expected: list[float]):
+    close(rejection_mask(LEARNER, BASE, MASK, IDS, mode, threshold, lower), expected)
+
+
+@pytest.mark.parametrize("lower", [-0.1, 1.0, 2.0, math.nan, math.inf])
+def test_bad_lower_bound(lower: float):
+    with pytest.raises(UserError, match="rollout_rs_lower"):
+        rejection_mask(LEARNER, BASE, MASK, IDS, "token", 2.0, lower)
+
+
 @pytest.mark.parametrize("mode", ["token", "sequence", "geometric"])
 def test_equal_log_probs_need_no_correction(mode: str):
     assert torch.equal(rejection_mask(BASE, BASE, MASK, IDS, mode, 1.0001), MASK.double())

@@ -100,6 +100,7 @@ def settings(**changes) -> SimpleNamespace:
         "ratio": "token", "surrogate": "clip", "loss_agg": "token_mean", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
         "clip_ratio_c": None, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "loss",
         "rollout_is": "none", "rollout_is_threshold": 2.0, "rollout_rs": "none", "rollout_rs_threshold": 1.3,
+        "rollout_rs_lower": "inverse",
         "value_clip": 0.2, "value_coef": 0.5,
     }
     assert set(changes) <= set(values)
@@ -234,3 +235,35 @@ def test_micro_batches_add_up(ratio: str, surrogate: str):
     assert sums == pytest.approx({k: v.item() for k, v in stats.items()}, rel=1e-12, abs=1e-14)
     for name, grad in grads.items():
         torch.testing.assert_close(torch.cat([s[name] for s in slopes]), grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+def test_trls_default_correction_by_its_own_formula(loss_agg: str):
+    """TRL's `sequence_mask`: each sequence weighs by its ratio, and by 0 above clip_max; no lower bound."""
+    inputs, den = make(3, torch.float64)
+    spread = torch.randn(len(inputs.logprobs), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs = replace(inputs, rollout_logprobs=inputs.logprobs.detach() + 0.6 * spread)
+    inputs = replace(inputs, old_logprobs=None, ref_logprobs=None, values=None)
+    config = settings(
+        kl_coef=0.0, loss_agg=loss_agg, rollout_is="sequence", rollout_is_threshold=3.0, rollout_rs="sequence",
+        rollout_rs_threshold=3.0, rollout_rs_lower=0.0,
+    )
+    loss, _ = objective(inputs, config, den)
+
+    ratio = torch.zeros_like(inputs.logprobs)
+    for sequence in inputs.sequence_ids.unique():
+        rows = inputs.sequence_ids == sequence
+        ratio[rows] = (inputs.logprobs.detach() - inputs.rollout_logprobs)[rows].sum().exp()
+    assert bool((ratio > 3).any()) and bool((ratio < 1 / 3).any()) and bool(((ratio > 1 / 3) & (ratio < 3)).any())
+    weight = ratio.masked_fill(ratio > 3.0, 0.0)
+    lengths = torch.tensor(den.sequence_tokens, dtype=torch.float64)
+    counted = {
+        "token_mean": torch.full_like(ratio, 1 / den.num_loss_tokens),
+        "seq_mean_token_mean": 1 / (den.num_sequences * lengths[inputs.sequence_ids]),
+        "seq_mean_token_sum_norm": torch.full_like(ratio, 1 / (den.num_sequences * den.max_response_length)),
+    }[loss_agg]
+    expected = -(counted * weight * inputs.advantages).sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
+    two_sided, _ = objective(inputs, SimpleNamespace(**vars(config) | {
+        "rollout_rs_lower": "inverse"}), den)
+    assert abs(float(two_sided - loss)) > 1e-6

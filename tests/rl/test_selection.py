@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl.errors import UserError
 from jetrl.rl.moments import std
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import has_signal, recorded, reward_stats, select
@@ -50,19 +49,23 @@ def test_everything_may_be_dropped():
     assert kept == () and stats["reward/frac_zero_std"] == 1.0 and stats["reward/num_groups_dropped"] == 1
 
 
-def test_failed_trajectories_count_nowhere():
-    ends = ("stop", "error", "length", "timeout", "turns")
-    group = make_group(0, (1.0, 50.0, 1.0, -50.0, 1.0), ends)
-    assert not has_signal(group), "the three that count are equal"
+def test_statistics_by_hand():
+    group = make_group(0, (1.0, 1.0, 1.0), ("stop", "length", "turns"))
+    assert not has_signal(group)
     other = make_group(1, (1.0, 0.0))
     # 1 1 1 1 0: mean 4/5, variance (4 * 1/25 + 16/25) / 4 = 1/5
     stats = reward_stats([group, other])
     assert stats["reward/mean"] == 0.8 and stats["reward/std"] == pytest.approx(math.sqrt(0.2), rel=1e-14)
     assert stats["reward/frac_zero_std"] == 0.5
-    dead = make_group(2, (0.0, 1.0), ("error", "error"))
-    assert not has_signal(dead)
-    with pytest.raises(UserError, match="all 2 conversations of this step failed.*error: boom"):
-        select([dead], OFF)
+
+
+@pytest.mark.parametrize("end", ["error", "timeout"])
+def test_failed_trajectories_are_in_no_group(end: str):
+    """`roll_out` keeps them apart (`test_errors_of_environments_stay_with_their_conversation`)."""
+    mixed = make_group(0, (0.0, 1.0, 1.0), ("stop", end, "stop"))
+    for call in (lambda: has_signal(mixed), lambda: reward_stats([mixed]), lambda: select([mixed], OFF)):
+        with pytest.raises(AssertionError, match="keeps failed conversations apart"):
+            call()
 
 
 def test_the_record_holds_all_that_came_in():

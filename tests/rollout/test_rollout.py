@@ -243,6 +243,14 @@ def test_failures_end_a_trajectory_and_stay_out_of_its_group() -> None:
     assert stats["perf/tokens_per_s_per_gpu"] == drawn / 2 and stats["environment/turns_mean"] == 2.5
 
 
+def test_segments_of_the_environment_keep_its_messages() -> None:
+    said = tuple({"role": role, "content": "x"} for role in ("tool", "user"))
+    script = Script(lambda key, turn: replace(game(key, turn), messages=said[: turn + 1]))
+    (group,) = roll_out(make_engine(), prompts(1), Asked(POLICY, 1, 0, 3, 4), script).groups
+    roles = [[m["role"] for m in s.messages] for s in group.trajectories[0].segments]
+    assert roles[:4] == [["tool"], [], ["tool", "user"], []]
+
+
 def test_no_conversation_waits_for_the_slowest() -> None:
     """While one environment sleeps, the others' conversations go through all of their turns."""
     script = Script(game, lambda key, turn: 10**6 if key == 1 and turn == 1 else 0)

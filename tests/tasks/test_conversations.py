@@ -31,6 +31,12 @@ def said(text):
     return Completion(0, (*ids(text), EOS), (), text, "stop", 0, "")
 
 
+def spoken(key, text, reward=0.0, tokens=None, done=False):
+    """The reply of an environment that says one text: a message of the user."""
+    tokens = ids(text) if tokens is None else tokens
+    return Reply(key, tokens, text, reward, done, messages=({"role": "user", "content": text},))
+
+
 def problem(seed=0, **extra):
     return Problem(f"p{seed}", "", "", extra={"seed": seed, "index": seed, **extra})
 
@@ -53,6 +59,24 @@ def pool():
 def one(pool):
     (reply,) = pool.poll(True)
     return reply
+
+
+def test_replies_carry_the_messages_with_the_roles_that_the_environment_gave(pool):
+    class Roles:
+        def reset(self, problem):
+            return [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
+
+        def step(self, action):
+            self.said = [{"role": "tool", "content": "3"}, {"role": "user", "content": "+"}]
+            return self.said, 0.0, False
+
+    talks = pool(Roles)
+    talks.start(1, problem())
+    assert one(talks).messages == ({"role": "system", "content": "1"}, {"role": "user", "content": "2"})
+    talks.act(1, said("4"))
+    reply = one(talks)
+    assert reply.messages == ({"role": "tool", "content": "3"}, {"role": "user", "content": "+"})
+    assert reply.text == "3+" and reply.tokens == ids("3+")
 
 
 def several(pool, count):
@@ -96,17 +120,17 @@ def test_one_conversation(pool, kind):
     talks = pool(kind, params={"start": 1})
     assert talks.poll(True) == talks.poll(False) == []  # nobody owes a reply
     talks.start(5, problem(3))
-    assert one(talks) == Reply(5, ids("4+"), "4+")
+    assert one(talks) == spoken(5, "4+")
     assert talks.poll(True) == []
     talks.act(5, said("2"))
-    assert one(talks) == Reply(5, ids("=6+"), "=6+", 0.5)
+    assert one(talks) == spoken(5, "=6+", 0.5)
     talks.act(5, said("7"))
-    assert one(talks) == Reply(5, (), "=13+", 0.5, done=True)
+    assert one(talks) == spoken(5, "=13+", 0.5, tokens=(), done=True)
     talks.act(5, said("1"))  # it is over: nothing comes of this
     assert talks.poll(True) == []
     talks.close(5)
     talks.start(5, problem(0))  # the key is free again
-    assert one(talks) == Reply(5, ids("1+"), "1+")
+    assert one(talks) == spoken(5, "1+")
 
 
 def test_polling_without_waiting_returns_at_once(pool):
@@ -245,7 +269,7 @@ def test_an_environment_that_raises_fails_its_conversation_alone(pool, kind, whe
     assert talks.poll(True) == []
     if where == "step":
         talks.act(1, said("1"))
-        assert one(talks) == Reply(1, ids("1"), "1")
+        assert one(talks) == spoken(1, "1")
 
 
 class Wrong:
@@ -335,7 +359,7 @@ def test_a_call_that_hangs_is_given_up_and_holds_nobody_back(pool, kind):
     assert time.monotonic() - start < 5
     name = kind.__name__
     late = f"{name}.step took longer than environment.timeout = 0.3 seconds"
-    assert replies == [Reply(0, failure="timeout", error=late), Reply(1, ids("1"), "1")]
+    assert replies == [Reply(0, failure="timeout", error=late), spoken(1, "1")]
     Hangs.gate.set()  # the late answer comes
     time.sleep(0.1)
     assert talks.poll(True) == []
@@ -351,7 +375,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_stop_new_conversations(pool):
     talks.start(1, problem())
     one(talks)
     talks.act(1, said("1"))
-    assert one(talks) == Reply(1, ids("1"), "1")
+    assert one(talks) == spoken(1, "1")
     Blocks.gate.set()
     time.sleep(0.1)
     Blocks.gate.clear()
@@ -372,7 +396,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_stop_the_others(pool):
     told = r"Blocks.step took longer .*0.3 seconds and blocked the event loop.*one after the other: .*or write def"
     assert re.search(told, replies[0].error)
     talks.act(2, said("1"))  # its own loop is the blocked one still
-    assert one(talks) == Reply(2, ids("1"), "1")
+    assert one(talks) == spoken(2, "1")
     Blocks.gate.set()
     time.sleep(0.1)
     assert talks.poll(False) == [], "what waited on the blocked loop did not run there as well"

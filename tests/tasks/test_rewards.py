@@ -1,6 +1,7 @@
 """Reward functions: what they are given, what of their results is accepted, and the numbers made of them."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,6 +96,22 @@ def test_a_reward_function_gets_the_whole_conversation_and_replaces_the_environm
     # Ours read the policy's last turn, also where the environment has the last word.
     ends = [conversation(("1", 0.0), "no", ("42", 0.0)), conversation(("42", 0.0), "more?", end="turns")]
     assert [g.rewards for g in score(ends, exact_match, None, conversations=True).groups] == [(1.0,), (1.0,)]
+
+
+def test_a_reward_function_sees_the_roles_that_the_environment_gave():
+    said = ({"role": "tool", "content": "3"}, {"role": "user", "content": "go on"})
+    talk = conversation(("a", 0.0), "3go on", ("b", 0.0))
+    (trajectory,) = talk.trajectories
+    opening, first, theirs, last = trajectory.segments
+    segments = (opening, first, replace(theirs, messages=said), last)
+    seen = []
+
+    def judge(completions):
+        seen.extend(completions)
+        return [0.0]
+
+    score([replace(talk, trajectories=(replace(trajectory, segments=segments),))], judge, None, conversations=True)
+    assert seen == [[{"role": "assistant", "content": "a"}, *said, {"role": "assistant", "content": "b"}]]
 
 
 def test_what_ran_into_a_limit_may_get_nothing():

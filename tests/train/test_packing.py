@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl.errors import UserError
-from jetrl.rl.losses import policy_loss
+from jetrl.rl.losses import policy_loss, token_weights
 from jetrl.train.packing import (
     bin_pack,
     by_trajectory,
@@ -188,6 +188,55 @@ def test_denominators_by_hand():
     # LONG is truncated and masked: its 3 tokens and its sequence leave the averages
     assert (shares.num_loss_tokens, shares.num_sequences) == (3, 3)
     assert shares.sequence_tokens == (1, 0, 1, 1) and shares.max_response_length == 9
+
+
+def test_masked_sequences_that_count_by_hand():
+    (batch,) = packed(EXAMPLE, limit=8, mask_truncated=True)
+    shares = denominators(batch, 9, "count")
+    # LONG stays: 4 sequences, and its 3 tokens beside the 3 of the others; statistics are over the 3
+    assert (shares.num_loss_tokens, shares.num_sequences, shares.masked_tokens) == (3, 4, 3)
+    assert shares.sequence_tokens == (1, 0, 1, 1)
+    assert denominators(packed(EXAMPLE)[0], 9, "count") == denominators(packed(EXAMPLE)[0], 9), "nothing is masked"
+    weights = {"token_mean": 1 / 6, "seq_mean_token_mean": 1 / 4, "seq_mean_token_sum": 1 / 4}
+    for loss_agg, weight in (weights | {"seq_mean_token_sum_norm": 1 / (4 * 9)}).items():
+        for micro in batch.micro_batches:
+            expected = micro.loss_mask.double() * weight  # the three answers in the loss have one token each
+            assert torch.equal(token_weights(micro.loss_mask, micro.sequence_ids, loss_agg, shares), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(some_groups())
+def test_masked_sequences_as_in_trls_formulas(groups: list[Group]):
+    """TRL's losses, written on padded rows [B, L]: its means go over all B rows, and its number of items was counted
+    before truncated rows were masked out."""
+    (batch,) = packed(groups, 10_000, mask_truncated=True)
+    if not batch.num_loss_tokens:
+        return
+    answers = [t for g in groups for t in g.trajectories]
+    advantages = [a for g in groups for a in g.advantages]
+    longest, width = 30, max(t.num_policy_tokens for t in answers)
+    mask = torch.zeros(len(answers), width, dtype=torch.float64)
+    token_loss = torch.zeros(len(answers), width, dtype=torch.float64)
+    for i, trajectory in enumerate(answers):
+        token_loss[i, : trajectory.num_policy_tokens] = -advantages[i]
+        if not trajectory.truncated:
+            mask[i, : trajectory.num_policy_tokens] = 1
+    items = sum(t.num_policy_tokens for t in answers)
+    theirs = {
+        "seq_mean_token_mean": ((token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(),  # grpo
+        "token_mean": (token_loss * mask).sum() / items,  # dapo
+        "seq_mean_token_sum_norm": (token_loss * mask).sum() / (len(answers) * longest),  # dr_grpo
+    }
+    for loss_agg, expected in theirs.items():
+        ours = sum(
+            policy_loss(
+                m.rollout_logprobs.double(), None, m.advantages.double(), m.loss_mask, m.sequence_ids,
+                clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=None, loss_agg=loss_agg,
+                denominators=denominators(batch, longest, "count"),
+            )[0]
+            for m in batch.micro_batches
+        )
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_an_update_without_loss_tokens_is_visible():

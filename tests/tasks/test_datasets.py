@@ -14,6 +14,7 @@ from hub_server import ONE, TWO, Hub, Repo, serving, use, write_cache
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.model import hub
+from jetrl.tasks.datasets import read_dataset
 from jetrl.tasks.files import FileTask
 
 datasets = pytest.importorskip("datasets")
@@ -105,6 +106,12 @@ def test_only_the_files_of_the_configuration_are_downloaded(server: Hub, cache: 
     task(dataset="acme/plain", prompt_column="question", num_eval=2)
     names = {path.name for path in (cache / "datasets--acme--plain" / "snapshots").rglob("*") if path.is_file()}
     assert names == {"train.jsonl", "test.jsonl"}, "a data set without a card"
+
+
+def test_rows_come_in_order_however_many_are_read_at_once(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetrl.tasks.datasets._ROWS_AT_ONCE", 3)
+    found = read_dataset("acme/sums", "main", None, "train")
+    assert [row["question"] for row in found.rows] == [f"{tag} {i}" for tag in "ab" for i in range(4)]
 
 
 def test_another_data_set_for_evaluation(offline: Path) -> None:

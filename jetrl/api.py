@@ -153,7 +153,8 @@ def load_for_parity(
         config = resolve(config, cuda_available=torch.cuda.is_available())
     elif model:
         data: dict[str, Any] = {"model": {"path": str(model_folder(model, revision))}}
-        trained = load_config(run / "config.toml") if (run := run_of(Path(model))) is not None else None
+        run = run_of(Path(model)) if hub.on_disk(model) is not None else None
+        trained = load_config(run / "config.toml") if run is not None else None
         precision = precision or (trained.precision if trained is not None else "fp8")
         if trained is not None and "bf16" not in (precision, trained.precision):  # BF16 has no [quant]
             data["quant"] = trained.quant.model_dump(mode="json")

@@ -44,7 +44,7 @@ def read_dataset(name: str, subset: str | None, revision: str | None, split: str
         raise UserError(
             f"{name}: data sets by name are read by the package datasets; run: pip install 'jetrl[data]'"
         ) from error
-    folder = hub.on_disk(name, revision)
+    folder = hub.on_disk(name, revision, "dataset")
     if folder is None:
         folder = _downloaded(name, subset, revision)
     config = _chosen(name, _configs(folder / _CARD), subset)

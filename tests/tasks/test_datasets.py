@@ -173,6 +173,8 @@ def test_a_revision(server: Hub) -> None:
         ({"answer_column": "gold"}, "column 'gold' is missing; the row has: 'question'. Set task.answer_column"),
         ({"prompt_column": "prompt", "prompt_template": "{q}"}, "column 'q' is missing.*Set task.prompt_template"),
         ({"dataset": "acme/nothing"}, "datasets--acme--nothing into"),
+        ({"dataset": "gsm8k"}, "those have one slash, as in openai/gsm8k"),
+        ({"dataset": __file__}, "is a file. Give it as task.train_file"),
     ],
 )
 def test_what_a_data_set_does_not_have(offline: Path, keys: dict[str, Any], message: str) -> None:

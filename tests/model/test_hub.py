@@ -148,6 +148,16 @@ def test_a_cache_is_enough(cache: Path, offline: bool, monkeypatch: pytest.Monke
     assert hub.tokenizer_folder("acme/tiny") == folder
 
 
+def test_a_commit_in_a_cache_that_was_copied_is_not_asked_for(server: Hub, cache: Path) -> None:
+    folder = write_cache(cache, "acme/copied", SHARDS)
+    assert hub.model_folder("acme/copied", ONE) == hub.tokenizer_folder("acme/copied", ONE) == folder
+    assert not server.asked
+    (folder / "m-2.safetensors").unlink()
+    with pytest.raises(UserError, match="is not complete: m-2.safetensors is missing"):
+        hub.model_folder("acme/copied", ONE)
+    assert server.asked, "what is missing is asked for"
+
+
 @pytest.mark.parametrize("offline", [True, False])
 def test_neither_hub_nor_cache(cache: Path, offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, cache, offline=offline)

@@ -248,7 +248,8 @@ def load_for_parity(
         formats = _chosen(said, model, precision, kv_cache)[1]
     elif model:
         folder = model_folder(model, revision)
-        data, formats = _as_trained(folder, run_of(Path(model)), precision, kv_cache)
+        run = run_of(Path(model)) if hub.on_disk(model) is not None else None
+        data, formats = _as_trained(folder, run, precision, kv_cache)
         config = _config_for(data | {"model": {"path": str(folder)}}, device)
     else:
         arch: dict[str, Any] = {

@@ -212,6 +212,7 @@ def compare(
     from jetrl.report.console import comparison
     from jetrl.report.html import write_report
     from jetrl.report.run import headline, load_runs
+    from jetrl.train.pin import pinned
 
     flows = [flow.strip() for flow in precision.split(",") if flow.strip()]
     if not flows or len(set(flows)) < len(flows):
@@ -221,6 +222,7 @@ def compare(
         return [text for text in overrides or [] if split_override(text)[0] not in switched_off("precision", flow)]
 
     configs = [_config(recipe, said_of(flow), [f"precision={flow}"]) for flow in flows]  # all checked before the first
+    configs = [pinned(config)[0] for config in configs]  # a branch of the hub may move on in between
     folders = []
     for flow, config in zip(flows, configs, strict=True):
         config = _placed(config.model_copy(update={"name": f"{config.name}-{flow}"}))

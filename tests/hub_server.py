@@ -106,8 +106,10 @@ NOBODY = "http://127.0.0.1:9"  # an address where nothing answers
 
 def use(monkeypatch: pytest.MonkeyPatch, cache: Path, endpoint: str = NOBODY, offline: bool = False) -> None:
     """Point huggingface_hub to a cache and to an address, as its variables do when it is imported."""
-    from huggingface_hub import constants
+    from huggingface_hub import close_session, constants
 
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()  # the next one reads the variable
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")

@@ -46,7 +46,7 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
-def on_disk(path: str | Path, revision: str | None = None) -> Path | None:
+def on_disk(path: str | Path, revision: str | None = None, kind: str = "model") -> Path | None:
     """The folder that `path` is, or None for a name of the hub. UserError for what is neither."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -54,8 +54,9 @@ def on_disk(path: str | Path, revision: str | None = None) -> Path | None:
             raise UserError(f"{path} is a folder on disk, so the revision {revision} has no effect; leave it out.")
         return folder
     if folder.exists():
-        raise UserError(f"{path} is a file. Give a model's folder or its name on the hub.")
-    _check_name(str(path))
+        cure = "a model's folder or its name on the hub" if kind == "model" else "it as task.train_file (or eval_file)"
+        raise UserError(f"{path} is a file. Give {cure}.")
+    _check_name(str(path), kind)
     return None
 
 
@@ -100,7 +101,7 @@ def fetch(
     """
     from huggingface_hub import snapshot_download
 
-    _check_name(name)
+    _check_name(name, kind)
     asked = revision or "main"
     if (known := _known(name, revision, kind, patterns, ignore)) is not None:
         return Snapshot(known, None)
@@ -150,7 +151,7 @@ def weights_to_come(name: str, commit: str) -> str:
     files = _ask(name, commit, "model")
     if not isinstance(files, dict):
         return f"The weights of {name} are not in the cache (no {some(lacking)}), and the hub was not reached."
-    wanted = {file: size for file, size in files.items() if file.endswith(".safetensors") and "/" not in file}
+    wanted = {file: size for file, size in files.items() if re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", file)}
     if not wanted:
         raise UserError(_lacking(name, Snapshot(folder, files), [SINGLE]))
     size = f"{len(wanted)} file{'s' * (len(wanted) > 1)}, {sum(wanted.values()) / 1e9:.1f} GB"
@@ -249,20 +250,20 @@ def _check_whole(folder: Path) -> None:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, kind: str) -> None:
     """UserError, with a suggestion, for what cannot be a name of the hub."""
     if _NAME.fullmatch(name) and ".." not in name and "--" not in name:
         return
     if found := _URL.match(name):
         raise UserError(f"{name}: write the name alone: {found[1]}")
     hint = ""
-    if re.fullmatch(r"[\w.-]+", name) and not name.startswith("."):
+    if kind == "model" and re.fullmatch(r"[\w.-]+", name) and not name.startswith("."):
         low = name.lower()
         hint = "".join(f" Did you mean {org}/{name}?" for prefix, org in _PUBLISHERS.items() if low.startswith(prefix))
         hint += f" A model of that shape with random weights: random:{name}." if low in SHAPES else ""
     raise UserError(
         f"{_no_folder(name)}, and it is no name on the Hugging Face hub: "
-        f"those have one slash, as in Qwen/Qwen3-0.6B.{hint}"
+        f"those have one slash, as in {'Qwen/Qwen3-0.6B' if kind == 'model' else 'openai/gsm8k'}.{hint}"
     )
 
 

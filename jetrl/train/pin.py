@@ -42,7 +42,7 @@ def pinned(config: Config, before: Iterable[Pin] = ()) -> tuple[Config, list[Pin
     for section, key, revision_key, kind in _NAMES:
         table = getattr(config, section)
         name, asked = getattr(table, key), getattr(table, revision_key)
-        if name is None or name.startswith(BUILTIN_PREFIX) or hub.on_disk(name, asked) is not None:
+        if name is None or name.startswith(BUILTIN_PREFIX) or hub.on_disk(name, asked, kind) is not None:
             continue
         full = f"{section}.{key}"
         pin = kept.get((full, name, asked)) or Pin(full, name, asked, _commit(name, asked, kind))

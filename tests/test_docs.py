@@ -13,6 +13,7 @@ import pytest
 from test_house_rules import RANKS
 
 from jetrl.config import TaskConfig, load_config, parse_config, sections
+from jetrl.config.data import DATA_KEYS
 from jetrl.tasks.conversations import build_pool
 from jetrl.tasks.environment import load_environment
 from jetrl.tasks.environment_task import problem_seed
@@ -20,14 +21,17 @@ from jetrl.types import Completion, Problem
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jetrl"
-NAMES = ("docs/ARCHITECTURE.md", "docs/ENVIRONMENTS.md", "docs/DECISIONS.md", "CONTRIBUTING.md")
+NAMES = (
+    "docs/ARCHITECTURE.md", "docs/ENVIRONMENTS.md", "docs/MODELS_AND_DATA.md", "docs/DECISIONS.md", "CONTRIBUTING.md",
+)
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 ARCHITECTURE, ENVIRONMENTS = PAGES["docs/ARCHITECTURE.md"], PAGES["docs/ENVIRONMENTS.md"]
 
 FILE = re.compile(r"(?<![\w/.<-])([\w-]+(?:/[\w.-]+)*\.(?:py|md|toml|js|css|j2|json))\b")
 # Files that only a run, a user or a Hugging Face folder has.
 ELSEWHERE = {
-    "config.json", "generation_config.json", "metrics.jsonl", "samples.jsonl", "config.toml", "path/to/file.py",
+    "config.json", "generation_config.json", "metrics.jsonl", "samples.jsonl", "config.toml", "env.json",
+    "path/to/file.py",
 }
 
 
@@ -180,6 +184,17 @@ def test_printed_settings_are_settings(number: int) -> None:
         del base["model"]
     config = parse_config(merged(base, printed))
     assert config.environment.name is not None
+
+
+def test_printed_models_and_data_are_settings() -> None:
+    page = PAGES["docs/MODELS_AND_DATA.md"]
+    model, *tasks = (tomllib.loads(block) for block in blocks(page, "toml"))
+    for printed in ({**model, "task": {"name": "addition"}}, *({**model, **task} for task in tasks)):
+        config = parse_config({"name": "docs", **printed})
+        assert config.model.path == "Qwen/Qwen3-0.6B"
+    rows = re.findall(r"^\| (`\w+`.*?) \|", section(page, "Data: a name on the hub"), re.M)
+    named = set(re.findall(r"`(\w+)`", "".join(rows)))
+    assert named == set(DATA_KEYS) - {"train_file", "eval_file"}
 
 
 def test_the_table_of_settings_is_complete_and_has_the_defaults() -> None:

@@ -150,7 +150,7 @@ def weights_to_come(name: str, commit: str) -> str:
     files = _ask(name, commit, "model")
     if not isinstance(files, dict):
         return f"The weights of {name} are not in the cache (no {some(lacking)}), and the hub was not reached."
-    wanted = {file: size for file, size in files.items() if file.endswith(".safetensors") and "/" not in file}
+    wanted = {file: size for file, size in files.items() if re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", file)}
     if not wanted:
         raise UserError(_lacking(name, Snapshot(folder, files), [SINGLE]))
     size = f"{len(wanted)} file{'s' * (len(wanted) > 1)}, {sum(wanted.values()) / 1e9:.1f} GB"

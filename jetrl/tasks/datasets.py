@@ -7,7 +7,7 @@ the hub is enough without network, and a data set is of one commit.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,14 @@ from jetrl.model import hub
 from jetrl.model.hf_files import some
 
 _CARD = "README.md"
-_DATA = tuple(f"*.{ending}{packed}" for ending in ("parquet", "jsonl", "json", "csv", "tsv", "txt", "arrow")
-              for packed in ("", ".gz", ".zst", ".xz", ".bz2"))
+# Ending of a file -> the reader of the library, and its settings.
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".parquet": ("parquet", {}), ".jsonl": ("json", {}), ".json": ("json", {}), ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}), ".txt": ("text", {}), ".arrow": ("arrow", {}),
+}
+_PACKED = ("", ".gz", ".zst", ".xz", ".bz2")
+_DATA = tuple(f"*{ending}{packed}" for ending in _READERS for packed in _PACKED)
+_SETTINGS = ("sep", "delimiter", "field")  # of a configuration, for its reader
 _ROWS_AT_ONCE = 10_000
 
 
@@ -41,15 +47,35 @@ def read_dataset(name: str, subset: str | None, revision: str | None, split: str
     folder = hub.on_disk(name, revision)
     if folder is None:
         folder = _downloaded(name, subset, revision)
-    else:
-        _chosen(name, _configs(folder / _CARD), subset)
-    splits = _asked(name, lambda: datasets.load_dataset(str(folder), subset))
+    config = _chosen(name, _configs(folder / _CARD), subset)
+    splits = _asked(name, lambda: _splits(folder, config, datasets.load_dataset))
     if split not in splits:
         raise UserError(
             f"{name}{_of(subset)} has no split {split!r}; it has: {', '.join(splits)}. Set task.train_split (or "
             "eval_split)."
         )
     return Rows(f"{name}{_of(subset)}, {split}", _rows(splits[split]))
+
+
+def _splits(folder: Path, config: dict[str, Any], load: Callable[..., Any]) -> Mapping[str, Any]:
+    """The data sets by split. Files that a card names are given to their reader one by one, since the library itself
+    would look for the files of every configuration; without a card, the library finds splits by the files' names."""
+    base = folder / str(config.get("data_dir") or "")
+    if not config.get("data_files"):
+        return load(str(base))
+    files = {
+        split: [str(path) for pattern in patterns for path in sorted(base.glob(pattern)) if path.is_file()]
+        for split, patterns in _patterns(config["data_files"]).items()
+    }
+    first = next((Path(path) for paths in files.values() for path in paths), None)
+    if first is None:
+        raise FileNotFoundError(f"its card names {config['data_files']}, and {base} has no such file")
+    endings = [ending for ending in first.suffixes if ending in _READERS]
+    if not endings:
+        raise ValueError(f"{first.name} is none of {', '.join(_READERS)}")
+    reader, settings = _READERS[endings[-1]]
+    settings = settings | {key: config[key] for key in _SETTINGS if key in config}
+    return load(reader, data_files={split: paths for split, paths in files.items() if paths}, **settings)
 
 
 def _of(subset: str | None) -> str:
@@ -74,10 +100,7 @@ def _asked(name: str, call: Any) -> Any:
 
 
 def _downloaded(name: str, subset: str | None, revision: str | None) -> Path:
-    """The folder of the data set's snapshot with the card and the data files of one configuration.
-
-    An asterisk of a pattern matches slashes, too, so it may bring more than the configuration needs, never less.
-    """
+    """The folder of the data set's snapshot, with the card and the data files of one configuration."""
     card = hub.fetch(name, revision, "dataset", [_CARD])
     config = _chosen(name, _configs(card.folder / _CARD), subset)
     patterns = _paths(config) or _DATA
@@ -120,16 +143,24 @@ def _configs(card: Path) -> list[dict[str, Any]]:
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
 
 
+def _patterns(files: Any) -> dict[str, list[str]]:
+    """Patterns by split of a card's `data_files`: a text, a list, entries with split and path, or paths by split."""
+    found: dict[str, list[str]] = {}
+    for entry in files if isinstance(files, list) else [files]:
+        pairs = {"train": entry}
+        if isinstance(entry, dict):
+            pairs = {str(entry.get("split", "train")): entry["path"]} if "path" in entry else entry
+        for split, paths in pairs.items():
+            texts = [str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])]
+            if outside := [text for text in texts if ":" in text or text.startswith("/") or ".." in text.split("/")]:
+                raise UserError(f"The data set's card names {outside[0]}, which is no file of it. Take another one.")
+            found.setdefault(split, []).extend(texts)
+    return found
+
+
 def _paths(config: dict[str, Any]) -> list[str]:
-    """All paths in the `data_files` (a text, a list, or entries with `path`) and `data_dir` of a configuration."""
+    """What to download for a configuration: an asterisk matches slashes, too. Empty: all files of data."""
     directory = str(config.get("data_dir") or "").strip("./")
     prefix = f"{directory}/" if directory else ""
-
-    def flat(value: Any) -> list[str]:
-        if isinstance(value, dict):
-            return [path for inner in ([value["path"]] if "path" in value else value.values()) for path in flat(inner)]
-        return [path for inner in value for path in flat(inner)] if isinstance(value, list) else [str(value)]
-
-    files = config.get("data_files")
-    paths = flat(files) if files else ["*"] if prefix else []
-    return [f"{prefix}{path.removeprefix('./')}".replace("**/", "*") for path in paths]
+    patterns = [path for paths in _patterns(config.get("data_files") or []).values() for path in paths]
+    return [f"{prefix}{pattern}".replace("**/", "*") for pattern in patterns or (["*"] if prefix else [])]

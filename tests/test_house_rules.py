@@ -67,7 +67,6 @@ REACHED_THROUGH = {
     "rollout/prompts": "rollout/scheduler",
     "rollout/slots": "rollout/scheduler",
     "rollout/turns": "rollout/scheduler",
-    "tasks/importing": "tasks/reward_loading",
     "train/state": "loop",
 }
 

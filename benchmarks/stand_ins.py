@@ -28,15 +28,14 @@ def gsm8k_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
-        name, thing = draw.choice(_NAMES), draw.choice(_THINGS)
+        name, what = draw.choice(_NAMES), draw.choice(_THINGS)
         had, more, days = draw.randint(10, 2000), draw.randint(2, 90), draw.randint(2, 30)
         total = had + more * days
         rows.append({
-            "question": f"{name} has {had} {thing} and buys {more} more on each of {days} days. How many {thing} are "
+            "question": f"{name} has {had} {what} and buys {more} more on each of {days} days. How many {what} are "
                         "there then?",
-            "answer": f"{name} buys {more} * {days} = <<{more}*{days}={more * days}>>{more * days} {thing}.\n"
-                      f"{name} has {had} + {more * days} = <<{had}+{more * days}={total}>>{total} {thing}.\n"
-                      f"#### {total:,}",
+            "answer": f"{name} buys {more} * {days} = <<{more}*{days}={more * days}>>{more * days} {what}.\n{name} has "
+                      f"{had} + {more * days} = <<{had}+{more * days}={total}>>{total} {what}.\n#### {total:,}",
         })
     return rows
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 DATA_KEYS = (
     "train_file", "eval_file", "dataset", "dataset_config", "dataset_revision", "train_split", "eval_split",
     "eval_dataset", "eval_dataset_config", "eval_dataset_revision", "prompt_column", "answer_column", "prompt_template",
-    "eval_prompt_column", "eval_answer_column", "eval_prompt_template", "overlong_prompts", "repeated_prompts",
+    "eval_prompt_column", "eval_answer_column", "eval_prompt_template",
 )
+ROW_KEYS = ("overlong_prompts", "repeated_prompts")  # which of its rows are used; of task.name = "file", too
 # What jetrl itself tells a chat template.
 TEMPLATE_ARGUMENTS = ("conversation", "chat_template", "add_generation_prompt", "tokenize", "messages")
 

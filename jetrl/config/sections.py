@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind
 from jetrl.config.base import Rule, Section
-from jetrl.config.data import DATA_KEYS, reward_problems, silent_columns, source_problems
+from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
 
@@ -70,7 +70,7 @@ class TaskConfig(Section):
 
     section: ClassVar[str] = "task"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(DATA_KEYS, "name", ("addition", "gym", "environment")),
+        Rule((*DATA_KEYS, *ROW_KEYS), "name", ("addition", "gym", "environment")),
         Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,)),
         Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,)),
         Rule(("system_prompt", "chat_template_kwargs"), "chat_template", (False,)),

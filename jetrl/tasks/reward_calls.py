@@ -136,7 +136,7 @@ def reward_name(function: Callable[..., Any]) -> str:
     if isinstance(function, WeightedReward):
         return " and ".join(map(reward_name, function.functions))
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    module = getattr(function, "__module__", type(function).__module__)
+    module = getattr(function, "__module__", None) or type(function).__module__  # None: made by exec
     file = getattr(sys.modules.get(module), "__file__", None) if module.startswith(FILE_MODULE) else None
     return f"{file or module}:{name}"
 

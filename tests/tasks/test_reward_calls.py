@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import re
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tiny import tiny_run
@@ -269,3 +271,20 @@ def test_many_slow_calls_take_the_time_of_one():
     start = time.monotonic()
     call_reward(weighted((slow, 1.0), (slow, 1.0)), items(*"abcdefgh"))
     assert time.monotonic() - start < 1.0  # one after the other: 3.2 seconds
+
+
+def test_what_the_page_on_rewards_prints_runs():
+    page = (Path(__file__).parents[2] / "docs" / "REWARDS.md").read_text()
+    first, judge = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names = {"asyncio": asyncio}
+    exec(first, names)  # noqa: S102
+    assert call_reward(names["reward"], items("xay", "b")) == [1.0, 0.0]
+
+    async def ask(prompt, completion):
+        await asyncio.sleep(0)
+        return float(prompt == "p" and completion == "b")
+
+    names["ask"] = ask
+    exec(judge, names)  # noqa: S102
+    both = WeightedReward((names["reward"], names["judge"]), (1.0, 0.5), ("reward", "judge"))
+    assert call_reward(both, items("a", "b")) == [1.0, 0.5]

@@ -1,7 +1,7 @@
 """The flow of one decoder layer as a picture: rollout, weights, training forward and backward side by side.
 
 The layer drawn is the first that the recipe quantizes (or layer 0), since the others are either equal to it or plain
-BF16. Rows run down in the order of execution. Blocks draw themselves (`block.Block`); here stands what surrounds them.
+BF16. Rows run down in the order of execution. Blocks draw themselves (`block.Block`); this module draws the rest.
 """
 
 from __future__ import annotations

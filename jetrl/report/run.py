@@ -17,12 +17,12 @@ from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
 PARITY_KEY = "parity/logprob_abs_diff_max"
 THROUGHPUT_KEY = "perf/tokens_per_s_per_gpu"
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
-_TOTALS = ("time/step", "time/total")  # sums of the other phases, so no phases themselves
+_TOTALS = ("time/step", "time/total")  # sums of the other phases, not phases themselves
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read. `label` names it on pictures and is unique among the runs loaded together."""
+    """The content of one run folder. `label` names it in pictures and is unique among the runs loaded together."""
 
     path: Path
     label: str
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def model(self) -> str:
-        """A short name of the model: its folder, or the sizes of one made at random."""
+        """A short name of the model: its folder, or the sizes of one with random weights."""
         model = self.config.get("model", {})
         if model.get("path"):
             return Path(str(model["path"]).rstrip("/")).name
@@ -100,7 +100,7 @@ class Headline:
 
 
 def headline(run: Run) -> Headline:
-    """Accuracy at the first and last evaluation, greatest parity gap, time summed, median tokens/s per GPU."""
+    """Accuracy at the first and last evaluation, largest parity gap, total time, median tokens/s per GPU."""
     accuracy_key = next(iter(run.accuracy_keys()), None)
     accuracy = run.series(accuracy_key)[1] if accuracy_key else []
     parity = run.series(PARITY_KEY)[1]
@@ -140,9 +140,9 @@ def _seconds(run: Run) -> float | None:
 
 
 def load_runs(run_dirs: Sequence[Path | str]) -> list[Run]:
-    """Read run folders. Runs of one name are told apart by folder, then by path."""
+    """Read run folders. Runs with the same name are labelled by folder, then by path."""
     if not run_dirs:
-        raise UserError("no run folder given. Name at least one, as runs/<name>.")
+        raise UserError("no run folder given. Name at least one, such as runs/<name>.")
     paths = [Path(folder) for folder in run_dirs]
     loaded = [_load(path) for path in paths]
     for name in (lambda path: path.resolve().name, str):

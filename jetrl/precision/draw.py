@@ -111,7 +111,7 @@ class _Drawing:
         out = self.train.nodes["logprob"].out
         c.label(
             24, y + 20, f"After the last layer, on both sides: norm → {head.format}, lm_head → {logits.format} logits, "
-            f"logprob → {out}. Rounding points: rest the pointer on a box.", "soft",
+            f"logprob → {out}. Rounding points: hover over a box.", "soft",
         )
         x = 24.0
         for name, kind in (("bf16", "bf16"), ("e4m3[block,scale]", "e4m3"), ("fp32", "fp32"), ("differs ≠", "differs")):

@@ -3,10 +3,10 @@
     python benchmarks/algorithms.py [--algos grpo,ppo] [--seeds 0,1,2] [--steps 20] [--jobs 2] [--threads 1] [--write]
 
 Runs the quickstart once for each algorithm and seed, `--jobs` at a time, and writes
-benchmarks/results/algorithms.json as it goes; runs that are there already are not made again (`--again`: all).
+benchmarks/results/algorithms.json as it goes; runs already in that file are skipped (`--again` repeats them).
 `--write` puts the table into docs/ALGORITHMS.md. The runs of a seed share one warm start. `--steps` shortens the runs;
 the table says after how many steps an accuracy was measured. Settings that differ from the recipe's and the preset's
-stand in `SETTINGS`, and in the table.
+are in `SETTINGS`, and in the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def train(algo: str, seed: int, folder: Path, threads: int, steps: int | None) -> dict[str, Any]:
-    """One run, by the command line; its figures."""
+    """One run through the command line; its figures."""
     name = f"{algo}-{seed}"
     command = [
         sys.executable, "-m", "jetrl.cli", "train", str(RECIPE), f"rl.algo={algo}", f"seed={seed}", f"name={name}",
@@ -56,7 +56,7 @@ def train(algo: str, seed: int, folder: Path, threads: int, steps: int | None) -
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the table tells of a run's metrics."""
+    """What the table shows of a run's metrics."""
     accuracy = [(row["step"], v) for row in rows for k, v in row.items() if k.startswith("eval/") and "/avg@" in k]
     parity = [row["parity/logprob_abs_diff_max"] for row in rows if "parity/logprob_abs_diff_max" in row]
     reached = [step for step, value in accuracy if value >= GOAL]
@@ -74,7 +74,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def warm_starts(seeds: Sequence[int], folder: Path, threads: int, jobs: int) -> None:
-    """The warm start of each seed, made once for all algorithms."""
+    """Makes the warm start of each seed, once for all algorithms."""
 
     def one(seed: int) -> None:
         command = [
@@ -90,7 +90,7 @@ def warm_starts(seeds: Sequence[int], folder: Path, threads: int, jobs: int) -> 
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: one row an algorithm, each seed's accuracy at its last step."""
+    """Markdown: one row per algorithm, with each seed's accuracy at its last step."""
     lines = [
         "| algorithm | held-out accuracy before | after: each seed (steps) | first evaluation at 0.9 | "
         "seconds a step | largest parity gap | besides the preset |",
@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="instead of the recipe's 40")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="make runs again that are in the result file")
+    parser.add_argument("--again", action="store_true", help="repeat runs that are in the result file")
     parser.add_argument("--write", action="store_true", help="put the table into docs/ALGORITHMS.md")
     parser.add_argument("--result", type=Path, default=RESULT)
     args = parser.parse_args()

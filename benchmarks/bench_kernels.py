@@ -1,7 +1,7 @@
 """Kernels of the hopper backend at the sizes of Qwen3-8B: `python benchmarks/bench_kernels.py [PART ...]`.
 
-Parts: memory, gemm, attention, head, layer. Prints a table a part and writes `benchmarks/results/kernels_<part>.json`
-(`--out` for another folder).
+Parts: memory, gemm, attention, head, layer. Prints one table per part and writes
+`benchmarks/results/kernels_<part>.json` (`--out` for another folder).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Cases = dict[str, tuple[Callable[[], Any], float]]
 
 
 def _memory_cases(t: int) -> Cases:
-    """Calls on `t` tokens with the bytes that each must move."""
+    """Calls on `t` tokens, each with the bytes that it must move."""
     ops, w = load_backend("hopper"), normal(D)
     x, r, gu, qkv, gf = normal(t, D), normal(t, D), normal(t, 2 * F), normal(t, (N + 2 * G) * H), normal(t, F)
     q, rotated = normal(t, N, H), min(t, 8192)
@@ -72,7 +72,7 @@ def _weight_cases(n: int, k: int) -> Cases:
 
 
 def memory() -> Rows:
-    """Kernels bound by memory: bytes that must move over the time, as a share of the copy rate."""
+    """Memory-bound kernels: the bytes that must move, divided by the time, as a share of the copy rate."""
     rows: Rows = []
     sets = [(t, _memory_cases(t)) for t in (64, 256, 16384)] + [(n, _weight_cases(n, D)) for n in (6144, 24576)]
     for size, cases in sets:
@@ -214,7 +214,7 @@ def head() -> Rows:
 
 
 def fused_layer(layer: Layer, x: Any, residual: Tensor | None, model: Transformer, batch: ForwardBatch) -> Any:
-    """A decoder layer of FP8 linears from the fused kernels: what the model could do where no gradient is needed."""
+    """A decoder layer of FP8 linears with fused kernels: what the model could do if no gradient is needed."""
     ops, spec, index = load_backend("hopper"), model.spec, layer.attn.layer
     eps = spec.rms_norm_eps
     y, residual = ops.add_rms_norm_quantize(x, residual, layer.attn.norm.published, eps, False)
@@ -233,7 +233,7 @@ def fused_layer(layer: Layer, x: Any, residual: Tensor | None, model: Transforme
 
 
 def layer() -> Rows:
-    """Decode and training of decoder layers, host time included and not; the device time by kernel."""
+    """Decode and training of decoder layers, with and without host time; the device time by kernel."""
     rows: Rows = []
     count = 4
     spec = ModelSpec(

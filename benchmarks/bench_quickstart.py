@@ -40,7 +40,7 @@ def resident_mib() -> float:
 
 
 class Watch:
-    """Samples resident memory every 10 ms and books it to the phase under way; counts the engine's own time."""
+    """Samples resident memory every 10 ms and assigns it to the current phase; counts the engine's own time."""
 
     def __init__(self) -> None:
         self.peak: dict[str, float] = defaultdict(float)

@@ -1,12 +1,12 @@
-"""Rollout from end to end: the engine with a model of Qwen3-8B's shape and random weights, log-prob of each token kept.
+"""Rollout end to end: the engine with a model of Qwen3-8B's shape and random weights, recording every token's log-prob.
 
     python benchmarks/bench_rollout.py --precision fp8 bf16 --batch 64 256 --prompt 512 --new 1024 --peer "COMMAND"
     python benchmarks/bench_rollout.py --batch 64 --prompt 8192 --new 512 --name rollout_long    # long context
 
-Each measurement is a process of its own. They take turns for `--rounds`: ours in each precision, then `--peer`'s.
-`--peer` is a command that measures another engine on the same sizes and prints `VBENCH {json}` lines with `engine`
+Each measurement is a separate process. They take turns for `--rounds`: ours in each precision, then `--peer`'s.
+`--peer` is a command that measures another engine with the same sizes and prints `VBENCH {json}` lines with `engine`
 (name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s` and `peak_gib`; `{dtype}`, `{kv}` (the cache:
-auto or fp8), `{batch}` (a comma list), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for
+auto or fp8), `{batch}` (comma-separated), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for
 prompt + new tokens itself. The first, short generation at each batch size compiles kernels and is not counted. Writes
 `results/rollout.json`.
 """
@@ -48,7 +48,7 @@ PEER_MARK = "VBENCH "
 def floor_ms(
     precision: str, batch: int, context: float, layers: int = SPEC.num_layers, kv_cache: str = "bf16"
 ) -> float:
-    """Milliseconds of a decode step that only reads each weight and each cached key and value once."""
+    """Milliseconds of a decode step that only reads each weight and each cached key and value, once."""
     linear = sum(
         SPEC.hidden_size * sum(sections) for sections in (SPEC.qkv_sections, SPEC.gate_up_sections)
     ) + SPEC.hidden_size * (SPEC.num_heads * SPEC.head_dim + SPEC.intermediate_size)
@@ -59,7 +59,7 @@ def floor_ms(
 
 
 class DecodeClock:
-    """Times the looks at the engine at which every sequence has drawn and none computed its prompt."""
+    """Times the looks at the engine in which every sequence drew a token and none computed its prompt."""
 
     def __init__(self, batch: int, prompt: int) -> None:
         self.batch, self.prompt = batch, prompt
@@ -68,7 +68,7 @@ class DecodeClock:
         self.milliseconds = self.tokens = self.keys = 0.0
 
     def look(self, generated: int, milliseconds: float) -> None:
-        """`generated` tokens in all are drawn now, `milliseconds` after the last look."""
+        """`generated` tokens in total have been drawn, `milliseconds` after the last look."""
         new, before = generated - self.drawn, self.drawn
         self.drawn = generated
         all_drew = new > 0 and new % self.batch == 0
@@ -86,7 +86,7 @@ class DecodeClock:
 
     @property
     def context(self) -> float:
-        """Keys of a sequence in these steps, on average."""
+        """Keys per sequence in these steps, on average."""
         return self.keys / self.tokens
 
 
@@ -126,7 +126,7 @@ def measure(engine: PagedEngine, precision: str, batch: int, prompt: int, new: i
 
 
 def one(variant: str, args: argparse.Namespace) -> None:
-    """Measure one variant (a precision, or one of `nonexact`) in this process; a row a batch size."""
+    """Measure one variant (a precision, or one of `nonexact`) in this process; one row per batch size."""
     from nonexact import apply
 
     precision, kv_cache = apply(variant)

@@ -5,15 +5,15 @@
     python benchmarks/bench_step.py --only update --layers 4      # a sweep with fewer layers
 
 Random weights; BF16 masters and moments, gradients in `--grad-dtype`, no activation checkpointing. Each measurement is
-a process of its own, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing,
-one 8K sequence a micro-batch. `whole` is a rollout of `--sequences` with 4K new tokens, then one update on all of them.
-Variants: a precision, with `kv8` behind it for an FP8 KV cache, then `nonexact` or `nondet` (see `nonexact.py`) to
-measure what exactness costs. Every part records the peak of allocated memory. Writes `benchmarks/results/step.json`.
+a separate process, and the variants take turns. `update` is forward, backward, norm, clipping, AdamW and publishing,
+one 8K sequence per micro-batch. `whole` is a rollout of `--sequences` with 4K new tokens, then one update on all of
+them. Variants: a precision, then `kv8` for an FP8 KV cache, then `nonexact` or `nondet` (see `nonexact.py`) to measure
+what exactness costs. Every part records the peak of allocated memory. Writes `benchmarks/results/step.json`.
 
 Memory of `whole` at 8B, in GB: masters 16.4 (the published BF16 weights are the same memory), moments 32.8, FP8 codes
 in both orientations 14: 63 in all, 49 in BF16. The rollout adds the cache, 64 x 4,608 tokens x 147 KB = 43.5, and gives
-it back; the update adds gradients (32.8 in FP32) and the activations of one micro-batch, about 4.5 a thousand tokens in
-FP8. With micro-batches of one sequence (4,608 tokens) it peaks near 117 of the 150 that the GPU has.
+it back; the update adds gradients (32.8 in FP32) and the activations of one micro-batch, about 4.5 per thousand tokens
+in FP8. With micro-batches of one sequence (4,608 tokens) it peaks near 117 of the 150 that the GPU has.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def batch_of(lengths: list[int], seed: int) -> tuple[ForwardBatch, torch.Tensor]
 
 
 def flops(layers: int, lengths: list[int], passes: float) -> float:
-    """Model FLOPs: 2 a weight and token for each pass over the linear layers and the head, causal attention apart.
+    """Model FLOPs: 2 per weight and token for each pass over linear layers and head, plus causal attention.
 
-    Three passes are an update: backward counts twice forward, what it computes again does not count.
+    Three passes are an update: backward counts twice forward, recomputation does not count.
     """
     linear = layers * SPEC.hidden_size * (
         sum(SPEC.qkv_sections) + sum(SPEC.gate_up_sections) + SPEC.num_heads * SPEC.head_dim + SPEC.intermediate_size
@@ -112,7 +112,7 @@ def one(variant: str, args: argparse.Namespace) -> None:
 
 
 def training(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -> dict[str, Any]:
-    """The update, the log-prob pass, publishing and the optimizer, each alone."""
+    """The update, the log-prob pass, publishing and the optimizer, each by itself."""
     micros = [[args.length]] * (args.tokens // args.length)
     lengths = [n for micro in micros for n in micro]
     row: dict[str, Any] = {"tokens": sum(lengths), "length": args.length, "gradients": args.grad_dtype}
@@ -151,7 +151,7 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
         torch.cuda.synchronize()
         return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
 
-    update(model, optimizer, micros[:1])  # makes the moments, as in every step but the first, and compiles
+    update(model, optimizer, micros[:1])  # creates the moments, as in every step except the first, and compiles
     optimizer.zero_grad(set_to_none=True)
     rollout(24)
     rollout_s, rollout_peak = once(lambda: rollout(args.new))

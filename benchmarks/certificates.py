@@ -1,17 +1,17 @@
 """Parity certificates of published shapes with random weights, on a GPU.
 
     python benchmarks/certificates.py --again          # all 20, about 8 minutes
-    python benchmarks/certificates.py                  # what benchmarks/results/certificates.json does not hold yet
-    python benchmarks/certificates.py --budget 560     # begin nothing that would not end within 560 s; call again
+    python benchmarks/certificates.py                  # only those missing in benchmarks/results/certificates.json
+    python benchmarks/certificates.py --budget 560     # start nothing that would not end within 560 s; call again
     python benchmarks/certificates.py --models qwen3-8b --precision fp8 --workloads long --again
     python benchmarks/certificates.py --write          # run nothing; the table goes to docs/PERFORMANCE.md
 
-One process a model, which builds it once a precision. Workloads:
+One process per model, which builds it once per precision. Workloads:
 
     ragged  512 sequences of 1 to 256 tokens; link c computes up to 474 of them in one step
     long    six sequences of 1 to 32,768 tokens (fewer where the model has fewer positions), prompts in chunks of 4096
 
-The expected seconds leave out what compiling kernels takes (a minute or more in a fresh place).
+The expected seconds do not include compiling kernels (a minute or more on a fresh machine).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jetrl.spec import SHAPES
 
 MODELS = ["qwen3-8b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-0.6b", "smollm2-135m"]
 PRECISIONS = ["fp8", "bf16"]
-VARIANTS = [*PRECISIONS, "fp8 kv8"]  # what can be asked for: with an FP8 KV cache, too
+VARIANTS = [*PRECISIONS, "fp8 kv8"]  # kv8: with an FP8 KV cache
 WORKLOADS = {  # pages of 128 tokens, as on every GPU
     "ragged": Workload(512, max_prompt=240, new_tokens=16, chunk=64, page_size=128, step_tokens=8192),
     "long": Workload(6, max_prompt=32768 - 24, new_tokens=24, chunk=4096, page_size=128),
@@ -50,7 +50,7 @@ def case_of(row: dict[str, Any]) -> Case:
 
 
 def expected_seconds(case: Case) -> float:
-    """Without compilation: what forward passes compute, what the host issues eagerly, what comparing rows reads."""
+    """Without compilation: the forward passes, the host's eager launches, and reading rows to compare them."""
     model, precision, name = case
     spec, work = SHAPES[model], WORKLOADS[name]
     longest = min(work.max_prompt + work.new_tokens, spec.max_position)
@@ -68,7 +68,7 @@ def expected_seconds(case: Case) -> float:
 
 
 def measure(cases: list[Case], deadline: float) -> None:
-    """Certify one model in this process; a row a case, while there is time."""
+    """Certify one model in this process; one row per case, while there is time."""
     model, built = None, ""
     for case in cases:
         shape, precision, workload = case
@@ -76,7 +76,7 @@ def measure(cases: list[Case], deadline: float) -> None:
             print(f"no time left for {case}", file=sys.stderr)
             return
         if built != precision:
-            model = None  # its memory goes before the next one comes; engines hold it in cycles
+            model = None  # free its memory before the next one; engines hold it in cycles
             gc.collect()
             torch.cuda.empty_cache()
             name, kv_cache, _ = split_variant(precision)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing with a cold L2, processes that report rows, the environment, tables
+"""What all benchmarks share: interleaved timing with a cold L2, processes that report rows, the environment, tables
 and JSON.
 """
 
@@ -28,21 +28,21 @@ MARK = "BENCH "  # begins each line of JSON that a measuring process prints
 
 
 def split_variant(variant: str) -> tuple[str, str, str]:
-    """Of a variant such as `fp8`, `fp8 kv8` or `fp8 kv8 nonexact`: precision, KV cache ("" or "fp8"), and the rest."""
+    """Split `fp8`, `fp8 kv8` or `fp8 kv8 nonexact` into precision, KV cache ("" or "fp8"), and the rest."""
     precision, *words = variant.split(" ")
     kv_cache = "fp8" if words[:1] == ["kv8"] else ""
     return precision, kv_cache, " ".join(words[1:] if kv_cache else words)
 
 
 def emit(row: dict[str, Any]) -> None:
-    """Report a row to the process that asked."""
+    """Report a row to the parent process."""
     print(MARK + json.dumps(row), flush=True)
 
 
 def ask(command: list[str] | str, mark: str = MARK) -> Iterator[dict[str, Any]]:
-    """The rows that a process of its own prints after `mark`, each as soon as it is there.
+    """The rows that a new process prints after `mark`, each as soon as it is there.
 
-    RuntimeError, with the end of what it printed, if the process fails or has no row.
+    RuntimeError, with the end of its output, if the process fails or has no row.
     """
     count, tail = 0, deque[str](maxlen=15)
     with tempfile.TemporaryFile("w+") as errors:
@@ -59,7 +59,7 @@ def ask(command: list[str] | str, mark: str = MARK) -> Iterator[dict[str, Any]]:
                     tail.append(line)
             status = process.wait()
         finally:
-            process.kill()  # for a caller that stopped asking; nothing happens to a process that has ended
+            process.kill()  # if the caller stopped reading; has no effect on a process that has ended
             process.wait()
         if status or not count:
             errors.seek(0)
@@ -68,13 +68,13 @@ def ask(command: list[str] | str, mark: str = MARK) -> Iterator[dict[str, Any]]:
 
 
 def require_gpu() -> None:
-    """End with a sentence where a benchmark cannot run."""
+    """Exit with a message if a benchmark cannot run."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("this benchmark needs a Hopper GPU (H100, H200) with jetrl[hopper]; none is here")
 
 
 def interleaved(variants: dict[str, Callable[[], Any]], rounds: int = 30, warmup: int = 3) -> dict[str, list[float]]:
-    """Microseconds of each call, by events. Variants take turns, so that drifts hit all of them, each with a cold L2.
+    """Microseconds of each call, by events. Variants take turns, so drift affects all of them; each has a cold L2.
 
     The flush keeps the device busy while the host issues the launches: host time stays out unless it is very long.
     """
@@ -106,7 +106,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def host_us(fn: Callable[[], Any], repeats: int = 50) -> float:
-    """Microseconds that the host spends to issue one call (the device is left behind, then waited for)."""
+    """Microseconds that the host needs to issue one call (the device falls behind and is waited for at the end)."""
     for _ in range(3):
         fn()
     torch.cuda.synchronize()
@@ -141,13 +141,13 @@ def environment() -> dict[str, Any]:
 
 
 def commit_name(package: Path = ROOT / "jetrl") -> str:
-    """The short commit, `+changes` behind it where the checkout has any; "unknown" outside a checkout."""
+    """The short commit, with `+changes` if the checkout has any; "unknown" outside a checkout."""
     commit, dirty = git_commit(package)
     return "unknown" if commit is None else commit[:10] + ("+changes" if dirty else "")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write whole or not at all: whoever stops the program finds the last complete state."""
+    """Write whole or not at all: if the program is stopped, the last complete state is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value, indent=1) + "\n")
@@ -155,10 +155,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def between_markers(text: str, name: str, content: str) -> str:
-    """`text` with what stands between `<!-- name:begin -->` and `<!-- name:end -->` replaced."""
+    """`text` with everything between `<!-- name:begin -->` and `<!-- name:end -->` replaced."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"the text must hold {begin} and, behind it, {end}, once each")
+        raise ValueError(f"the text must hold {begin} and, after it, {end}, once each")
     return text[: text.index(begin) + len(begin)] + f"\n{content.strip()}\n" + text[text.index(end) :]
 
 

@@ -1,6 +1,6 @@
-"""The fastest choices that parity forbids, put in the place of ours: what exactness costs is the difference.
+"""The fastest choices that parity forbids, in place of ours: the difference is the cost of exactness.
 
-    nonexact  BF16 GEMMs (the lm_head, and all linears of the BF16 flow) by cuBLAS where it is the quicker one at that
+    nonexact  BF16 GEMMs (the lm_head, and all linears of the BF16 flow) by cuBLAS if it is the quicker one at that
               size, tried at the first call (its bits depend on the number of rows); attention backward in any order
     nondet    only the latter
 
@@ -25,13 +25,13 @@ _quicker: dict[tuple[int, ...], bool] = {}  # rows, N, K, bytes of an output ele
 
 
 def apply(variant: str) -> tuple[str, str]:
-    """Make this process run `variant`, a precision with `kv8` (FP8 KV cache), then one of KINDS, behind it or nothing.
+    """Make this process run `variant`: a precision, then optionally `kv8` (FP8 KV cache), then optionally one of KINDS.
 
     Returns the precision and the format of the cache.
     """
     precision, kv_cache, kind = split_variant(variant)
     if kind and kind not in KINDS:
-        raise SystemExit(f"unknown variant {variant!r}: a precision, then kv8, {' or '.join(KINDS)} behind it")
+        raise SystemExit(f"unknown variant {variant!r}: a precision, then kv8, then {' or '.join(KINDS)}")
     if kind:
         flash.DETERMINISTIC_BACKWARD = False
     if kind == "nonexact":
@@ -46,7 +46,7 @@ def cublas_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
 
 
 def quickest_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
-    """The quicker of both for this size. A graph's capture cannot measure; what it needs has run before it."""
+    """The quicker of the two for this size. A graph's capture cannot measure; the sizes it needs have run before."""
     key = (x.shape[0], *w.weight.shape, out_dtype.itemsize)
     if key not in _quicker and x.shape[0] and not torch.cuda.is_current_stream_capturing():
         _quicker[key] = _microseconds(cublas_gemm, x, w, out_dtype) < _microseconds(bf16_gemm, x, w, out_dtype)
@@ -66,5 +66,5 @@ def _microseconds(gemm: Callable[..., Tensor], x: Tensor, w: PreparedBF16, out_d
 
 
 def chosen() -> dict[str, int]:
-    """How many GEMM sizes each of both won, for the record."""
+    """How many GEMM sizes each of the two won, for the record."""
     return {"cublas": sum(_quicker.values()), "deepgemm": len(_quicker) - sum(_quicker.values())}

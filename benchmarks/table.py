@@ -1,14 +1,14 @@
-"""The table of docs/PERFORMANCE.md, measured in one go: ours and another engine's, in turns, on one GPU.
+"""The table of docs/PERFORMANCE.md, measured in one go: ours and another engine's, alternating, on one GPU.
 
     python benchmarks/table.py --peer "COMMAND" --again         # all pieces, 16 minutes and compilation
     python benchmarks/table.py --peer "COMMAND"                 # those that results/table.json lacks
-    python benchmarks/table.py --peer "COMMAND" --budget 560    # begin nothing that would not end in 560 s; call again
+    python benchmarks/table.py --peer "COMMAND" --budget 560    # start nothing that would not end in 560 s; call again
     python benchmarks/table.py --pieces "update fp8" "update bf16" --again
     python benchmarks/table.py --write                          # run nothing; the table goes to docs/PERFORMANCE.md
     python benchmarks/table.py --list
 
 A piece is one process of `bench_rollout.py`, `bench_step.py` or vLLM (`--peer` as for `bench_rollout.py`). Its rows
-are written as they come, so that a run that is killed keeps what it has and another call goes on. A row of the table
+are written as they come, so a killed run keeps what it has and another call continues. A row of the table
 whose pieces are missing says "not run". `--again` measures the chosen pieces again.
 """
 
@@ -36,8 +36,8 @@ DOCUMENT = ROOT / "docs" / "PERFORMANCE.md"
 
 @dataclass(frozen=True)
 class Piece:
-    """One process. `seconds` is what it is expected to take, its start included; kernels compiled for the first time
-    come on top."""
+    """One process. `seconds` is its expected time, including its start but not compiling kernels for the first
+    time."""
 
     name: str
     seconds: float
@@ -89,7 +89,7 @@ PIECES = [  # ours and what it is compared with, one after the other
 
 @dataclass(frozen=True)
 class At:
-    """A figure in the raw results: of a piece, by key; of the row with this batch size where a piece has several."""
+    """A figure in the raw results: of a piece, by key, and by batch size if the piece has several rows."""
 
     piece: str
     key: str
@@ -208,7 +208,7 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def look(raw: Raw, at: At | None) -> float | None:
-    """The figure; None if its piece has no such row yet. A row without the key is a mistake of ours, and raises."""
+    """The figure; None if its piece has no such row yet. A row without the key is our mistake, and raises."""
     rows = raw.get(at.piece, {}).get("rows", []) if at is not None else []
     for row in rows:
         if at is not None and (at.batch is None or row["batch"] == at.batch):
@@ -282,7 +282,7 @@ def missing(pieces: list[Piece], raw: Raw, again: bool) -> list[Piece]:
 
 
 def run(pieces: list[Piece], raw: Raw, path: Path, peer: str, budget: float, again: bool = False) -> bool:
-    """Measure what is missing while there is time, each piece in the place of its old rows; False if one failed."""
+    """Measure what is missing while there is time; each piece replaces its old rows. False if one failed."""
     ok, start = True, time.perf_counter()
     todo = missing(pieces, raw, again)
     for i, piece in enumerate(todo):

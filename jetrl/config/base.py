@@ -1,4 +1,4 @@
-"""`Section`, the base of every table of the config, and `Rule`, which keeps options without effect out of it."""
+"""`Section`, the base of every table of the config, and `Rule`, which refuses options without effect."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Section:
-        """Raises all problems of this section at once, one line each, every line starting with the full key."""
+        """Raises all problems of this section at once, one line each; every line starts with the full key."""
         problems = list(self.problems())
         for rule in self.rules:
             value = self._lookup(rule.switch)
@@ -70,7 +70,7 @@ class Section(BaseModel):
         yield from ()
 
     def without_effect(self) -> set[str]:
-        """The keys that the other values leave without effect, relative to this section."""
+        """The keys, relative to this section, that have no effect with the other values."""
         return {key for rule in self.rules if self._lookup(rule.switch) in rule.off for key in rule.keys}
 
     def _lookup(self, key: str) -> Any:

@@ -19,19 +19,19 @@ overridden on the command line, by its full name (`jetrl settings` prints these 
 
     jetrl train quickstart train.lr=1e-4 rollout.group_size=16
 
-- Only `name`, `model` and `task` must be given; the rest has the defaults below.
+- Only `name`, `model` and `task` are required; the rest has the defaults below.
 - Unknown keys, wrong types and values out of range are errors, and so are **keys without effect**, such as
-  `rl.kl_estimator` while `rl.kl_coef = 0`. An override that switches a feature off also takes back what the file says
-  about that feature: `precision=bf16` works on a recipe with a `[quant]` table.
-- `none` (in TOML: `"none"`) unsets an optional key. The value of an override is read as TOML, and as plain text where
-  it is not TOML, so texts need no quotes on the command line.
-- Errors that concern several keys are reported once each key is right by itself.
+  `rl.kl_estimator` while `rl.kl_coef = 0`. An override that switches a feature off also drops the file's settings of
+  that feature: `precision=bf16` works on a recipe with a `[quant]` table.
+- `none` (in TOML: `"none"`) unsets an optional key. The value of an override is read as TOML, or as plain text if it is
+  not TOML, so text needs no quotes on the command line.
+- Errors that involve several keys are reported once each key is valid by itself.
 - The config with all defaults filled in is written to the run folder as `config.toml`, which is itself a recipe.
 """
 
 
 def describe_config() -> str:
-    """`docs/CONFIG.md`: every key with its values, default and meaning, as Markdown."""
+    """`docs/CONFIG.md` as Markdown: every key with its values, default and meaning."""
     parts = [INTRO, _describe("Top level", Config)]
     for name, section in sections().items():
         parts.append(_describe(f"[{name}]", section))
@@ -60,7 +60,7 @@ def settings_of(section: type[Section]) -> Iterator[Setting]:
             home = section if rule in section.rules else Config
             if section.full_key(key) in map(home.full_key, rule.keys):
                 off = " or ".join(f"`{toml_literal(value)}`" for value in rule.off)
-                meaning += f" Refused, as without effect, while `{home.full_key(rule.switch)}` is {off}."
+                meaning += f" Has no effect, and is refused, while `{home.full_key(rule.switch)}` is {off}."
         values = describe_type(field.annotation, describe_bounds(field))
         yield Setting(key, section.full_key(key), values, default, meaning)
 

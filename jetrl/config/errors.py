@@ -104,7 +104,7 @@ _NAMES = {int: "an integer", float: "a number", str: "a string", type(None): '"n
 
 
 def describe_type(annotation: Any, bounds: str = "") -> str:
-    """What values a key takes, in words, with `bounds` behind the number: `an integer >= 1 or "none"`."""
+    """What values a key takes, in words, with `bounds` after the number: `an integer >= 1 or "none"`."""
     parts = []
     for member in union_members(annotation):
         arguments = get_args(member)
@@ -135,7 +135,7 @@ def describe_bounds(field: FieldInfo) -> str:
 
 def explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """One line for each mistake, beginning with the full key."""
-    lines: dict[str, str] = {}  # by key: the alternatives of a union report one mistake several times
+    lines: dict[str, str] = {}  # by key: each alternative of a union reports the same mistake
     for item in error.errors(include_url=False):
         path, field = _locate(item["loc"], root)
         key = ".".join(path)

@@ -1,6 +1,6 @@
 """Recipes in and out: TOML with dotted overrides to a `Config`, a `Config` back to TOML, and its digest.
 
-Every mistake becomes a `UserError` that names the key and the cure. Nothing here imports torch, so a recipe can be
+Every mistake becomes a `UserError` that names the key and the fix. Nothing here imports torch, so a recipe can be
 checked on any machine.
 """
 
@@ -35,12 +35,12 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML recipe and applies overrides such as `train.lr=1e-5`, the last one winning.
+    """Reads a TOML recipe and applies overrides such as `train.lr=1e-5`; the last one wins.
 
-    A value is read as TOML and, where it is none, as a plain string; `none` unsets an optional key. An override that
-    switches a feature off also takes back what the file says about that feature, so that `rl.rollout_is=none` works on
-    a recipe that sets `rl.rollout_is_threshold`. Another `rl.algo` takes back what the file's algorithm would have set
-    itself (a run's config.toml states it all) and what the new one ignores.
+    A value is read as TOML or, if it is not TOML, as a plain string; `none` unsets an optional key. An override that
+    switches a feature off also drops the file's settings of that feature, so that `rl.rollout_is=none` works on a
+    recipe that sets `rl.rollout_is_threshold`. Another `rl.algo` drops what the file's algorithm would have set itself
+    (a run's config.toml states every value) and what the new one ignores.
     """
     data = read_toml(Path(path))
     given = dict(map(split_override, overrides))
@@ -57,7 +57,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What the algorithm of `data` gives to the keys of `[rl]` by which algorithms differ; {} for an unknown one."""
+    """What the algorithm of `data` sets for the keys of `[rl]` that differ by algorithm; {} for an unknown one."""
     rl, rollout = (data[k] if isinstance(data.get(k), dict) else {} for k in ("rl", "rollout"))
     algo = rl.get("algo", "grpo")
     if not isinstance(algo, str) or algo not in PRESETS:
@@ -71,7 +71,7 @@ def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_back_preset(data: dict[str, Any]) -> None:
-    """Removes, in place, the keys of `[rl]` with the value that the file's own algorithm gives them anyway."""
+    """Removes, in place, the keys of `[rl]` whose value is what the file's own algorithm sets anyway."""
     if isinstance(rl := data.get("rl"), dict):
         for key, value in _preset_values(data).items():
             if key in rl and rl[key] == value:
@@ -79,7 +79,7 @@ def _take_back_preset(data: dict[str, Any]) -> None:
 
 
 def _preset_switches(data: Mapping[str, Any]) -> dict[str, Any]:
-    """By full key, what `data` and its algorithm say on each key by which algorithms differ."""
+    """By full key, what `data` and its algorithm say for each key that differs by algorithm."""
     rl = data["rl"] if isinstance(data["rl"], dict) else {}
     return {f"rl.{key}": rl.get(key, value) for key, value in _preset_values(data).items()}
 
@@ -102,7 +102,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def resolve(config: Config, *, cuda_available: bool) -> Config:
-    """Replaces what is left to the machine (`device`, `kernels`, engine sizes) by values; refuses what it cannot do."""
+    """Fills in what depends on the machine (`device`, `kernels`, engine sizes); refuses what it cannot do."""
     device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
     kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
     if device == "cuda" and not cuda_available:
@@ -144,6 +144,6 @@ def _table(name: str, section: Section, silent: set[str]) -> str:
 
 
 def digest(config: Config) -> str:
-    """16 hexadecimal digits that name the config: equal configs, and only these, have equal digests."""
+    """16 hexadecimal digits that name the config: equal configs, and only they, have equal digests."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

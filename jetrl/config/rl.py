@@ -76,14 +76,14 @@ class RLConfig(Section):
         "gradient is noise).",
     )
     kl_in: KLIn = Field(
-        default="loss", description="Whether the KL penalty is a term of the loss or is taken off each token's reward.")
+        default="loss", description="Whether the KL penalty is a loss term or is subtracted from each token's reward.")
     critic: Literal["separate", "shared"] = Field(
-        default="separate", description="The critic of gae: a model with weights of its own, in the same precision "
+        default="separate", description="The critic of gae: a model with its own weights, in the same precision "
         "flow, or a value head on the policy.",
     )
     critic_lr: float = Field(default=1e-5, gt=0, le=1e30, description="Learning rate of a separate critic.")
     critic_warmup_steps: int = Field(
-        default=0, ge=0, description="First steps in which only a separate critic learns.")
+        default=0, ge=0, description="Steps at the start in which only the (separate) critic learns.")
     value_coef: float = Field(default=0.5, gt=0, description="Weight of the value loss of a shared critic.")
     value_clip: float | None = Field(
         default=0.2, gt=0, description="Values may move by this much in a step before the loss stops them. none: off.")
@@ -91,7 +91,7 @@ class RLConfig(Section):
         default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
     rollout_is: RolloutIS = Field(
         default="none", description="Truncated importance weights between sampler and learner (for fp8_rollout).")
-    rollout_is_threshold: float = Field(default=2.0, gt=0, description="Importance weights are cut off at this value.")
+    rollout_is_threshold: float = Field(default=2.0, gt=0, description="Importance weights are capped at this value.")
     rollout_rs: RolloutRS = Field(
         default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
     rollout_rs_threshold: float = Field(
@@ -105,7 +105,7 @@ class RLConfig(Section):
         "refill: also sample further prompts, until prompts_per_step groups carry a signal.",
     )
     max_refill_rounds: int = Field(
-        default=8, ge=1, description="Most rounds of refill in a step, after its first sampling.")
+        default=8, ge=1, description="Maximum rounds of refill in a step, after its first sampling.")
     overlong_buffer_len: int = Field(
         default=0, ge=0, description="Soft length penalty over the last tokens before max_response_length. 0: off.")
     overlong_penalty_factor: float = Field(default=1.0, gt=0, description="Penalty at the end of that buffer.")
@@ -128,7 +128,7 @@ class RLConfig(Section):
         return dict(preset.values) | dict(data) if preset is not None else data
 
     def _was_set(self, key: str) -> bool:
-        """As in `Section`; a value that is the preset's own counts as not given."""
+        """As in `Section`; a value equal to the preset's counts as not given."""
         preset = PRESETS[self.algo].values
         return super()._was_set(key) and not (key in preset and preset[key] == getattr(self, key))
 

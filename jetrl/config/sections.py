@@ -62,7 +62,7 @@ class QuantConfig(Section):
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
     kv_cache: CacheKind = Field(
-        default="bf16", description="Keys and values, in the rollout's cache and, equally rounded, in training.")
+        default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
 
 
 class TaskConfig(Section):
@@ -168,12 +168,12 @@ class RolloutConfig(Section):
         default=(), description="Strings that end a completion, besides the end-of-sequence token.")
     page_size: int | None = Field(
         default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
-    max_num_seqs: int = Field(default=256, ge=1, description="Most sequences that run at the same time.")
+    max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1,
         description="Tokens in one engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
     kv_cache_tokens: int | None = Field(
-        default=None, ge=1, description="Size of the KV cache in tokens. none: from free memory and from need.")
+        default=None, ge=1, description="Size of the KV cache in tokens. none: what is needed, if memory allows.")
 
 
 class EnvironmentConfig(Section):
@@ -188,13 +188,13 @@ class EnvironmentConfig(Section):
         "single answers.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
-    max_turns: int = Field(default=8, ge=1, description="Most turns of the policy in a conversation.")
+    max_turns: int = Field(default=8, ge=1, description="Maximum number of policy turns in a conversation.")
     max_turn_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens of one turn. none: what is left of rollout.max_response_length, "
-        "which bounds all turns together, the environment's included.",
+        default=None, ge=1, description="Maximum tokens in one turn. none: what is left of "
+        "rollout.max_response_length, which bounds all turns together, the environment's included.",
     )
     timeout: float = Field(default=60.0, gt=0, description="Seconds for one call of the environment.")
-    max_concurrent: int = Field(default=64, ge=1, description="Most calls of environments at the same time.")
+    max_concurrent: int = Field(default=64, ge=1, description="Maximum number of environment calls at the same time.")
     at_limit: Literal["keep", "zero"] = Field(
         default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
         "environment has given so far, or 0.",
@@ -316,7 +316,7 @@ class Config(Section):
         default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: the GPU if there is one.")
     kernels: Literal["auto", "reference", "hopper", "hopper_scaled_mm"] = Field(
-        default="auto", description="Backend: reference on a CPU, hopper on a GPU (auto), or with torch's FP8 GEMMs.")
+        default="auto", description="auto: reference on a CPU, hopper on a GPU. hopper_scaled_mm: torch's FP8 GEMMs.")
     output_dir: str = Field(default="runs", min_length=1, description="Parent of the run folder.")
     num_threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads. none: torch's own choice.")
     model: ModelConfig = Field(description="The model.")

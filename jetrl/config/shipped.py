@@ -16,9 +16,9 @@ def shipped() -> dict[str, Path]:
 
 
 def find_recipe(text: str) -> Path:
-    """The file that a user means: a path of theirs if there is one, else the shipped recipe of this name.
+    """The file that a user means: their own path if it exists, else the shipped recipe of this name.
 
-    Raises UserError where there is neither, with the names or files that are close.
+    Raises UserError if there is neither, with the names or files that are close.
     """
     path, recipes = Path(text), shipped()
     if path.is_file() or not _is_name(text) and path.exists():

@@ -33,7 +33,7 @@ class _VarlenAttention(torch.autograd.Function):
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
-    """`attend` of a paged plan whose keys and values `pointwise.qkv_norm_rope` has put in the cache already."""
+    """`attend` for a paged plan whose keys and values `pointwise.qkv_norm_rope` has already put in the cache."""
     return backend_of(q).attend_cached(q, plan, layer, scale)
 
 

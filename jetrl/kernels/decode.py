@@ -1,6 +1,6 @@
 """The state of a decode step on the device, and its advance from one token to the next without the host.
 
-Legend: `B` rows, `M` pages of a sequence, `S` steps that the record has room for.
+Legend: `B` rows, `M` pages per sequence, `S` steps that the record has room for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jetrl.kernels.dispatch import backend_of
 
 @dataclass(frozen=True, slots=True)
 class DecodeState:
-    """One row a sequence; a row whose slot is -1 is padding and stays so."""
+    """One row per sequence; a row whose slot is -1 is padding and stays so."""
 
     integers: Tensor  # [5, B] int64: tokens, positions, slots, stream keys, positions of the new tokens
     table: Tensor  # [B, M] int32, pages
@@ -41,6 +41,6 @@ def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor
     """Record the draw [B] of a step and make its tokens the inputs of the next, in place.
 
     `tokens` become the inputs, positions and key lengths grow by one, slots come from the page table. `count` grows by
-    one, modulo the room of the record.
+    one, modulo the size of the record.
     """
     backend_of(tokens).advance(state, tokens, logprobs, maxima)

@@ -1,4 +1,4 @@
-"""One table: which backend serves tensors of a device. Nothing is chosen by availability, and nothing falls back.
+"""One table: which backend serves tensors on a device. Nothing is chosen by availability, and nothing falls back.
 
 A backend is a module with the functions named in `OPS`, each equal in meaning to the definition in `reference.py`.
 """
@@ -33,7 +33,7 @@ OPS = (
 
 @cache
 def load_backend(name: str) -> ModuleType:
-    """Import a backend by name. What the machine lacks for it is a UserError; a missing op is our own mistake."""
+    """Import a backend by name. What the machine lacks for it is a UserError; a missing op is a bug of ours."""
     if name not in BACKENDS:
         raise ValueError(f"unknown kernel backend {name!r}; known: {', '.join(BACKENDS)}")
     require(name)
@@ -44,7 +44,7 @@ def load_backend(name: str) -> ModuleType:
 
 
 def select(name: str) -> None:
-    """From now on `name` serves its type of device, in the whole process: of two runs at once, the last one decides."""
+    """From now on `name` serves its type of device, in the whole process: with two runs at once, the last call wins."""
     load_backend(name)
     _serving[DEVICE_OF[name]] = name
 

@@ -1,11 +1,11 @@
 """Arithmetic whose bits depend on nothing but the values: not on shapes, thread counts, the BLAS or the machine.
 
-Two tricks carry the whole reference backend:
+The whole reference backend rests on two tricks:
 
 * **Aligned dot products.** `align` writes every row as integers times one power of two. Products and sums of these
   stay below 2**53, so float64 holds each partial sum exactly and any order of summation gives the same bits. A float64
-  matrix product of any library then *is* the exact result, whatever its blocking. Bits kept below the row's largest
-  value: 21 for a GEMM operand (BF16 carries 8), so the alignment loses at most 2**-21 of the row maximum.
+  matrix product by any library then *is* the exact result, whatever its blocking. A GEMM operand keeps 21 bits below
+  the row's largest value (BF16 has 8), so the alignment loses at most 2**-21 of the row maximum.
 * **Functions from IEEE basics.** `exp` and `log` use only +, -, *, / and bit operations, one tensor operation each,
   which IEEE 754 fixes to the last bit (vector or scalar, tail or body); library versions differ between lanes and CPUs.
 """
@@ -21,7 +21,7 @@ _LOG2E = 1.44269504088896340736
 _LN2_HI = 0.693359375  # 10 bits, so that n * _LN2_HI is exact in FP32
 _LN2_LO = -2.12194440e-4
 _EXP_POLY = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_EXP_BLOCK = 1 << 16  # elements worked on at once: the temporaries stay in the L2 cache
+_EXP_BLOCK = 1 << 16  # elements processed at once: the temporaries stay in the L2 cache
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -68,10 +68,10 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """`e**x` in FP32 (error below 2 ulp), the same bits for a value wherever it stands. Clamps inputs to [-87, 88].
+    """`e**x` in FP32 (error below 2 ulp), the same bits for a value at any place. Clamps inputs to [-87, 88].
 
     Method (Cephes `expf`): n = rint(x * log2 e); r = (x - n*ln2_hi) - n*ln2_lo; e**x = 2**n * (1 + r + r**2 * P(r));
-    every operation is rounded to FP32 on its own (no fused multiply-add). `exp(0) == 1` exactly.
+    every operation is rounded to FP32 separately (no fused multiply-add). `exp(0) == 1` exactly.
     """
     x = x.to(torch.float32).contiguous()
     flat, out = x.view(-1), torch.empty_like(x)

@@ -12,7 +12,7 @@ from jetrl.kernels.qtensor import QTensor
 
 
 def prepare_fp8(q: QTensor, held: Any = None) -> Any:
-    """The weight operand of `fp8_gemm` for fprop, in whatever layout the backend reads; made once a publish.
+    """The weight operand of `fp8_gemm` for fprop, in whatever layout the backend reads; made once per publish.
 
     `held`, the operand made from an earlier value in the same memory, is overwritten where addresses matter (a GPU).
     """
@@ -53,7 +53,7 @@ def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
-    """`grad = rounded(grad + dy.T @ x)` in place, as `wgrad_into`."""
+    """`grad = rounded(grad + dy.T @ x)` in place, like `wgrad_into`."""
     _check_wgrad(dy.shape[0], x.shape[0], (dy.shape[1], x.shape[1]), grad)
     backend_of(grad).bf16_wgrad_into(dy, x, grad)
 

@@ -1,4 +1,4 @@
-"""How the gradients of master weights are held: in which type, and whether backward passes add to them in place."""
+"""How the gradients of master weights are kept: in which type, and whether backward passes add to them in place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def grad_dtype(master: Tensor) -> torch.dtype:
 def accumulate_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Keep all parameters' gradients in `dtype`; backward passes add those of matrices to `.grad` in place.
 
-    FP32 under BF16 masters adds micro-batches up without rounding. In place means that a matrix's gradient never passes
-    through autograd: it sees none, so its hooks and `torch.autograd.grad` do not work for these parameters.
+    With BF16 masters, FP32 gradients add up micro-batches without rounding to BF16. In place means that a matrix's
+    gradient never passes through autograd, so its hooks and `torch.autograd.grad` do not work for these parameters.
     """
     for param in module.parameters():
         param.adds_in_place = True  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def accumulate_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def grad_in_place(master: Tensor) -> Tensor | None:
-    """`master.grad` to add to, zeros if it did not exist; None where autograd is to accumulate it."""
+    """`master.grad` to add to, zeros if it did not exist; None where autograd accumulates it."""
     if not getattr(master, "adds_in_place", False):
         return None
     if master.grad is None:

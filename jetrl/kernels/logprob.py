@@ -26,7 +26,7 @@ def logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0)
 
 
 def draw(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`rollout.sampler`'s draw from whole distributions, on the GPU, without waiting for the host.
+    """`rollout.sampler`'s draw from untruncated distributions, on the GPU, without waiting for the host.
 
     `logits` [B, V] FP32; `temperature` FP32 [B], 0 for the first maximum; `keys` int64 [B], the bits of the uint64
     stream keys; `positions` int64 [B]. Returns tokens int64 [B], their log-probs FP32 [B] and the maxima FP32 [B].
@@ -47,10 +47,10 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """`logits / temperature`, one FP32 division a value (a reciprocal would round twice)."""
+    """`logits / temperature`, one FP32 division per value (a reciprocal would round twice)."""
     if isinstance(temperature, Tensor):
         return logits / temperature.to(torch.float32)[:, None]
-    # a tensor divisor: for a Python number, torch may multiply by its reciprocal
+    # the divisor is a tensor: for a Python number, torch may multiply by its reciprocal
     return logits if temperature == 1.0 else logits / torch.tensor(temperature, dtype=torch.float32)
 
 

@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, master: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """The residual sum and its norm; backward adds the stream's gradient to that through the norm in one kernel."""
+    """The residual sum and its norm; in one kernel, backward adds the stream's gradient to the norm's."""
 
     @staticmethod
     def forward(
@@ -54,7 +54,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, stream: Tensor | None) -> tuple[Any, ...]:
-        if grad is None:  # nothing was made of the norm
+        if grad is None:  # nothing used the norm
             return stream, stream, None, None, None
         total, weight = ctx.saved_tensors
         more = None if stream is None else stream.contiguous()
@@ -145,7 +145,7 @@ class _NormRope(torch.autograd.Function):
             grads, qkv, tuple(norms) or None, ctx.eps, (cos, sin), positions
         )
         d_q, d_k = (d.to(t) for d, t in zip(d_norms, ctx.dtypes, strict=True)) if d_norms is not None else (None, None)
-        return d_qkv, d_q, d_k, *[None] * 7  # those of rounded keys and values pass straight through
+        return d_qkv, d_q, d_k, *[None] * 7  # gradients of rounded keys and values pass straight through
 
 
 def norm_rope(

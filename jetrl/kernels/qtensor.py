@@ -15,7 +15,7 @@ Granularity = Literal["1x128", "128x128"]
 
 @dataclass(frozen=True, slots=True)
 class QTensor:
-    """A matrix [R, C] in E4M3 with one FP32 scale a block.
+    """A matrix [R, C] in E4M3 with one FP32 scale per block.
 
     `codes` [R, C] float8_e4m3fn. `scale` is [R, groups(C)] for `1x128` and [blocks(R), groups(C)] for `128x128`.
     Blocks restart at every section of `row_sections` / `col_sections` (the projections fused into one matrix; a plain
@@ -29,7 +29,7 @@ class QTensor:
     col_sections: tuple[int, ...]
 
     def overwrite(self, other: QTensor) -> QTensor:
-        """Copy `other`, of the same shape and sections, into this one's memory."""
+        """Copy `other`, which has the same shape and sections, into this one's memory."""
         assert (self.row_sections, self.col_sections) == (other.row_sections, other.col_sections)
         self.codes.view(torch.uint8).copy_(other.codes.view(torch.uint8))
         self.scale.copy_(other.scale)

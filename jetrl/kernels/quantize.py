@@ -19,13 +19,13 @@ def _check(x: Tensor, sections: tuple[int, ...] | None, size: int) -> None:
 
 
 def quantize_act(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None) -> QTensor:
-    """`x` [T, C] -> E4M3 with one scale a row and group of 128 columns. `sections`: where groups restart along C."""
+    """`x` [T, C] -> E4M3, one scale per row and group of 128 columns. `sections`: where groups restart along C."""
     _check(x, sections, x.shape[-1])
     return backend_of(x).quantize_act(x, pow2, sections)
 
 
 def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
-    """`x` [T, C] -> QTensor of `x.T` [C, T] with one scale a column of `x` and group of 128 tokens (wgrad operand)."""
+    """`x` [T, C] -> QTensor of `x.T` [C, T], one scale per column of `x` and group of 128 tokens (wgrad operand)."""
     _check(x, None, 0)
     return backend_of(x).quantize_act_t(x, pow2)
 

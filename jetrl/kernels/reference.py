@@ -3,7 +3,7 @@
 Every fast kernel is bit-equal to this file where it says so. Legend: `T` tokens, `D` model, `N` query heads, `G`
 key/value heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to
 the dtype of the op's input (BF16 in a real run; FP32 in checks against other programs). No operation is fused.
-Attention has a file of its own, `reference_attention.py`.
+Attention has its own file, `reference_attention.py`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def quantize_1x128(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | No
 
 
 def quantize_128x1(x: Tensor, pow2: bool = False) -> QTensor:
-    """One scale for each column and group of 128 rows (tokens): the wgrad orientation, returned transposed.
+    """One scale for each column and group of 128 rows (tokens): the orientation of wgrad, returned transposed.
 
     `x` [T, C] -> QTensor of `x.T` [C, T] with granularity 1x128.
     """
@@ -120,7 +120,7 @@ def round_heads(x: Tensor) -> Tensor:
 
 
 def row_scales(q: QTensor) -> Tensor:
-    """Scales with one row for each row of codes, [R, column groups]: 128x128 blocks are repeated."""
+    """One row of scales for each row of codes, [R, column groups]: those of 128x128 blocks are repeated."""
     if q.granularity == "1x128":
         return q.scale
     return q.scale.repeat_interleave(torch.tensor([b - a for a, b in q.row_blocks()]), dim=0)
@@ -154,7 +154,7 @@ def fp8_gemm(a: QTensor, b: QTensor | PreparedFP8) -> Tensor:
     """`a @ b.T` for a [M, K] (1x128) and b [N, K] (128x128, or 1x128 for wgrad) -> FP32 [M, N].
 
     For each group g of K, in order: `acc = acc + (f32(sum_k a_code * b_code) * a_scale) * b_scale`. The inner
-    sum is exact (43 bits of E4M3 products fit float64), its rounding to FP32, both products and the addition are FP32
+    sum is exact (43 bits of E4M3 products fit float64); its rounding to FP32, both products and the addition are FP32
     operations.
     """
     b = b if isinstance(b, PreparedFP8) else PreparedFP8(b)
@@ -262,7 +262,7 @@ def entropy(logits: Tensor, weights: Tensor, top: Tensor, total: Tensor) -> Tens
 
 
 def adamw_step_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
-    """In place, each operation an FP32 operation of its own, the three results rounded once on storing:
+    """In place, each operation a separate FP32 operation, the three results rounded once on storing:
 
         m = m + (g - m) * (1 - beta1)          v = v * beta2 + (g * g) * (1 - beta2)
         p = p * (1 - lr * weight_decay) + (m * (-lr / (1 - beta1^t))) / (sqrt(v / (1 - beta2^t)) + eps)
@@ -272,7 +272,7 @@ def adamw_step_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + (g * g) * (1 - beta2)
     root = v / torch.tensor(1 - beta2**numbers.step, dtype=torch.float32)
-    root = root.double().sqrt().to(torch.float32) + numbers.eps  # by float64: libraries' FP32 roots differ in a bit
+    root = root.double().sqrt().to(torch.float32) + numbers.eps  # in float64: libraries' FP32 roots differ in a bit
     p = p * (1 - numbers.lr * numbers.weight_decay) + (m * (-numbers.lr / (1 - beta1**numbers.step))) / root
     for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p)):
         target.copy_(value)

@@ -62,9 +62,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> 
 
 
 def write_cache(k: Tensor, v: Tensor, slots: Tensor, cache: LayerCache) -> None:
-    """Scatter rows `k`, `v` [T, G, H] into the pages, quantized by heads where the cache is FP8; slot -1: nowhere.
+    """Scatter rows `k`, `v` [T, G, H] into the pages, quantized by heads if the cache is FP8; slot -1 writes nothing.
 
-    Keys and values that are rounded already (`reference.round_heads`) keep their values.
+    Keys and values that are already rounded (`reference.round_heads`) keep their values.
     """
     real = slots >= 0
     if not bool(real.all()):
@@ -81,7 +81,7 @@ def write_cache(k: Tensor, v: Tensor, slots: Tensor, cache: LayerCache) -> None:
 
 
 def read_cache(cache: LayerCache, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of `pages` [B, M], each [B, M * page, G, H] and dequantized to `dtype` where the cache is FP8."""
+    """Keys and values of `pages` [B, M], each [B, M * page, G, H] and dequantized to `dtype` if the cache is FP8."""
     if cache.scales is None:
         return cache.keys[pages].flatten(1, 2), cache.values[pages].flatten(1, 2)
     scales = cache.scales[pages].transpose(2, 3)  # [B, M, page, G, 2]
@@ -162,7 +162,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the varlen case, FP32 inside, rounded at the end. Same shapes as `attend`; deterministic.
 
-    `out` and `lse` as `attend_varlen` gave them spare a fast backend a second forward; this one needs neither.
+    `out` and `lse` from `attend_varlen` save a fast backend a second forward; this one needs neither.
 
     With P the softmax: dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K * scale; dK = dS^T Q * scale.
     """

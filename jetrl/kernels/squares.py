@@ -1,4 +1,4 @@
-"""Sums of squares of a tensor by rows of `ROW` elements, the first stage of the gradient norm."""
+"""Sums of squares over rows of `ROW` elements of a tensor, the first stage of the gradient norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROW = 4096
 def row_squares(x: Tensor, out: Tensor) -> None:
     """`out[i]` = sum of squares of elements `ROW * i` to `ROW * (i + 1)` of flattened `x`, in float64.
 
-    `out` float64 [ceil(numel / ROW)]. Each sum is made in one order, whatever the threads; the order is the backend's.
+    `out` float64 [ceil(numel / ROW)]. Each sum has one order for any number of threads; the backend chooses it.
     """
     if out.dtype != torch.float64 or out.shape != (-(-x.numel() // ROW),):
         raise ValueError(f"row_squares of {x.numel()} elements needs float64 [{-(-x.numel() // ROW)}], got {out.shape}")

@@ -1,4 +1,4 @@
-"""The attention block: `o(attention(rope(qk_norm(qkv(x)))))` of the normed stream, over packed sequences or the cache.
+"""The attention block: `o(attention(rope(qk_norm(qkv(x)))))` of the normed stream; packed sequences or the cache.
 
 Legend: `T` packed tokens, `D` model, `N` query heads, `G` key/value heads, `H` head size.
 """
@@ -53,7 +53,7 @@ class Attention(Block):
         return y, residual
 
     def _tapped_heads(self, qkv: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
-        """`pointwise.norm_rope` op by op, the same bits, for a tap to see what lies between."""
+        """`pointwise.norm_rope` op by op, with the same bits, so that a tap sees what is in between."""
         spec, at, positions = self.spec, self.at, context.batch.positions
         (n, g), (cos, sin) = self.heads, context.tables
         q, k, v = qkv.view(-1, n + 2 * g, spec.head_dim).split((n, g, g), dim=1)

@@ -1,8 +1,8 @@
 """The interface of a layer's blocks: modules that each compute one residual branch with the norm before it.
 
-The residual stream travels next to the last branch's output and is added to it at the next norm: `x` [T, D] is the
-output not yet added to `residual` [T, D], and a block returns the same pair. What a block is made of (linears, flow
-nodes, names) its `precision.block.Block` declares; `model/blocks.py` maps the one to the other.
+The residual stream is carried next to the last branch's output, and the two are added at the next norm: `x` [T, D] is
+the output not yet added to `residual` [T, D], and a block returns the same pair. A block's `precision.block.Block`
+declares what it is made of (linears, flow nodes, names); `model/blocks.py` maps the one to the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tap = Callable[[str, Tensor], None]
 
 
 def no_tap(name: str, value: Tensor) -> None:
-    """The default tap looks at nothing."""
+    """The default tap does nothing."""
 
 
 class Piece(NamedTuple):
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all blocks of a forward pass share: the batch, and cos and sin of the rotary embedding, whole."""
+    """What all blocks of a forward pass share: the batch, and the whole cos and sin tables of the rotary embedding."""
 
     batch: ForwardBatch
     tables: tuple[Tensor, Tensor]
@@ -61,11 +61,11 @@ class Build:
     dtype: torch.dtype
 
     def published(self, *shape: int) -> Published:
-        """A vector or table of its own."""
+        """A vector or table."""
         return Published(shape, self.master_dtype, self.dtype)
 
     def linear(self, role: Role) -> FlowLinear:
-        """The linear that the block declares under this role, in the recipe's precision for each side."""
+        """The linear that the block declares for this role, in the recipe's precision for each side."""
         shape = self.block.linears(self.spec)[role]
         sides: tuple[Side, Side] = ("train", "rollout")
         recipes = {side: self.recipe.linear(self.layer, role, side) for side in sides}
@@ -83,7 +83,7 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
-        """With gradients; `tap(name, tensor)` sees every operator's output under its name in the flow graph."""
+        """With gradients; `tap(name, tensor)` gets every operator's output with its name in the flow graph."""
 
     @abstractmethod
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
@@ -92,10 +92,10 @@ class Block(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:
-        """Our parameter, named within the block -> the Hugging Face tensors whose rows it holds, in our order."""
+        """Our parameter (its name in the block) -> the Hugging Face tensors whose rows it holds, in our order."""
 
     def add_norm(self, x: Tensor, residual: Tensor | None, tap: Tap) -> tuple[Tensor, Tensor]:
-        """The stream with `x` added, and its norm in front: (normed, stream)."""
+        """Adds `x` to the stream and norms it: returns (normed, stream)."""
         y, residual = self._normed(x, residual)
         tap(self.norm_name, y)
         return y, residual

@@ -1,9 +1,9 @@
-"""The critic of PPO: V of each row, from hidden states of the policy (shared) or of a model of its own (separate).
+"""The critic of PPO: V of each row, from hidden states of the policy (shared) or of its own model (separate).
 
     V_t = hidden_t @ w      w [1, D] published in BF16; FP32 sum over D, not rounded again
 
-A separate critic is the policy's architecture in the policy's precision flow, with its own master weights and without
-an lm_head. A row's value does not depend on the other rows, so packing changes no bit of it.
+A separate critic has the policy's architecture in the policy's precision flow, with its own master weights and without
+an lm_head. A row's value does not depend on the other rows, so packing changes none of its bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Values(torch.autograd.Function):
 
 
 class Critic(nn.Module):
-    """A value head and, unless it is shared with the policy, a model of its own. Starts with V = 0 everywhere."""
+    """A value head and, unless it is shared with the policy, its own model. Starts with V = 0 everywhere."""
 
     def __init__(self, policy: Transformer, shared: bool) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def start_from(self, policy: Transformer) -> Critic:
-        """Take over the policy's weights (after the warm start), with V = 0 again. Publishes."""
+        """Copy the policy's weights (after the warm start), with V = 0 again. Publishes."""
         if self.body is not None:
             names = self.body.state_dict().keys()
             self.body.load_state_dict({k: v for k, v in policy.state_dict().items() if k in names})

@@ -1,8 +1,8 @@
 """Export of a trained model: a plain BF16 folder, or DeepSeek's block FP8 with exactly the codes that were trained.
 
 FP8 layout of a projection [N, K]: `weight` float8_e4m3fn [N, K] and `weight_scale_inv` float32 [N/128, K/128], where
-`value = weight * weight_scale_inv` (the name is DeepSeek's; it is the factor of the codes). Embeddings, lm_head, norms
-and the layers that the recipe keeps in BF16 stay BF16 and stand in `modules_to_not_convert`.
+`value = weight * weight_scale_inv` (DeepSeek's name; it is the factor of the codes). Embeddings, lm_head, norms and the
+layers that the recipe keeps in BF16 stay BF16 and are listed in `modules_to_not_convert`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     trained_with: Recipe | None = None,
 ) -> Path:
-    """Write the model of `source` (a model folder, or a checkpoint with one as `model/`) to `out`, whole or not at all.
+    """Write the model of `source` (a model folder, or a checkpoint with one in `model/`) to `out`, whole or not at all.
 
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
     Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does. What the
@@ -41,7 +41,7 @@ def export(
     """
     folder, out = _model_folder(Path(source)), Path(out)
     if out.absolute().resolve() == folder.absolute().resolve():
-        raise UserError(f"{out} is the folder to export; give another output path, so that the original stays.")
+        raise UserError(f"{out} is the folder to export; give another output path, so that the original is kept.")
     spec = hf.spec_from_folder(folder)
     recipe = recipe or Recipe(name="fp8", num_layers=spec.num_layers)
     if fp8:
@@ -63,7 +63,7 @@ def export(
 
 
 def fp8_weights(spec: ModelSpec, recipe: Recipe) -> list[str]:
-    """Our names of the weights that the recipe has in FP8, in model order."""
+    """Our names of the weights that are FP8 in the recipe, in model order."""
     return [name for layer in range(spec.num_layers) if not recipe.is_bf16_layer(layer)
             for name in _linear_weights(spec, layer)]
 
@@ -91,7 +91,7 @@ def quantization_config(spec: ModelSpec, recipe: Recipe) -> dict[str, Any]:
 def _quantized(
     spec: ModelSpec, ours: str, weight: Tensor, pow2: bool
 ) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """Codes and scales of one weight, taken apart into the projections that are fused in it."""
+    """Codes and scales of one weight, split into the projections that are fused in it."""
     pieces = hf.tensor_table(spec)[ours]
     rows = tuple(piece.shape[0] for piece in pieces)
     q = quantize_weight(weight.to(torch.bfloat16), rows, pow2)

@@ -37,7 +37,7 @@ def fetch_smollm2(out_dir: str | Path) -> Path:
     """Write the folder at `out_dir` (config, BF16 weights, tokenizer, chat template); a complete one is left alone."""
     out = Path(out_dir)
     if all((out / name).is_file() for name in ("config.json", hf.SINGLE, "tokenizer.json")):
-        return out  # folders appear by one rename, so what is there is whole
+        return out  # folders are created by one rename, so an existing one is complete
     reader = _open_gguf(_gguf_path())
     meta = {name: field.contents() for name, field in reader.fields.items()}
     spec = _spec(meta)
@@ -74,7 +74,7 @@ def _open_gguf(path: Path) -> Any:
 
 
 def _spec(meta: dict[str, Any]) -> ModelSpec:
-    """The spec of the metadata, through `spec_from_hf` so that one place judges what is supported."""
+    """The spec from the metadata, through `spec_from_hf`, so that one place decides what is supported."""
     if meta["general.architecture"] != "llama":
         raise UserError(f"general.architecture = {meta['general.architecture']!r}; only 'llama' is converted.")
     heads, hidden = meta["llama.attention.head_count"], meta["llama.embedding_length"]
@@ -122,7 +122,7 @@ def _state(reader: Any, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def _tokenizer(meta: dict[str, Any]) -> Any:
-    """Byte-level BPE with single digits, as SmolLM2 was trained with, and its control tokens and chat template."""
+    """Byte-level BPE with single digits, as in SmolLM2's training, and its control tokens and chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

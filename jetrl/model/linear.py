@@ -1,4 +1,4 @@
-"""`FlowLinear`: the one linear layer. Its recipe says FP8 or BF16 for each side; both sides read one published weight.
+"""`FlowLinear`: the only linear layer. Its recipe says FP8 or BF16 for each side; both read one published weight.
 
 FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands along tokens, 128x1):
 
@@ -111,7 +111,7 @@ class FlowLinear(nn.Module):
         self.published: Tensor = torch.empty(0)  # the BF16-rounded weight; both sides and both precisions start from it
         self.quantized: QTensor | None = None
         self._operands: dict[str, Any] = {}  # what GEMMs read, made at the first use
-        self._stale: set[str] = set()  # those made from weights before the last publish
+        self._stale: set[str] = set()  # operands made from weights before the last publish
 
     def extra_repr(self) -> str:
         sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
@@ -130,7 +130,7 @@ class FlowLinear(nn.Module):
             self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
         self._quantize()
         self._stale = set(self._operands)
-        for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these without asking for them
+        for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these directly
             self._operand(name)
 
     def _quantize(self) -> None:
@@ -186,7 +186,7 @@ class FlowLinear(nn.Module):
         return self._operand("bf16")
 
     def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
-        """`forward` without a gradient; an FP8 layer also takes `x` quantized already (by the kernel that made it)."""
+        """`forward` without a gradient; an FP8 layer also accepts an `x` that the kernel before it has quantized."""
         recipe = self.recipes[side]
         if recipe is not None:
             x_q = x if isinstance(x, QTensor) else quantize_act(x, recipe.fprop.left.pow2)

@@ -18,7 +18,7 @@ from jetrl.kernels.gradient import grad_dtype, grad_in_place
 
 
 def rounded_into(held: Tensor | None, master: Tensor, dtype: torch.dtype) -> Tensor:
-    """`master` rounded to `dtype`, in the memory of `held` if there is any. A master of that dtype is its own copy."""
+    """`master` rounded to `dtype`, in the memory of `held` if given. A master of that dtype is its own copy."""
     if master.dtype == dtype or held is None or held.shape != master.shape or held.device != master.device:
         return master.detach().to(dtype)
     return held.copy_(master.detach())
@@ -93,7 +93,7 @@ class _Embed(torch.autograd.Function):
             dw = torch.zeros(ctx.master.shape, dtype=torch.float32, device=dy.device)
             dw.index_put_((tokens,), dy.to(torch.float32), accumulate=True)
             return None, dw.to(grad_dtype(ctx.master)), None
-        # only rows in use are touched; `place` is one number for equal tokens (unique() would wait for the device)
+        # only rows in use are touched; equal tokens share one `place` (unique() would wait for the device)
         place = torch.searchsorted(tokens.sort().values, tokens)
         rows = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
         rows.index_put_((place,), dy.to(torch.float32), accumulate=True)

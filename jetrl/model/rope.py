@@ -1,4 +1,4 @@
-"""The tables of the rotary embedding."""
+"""Tables of the rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jetrl.spec import RopeSpec
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, max_position: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_position, H/2] in FP32 of the FP32 angles `position * inv_freq`, Llama 3 scaling included."""
+    """FP32 cos and sin [max_position, H/2] of the FP32 angles `position * inv_freq`, with Llama 3 scaling."""
     inv_freq = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.factor is not None:
         wavelength = 2 * np.pi / inv_freq

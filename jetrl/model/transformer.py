@@ -1,11 +1,11 @@
-"""The model: one definition, called by the trainer (packed sequences) and by the engine (paged cache) alike.
+"""The model: one definition, called both by the trainer (packed sequences) and by the engine (paged cache).
 
     x = embed(tokens)
     for each block of each layer:  x = x + branch(rms_norm(x))      (`attention.py`, `mlp.py`; `blocks.py`: the layer)
     hidden = rms_norm(x);  logits = hidden @ lm_head.T
 
-Legend: `T` packed tokens, `D` model, `V` vocabulary. Rounding points stand in `kernels/reference.py`; every activation
-between operators is rounded to `dtype` (BF16).
+Legend: `T` packed tokens, `D` model, `V` vocabulary. `kernels/reference.py` defines the rounding points; every
+activation between operators is rounded to `dtype` (BF16).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
             yield name, torch.randn(shape, generator=generator) * std
 
     def publish(self) -> Transformer:
-        """Refresh every forward copy from its master: the last act of an optimizer step."""
+        """Refresh every forward copy from its master: the last part of an optimizer step."""
         for module in self.published_modules():
             module.publish()
         if self._head_operand is not None:
@@ -162,7 +162,7 @@ class Transformer(nn.Module):
         return self
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the published values lie: a captured graph is good as long as none of these changes."""
+        """Addresses of the published values: a captured graph is valid as long as none of them changes."""
         held = [m.published for m in self.published_modules()]
         held += [m.quantized.codes for m in self.published_modules() if isinstance(m, FlowLinear) and m.quantized]
         return tuple(t.data_ptr() for t in held)

@@ -1,4 +1,4 @@
-"""The published weights by their Hugging Face names: what an engine aliases, copies or receives, and their checksum."""
+"""The published weights by Hugging Face name, for engines to alias, copy or receive, and their checksum."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from jetrl.types import Side, WeightTensor
 
 
 class PublishedWeights(Mapping[str, WeightTensor]):
-    """A view of a model: nothing is computed before a tensor is asked for, and what is read is what is published then.
+    """A view of a model: nothing is computed until a tensor is read, and reading gives what is published at that time.
 
-    A linear that the rollout computes in FP8 gives its E4M3 codes and block scales, also where training is BF16
+    A linear that the rollout computes in FP8 gives its E4M3 codes and block scales, even where training is BF16
     (`fp8_rollout`). All others, norms, embedding and biases give the values in `dtype` (BF16). Fused projections are
-    split into their rows. A tied lm_head is the embedding, under the embedding's name only.
+    split into their rows. A tied lm_head is the embedding, and appears only under the embedding's name.
     """
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
-        self._places: dict[str, tuple[str, int]] | None = None  # Hugging Face's name -> our parameter, number of piece
+        self._places: dict[str, tuple[str, int]] | None = None  # Hugging Face's name -> our parameter, piece number
         self._table: dict[str, tuple[Piece, ...]] = {}
 
     def _place(self) -> dict[str, tuple[str, int]]:
@@ -56,7 +56,7 @@ class PublishedWeights(Mapping[str, WeightTensor]):
         held = _held(self._model, ours)
         if not isinstance(held, QTensor):
             return WeightTensor(_part(held, rows, number))
-        assert held.row_sections == tuple(rows), "blocks restart at each projection, so that they can be taken apart"
+        assert held.row_sections == tuple(rows), "blocks restart at each projection, so that they can be split"
         return WeightTensor(
             _part(held.codes, rows, number), _part(held.scale, [-(-n // BLOCK) for n in rows], number)
         )
@@ -108,7 +108,7 @@ def published_bytes(spec: ModelSpec, recipe: Recipe) -> int:
 def checksum(tensors: Mapping[str, WeightTensor]) -> str:
     """16 hex digits of the SHA-256 over names, dtypes, shapes and all bytes, in sorted order of names.
 
-    Equal checksums mean equal policies, wherever the tensors lie. A pass over all weights, which come to the host.
+    Equal checksums mean equal policies, wherever the tensors are. It reads all weights, copying them to the host.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):

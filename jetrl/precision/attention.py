@@ -58,7 +58,7 @@ class Attention(Block):
         return flow.op(name, "rope", {"x": x}, **constants)
 
     def _key_value(self, flow: BlockForward, name: str, x: str) -> str:
-        """What the cache holds quantized, training quantizes too; the cache itself only copies."""
+        """If the cache holds it quantized, training quantizes it too; the cache itself only copies."""
         cache = flow.recipe.kv_cache
         if cache.is_quantized:
             x = flow.op(f"{name}.quantize", "quantize", {"x": x}, cache)
@@ -68,7 +68,7 @@ class Attention(Block):
         return x
 
     def backward(self, flow: BlockBackward, dy: str) -> str:
-        """Gradients pass a quantizer of K and V unchanged (straight through)."""
+        """Gradients pass unchanged (straight through) a quantizer of K and V."""
         s, cache = flow.spec, flow.recipe.kv_cache
         dy = flow.linear("o", dy, "attention")
         projection = "qkv_bias" if s.qkv_bias else "qkv"

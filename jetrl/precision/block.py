@@ -1,7 +1,7 @@
 """A block: one residual branch of a decoder layer, `x + branch(norm(x))`, as the flow graph and the picture see it.
 
 A layer is a sequence of blocks (`blocks.py` says which). A block declares its linears, writes its nodes of the forward
-and of the backward graph, and draws itself; the norm before it and the addition behind it are written for it. The
+and of the backward graph, and draws itself; the norm before it and the addition after it are written for it. The
 module that computes it is found by `kind` in `model/blocks.py`.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Linear:
     """One linear of a block: W [sum(sections), in_size], the projections of `sections` fused in one GEMM.
 
-    `writes_residual`: its output is the branch's, so its initial weights are scaled by the depth.
+    `writes_residual`: its output is the branch's output, so its initial weights are scaled by the depth.
     """
 
     sections: tuple[int, ...]
@@ -34,11 +34,11 @@ class Linear:
 
 
 class Block(ABC):
-    """Names that a block gives to nodes, rows and roles are its own within the layer, without the prefix `layers.3.`.
+    """Names that a block gives to nodes, rows and roles are local to the layer, without the prefix `layers.3.`.
 
     kind        names the block among all kinds
     name        its place in a layer: `attn` has the norm `attn_norm`, the addition `attn_add`, parameters `attn.*`
-    roundings   where operators round that only this kind of block has; the flow digest covers these words
+    roundings   where operators that only this kind of block has round; the flow digest covers these words
     """
 
     kind: ClassVar[str]

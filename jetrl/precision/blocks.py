@@ -1,7 +1,7 @@
 """What a layer consists of: for each model family, a function from spec and layer to the blocks, in order.
 
-A new block is a class of `block.Block`; it comes to life by an entry of `LAYOUTS` that uses it (and by its module's
-entry in `model/blocks.py`).
+A new block is a subclass of `block.Block`; it needs an entry of `LAYOUTS` that uses it (and its module an entry in
+`model/blocks.py`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jetrl.types import Side
 
 
 def build_flow(spec: ModelSpec, recipe: Recipe, view: View) -> FlowGraph:
-    """The graph of one view. Folding equal layers is left to the printer; this one names every layer."""
+    """The graph of one view. It names every layer; the printer folds equal ones."""
     assert spec.num_layers == recipe.num_layers, f"model of {spec.num_layers} layers, recipe for {recipe.num_layers}"
     assert view in get_args(View), f"view {view!r}, not one of {get_args(View)}"
     builder = _Backward(spec, recipe, view) if view == "train_backward" else _Forward(spec, recipe, view)
@@ -50,7 +50,7 @@ class _Builder(ABC):
         return name
 
     def leaf(self, name: str, op: str = "parameter", out: Format = BF16) -> str:
-        """A node without inputs, made at its first use."""
+        """A node without inputs, created at its first use."""
         return name if name in self.nodes else self.op(name, op, {}, out)
 
     @property
@@ -153,7 +153,7 @@ class BlockForward(_Scope):
         return self._builder.norm(self.at(name), x)
 
     def linear(self, role: Role, x: str) -> str:
-        """The GEMM of a role, behind the quantizers that the recipe puts there, and its bias."""
+        """The GEMM of a role, after the quantizers that the recipe puts there, and its bias."""
         shape, builder = self.block.linears(self.spec)[role], self._builder
         linear = self.recipe.linear(self.layer, role, self.side)
         weight = builder.leaf(self.at(f"{role}.weight"))
@@ -179,11 +179,11 @@ class BlockBackward(_Scope):
         return self._builder.saved(self.at(name), out)
 
     def norm(self, name: str, dy: str, x: str) -> str:
-        """Both gradients of an RMSNorm; `x` is the full name of what it read. Returns that of x."""
+        """Both gradients of an RMSNorm; `x` is the full name of what it read. Returns the name of x's gradient."""
         return self._builder.norm(self.at(name), dy, x)
 
     def linear(self, role: Role, dy: str, x: str) -> str:
-        """All gradients of a linear that read the output of `x` (named within the layer). Returns that of x."""
+        """All gradients of a linear that read the output of `x` (a name in the layer). Returns that of x's gradient."""
         shape, name, builder = self.block.linears(self.spec)[role], self.at(role), self._builder
         if shape.bias:
             wgrad = self.op(f"{role}_bias.wgrad", "weight_sum", {"dy": dy}, FP32)

@@ -1,7 +1,7 @@
 """The flow of one decoder layer as a picture: rollout, weights, training forward and backward side by side.
 
 The layer drawn is the first that the recipe quantizes (or layer 0), since the others are either equal to it or plain
-BF16. Rows run down in the order of execution. Blocks draw themselves (`block.Block`); here stands what surrounds them.
+BF16. Rows run down in the order of execution. Blocks draw themselves (`block.Block`); this module draws the rest.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Drawing:
         out = self.train.nodes["logprob"].out
         c.label(
             24, y + 20, f"After the last layer, on both sides: norm → {head.format}, lm_head → {logits.format} logits, "
-            f"logprob → {out}. Rounding points: rest the pointer on a box.", "soft",
+            f"logprob → {out}. Rounding points: hover over a box.", "soft",
         )
         x = 24.0
         for name, kind in (("bf16", "bf16"), ("e4m3[block,scale]", "e4m3"), ("fp32", "fp32"), ("differs ≠", "differs")):

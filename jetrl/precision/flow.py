@@ -1,4 +1,4 @@
-"""The comparison of rollout and training: differences edge by edge, the demand for one flow, the digest."""
+"""The comparison of rollout and training: differences edge by edge, the check for one flow, the digest."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FlowDifference:
 def diff(rollout: FlowGraph, train_forward: FlowGraph) -> list[FlowDifference]:
     """All differences in the order of execution; empty when the rollout is a subgraph of the training forward.
 
-    The KV cache counts as the edge that it carries. What training has beyond the rollout is no difference. An edge into
+    The KV cache counts as the edge that it carries. What training has beyond the rollout does not count. An edge into
     an operator that training lacks is covered by the entry of that operator; each other edge gives at most one entry.
     """
     rollout, train_forward = rollout.without_cache(), train_forward.without_cache()
@@ -112,7 +112,7 @@ def layer_ranges(layers: Iterable[int]) -> str:
 
 
 def fold_differences(differences: Iterable[FlowDifference]) -> list[str]:
-    """One line for each difference, those that layers share in one: `layers 0-27, qkv.x: rollout ..., training ...`."""
+    """One line per difference, merged where layers share it: `layers 0-27, qkv.x: rollout ..., training ...`."""
     folded: dict[tuple[str, str], list[int]] = {}
     for difference in differences:
         match = _LAYER.match(difference.name)
@@ -141,9 +141,9 @@ def require_unified(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def flow_digest(spec: ModelSpec, recipe: Recipe) -> str:
-    """The name of a precision flow, 16 hex digits: rides on weights and completions; a batch must match it.
+    """The name of a precision flow, 16 hex digits: weights and completions carry it, and a batch must match it.
 
-    Covers the rollout and the training forward, so that the mixed flow never passes for the unified one.
+    Covers the rollout and the training forward, so that the mixed flow is never mistaken for the unified one.
     """
     digests = [build_flow(spec, recipe, view).digest() for view in _COMPARED]
     return hashlib.sha256("+".join(digests).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Formats: how the numbers of one tensor are stored, as plain data; `kernels/reference.py` is the code of it.
+"""Formats: how the numbers of one tensor are stored, as plain data; `kernels/reference.py` has the code.
 
 The quantizer, for each block of a tensor x (the last block of a row or column may be smaller):
 
@@ -8,8 +8,8 @@ The quantizer, for each block of a tensor x (the last block of a row or column m
     code  = round_to_nearest_even_e4m3(clamp(x / scale, -448, 448))      x / scale: one IEEE FP32 division
     value = code * scale
 
-A NaN stays a NaN code; that inputs are finite is checked by the training step, not here. A change of any of this needs
-a new `QUANTIZER_RULE`, which changes the digest of every flow that has an FP8 tensor.
+A NaN stays a NaN code; the training step checks that inputs are finite, not this module. Changing any of this needs a
+new `QUANTIZER_RULE`, which changes the digest of every flow that has an FP8 tensor.
 """
 
 from __future__ import annotations

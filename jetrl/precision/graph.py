@@ -23,7 +23,7 @@ View = Literal["rollout", "train_forward", "train_backward"]
 Attribute = int | float | str | tuple[int, ...] | None
 
 # Where each operator rounds, as `kernels/reference.py` defines it. The digest covers these words. Operators that only
-# one kind of block has stand in that block's `roundings`.
+# one kind of block has are in that block's `roundings`.
 ROUNDING: Mapping[str, str] = {
     "parameter": "master weight rounded to bf16",
     "saved": "as in the forward",
@@ -57,7 +57,7 @@ class FlowNode:
 
 @dataclass(frozen=True, slots=True)
 class FlowEdge:
-    """One tensor on its way from `source` to the input `name` = `target.slot`."""
+    """One tensor from `source` to the input `name` = `target.slot`."""
 
     name: str
     source: str
@@ -82,9 +82,9 @@ class FlowGraph:
         return {edge.name: edge for edge in self.edges}
 
     def without_cache(self) -> FlowGraph:
-        """The graph with each cache write and read replaced by the edge that they stand for, in the cache's format.
+        """The graph with each cache write and read replaced by the edge that they carry, in the cache's format.
 
-        This is what makes rollout and training comparable: training must read keys and values in that very format.
+        This makes rollout and training comparable: training must read keys and values in exactly that format.
         """
         cache = {node.name for node in self.nodes if node.op in ("cache_write", "cache_read")}
         inputs = {edge.target: edge.source for edge in self.edges if edge.target in cache}

@@ -1,7 +1,7 @@
 """The pen of the flow's picture: boxes, arrows and labels for operators of the drawn layer, placed by rows and columns.
 
-Every box and label is read from the flow graphs. Blocks draw themselves with it; `draw.py` draws what stands around
-them. Rows hold the same operator in every column; the backward column is read from the bottom up.
+Every box and label is read from the flow graphs. Blocks draw themselves with it; `draw.py` draws what surrounds them.
+Rows hold the same operator in every column; the backward column is read from the bottom up.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Pen:
         self.canvas.box(x, y, width, BOX_H, title or name, sub, kind, f"{node.name}: {node.rounding}")
 
     def operator(self, graph: Graph, x: float, name: str, slot: str, above: str, formula: str = "") -> None:
-        """A box in its row, and the tensor that comes to its input `slot` from the row `above`."""
+        """A box in its row, and the tensor that reaches its input `slot` from the row `above`."""
         self.box(graph, name, x, self.rows[name], formula=formula)
         self.arrow_down(x, above, name, graph.edge(f"{name}.{slot}"), f"{name}.{slot}")
 
     def arrow_down(self, x: float, above: str, below: str, edge: FlowEdge | FlowNode, name: str) -> None:
-        """The tensor between two rows, labelled to the right of the line. Rows between them are crossed."""
+        """The tensor between two rows, labelled to the right of the line, which crosses the rows between them."""
         format = edge.format if isinstance(edge, FlowEdge) else edge.out
         kind = class_of(format, name in self.differs)
         half = 13 if above == "input" else BOX_H / 2
@@ -81,7 +81,7 @@ class Pen:
         self.canvas.label(x + 8, end - 10, f"{format}{mark}", f"label {kind}")
 
     def residual(self, graph: Graph, x: float, lane: float, above: str, below: str) -> None:
-        """The stream past a block, in the lane at that distance from the column."""
+        """The residual stream past a block, at the distance `lane` from the column."""
         edge = graph.edge(f"{below}.residual")
         y0, y1 = self.rows[above], self.rows[below]
         edge_of = BOX_W / 2 if lane > 0 else -BOX_W / 2

@@ -41,8 +41,9 @@ class LinearRecipe:
 class Recipe:
     """The precision of the whole model on both sides. `linear` answers for one GEMM group of one layer.
 
-    `kv_cache` holds in all layers and on both sides: keys and values that the rollout caches in FP8 are rounded alike
-    before training's attention, also where the GEMMs are BF16 (first and last layers, training under `fp8_rollout`).
+    `kv_cache` holds in all layers and on both sides: keys and values that the rollout caches in FP8 are rounded the
+    same way before training's attention, even where the GEMMs are BF16 (first and last layers, training under
+    `fp8_rollout`).
     """
 
     name: Precision
@@ -107,9 +108,9 @@ def build_recipe(
     kv_cache: str = "bf16",
     head_dim: int | None = None,
 ) -> Recipe:
-    """The recipe of a config's `precision` key and [quant] table; raises UserError for values that cannot be met.
+    """The recipe from a config's `precision` key and [quant] table; raises UserError for values that cannot work.
 
-    `head_dim` is the model's: an FP8 cache has one scale a head.
+    `head_dim` is the model's: an FP8 cache has one scale per head.
     """
     _require_one_of("quant.kv_cache", kv_cache, get_args(CacheKind))
     assert kv_cache == "bf16" or head_dim is not None, "an FP8 cache needs the model's head size"

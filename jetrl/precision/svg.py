@@ -1,7 +1,7 @@
 """A small SVG canvas: boxes, arrows and labels, coloured by format in a way that colour-blind readers can tell apart.
 
 Colours follow the reader's light or dark scheme. BF16 is blue and E4M3 orange (Okabe and Ito's safest pair), FP32 grey;
-a difference is red, dashed, thick and says so in words, so that it never rests on colour alone.
+a difference is red, dashed, thick and labelled, so that it never depends on colour alone.
 """
 
 from __future__ import annotations

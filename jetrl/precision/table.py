@@ -1,4 +1,4 @@
-"""The flow as an aligned text table for a terminal of 80 columns: equal layers folded, both sides in columns."""
+"""The flow as an aligned text table for an 80-column terminal: equal layers folded, one column for each side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORT = {"act_1x128": "A8", "weight_128x128": "W8", "wgrad_128x1": "T8", "kv_he
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operator on both sides; an empty text where the side does not have it. `layer` is None outside the layers."""
+    """One operator on both sides; the text is empty if a side lacks it. `layer` is None outside the layers."""
 
     layer: int | None
     name: str
@@ -58,7 +58,7 @@ def _compare(spec: ModelSpec, recipe: Recipe, other: Recipe) -> str:
 
 
 def rows(left: FlowGraph, right: FlowGraph | None) -> list[Row]:
-    """One row an operator, in the order of execution; parameters show as inputs of what reads them.
+    """One row per operator, in the order of execution; parameters show as inputs of what reads them.
 
     A cache write and read are one row. They are the same as training's direct edge when they change no value.
     """
@@ -117,7 +117,7 @@ def _legend(graphs: Iterable[FlowGraph]) -> list[str]:
 
 
 def _merge(left: list[str], right: list[str]) -> list[str]:
-    """Both orders in one: common names keep their place, the others stand where their side has them."""
+    """Both orders in one: common names keep their place, the others go where their side has them."""
     merged = []
     for tag, a, b, c, d in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         merged += left[a:b] if tag == "equal" else left[a:b] + right[c:d]

@@ -41,12 +41,12 @@ def package_versions(names: Sequence[str]) -> dict[str, str]:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # an optional package; that it is absent is the information
+            continue  # an optional package; its absence is the information
     return versions
 
 
 def cpu_name() -> str:
-    """The processor's model name where the system tells it, else its architecture."""
+    """The processor's model name if the system reports it, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -56,7 +56,7 @@ def cpu_name() -> str:
 
 
 def git_commit(package: Path) -> tuple[str | None, bool | None]:
-    """Commit of the checkout that holds `package` at its top, and whether it has changes; (None, None) elsewhere."""
+    """Commit of the checkout with `package` at its top, and whether it has changes; (None, None) elsewhere."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -75,7 +75,7 @@ def git_commit(package: Path) -> tuple[str | None, bool | None]:
 
 
 def _devices() -> dict[str, Any]:
-    torch = sys.modules.get("torch")  # a run has torch loaded; a reader of run folders need not load it for this
+    torch = sys.modules.get("torch")  # a run has loaded torch; a reader of run folders need not load it for this
     if torch is None:
         return {"torch": None, "cuda": None, "gpu": None, "gpu_count": 0}
     available = torch.cuda.is_available()

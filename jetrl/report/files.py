@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: read and repaired; the lock of a run folder; disk errors in plain words."""
+"""Files with one JSON object per line: reading and repair; the lock of a run folder; disk errors in plain words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jetrl.errors import UserError
 
 
 def lock(run_dir: Path) -> int:
-    """Hold the run folder for this process (the system lets go of it, however the process ends); its descriptor."""
+    """Lock the run folder for this process (the system unlocks it, however the process ends); returns a descriptor."""
     try:
         import fcntl
     except ImportError:  # not a Unix
@@ -40,11 +40,11 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             if row is not None:
                 yield row
             elif line.endswith(b"\n"):
-                raise UserError(f"{path}, line {number}, is no row: {line[:80]!r}. Remove that line.")
+                raise UserError(f"{path}, line {number}, is not a row: {line[:80]!r}. Remove that line.")
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row that a line holds, or None where the line is torn or foreign."""
+    """The row that a line holds, or None if the line is torn or is not ours."""
     try:
         row = json.loads(line)
     except ValueError:  # of JSON or of UTF-8
@@ -78,7 +78,7 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
             for line in source:
                 row = parse_row(line)
                 if row is None:
-                    raise UserError(f"{path} has a line that is no row: {line[:80]!r}. Remove that line.")
+                    raise UserError(f"{path} has a line that is not a row: {line[:80]!r}. Remove that line.")
                 if keep(row):
                     target.write(line)
         temporary.replace(path)
@@ -103,7 +103,7 @@ def line_of(row: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Say a full disk or a folder that may not be written plainly; other errors pass."""
+    """Report a full disk or an unwritable folder in plain words; other errors pass."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             reason = "no space left" if error.errno == errno.ENOSPC else "disk quota used up"
             raise UserError(
                 f"cannot write {path}: {reason} ({free / 2**20:.1f} MiB free). Free some space, or choose another "
-                "output_dir; then go on with checkpoint.resume=auto."
+                "output_dir; then continue with checkpoint.resume=auto."
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise UserError(f"cannot write {path}: {error.strerror}. Choose another output_dir.") from error

@@ -1,7 +1,7 @@
 """`write_report`: one or several runs as a single HTML file that needs no network and no server.
 
 The page draws itself (report.js: curves, samples.js: sample browser, page.js: the order) from JSON that this module
-embeds. Text of samples reaches the page only as JSON with `<`, `>` and `&` escaped, and is put there as text nodes.
+embeds. Text of samples reaches the page only as JSON with `<`, `>` and `&` escaped, and is inserted as text nodes.
 Flow pictures are embedded as images, so that a script in one does not run.
 """
 
@@ -25,7 +25,7 @@ from jetrl.report.run import PARITY_KEY, Headline, Run, headline, held_out_name,
 from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
 from jetrl.report.text import duration
 
-MAX_POINTS = 1500  # of a curve; longer ones are binned
+MAX_POINTS = 1500  # per curve; longer ones are binned
 FLOW_FILE = "flow.svg"
 SCRIPTS = ("report.js", "samples.js", "page.js")
 _LARGEST = re.compile(r"parity/.*|.*[/_]max")  # metrics whose bins keep the largest value
@@ -35,8 +35,8 @@ _HERE = Path(__file__).parent
 def write_report(run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, str] | None = None) -> Path:
     """Write the page of these runs to `out` and return its path.
 
-    `flow_svgs` maps a caption to the SVG text of a precision flow; where it is empty, each run's `flow.svg` is taken if
-    it has one. Raises `UserError` where a folder holds no run.
+    `flow_svgs` maps a caption to the SVG text of a precision flow; if it is empty, each run's `flow.svg` is used if it
+    has one. Raises `UserError` if a folder holds no run.
     """
     runs = load_runs(run_dirs)
     flows = dict(flow_svgs or {}) or _flows_of(runs)
@@ -95,7 +95,7 @@ def _payload(runs: Sequence[Run], samples: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def thin(key: str, steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
-    """A curve of at most `MAX_POINTS` points: bins keep the largest value of parity and of maxima, else the mean."""
+    """A curve of at most `MAX_POINTS` points: bins keep the largest value for parity and maxima, else the mean."""
     if len(steps) > MAX_POINTS:
         edges = np.linspace(0, len(steps), MAX_POINTS + 1).round().astype(int)
         array = np.asarray(values)
@@ -106,7 +106,7 @@ def thin(key: str, steps: Sequence[int], values: Sequence[float]) -> list[list[f
 
 
 def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
-    """What the header says of one run, as texts."""
+    """What the header says about one run, as texts."""
     accuracy = "not measured"
     if numbers.accuracy_after is not None:
         shown = percent if numbers.held_out == "accuracy" else "{:.3f}".format
@@ -147,12 +147,12 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
 
 
 def percent(value: float) -> str:
-    """0.8125 -> 81.2%; as a bare number where it is no share."""
+    """0.8125 -> 81.2%; a plain number if it is not a share."""
     return f"{100 * value:.1f}%" if 0 <= value <= 1 else f"{value:.3f}"
 
 
 def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
-    """Rows (what, one text a run, CSS class by run joined with spaces) of the table that compares runs."""
+    """Rows (what, one text per run, CSS class by run joined with spaces) of the table that compares runs."""
     told = [_describe(run, headline(run)) for run in runs]
     names = {
         "precision": "Precision",
@@ -185,7 +185,7 @@ def _last(run: Run, key: str) -> str:
 
 
 def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Config keys (dotted) on which the runs disagree, with each run's value; the name of the run aside."""
+    """Config keys (dotted) on which the runs disagree, with each run's value; the run's name is left out."""
     flat = [dict(_flatten(run.config)) for run in runs]
     keys = sorted({key for config in flat for key in config if key != "name"})
     table = [(key, [json.dumps(config[key], default=str) if key in config else "–" for config in flat]) for key in keys]

@@ -13,7 +13,7 @@ from jetrl.report.run import PARITY_KEY, Run, headline, held_out_name, load_runs
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours: distinguishable with any common colour blindness. Dashes tell apart what shares a colour.
+# Okabe and Ito's colours: distinguishable with any common colour blindness. Dashes distinguish lines of one colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
 PHASE_COLOURS = ("#77AADD", "#EE8866", "#44BB99", "#FFAABB", "#AAAA00", "#EEDD88", "#99DDFF", "#BBCC33", "#9A9A9A")
@@ -21,7 +21,7 @@ PHASE_ORDER = ("rollout", "update", "eval", "reward", "pack", "publish", "load",
 
 
 def plot_runs(run_dirs: Sequence[Path], out_png: Path) -> Path:
-    """Draw these runs over each other, write the picture to `out_png` and return its path. Needs matplotlib."""
+    """Draw these runs into one picture, write it to `out_png` and return its path. Needs matplotlib."""
     runs = load_runs(run_dirs)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -78,13 +78,13 @@ def _curves(axis: Axes, runs: Sequence[Run], title: str, keys: dict[str, str], s
     if longest == 0:
         axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes, color="#55554f")
     low, high = axis.get_ylim()
-    axis.set_ylim(min(0.0, low), 1.04 if not smooth and high <= 1.1 else high)  # a share is shown on its whole range
+    axis.set_ylim(min(0.0, low), 1.04 if not smooth and high <= 1.1 else high)  # a share is shown over its whole range
     named = {key for key in keys.values() if key}
     _title(axis, title, named.pop() if len(named) == 1 else "")
 
 
 def _parity(axis: Axes, runs: Sequence[Run]) -> None:
-    """Largest log-prob gap by step on a scale that has zero: exact runs lie on the foot line and are named there."""
+    """Largest log-prob gap by step on a scale that has zero: exact runs lie on the zero line and are named there."""
     measured = [(number, run, run.series(PARITY_KEY)) for number, run in enumerate(runs)]
     measured = [one for one in measured if one[2][0]]
     gaps = [value for _, _, (_, values) in measured for value in values if value > 0 and math.isfinite(value)]
@@ -109,7 +109,7 @@ def _parity(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def _phases(axis: Axes, runs: Sequence[Run]) -> None:
-    """Mean seconds a step, one stacked bar a run."""
+    """Mean seconds per step, one stacked bar per run."""
     names = sorted({phase for run in runs for phase in run.phases()}, key=_rank)
     left = [0.0] * len(runs)
     rows = list(range(len(runs)))[::-1]  # first run on top
@@ -133,13 +133,13 @@ def _phases(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def seconds_a_step(run: Run, phase: str) -> float:
-    """Seconds of a phase over the whole run, by the number of training steps."""
+    """Seconds of a phase over the whole run, divided by the number of training steps."""
     steps = max(1, sum(int(row["step"]) > 0 for row in run.rows))
     return math.fsum(value for value in run.series(f"time/{phase}")[1] if math.isfinite(value)) / steps
 
 
 def running_mean(values: Sequence[float], keep: float) -> list[float]:
-    """Exponential mean without the pull of its start: `sum_i keep^(n-i) x_i / sum_i keep^(n-i)`; NaN stays NaN."""
+    """Exponential mean without the bias of its start: `sum_i keep^(n-i) x_i / sum_i keep^(n-i)`; NaN stays NaN."""
     total = weight = 0.0
     means = []
     for value in values:

@@ -1,7 +1,7 @@
 """What a run leaves on disk: `metrics.jsonl`, `samples.jsonl`, `env.json` and `config.toml`.
 
 Every row is one `write` call of one line, so that a killed run loses at most its last line. `Recorder` cuts such a torn
-line on resume; the readers pass over it. Numbers that JSON does not have (NaN, infinities) are kept as strings.
+line on resume; the readers skip it. Numbers that JSON does not have (NaN, infinities) are kept as strings.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Recorder:
-    """Writes one run folder. Give `resume=True` to go on with a folder that holds rows, then call `drop_after`."""
+    """Writes one run folder. Pass `resume=True` to continue a folder that holds rows, then call `drop_after`."""
 
     def __init__(self, run_dir: Path | str, resume: bool = False) -> None:
         self.run_dir = Path(run_dir)
         self.resume = resume
-        self.trackers: list[Tracker] = []  # each row goes to them as well
+        self.trackers: list[Tracker] = []  # each row goes to them too
         metrics, samples = self.run_dir / METRICS_FILE, self.run_dir / SAMPLES_FILE
         with disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -50,13 +50,13 @@ class Recorder:
         if not resume and metrics.exists() and metrics.stat().st_size > 0:
             raise UserError(
                 f"{self.run_dir} already holds a run ({len(read_metrics(self.run_dir))} rows in {METRICS_FILE}). "
-                "Go on with it (checkpoint.resume=auto), choose another name=..., or delete the folder."
+                "Continue it (checkpoint.resume=auto), choose another name=..., or delete the folder."
             )
         for path in (metrics, samples):
             if resume:
                 cut_torn_line(path)
             elif path.exists() and path.stat().st_size > 0:
-                path.write_bytes(b"")  # samples without metrics: of a run that died before its first step
+                path.write_bytes(b"")  # samples without metrics: from a run that died before its first step
         self._metrics = self._open(metrics)
         self._samples = self._open(samples)
         rows = read_metrics(self.run_dir) if resume else []
@@ -67,7 +67,7 @@ class Recorder:
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def drop_after(self, step: int) -> None:
-        """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run goes on."""
+        """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes."""
         os.close(self._metrics)
         os.close(self._samples)
         for name in (METRICS_FILE, SAMPLES_FILE):
@@ -77,7 +77,7 @@ class Recorder:
         self.last_step = min(self.last_step, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the row of `step`: flat keys, plain numbers. One row a step, in order (step 0: before training)."""
+        """Append the row of `step`: flat keys, plain numbers. One row per step, in order (step 0: before training)."""
         assert step > self.last_step, f"row of step {step} after that of step {self.last_step}"
         row: dict[str, Any] = {"step": step}
         row.update((key, _encode(value)) for key, value in metrics.items() if key != "step")
@@ -110,7 +110,7 @@ class Recorder:
             assert not missing, f"sample row without {missing}"
             for part in (row, *(turn for turn in row.get("turns", ()) if turn["author"] == "policy")):
                 assert len(part["tokens"]) == len(part["logprobs"]), "a sample needs one log-prob a token"
-            assert len(row.get("advantages", row["tokens"])) == len(row["tokens"]), "one advantage a token, or one"
+            assert len(row.get("advantages", row["tokens"])) == len(row["tokens"]), "one advantage per token, or one"
             encoded.append({"step": step, **_with_numbers(row, _encode)})
         self._append(self._samples, SAMPLES_FILE, encoded)
 
@@ -125,7 +125,7 @@ class Recorder:
         if self.resume and path.exists():
             try:
                 first = dict(json.loads(path.read_text()))
-            except (ValueError, TypeError):  # it is only a record: a damaged one does not stop a run
+            except (ValueError, TypeError):  # only a record: a damaged one does not stop a run
                 first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
             environment = first
@@ -166,11 +166,11 @@ class Recorder:
 
 
 def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Sample rows of scored groups, one a trajectory; `token_text` decodes one token id.
+    """Sample rows of scored groups, one per trajectory; `token_text` decodes one token id.
 
-    A plain answer has the problem's prompt, chat messages as `role: content` lines. A conversation has the prompt as it
-    stood before the policy, and `turns`: what followed, by author. Where any trajectory of a group is a conversation,
-    all are told as such. With an advantage for each token, these are `advantages` and `advantage` is their mean.
+    A plain answer has the problem's prompt, chat messages as `role: content` lines. A conversation has the prompt that
+    the policy saw, and `turns`: what followed, by author. If any trajectory of a group is a conversation, all are
+    recorded as one. With an advantage for each token, these are `advantages` and `advantage` is their mean.
     """
     rows: list[dict[str, Any]] = []
     for group in groups:
@@ -183,7 +183,7 @@ def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> lis
 def failed_rows(
     failed: Iterable[tuple[Prompt, Trajectory]], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """Sample rows of trajectories that their environment broke: no reward, no advantage, and `error`."""
+    """Sample rows of trajectories whose environment failed: no reward, no advantage, and `error`."""
     return [
         _row(prompt, trajectory, token_text, True) | {"reward": None, "advantage": None, "error": trajectory.error}
         for prompt, trajectory in failed
@@ -201,7 +201,7 @@ def _row(
     prompt: Prompt, trajectory: Trajectory, token_text: Callable[[int], str], conversation: bool
 ) -> dict[str, Any]:
     text, later = _prompt_text(prompt.problem), trajectory.segments[1:]
-    if conversation and trajectory.segments:  # none where the environment failed before it gave a prompt
+    if conversation and trajectory.segments:  # none if the environment failed before it gave a prompt
         text = trajectory.segments[0].text
     row: dict[str, Any] = {
         "group": prompt.index,
@@ -243,10 +243,10 @@ def _prompt_text(problem: Problem) -> str:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The rows of a run, oldest first; a torn last line is left out. Raises `UserError` where there is no run."""
+    """The rows of a run, oldest first; a torn last line is left out. Raises `UserError` if there is no run."""
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
-        raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is no run folder. Give one, such as runs/<name>.")
+        raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
     if wrong := [row.get("step") for row in rows if not isinstance(row.get("step"), int)]:
         raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
@@ -254,7 +254,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
-    """The sample rows of a run, one at a time (the file may be large); none where the run kept no samples."""
+    """The sample rows of a run, one at a time (the file may be large); none if the run kept no samples."""
     path = Path(run_dir) / SAMPLES_FILE
     if not path.exists():
         return
@@ -277,7 +277,7 @@ def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
 
 
 def _encode(value: Any) -> float | int | str | None:
-    """A number as JSON has it. Zero-dimensional arrays and tensors count as numbers."""
+    """A number as JSON writes it. Zero-dimensional arrays and tensors count as numbers."""
     if value is None or isinstance(value, int):
         return value
     number = float(value)

@@ -2,7 +2,7 @@
 // Draws the page from the JSON in #data. Text of runs and samples is only ever put into text nodes.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
-const DASHES = ["", "7 4", "2 3"]; // with six colours: 18 runs that can be told apart
+const DASHES = ["", "7 4", "2 3"]; // with six colours: 18 distinguishable runs
 const PHASE_COLOURS = ["#77aadd", "#ee8866", "#44bb99", "#ffaabb", "#aaaa00", "#eedd88", "#99ddff", "#bbcc33", "#9a9a9a"];
 const PHASE_ORDER = ["rollout", "update", "eval", "reward", "pack", "publish", "load", "checkpoint"];
 const hidden = new Set();
@@ -77,7 +77,7 @@ function linearScale(values, fixed) {
   }
   return { at: (v) => (v - low) / (high - low), ticks: niceTicks(low, high, 4) };
 }
-function symlogScale(values) { // zero at the foot, then a decade a grid line from the smallest gap on
+function symlogScale(values) { // zero at the bottom, then one grid line per decade from the smallest gap on
   const gaps = values.map(Math.abs).filter((v) => v > 0);
   if (!gaps.length) return { at: () => 0.02, ticks: [0] };
   const first = Math.floor(Math.log10(Math.min(...gaps))), last = Math.max(Math.ceil(Math.log10(Math.max(...gaps))), first + 1);
@@ -87,7 +87,7 @@ function symlogScale(values) { // zero at the foot, then a decade a grid line fr
   for (let d = last; d >= first; d -= every) ticks.push(10 ** d);
   return { at, ticks };
 }
-function smooth(values, alpha) { // exponential mean without the pull of its start; gaps stay gaps
+function smooth(values, alpha) { // exponential mean without the bias of its start; gaps stay gaps
   let sum = 0, weight = 0;
   return values.map((v) => {
     if (v === null) return null;
@@ -253,7 +253,7 @@ function timeChart() {
     for (const name of shown.run.phases) {
       const [xs, ys] = shown.run.series[`time/${name}`];
       xs.forEach((x, k) => {
-        if (x === 0 && shown.run.steps > 0) return;  // the warm start would flatten all else; its time stands in the legend
+        if (x === 0 && shown.run.steps > 0) return;  // the warm start would flatten the rest; its time is in the legend
         if (!steps.has(x)) steps.set(x, {});
         steps.get(x)[name] = ys[k] ?? 0;
       });

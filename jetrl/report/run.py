@@ -23,12 +23,12 @@ CORRECTNESS = frozenset((
     "jetrl.tasks.math_reward:math_reward",
 ))
 _ENVIRONMENTS = (None, "calculator", "retry")  # those that give the task's own reward
-_TOTALS = ("time/step", "time/total")  # sums of the other phases, so no phases themselves
+_TOTALS = ("time/step", "time/total")  # sums of the other phases, not phases themselves
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read. `label` names it on pictures and is unique among the runs loaded together."""
+    """The content of one run folder. `label` names it in pictures and is unique among the runs loaded together."""
 
     path: Path
     label: str
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def model(self) -> str:
-        """A short name of the model: its folder, or the sizes of one made at random."""
+        """A short name of the model: its folder, or the sizes of one with random weights."""
         model = self.config.get("model", {})
         if model.get("path"):
             return Path(str(model["path"]).rstrip("/")).name
@@ -123,7 +123,7 @@ def held_out_name(names: Iterable[str]) -> str:
 
 
 def headline(run: Run) -> Headline:
-    """Accuracy at the first and last evaluation, greatest parity gap, time summed, median tokens/s per GPU."""
+    """Accuracy at the first and last evaluation, largest parity gap, total time, median tokens/s per GPU."""
     accuracy_key = next(iter(run.accuracy_keys()), None)
     accuracy = run.series(accuracy_key)[1] if accuracy_key else []
     parity = run.series(PARITY_KEY)[1]
@@ -164,9 +164,9 @@ def _seconds(run: Run) -> float | None:
 
 
 def load_runs(run_dirs: Sequence[Path | str]) -> list[Run]:
-    """Read run folders. Runs of one name are told apart by folder, then by path."""
+    """Read run folders. Runs with the same name are labelled by folder, then by path."""
     if not run_dirs:
-        raise UserError("no run folder given. Name at least one, as runs/<name>.")
+        raise UserError("no run folder given. Name at least one, such as runs/<name>.")
     paths = [Path(folder) for folder in run_dirs]
     loaded = [_load(path) for path in paths]
     for name in (lambda path: path.resolve().name, str):

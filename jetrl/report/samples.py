@@ -1,4 +1,4 @@
-"""`choose_samples`: what of `samples.jsonl` the sample browser of the report shows, small enough for one page."""
+"""`choose_samples`: which part of `samples.jsonl` the report's sample browser shows, small enough for one page."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 MAX_SAMPLES = 400  # rows on the page, over all runs
-MAX_TOKENS = 1500  # the policy's tokens of a row
-MAX_CHARACTERS = 8000  # the environment's text of a row, without the prompt
+MAX_TOKENS = 1500  # the policy's tokens in a row
+MAX_CHARACTERS = 8000  # the environment's text in a row, without the prompt
 
 Row = Mapping[str, Any]
 
 
 def choose_samples(rows: Iterable[Row], max_rows: int) -> dict[str, Any]:
-    """At most `max_rows` rows, evenly over the steps, first and last step among them, in whole groups where they fit.
+    """At most `max_rows` rows, evenly over the steps, including first and last, in whole groups where they fit.
 
     Returns `steps` (each with its groups) and the counts `kept`, `total` and `cut` (rows that lost tokens or text).
     """
@@ -40,7 +40,7 @@ def choose_samples(rows: Iterable[Row], max_rows: int) -> dict[str, Any]:
 
 
 def sample_note(samples: Sequence[Mapping[str, Any]]) -> str:
-    """What the page says of the choice, for the results of `choose_samples`; empty where there are no samples."""
+    """What the page says about the choice, for the results of `choose_samples`; empty if there are no samples."""
     kept, total, cut = (sum(one[key] for one in samples) for key in ("kept", "total", "cut"))
     if not total:
         return ""
@@ -54,7 +54,7 @@ def sample_note(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _evenly(groups: Mapping[int, Sequence[Sequence[Row]]], max_rows: int) -> list[int]:
-    """The steps to show: as many as have room for one group each."""
+    """The steps to show: as many as there is room for, with one group each."""
     steps = list(groups)
     if not steps:
         return []
@@ -99,7 +99,7 @@ def _turns(row: Row) -> list[dict[str, Any]]:
 def _policy(
     tokens: Sequence[str], logprobs: Sequence[float], advantages: Sequence[float] | None, text: str, limit: int
 ) -> dict[str, Any]:
-    """Text by the policy: t tokens, l log-probs, v advantages, n tokens in all, c the text if the tokens differ."""
+    """Text by the policy: t tokens, l log-probs, v advantages, n token count, c the text if the tokens differ."""
     one: dict[str, Any] = {"t": list(tokens[:limit]), "n": len(tokens)}
     one["l"] = [finite(round(float(value), 5)) for value in logprobs[:limit]]
     if advantages is not None:
@@ -115,5 +115,5 @@ def _is_cut(row: Row) -> bool:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None for what JSON does not have."""
+    """The value, or None for numbers that JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

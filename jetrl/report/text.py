@@ -17,7 +17,7 @@ def counted(n: float, what: str) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """The value with so many decimals; `-` where there is none."""
+    """The value with `digits` decimals; `-` if there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -27,7 +27,7 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def parity_text(gap: float) -> str:
-    """`0` only for a gap of exactly 0; else the gap in three digits (1.19e-07, 0.0123)."""
+    """`0` only for a gap of exactly 0; else the gap with three digits (1.19e-07, 0.0123)."""
     return "0" if gap == 0.0 else f"{gap:.3g}"
 
 
@@ -46,7 +46,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """The values as one character each; more than `width` are averaged in equal runs. NaN is a blank."""
+    """One character per value; more than `width` values are averaged in equal runs. NaN is a blank."""
     if len(values) > width:
         edges = [i * len(values) // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -60,9 +60,9 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 
 def notes(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """What else a step's row has to say, as (name, text): refill, failed environments, all rewards the same.
+    """What else a step's row shows, as (name, text): refill, failed environments, all rewards the same.
 
-    A critic learns from equal rewards too, so with one nothing is said of them.
+    A critic learns from equal rewards too, so with a critic they are not mentioned.
     """
     found = []
     if (rounds := metrics.get("rollout/refill_rounds", 0.0)) > 1:
@@ -78,6 +78,6 @@ def notes(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def failures_of(metrics: Mapping[str, float]) -> str:
-    """`2 errors, 1 time-out`; empty where no environment failed."""
+    """`2 errors, 1 time-out`; empty if no environment failed."""
     kinds = (("environment/num_errors", "error"), ("environment/num_timeouts", "time-out"))
     return ", ".join(counted(metrics[key], kind) for key, kind in kinds if metrics.get(key))

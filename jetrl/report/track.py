@@ -1,4 +1,4 @@
-"""Experiment trackers behind one small interface: they receive each row of metrics.jsonl as it is written."""
+"""Experiment trackers with one small interface: they receive each row of metrics.jsonl as it is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tracker(Protocol):
 
 
 def open_trackers(backends: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Tracker]:
-    """Open the trackers that `track.backends` names; one whose package is missing is a UserError."""
+    """Open the trackers that `track.backends` names; UserError if the package of one is missing."""
     makers: dict[str, type[_TensorBoard] | type[_Logged] | type[_MLflow]] = {
         "tensorboard": _TensorBoard,
         "wandb": _Logged,
@@ -53,7 +53,7 @@ class _TensorBoard:
 
 
 class _Logged:
-    """wandb and trackio, whose interfaces agree."""
+    """wandb and trackio, which have the same interface."""
 
     def __init__(self, name: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         self._module = _module(name, name)

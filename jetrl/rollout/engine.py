@@ -1,12 +1,12 @@
 """`PagedEngine`: requests in, completions with log-probs out. One step is schedule -> run -> commit; on a GPU, a few
-decode steps in a row run without the host in between (a burst), and what a sequence drew after its end is dropped.
+decode steps run in a row without the host in between (a burst), and what a sequence drew after its end is dropped.
 
-Requests come and go by `add`, `step` and `collect`; `generate` is a loop over these. A session lasts from the first
-`add` on an idle engine until everything has finished, has been collected and (conversations) forgotten. It has one KV
-cache, sized at that first `add`.
+Requests come and go through `add`, `step` and `collect`; `generate` is a loop over these. A session lasts from the
+first `add` on an idle engine until everything has finished, has been collected and (conversations) forgotten. It has
+one KV cache, sized at that first `add`.
 
-The engine runs the very model object that is trained. `load` therefore moves no weights: it takes note of their version
-and of the flow digest, which every completion carries, and refuses weights of another flow.
+The engine runs the same model object that is trained. So `load` moves no weights: it notes their version and the flow
+digest, which every completion carries, and refuses weights of another flow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jetrl.types import Completion, FinishReason, Request, StepReport, WeightSet
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """Figures of one session. `model_seconds` is forward and lm_head; drawing tokens is `sample_seconds`."""
+    """Figures of one session. `model_seconds` covers forward and lm_head; `sample_seconds` covers drawing tokens."""
 
     generated_tokens: int
     computed_tokens: int  # rows of all forward passes; shared prompts count once, preempted tokens again
@@ -43,14 +43,14 @@ class RolloutStats:
 
 @dataclass(slots=True)
 class _Session:
-    """What lives from the first `add` on an idle engine until nothing is left."""
+    """What exists from the first `add` on an idle engine until nothing is left."""
 
     scheduler: Scheduler
     stopper: Stopper
     table: SamplingTable
     start: float
     num_finished: int = 0
-    finished: list[tuple[int, Completion]] = field(default_factory=list)  # not collected yet, with their place in `add`
+    finished: list[tuple[int, Completion]] = field(default_factory=list)  # not collected yet, by place in `add`
 
     @property
     def is_over(self) -> bool:
@@ -65,7 +65,7 @@ class _Session:
 class PagedEngine:
     """The rollout engine. Sizes are those of the config's `rollout` section; `eos_token_ids` overrides the tokenizer's.
 
-    `kv_cache_tokens=None` sizes the cache for each session from what its first requests can need and most of the free
+    `kv_cache_tokens=None` sizes the cache for each session: what its first requests can need, within most of the free
     memory.
     """
 
@@ -105,10 +105,10 @@ class PagedEngine:
         return self._session is not None and self._session.scheduler.has_work
 
     def load(self, weights: WeightSet) -> None:
-        """Take note of newly published weights; ValueError if they were published for another precision flow.
+        """Note newly published weights; ValueError if they were published for another precision flow.
 
-        Keys of other weights are of no use: what is kept of conversations goes, and their next turns are computed from
-        the first token.
+        Keys of the old weights are useless: what is kept of conversations is freed, and their next turns are computed
+        from the first token.
         """
         if weights.flow_digest != self.flow_digest:
             raise ValueError(
@@ -120,15 +120,15 @@ class PagedEngine:
         self.runner.weights_changed()
 
     def release(self) -> None:
-        """Give the KV cache's memory back until the next `add`. What is kept of conversations goes with it."""
+        """Free the KV cache's memory until the next `add`. What is kept of conversations is freed with it."""
         self._drop_kept("release")
         self.runner.release()
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none.
 
-        Tokens and log-probs of a request depend on its tokens, sampling parameters and id alone. UserError if one of
-        them can never run; ValueError if an open conversation cannot go on with it.
+        Tokens and log-probs of a request depend only on its tokens, sampling parameters and id. UserError if one can
+        never run; ValueError if an open conversation cannot continue with it.
         """
         if self.weights is None:
             raise ValueError("no weights are loaded; call engine.load(weights) before engine.add() or generate()")
@@ -189,10 +189,10 @@ class PagedEngine:
         on_step: Callable[[StepReport], None] | None = None,
         force_preempt: ForcePreempt | None = None,
     ) -> list[Completion]:
-        """Generate all requests; completions come in their order. If `on_step` raises, none of them is left behind.
+        """Generate all requests; completions come in their order. If `on_step` raises, no request stays in the engine.
 
-        `force_preempt(step, running) -> indices to preempt` interrupts requests (places in `requests`) on purpose; it
-        changes no result, but must leave them steps in which to get on.
+        `force_preempt(step, running) -> indices to preempt` interrupts requests (places in `requests`) on purpose. It
+        changes no result, but must leave them some steps to make progress.
         """
         if self.has_work or (self._session is not None and self._session.finished):
             raise ValueError("generate() needs an engine without other requests; collect them first")
@@ -229,12 +229,12 @@ class PagedEngine:
         return _Session(scheduler, Stopper(self.eos_token_ids, self.tokenizer), SamplingTable.build([], []), start)
 
     def _num_pages(self, requests: Sequence[Request]) -> int:
-        """The configured size, or what the largest requests that can run at once may need, as far as memory allows."""
+        """The configured size, or what the largest requests that can run at once may need, if memory allows."""
         if self.kv_cache_tokens is not None:
             return -(-self.kv_cache_tokens // self.page_size)
         sizes = sorted((-(-most_tokens(r) // self.page_size) for r in requests), reverse=True)
         together = sizes[: self.max_num_seqs]
-        if any(r.max_conversation is not None for r in requests):  # more of them will come than have begun by now
+        if any(r.max_conversation is not None for r in requests):  # more will come than have begun so far
             together += sizes[:1] * (self.max_num_seqs - len(together))
         need = sum(together) + len(together) // self.page_size + 1  # and the pages that the scheduler keeps back
         have = self.runner.cache.num_pages if self.runner.cache is not None else 0
@@ -262,7 +262,7 @@ class PagedEngine:
             self._session.scheduler.turns.drop_all()
 
     def _end_if_over(self) -> None:
-        """End the session if nothing is left of it: check that no page is lost, give memory back, note the figures."""
+        """End the session if nothing is left of it: check that no page is lost, free memory, note the figures."""
         session = self._session
         if session is None or not session.is_over:
             return
@@ -278,6 +278,6 @@ class PagedEngine:
         self._session = None
 
     def _abandon(self) -> None:
-        """After an error: drop all requests, and the cache, which may hold values that are no numbers."""
+        """After an error: drop all requests, and the cache, which may hold NaN."""
         self._session = None
         self.runner.release()

@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: one launch instead of a dozen a layer, which the host could not issue fast enough.
+"""Decode steps as CUDA graphs: one launch instead of a dozen per layer, which the host could not issue fast enough.
 
-A graph is captured for batch sizes of a fixed list; smaller batches are padded with rows that write nothing to the
+A graph is captured for batch sizes from a fixed list; smaller batches are padded with rows that write nothing to the
 cache. A row's bits do not depend on the other rows, so padding changes none. Graphs hold the addresses of
-weights and cache. Publishing writes new weights to the old addresses; whoever moves either drops the graphs.
+weights and cache. Publishing writes new weights to the old addresses; code that moves either must drop the graphs.
 
-Legend: `B` rows, of which the first `n` are real, `M` pages of a sequence.
+Legend: `B` rows, of which the first `n` are real, `M` pages per sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jetrl.types import ForwardBatch, PagedPlan
 
 
 def padded_batch(n: int) -> int:
-    """The smallest captured size that holds `n` rows: powers of two to 16, then multiples of 16, from 256 of 64."""
+    """The smallest captured size that holds `n` rows: powers of two to 16, then multiples of 16, from 256 on of 64."""
     if n <= 16:
         return 1 << (n - 1).bit_length()
     step = 16 if n <= 256 else 64
@@ -43,9 +43,9 @@ class GraphSize(NamedTuple):
 
 
 def choose(captured: Collection[GraphSize], need: GraphSize, times: int) -> GraphSize:
-    """The graph for `need`, asked for the `times`-th time: its own, or one captured already with up to twice the rows.
+    """The graph for `need`, requested for the `times`-th time: its own, or a captured one with up to twice the rows.
 
-    A capture costs as much as several steps. While a batch runs dry, each size is needed once or twice: not worth it.
+    A capture costs as much as several steps. As a batch runs out, each size is needed once or twice: not worth it.
     """
     fits = [size for size in captured if size.holds(need) and size.rows <= 2 * need.rows]
     return min(fits) if fits and times < 3 and need not in captured else need
@@ -59,7 +59,7 @@ class _Graph:
     batch: ForwardBatch  # held, because the graph reads its memory
     state: DecodeState
     temperature: Tensor  # [B] FP32
-    logits: Tensor | None  # [B, V] FP32, where draws are made outside
+    logits: Tensor | None  # [B, V] FP32, if tokens are drawn outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class DecodeInputs:
 
 
 class DecodeGraphs:
-    """Captures on first use of a batch size, replays after. Both calls give what plain steps give, bit for bit."""
+    """Captures on first use of a batch size, then replays. Both methods give what plain steps give, bit for bit."""
 
     def __init__(self, model: Any, cache: Any, device: torch.device, max_steps: int) -> None:
         self.model, self.cache, self.device, self.max_steps = model, cache, device, max_steps
@@ -159,5 +159,5 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             logits = step()
         self._pool = graph.pool()
-        # not holding the logits where nobody reads them leaves their memory to the next graph
+        # logits that nobody reads are not held, so the next graph can use their memory
         return _Graph(graph, batch, state, temperature, None if draws else logits)

@@ -11,14 +11,14 @@ from jetrl.precision.formats import BF16, Format, kv_head
 from jetrl.spec import ModelSpec
 from jetrl.types import LayerCache
 
-_MEMORY_SHARE = 0.8  # of the memory that can be had, where the size of the cache is left to us
+_MEMORY_SHARE = 0.8  # of the available memory, if the user sets no cache size
 
 
 class KVCache:
     """Keys and values of all layers, [layers, pages, page_size, kv_heads, head_dim] each.
 
-    `format` is the recipe's: plain, where they are stored in the model's `dtype`, or `kv_head`, where they are E4M3
-    codes with `scales` [layers, pages, kv_heads, page_size, 2] (of the key, of the value) in BF16.
+    `format` is the recipe's. Plain: they are stored in the model's `dtype`. `kv_head`: they are E4M3 codes with
+    `scales` [layers, pages, kv_heads, page_size, 2] (of the key, of the value) in BF16.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class KVCache:
         return LayerCache(self.keys[index], self.values[index], scales)
 
     def copy_pages(self, copies: Tensor) -> None:
-        """Copy page `copies[c, 0]` to page `copies[c, 1]`, scales included; all are read before any is written."""
+        """Copy page `copies[c, 0]` to page `copies[c, 1]`, with scales; all are read before any is written."""
         source, target = copies.unbind(1)
         for cache in self._tensors():
             plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch cannot index E4M3
@@ -73,8 +73,8 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, format: Form
 def pages_in_memory(
     spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, format: Format = BF16
 ) -> int:
-    """Pages that fit in `_MEMORY_SHARE` of the memory that can be had now."""
-    if device.type == "cuda":  # torch holds on to freed memory, which counts as free
+    """Pages that fit in `_MEMORY_SHARE` of the memory available now."""
+    if device.type == "cuda":  # torch keeps freed memory, which counts as free
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
     else:

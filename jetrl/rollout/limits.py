@@ -8,7 +8,7 @@ from jetrl.types import Request
 
 
 class RefusedRequest(UserError):
-    """A request that can never run. `request_id` tells a driver whose it is."""
+    """A request that can never run. `request_id` lets a driver find whose it is."""
 
     def __init__(self, request_id: int, message: str) -> None:
         super().__init__(message)
@@ -16,7 +16,7 @@ class RefusedRequest(UserError):
 
 
 def most_tokens(request: Request) -> int:
-    """The tokens that a request's sequence may reach: of all turns together, for a conversation."""
+    """The most tokens that a request's sequence may reach; for a conversation, over all turns."""
     return max(len(request.tokens) + request.sampling.max_tokens, request.max_conversation or 0)
 
 

@@ -52,7 +52,7 @@ class PageAllocator:
         self.ref_counts[pages] += 1
 
     def free(self, pages: Sequence[int] | np.ndarray) -> None:
-        """Drop one reference to each of `pages` (distinct); those without any left can be given out again."""
+        """Drop one reference to each of `pages` (distinct); pages without references can be allocated again."""
         for page in pages:
             page = int(page)
             count = self.ref_counts[page]

@@ -1,4 +1,4 @@
-"""What the scheduler hands on and what it remembers: the plan of a pass, sequences, shared prompts. No torch."""
+"""What the scheduler returns and what it remembers: the plan of a pass, sequences, shared prompts. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that has come to its end: what was drawn for it, and whether its last token stopped it."""
+    """A finished request: what was drawn for it, and whether its last token stopped it."""
 
     request: int  # place in the order of `add`
     id: int
@@ -56,8 +56,8 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A request on its way. `tokens` (the prompt, and what was drawn before a preemption) with their log-probs (of the
-    prompt: zeros) are current while it waits."""
+    """A request that waits or runs. `tokens` (the prompt, and what was drawn before a preemption) and their log-probs
+    (of the prompt: zeros) are current while it waits."""
 
     request: int
     id: int
@@ -66,7 +66,7 @@ class Tracked:
     max_length: int
     prefix: Prefix
     is_turn: bool = False  # of a conversation
-    keeps: bool = False  # and its pages stay when it ends
+    keeps: bool = False  # its pages stay when it ends
     slot: int = -1
 
 

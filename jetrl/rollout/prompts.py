@@ -14,26 +14,26 @@ class Prompts:
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.allocator = allocator
-        self.leading: list[Prefix] = []  # those that a leader computes
+        self.leading: list[Prefix] = []  # those that a leader is computing
         self._all: dict[tuple[int, ...], Prefix] = {}
         self._held: list[Prefix] = []  # those with pages
 
     def join(self, tokens: tuple[int, ...]) -> Prefix:
-        """The prompt of one more request, which waits."""
+        """The prompt of one more waiting request."""
         prefix = self._all.setdefault(tokens, Prefix(tokens))
         prefix.members += 1
         prefix.waiting += 1
         return prefix
 
     def leave(self, prefix: Prefix) -> None:
-        """One request of the prompt has ended. Nobody remembers a prompt without requests."""
+        """One request of the prompt has ended. A prompt without requests is forgotten."""
         prefix.members -= 1
         if prefix.members == 0:
             assert prefix.leader is None and prefix.pages is None and prefix.waiting == 0
             del self._all[prefix.tokens]
 
     def wait_less(self, prefix: Prefix) -> None:
-        """One request of the prompt waits no more."""
+        """One request of the prompt no longer waits."""
         prefix.waiting -= 1
         if prefix.waiting == 0 and prefix.pages is not None:
             self.drop(prefix)
@@ -55,7 +55,7 @@ class Prompts:
         self._held.append(prefix)
 
     def drop(self, prefix: Prefix) -> None:
-        """Give up the pages held for waiting samples; should some still wait, one of them computes the prompt again."""
+        """Give up the pages held for waiting samples; if some still wait, one of them computes the prompt again."""
         assert prefix.pages is not None
         self.allocator.free(prefix.pages)
         prefix.pages = None

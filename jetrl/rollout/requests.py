@@ -12,10 +12,10 @@ STEP_STRIDE = 1 << 24  # request ids of a step: step * stride + number; evaluati
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`count` trajectories a prompt; trajectory number i of all has id `first_id + i`, which names its random stream.
+    """`count` trajectories per prompt; trajectory i of all has id `first_id + i`, which names its random stream.
 
-    `sampling.max_tokens` bounds all tokens behind the prompt, the environment's included; `max_turn_tokens` those of
-    one turn of the policy.
+    `sampling.max_tokens` bounds all tokens after the prompt, the environment's included; `max_turn_tokens` bounds those
+    of one turn of the policy.
     """
 
     sampling: SamplingParams
@@ -26,8 +26,8 @@ class Asked:
 
 
 def train_asked(config: Config, step: int, first_number: int = 0) -> Asked:
-    """`group_size` trajectories a prompt; ids never repeat in a run. Further rounds of a step set `first_number`, the
-    number of trajectories of the rounds before."""
+    """`group_size` trajectories per prompt; ids never repeat in a run. Later rounds of a step set `first_number`, the
+    number of trajectories in the rounds before."""
     assert step >= 1 and first_number >= 0
     r = config.rollout
     sampling = SamplingParams(
@@ -37,7 +37,7 @@ def train_asked(config: Config, step: int, first_number: int = 0) -> Asked:
 
 
 def eval_asked(config: Config) -> Asked:
-    """`eval.num_samples` trajectories a held-out prompt; the same streams at every evaluation."""
+    """`eval.num_samples` trajectories per held-out prompt; the same random streams at every evaluation."""
     length = config.eval.max_response_length or config.rollout.max_response_length
     sampling = SamplingParams(length, config.eval.temperature, stop=tuple(config.rollout.stop), seed=config.seed)
     return Asked(sampling, config.eval.num_samples, 0, *_turns(config))

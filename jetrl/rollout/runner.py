@@ -20,11 +20,11 @@ from jetrl.rollout.sampler import SamplingTable, check_finite, is_cut, sample_ro
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, PagedPlan
 
-_KEEP_SHARE = 0.1  # of a GPU's memory: a larger cache is given back to training after each `generate`
+_KEEP_SHARE = 0.1  # of a GPU's memory: a larger cache is freed for training after each rollout
 
 
 class Model(Protocol):
-    """What the engine asks of a model; `model.transformer.Transformer` is one."""
+    """What the engine needs from a model; `model.transformer.Transformer` is one."""
 
     spec: ModelSpec
     recipe: Recipe
@@ -50,7 +50,7 @@ def _is_decode(plan: Plan) -> bool:
 class ModelRunner:
     """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
 
-    cuda_graphs = True  # a subclass that looks into each step turns them off
+    cuda_graphs = True  # a subclass that inspects each step turns them off
     max_burst = 8  # decode steps between two looks at the tokens: hides the host, wastes up to 7 tokens a sequence
 
     def __init__(self, model: Model, page_size: int) -> None:
@@ -67,18 +67,18 @@ class ModelRunner:
         self.model_seconds = self.sample_seconds = 0.0
 
     def reserve(self, num_pages: int) -> None:
-        """Make the cache hold `num_pages` pages. Its content is not kept."""
+        """Give the cache `num_pages` pages. Its content is not kept."""
         if self.cache is None or self.cache.num_pages != num_pages or self.cache.keys.device != self.device:
-            self.release()  # give the old one back before the new one is taken
+            self.release()  # free the old one before the new one is allocated
             format = self.model.recipe.kv_cache
             self.cache = KVCache(self.model.spec, num_pages, self.page_size, self.model.dtype, self.device, format)
 
     def release(self) -> None:
-        """Give the cache's memory back (the trainer may want it between two rollouts)."""
+        """Free the cache's memory (the trainer may need it between two rollouts)."""
         self.cache = self.graphs = None
 
     def give_back(self) -> None:
-        """After a rollout: release a cache that training would miss. A small one stays, and its graphs with it."""
+        """After a rollout: release a cache whose memory training needs. A small one stays, with its graphs."""
         if self.cache is None or self.device.type != "cuda":
             return
         if self.cache.num_bytes > _KEEP_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
@@ -86,14 +86,14 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def weights_changed(self) -> None:
-        """Forget the captured graphs if the weights lie elsewhere now (publishing writes in place)."""
+        """Drop the captured graphs if the weights have moved (publishing writes in place)."""
         if self.graphs is not None and self.graphs.addresses != self.graphs.model.addresses():
             self.graphs = None
 
     def burst(self, plan: Plan, table: SamplingTable) -> int:
-        """How many steps in a row this plan could run, each feeding the next on the device; 0: it is no decode graph's.
+        """How many steps in a row this plan could run, each feeding the next on the device; 0: not by a decode graph.
 
-        Whole distributions only: truncated ones are drawn from by the plain path, step by step.
+        Untruncated distributions only: the plain path draws from truncated ones, step by step.
         """
         if not (self.cuda_graphs and self.device.type == "cuda" and _is_decode(plan)):
             return 0
@@ -174,7 +174,7 @@ class ModelRunner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def _clock(self) -> float:
-        """Seconds, once the device has finished what was asked of it (a step waits for its tokens anyway)."""
+        """Seconds, once the device has finished its work (a step waits for its tokens anyway)."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()

@@ -1,13 +1,13 @@
 """Drawing tokens. A row's token is a pure function of its logits, its sampling parameters, and (seed, id, position).
 
-The draw inverts the cumulative distribution in whole numbers: softmax numerators are integers
+The draw inverts the cumulative distribution in integers: softmax numerators are integers
 (`kernels.reference.exp_weights`), their sums are exact in float64 in any order, and the uniform number has 53 bits; so
 the token does not depend on what else is in the batch, on the thread count, or on how a library scans.
 
     u = hash(seed, id, position) in [0, 2**53);   token = first v with  w_0 + ... + w_v > floor(u * total / 2**53)
 
 Top-k, top-p and min-p (in this order) set the weights of the tokens that they cut to zero. The recorded log-prob is
-that of the whole distribution, by the function that the learner uses.
+that of the full distribution, by the function that the learner uses.
 
 Shape letters: B rows that draw a token, V vocabulary.
 """
@@ -27,12 +27,12 @@ from jetrl.kernels.reference import logprob
 from jetrl.types import SamplingParams
 
 UNIFORM_BITS = 53
-_MAX_ELEMENTS = 1 << 24  # logits worked on at once: bounds the float64 temporaries; rows are independent
+_MAX_ELEMENTS = 1 << 24  # logits processed at once: bounds the float64 temporaries; rows are independent
 _LOW = (1 << 27) - 1
 
 
 def check_params(params: SamplingParams) -> None:
-    """Refuse sampling parameters that have no meaning."""
+    """Refuse sampling parameters that make no sense."""
     rules = (
         (params.max_tokens >= 1, "max_tokens", params.max_tokens, "at least 1"),
         (0.0 <= params.temperature < float("inf"), "temperature", params.temperature, "0 (greedy) or more"),
@@ -93,14 +93,14 @@ def uniforms(key: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], ids: Sequence[int], positions: Sequence[int] | np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """`sample_rows` from the parameters, request id and position of the new token of each row of `logits` [B, V]."""
+    """`sample_rows` from parameters, request id and position of the new token, for each row of `logits` [B, V]."""
     for p in params:
         check_params(p)
     return sample_rows(logits, SamplingTable.build(params, ids), np.asarray(positions))
 
 
 def sample_rows(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draw one token a row. `logits` [B, V] FP32 -> tokens [B] int64, log-probs [B] FP32 (on the device of `logits`).
+    """Draw one token per row. `logits` [B, V] FP32 -> tokens [B] int64, log-probs [B] FP32 (on `logits`' device).
 
     The log-prob is that of the full distribution at the temperature; for greedy rows (temperature 0) at temperature 1.
     Raises FloatingPointError if a row's largest logit is not a finite number.
@@ -159,7 +159,7 @@ def check_finite(top: Tensor) -> None:
 
 
 def _first_maximum(z: Tensor) -> Tensor:
-    """Lowest index of the largest value of each row (argmax leaves open which of equal values it names)."""
+    """Lowest index of the largest value of each row (argmax does not say which of equal values it picks)."""
     columns = torch.arange(z.shape[1], device=z.device)
     return torch.where(z == z.amax(-1, keepdim=True), columns, z.shape[1]).amin(-1)
 

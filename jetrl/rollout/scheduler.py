@@ -3,13 +3,13 @@
 One `schedule` / `commit` pair is one engine step; requests may be added and forgotten between two of them. Decoding
 sequences get their token first, then prompts are computed in chunks with what is left of `max_tokens_per_step`.
 Requests with equal prompts share one prefill: when its last token is computed, every sample draws its own first token
-from that row and shares the prompt's pages (copy on write). A turn of a conversation goes on in the pages that were
-kept of the one before.
+from that row and shares the prompt's pages (copy on write). A turn of a conversation continues in the pages that were
+kept from the one before.
 
-When pages run out, those held for waiting samples go first, then those of conversations between two turns, then the
+When pages run out, those held for waiting samples go first, then those of conversations between two turns. Then the
 youngest running sequence is preempted: it keeps its tokens and log-probs, gives its pages back, and is computed again
-later, with the same bits (a row's bits do not depend on the other rows), so log-probs recorded before stay right. The
-oldest sequence is never held up by a younger one, which is why all of them finish.
+later, with the same bits (a row's bits do not depend on the other rows), so recorded log-probs stay right. The
+oldest sequence never waits for a younger one, so all of them finish.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ForcePreempt = Callable[[int, tuple[int, ...]], Iterable[int]]  # (step, running
 
 
 class Scheduler:
-    """Requests in, one `Plan` a step out; `max_num_seqs` sequences run at once, `max_tokens_per_step` tokens a step."""
+    """Requests in, one `Plan` per step out; at most `max_num_seqs` sequences at once, `max_tokens_per_step` tokens."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Scheduler:
         self._slots = Slots(max_num_seqs)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse a request that could never run (UserError) or is no next turn of its conversation (ValueError)."""
+        """Refuse a request that could never run (UserError) or cannot continue its conversation (ValueError)."""
         ids = set()
         for request in requests:
             check_sizes(request, self.max_position, self.allocator)
@@ -70,7 +70,7 @@ class Scheduler:
                 self.turns.check(request)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. One that is refused (see `check`) is refused before any of them is taken."""
+        """Queue requests. If one is refused (see `check`), none is queued."""
         self.check(requests)
         for request in requests:
             prefix = self.prompts.join(request.tokens)
@@ -132,9 +132,9 @@ class Scheduler:
     def extend(self, limit: int) -> tuple[Plan, int]:
         """Let the decode plan just made run for several steps, at most `limit`, before its `commit`.
 
-        Takes the pages that all steps will write. Fewer steps where a sequence would outgrow its length or pages are
-        short (conversations between two turns give theirs, but nobody is preempted), one where preemption is forced
-        from outside. Returns the plan, its block table widened, and the number of steps.
+        Takes the pages that all steps will write. There are fewer steps if a sequence would exceed its length or pages
+        run short (conversations between two turns give up theirs, but nothing is preempted), and one if preemption is
+        forced from outside. Returns the plan, its block table widened, and the number of steps.
         """
         plan = self._plan
         assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
@@ -161,10 +161,10 @@ class Scheduler:
         return self._plan, steps
 
     def commit(self, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray) -> list[Finished]:
-        """Append the drawn `tokens` [S] with their `logprobs` [S]; end the sequences where `stop` [S] or that are full.
+        """Append the drawn `tokens` [S] with their `logprobs` [S]; end sequences that are full or where `stop` [S].
 
-        After `extend`, all are [steps, S], and what a sequence drew after its first `stop` is dropped. Returns those
-        that ended.
+        After `extend`, all are [steps, S], and what a sequence drew after its first `stop` is dropped. Returns the
+        sequences that ended.
         """
         plan, self._plan = self._plan, None
         tokens, logprobs, stop = np.atleast_2d(tokens), np.atleast_2d(logprobs), np.atleast_2d(stop)
@@ -178,7 +178,7 @@ class Scheduler:
         return [self._finish(at.owner[slots[s]], bool(stopped[s])) for s in np.flatnonzero(ended).tolist()]
 
     def _finish(self, seq: Tracked | None, stopped: bool) -> Finished:
-        """The sequence has come to its end; its pages stay if it is a turn whose conversation may go on."""
+        """The sequence has finished; its pages stay if it is a turn whose conversation may continue."""
         assert seq is not None, "the slot is empty"
         pages, prompt = self._stop_running(seq), seq.prefix.length
         if seq.is_turn:
@@ -203,11 +203,11 @@ class Scheduler:
         return slots, counts
 
     def _secure_pages(self, slots: np.ndarray, step: Step) -> bool:
-        """Give each slot a page of its own to write into; True if that took preempting the youngest sequences.
+        """Give each slot a page of its own to write into; True if that meant preempting the youngest sequences.
 
         Pages of known tokens are taken at admission, so only decoding sequences at a page's end need a new one, and
-        those whose next token falls into a shared page a copy. Slots come in order of arrival: a victim is always one
-        that this step has not given a page yet.
+        those whose next token falls into a shared page need a copy. Slots come in order of arrival: a victim is always
+        one that this step has not given a page yet.
         """
         before = self.num_preemptions
         blocks = self._slots.computed[slots] // self.allocator.page_size
@@ -215,10 +215,10 @@ class Scheduler:
         shared = self.allocator.ref_counts[self._slots.table[slots, blocks]] > 1
         for i in np.flatnonzero(beyond | shared).tolist():
             slot, block = int(slots[i]), int(blocks[i])
-            while self._slots.owner[slot] is not None:  # until it has its page, or is itself the victim
+            while self._slots.owner[slot] is not None:  # until it has its page, or is the victim itself
                 old = int(self._slots.table[slot, block])
                 if not beyond[i] and self.allocator.ref_counts[old] == 1:
-                    break  # the other holders took copies or went
+                    break  # the other holders took copies or left
                 if self.allocator.num_free:
                     (page,) = self.allocator.allocate()
                     self._slots.table[slot, block] = page
@@ -251,7 +251,7 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Start waiting sequences in order of arrival, until slots, tokens or pages run out.
 
-        Those whose prompt is just being computed are passed over; a slot stays reserved for each.
+        Sequences whose prompt is being computed right now are skipped; a slot stays reserved for each.
         """
         places = len(self._slots.free)
         kept: list[Tracked] = []
@@ -267,7 +267,7 @@ class Scheduler:
         self.waiting = kept
 
     def _fork(self, seq: Tracked, step: Step) -> bool:
-        """Let a sample begin from the prompt that its leader completes in this step: no token to compute."""
+        """Let a sample start from the prompt that its leader completes in this step: no token to compute."""
         while self.allocator.num_free <= step.promised:
             if not self.turns.drop_oldest():
                 return False
@@ -288,7 +288,7 @@ class Scheduler:
         while True:
             source, computed, usable = self._known_pages(seq)
             need = self.allocator.pages_for(len(seq.tokens)) - usable
-            # leave the pages that running sequences will soon ask for, or they would preempt this one at once
+            # leave the pages that running sequences will soon need, or they would preempt this one at once
             reserve = step.promised + len(self.running) // size + 1 if self.running else 0
             short = need + reserve - self.allocator.num_free
             if short <= 0:
@@ -320,10 +320,10 @@ class Scheduler:
         return True
 
     def _known_pages(self, seq: Tracked) -> tuple[list[int], int, int]:
-        """Where keys of a waiting sequence lie already: pages, how many tokens, and how many of the pages it can use as
+        """Where keys of a waiting sequence already are: pages, how many tokens, and how many of the pages it can use as
         they are. A page that it is going to write must be its own; the last page may need a copy."""
         size, (pages, computed) = self.allocator.page_size, self.turns.kept(seq.id)
-        if pages:  # of its conversation's last turn, which leaves them to this one
+        if pages:  # of its conversation's last turn, which this one takes over
             alone = computed % size and self.allocator.ref_counts[pages[-1]] == 1
             return pages, computed, len(pages) if alone else computed // size
         if seq.prefix.pages is None:

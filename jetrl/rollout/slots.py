@@ -1,4 +1,4 @@
-"""`Slots`: the state of running sequences as numpy columns, so that a step costs few Python operations a sequence."""
+"""`Slots`: the state of running sequences as numpy columns, so a step costs few Python operations per sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Slots:
             self.table = _wider(self.table, pages)
 
     def occupy(self, seq: Tracked, pages: np.ndarray, computed: int) -> int:
-        """Put a sequence into a free slot. Keys of its first `computed` tokens lie, or soon will, in `pages`."""
+        """Put a sequence into a free slot. Keys of its first `computed` tokens are, or soon will be, in `pages`."""
         slot = self.free.pop()
         seq.slot = slot
         self.owner[slot] = seq
@@ -39,7 +39,7 @@ class Slots:
         return slot
 
     def vacate(self, seq: Tracked) -> list[int]:
-        """Free the sequence's slot. It takes its tokens and log-probs along; returns its pages."""
+        """Free the sequence's slot. Its tokens and log-probs go with it; returns its pages."""
         slot, length = seq.slot, self.length[seq.slot]
         assert self.owner[slot] is seq, "the slot is another sequence's"
         seq.tokens, seq.logprobs = self.tokens[slot, :length].copy(), self.logprobs[slot, :length].copy()

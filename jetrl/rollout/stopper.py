@@ -11,7 +11,7 @@ from jetrl.types import Request
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer."""
+    """What the engine needs from a tokenizer."""
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -34,7 +34,7 @@ class Stopper:
         self._pieces: dict[int, str] = {}
 
     def extend(self, requests: Sequence[Request]) -> None:
-        """Take further requests."""
+        """Add further requests."""
         kinds = []
         for request in requests:
             p = request.sampling
@@ -44,7 +44,7 @@ class Stopper:
                 self._ids.append(np.array(sorted(ids), dtype=np.int64))
             kinds.append(self._kinds[ids])
             self._strings.append(p.stop)
-            # each token decodes to a byte or more, except special tokens that decode to nothing: some spare
+            # each token decodes to a byte or more, except special tokens, which decode to nothing: hence some spare
             self._window.append(max((len(s.encode()) for s in p.stop), default=0) + 8)
         self._kind = np.concatenate((self._kind, np.array(kinds, dtype=np.int64)))
         has_strings = np.array([bool(r.sampling.stop) for r in requests], dtype=bool)
@@ -70,7 +70,7 @@ class Stopper:
         return stop
 
     def is_stop_token(self, request: int, token: int) -> bool:
-        """Whether the token ends the request by its id; it is then no part of the text."""
+        """Whether the token ends the request by its id; it is then not part of the text."""
         return token in self._ids[self._kind[request]]
 
     def _completes_string(self, request: int, token: int) -> bool:
@@ -82,8 +82,8 @@ class Stopper:
         if token not in self._pieces:
             self._pieces[token] = self._tokenizer.decode([token])
         piece = self._pieces[token]
-        # Most tokens cannot end a stop string, which their own text shows. Not so for parts of a character (decoded to
-        # U+FFFD) and for white space, which decoders may strip.
+        # For most tokens, their own text shows that they cannot end a stop string. The exceptions are parts of a
+        # character (decoded to U+FFFD) and white space, which decoders may strip.
         if "\ufffd" not in piece and not any(s[-1] in piece or s[-1].isspace() for s in strings):
             return False
         text = self._tokenizer.decode(tail)

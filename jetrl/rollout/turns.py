@@ -1,8 +1,8 @@
 """`Turns`: what is kept of a conversation between two turns, so that the next computes only its new tokens. No torch.
 
-When a turn of L tokens ends, the keys of its first L - 1 are in its pages; the last token was drawn and not computed.
-The pages are kept until the next turn takes them over, until `forget`, or until pages run short: then those that
-finished first go first. A turn whose pages went is computed from its first token, with the same bits.
+When a turn of L tokens ends, the keys of its first L - 1 are in its pages; the last token was drawn but not computed.
+The pages are kept until the next turn takes them over, until `forget`, or until pages run short: then those of the
+turns that finished first go first. A turn whose pages are gone is computed from its first token, with the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Turns:
         return len(self._tokens)
 
     def check(self, request: Request) -> None:
-        """ValueError if an open conversation cannot go on with `request`."""
+        """ValueError if an open conversation cannot continue with `request`."""
         if request.id in self._active:
             raise ValueError(f"request {request.id}: a turn of this conversation still waits or runs")
         before = self._tokens.get(request.id, _NO_TOKENS)
@@ -50,12 +50,12 @@ class Turns:
         self._active.remove(seq.id)
         self._tokens[seq.id] = seq.tokens
         enough = self.allocator.pages_for(len(seq.tokens) - 1) if seq.keeps else 0
-        self.allocator.free(pages[enough:])  # a burst takes more than a turn that stops within it uses
+        self.allocator.free(pages[enough:])  # a burst takes more pages than a turn that stops within it uses
         if seq.keeps:
             self._pages[seq.id] = pages[:enough]
 
     def kept(self, id: int) -> tuple[list[int], int]:
-        """The pages kept of a conversation, one reference each, and how many tokens' keys they hold; [] and 0: none."""
+        """The pages kept for a conversation, one reference each, and how many tokens' keys they hold; else [] and 0."""
         return (self._pages[id], len(self._tokens[id]) - 1) if id in self._pages else ([], 0)
 
     def take(self, id: int) -> None:

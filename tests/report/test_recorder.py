@@ -91,7 +91,7 @@ def test_a_torn_line_is_cut_but_a_whole_row_without_its_newline_stays(tmp_path: 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2, is no row"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2, is not a row"):
         read_metrics(tmp_path)
 
 
@@ -228,7 +228,7 @@ def test_turns_and_advantages_must_fit_the_tokens(tmp_path: Path) -> None:
     prompt, talk = conversation()
     (row,) = group_rows([Group(prompt, (talk,), (1.0,), ((1.0, 2.0, 3.0),))], named)
     with Recorder(tmp_path) as recorder:
-        with pytest.raises(AssertionError, match="one advantage a token"):
+        with pytest.raises(AssertionError, match="one advantage per token"):
             recorder.write_samples(1, [{**row, "advantages": [1.0]}])
         with pytest.raises(AssertionError, match="one log-prob a token"):
             recorder.write_samples(1, [{**row, "turns": [{**row["turns"][0], "logprobs": []}]}])

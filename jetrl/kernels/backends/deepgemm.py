@@ -1,7 +1,7 @@
 """GEMMs by DeepGEMM: FP8 with blocks of 128 (fprop, dgrad, wgrad) and BF16.
 
 A row's bits never depend on the other rows. DeepGEMM compiles a kernel at the first call of each shape class (seconds),
-so shapes that a CUDA graph will capture must have run before. Scales arrive in the layout that the kernels read.
+so shapes that a CUDA graph will capture must run before it. Scales arrive in the layout that the kernels read.
 
 Legend: `M` rows (tokens), `N`, `K` output and reduction size; a prime marks a padded size (see `operands`).
 """
@@ -23,7 +23,7 @@ try:
 except (ImportError, OSError) as error:
     raise broken("sgl-deep-gemm", error) from error
 
-deep_gemm.set_pdl(True)  # as `triton_launch` says
+deep_gemm.set_pdl(True)  # see `triton_launch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PreparedBF16:
 def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
     """`a @ b.T`: FP32 accumulation, each group of 128 scaled by `a_scale * b_scale`, rounded once to BF16."""
     if out_dtype != torch.bfloat16:
-        raise ValueError(f"DeepGEMM's 1x128 by 128x128 GEMM writes BF16, {out_dtype} was asked for")
+        raise ValueError(f"DeepGEMM's 1x128 by 128x128 GEMM writes BF16, not {out_dtype}")
     codes = left_operand(a, b)
     out = torch.empty(codes.shape[0], b.codes.shape[0], dtype=out_dtype, device=codes.device)
     if out.shape[0]:
@@ -61,7 +61,7 @@ def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
 
 
 def _add_wgrad(dy_t: QTensor, x_t: QTensor, out: Tensor) -> None:
-    """The GEMM's epilogue adds to FP32 `out` in memory, each element once."""
+    """The GEMM's epilogue adds to `out` (FP32) in memory, once for each element."""
     a, b = whole_rows(dy_t.codes), whole_rows(x_t.codes)
     if b.shape[0] % 4:
         raise ValueError(f"wgrad on Hopper needs an input size that is a multiple of 4, got {b.shape[0]}")

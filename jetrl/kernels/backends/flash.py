@@ -1,8 +1,8 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache. Decode steps run in
-`gluon_attention`, which gives the same bits. FlashAttention-4 reads BF16: pages of an FP8 cache are dequantized into
-scratch pages before, which is exact, so the bits are those of a BF16 cache with the rounded keys and values.
+`gluon_attention`, which gives the same bits. FlashAttention-4 reads BF16: pages of an FP8 cache are first dequantized
+into scratch pages, which is exact, so the bits are those of a BF16 cache with the rounded keys and values.
 
-One split of the keys, always: a split would change the order of sums with the batch. On Hopper a row's bits depend
+The keys are never split: with splits, the order of sums would change with the batch. On Hopper a row's bits depend
 neither on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic
 variant. A kernel is compiled at its first call (seconds): it must have run before a CUDA graph captures it. Compiled
 kernels are kept on disk for the next process.
@@ -26,10 +26,10 @@ from jetrl.kernels.support import broken, flash_cache
 from jetrl.precision.formats import BLOCK
 from jetrl.types import PagedPlan, VarlenPlan
 
-# its own kernels make its compiler say this at every compilation
+# its own kernels make its compiler warn about this at every compilation
 warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
 
-# read when the package is imported; whoever has set them keeps their choice
+# read when the package is imported; values that the user has set stay
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(flash_cache()))
 
@@ -65,7 +65,7 @@ def attend_varlen(
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H] over the pages of its sequences; the new keys and values are in the cache already.
 
-    The sequences that decode come first in a step of the engine: they have the decode kernel, also next to prompts.
+    Decoding sequences come first in a step of the engine: they use the decode kernel, even in a step with prompts.
     """
     _check(q)
     cache, first = plan.cache.layer(layer), _decoding(q, plan)
@@ -100,7 +100,7 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
 
 
 def _decoding(q: Tensor, plan: PagedPlan) -> int:
-    """How many sequences the decode kernel takes: the first ones that have one query each, if it serves these sizes."""
+    """How many sequences the decode kernel takes: the leading ones with one query each, if it supports these sizes."""
     if not gluon_attention.serves(plan.cache.layer(0), q.shape[1]):
         return 0
     count = len(plan.query_lengths)
@@ -110,7 +110,7 @@ def _decoding(q: Tensor, plan: PagedPlan) -> int:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
-    """`kernels.attention.attend`: a paged plan first writes `k` and `v` to its cache, quantized if that is FP8."""
+    """`kernels.attention.attend`: a paged plan first writes `k` and `v` to its cache, quantized if the cache is FP8."""
     if isinstance(plan, VarlenPlan):
         return attend_varlen(q, k, v, plan, scale, False)[0]
     write_cache(k, v, plan.slots, plan.cache.layer(layer))
@@ -121,7 +121,7 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float,
     out: Tensor | None = None, lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Deterministic gradients; `out` and `lse` as forward gave them, else forward runs once more (the same bits)."""
+    """Deterministic gradients; `out` and `lse` come from forward, else forward runs again (with the same bits)."""
     if out is None or lse is None:
         out, lse = attend_varlen(q, k, v, plan, scale, True)
     longest = max(plan.lengths, default=0)

@@ -1,25 +1,26 @@
-"""Attention of one new token a sequence over its pages, BF16 or FP8: FlashAttention-4's bits, and faster.
+"""Attention of one new token per sequence over its pages, BF16 or FP8: FlashAttention-4's bits, and faster.
 
 One program serves the query heads of one key/value head and reads exactly the keys that exist. Scores and outputs are
 computed transposed, with the keys (then the head's elements) along the 64 or 128 rows of the tensor core and the few
 queries along its columns. Tiles of keys and tiles of values take turns in one ring in shared memory, so that two to
 four programs fit on a processor and hide each other's waits. The bits are those of FlashAttention-4's forward pass
-because every step is:
+because the steps are the same:
 
 - tiles of 128 keys from the last to the first; scores summed 16 elements of the head at a time, from zero;
 - `p = exp2(fma(score, scale, -(max * scale)))`, rounded to BF16 for the product with the values, not for its sum;
 - a row's sum in four parts: part q adds, key by key, the keys 8 i + 2 q and 8 i + 2 q + 1 of each tile to what it had,
   times the change of the maximum in one fma; in the end (part 0 + part 1) + (part 2 + part 3);
-- the output rescaled before a tile's product is added, and divided by an approximate reciprocal of the sum.
+- the output rescaled before a tile's product is added, and multiplied at the end by an approximate reciprocal of the
+  sum.
 
 An FP8 cache holds E4M3 codes and a power of two for each key and value head. A code is a BF16 number; a key's power
-of two multiplies its score, a value's its softmax weight. Neither rounds, so the bits are those of attention over the
-dequantized BF16 keys and values (D21). (A weight times a power of two rounds below 2**-126. To be seen in an output,
-all heavier keys must have a value of exactly zero there; such outputs are below 2**-100.) The layouts below say which
-thread reads what: shared memory is read without bank conflicts, and codes become operands of the tensor core in the
-thread that reads them.
+of two multiplies its score, a value's multiplies its softmax weight. Neither rounds, so the bits are those of attention
+over the dequantized BF16 keys and values (D21). (A weight times a power of two rounds below 2**-126. To affect an
+output, all heavier keys must have a value of exactly zero there; such outputs are below 2**-100.) The layouts below say
+which thread reads what: shared memory is read without bank conflicts, and codes become operands of the tensor core in
+the thread that reads them.
 
-`tests/gpu/test_decode_hopper.py` holds it against FlashAttention-4.
+`tests/gpu/test_decode_hopper.py` compares it with FlashAttention-4.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -44,7 +45,7 @@ from jetrl.types import LayerCache
 TILE = 128  # keys: what FlashAttention-4 takes for heads of 64 and 128
 _TILE = gl.constexpr(TILE)
 _PROCESSORS = 132
-_QUERIES = (8, 16)  # of a key/value head: columns of the tensor core
+_QUERIES = (8, 16)  # per key/value head: columns of the tensor core
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def _copy(
     rings, sources, pages, half, tiles, length, group,
     G: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, FP8: gl.constexpr,
 ):
-    """Begin to copy number `half` of the tiles, keys and values in turns, to its slot; `KEYS`: it is keys."""
+    """Begin to copy tile number `half`, counting keys and values alternately, to its slot; `KEYS`: it holds keys."""
     tile = half // 2
     if tile < tiles:
         block = tiles - 1 - tile
@@ -188,7 +189,7 @@ def _value_operand(slot, FP8: gl.constexpr):
 
 @gluon.jit
 def _value_rows(H: gl.constexpr, FP8: gl.constexpr):
-    """Which element of a head each row of the result is."""
+    """The element of a head that each row of the result holds."""
     m = gl.arange(0, H, layout=gl.SliceLayout(1, _MMA))
     if FP8:  # of H / 32 neighbouring elements, two lie 8 rows apart, the other two 64
         m = H // 32 * (m // 16 % 4 * 8 + m % 8) + m // 64 * 2 + m // 8 % 2
@@ -213,7 +214,7 @@ def _parts(p):
 
 @gluon.jit
 def _add_up(sums, p, shrink):
-    """The four sums [4, Q] after a tile's weights. All keys of a part lie in one thread, which adds them in order."""
+    """The four sums [4, Q] after a tile's weights. One thread holds all keys of a part and adds them in order."""
     parts = _parts(p)
     layout: gl.constexpr = parts.type.layout
     shrink = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
@@ -306,7 +307,7 @@ def _store(
 
 
 def serves(cache: LayerCache, heads: int) -> bool:
-    """Whether `decode` reads such a cache; what it does not serve is FlashAttention-4's."""
+    """Whether `decode` reads such a cache; FlashAttention-4 serves the rest."""
     page, groups, head_dim = cache.keys.shape[1:]
     return head_dim in (64, 128) and page % TILE == 0 and heads // groups <= _QUERIES[-1]
 
@@ -314,10 +315,10 @@ def serves(cache: LayerCache, heads: int) -> bool:
 def decode(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """`q` [B, N, H], one query a sequence, over the pages of `cache` -> [B, N, H], in `out` if that is given.
+    """`q` [B, N, H], one query per sequence, over the pages of `cache` -> [B, N, H], in `out` if that is given.
 
-    `table` int32 [B, M] names the pages of a sequence, `lengths` int32 [B] counts its keys, the new one among them: at
-    least 1.
+    `table` int32 [B, M] names the pages of a sequence, `lengths` int32 [B] counts its keys, the new one included, so it
+    is at least 1.
     """
     out = torch.empty_like(q) if out is None else out
     _launch(q, cache, table, lengths, scale, out, None, False)
@@ -362,6 +363,6 @@ def _launch(
 
 
 def _slots(fp8: bool, programs: int) -> int:
-    """Tiles in the ring, which change no bits: 3, so that two (BF16) or four (FP8) programs fit on a processor; more
-    than four programs each do better three at a time with a longer ring."""
+    """Tiles in the ring (they change no bits): 3, so that two (BF16) or four (FP8) programs fit on a processor. With
+    more than four FP8 programs per processor, a longer ring is faster, though only three fit at a time."""
     return 4 if fp8 and programs > 4 * _PROCESSORS else 3

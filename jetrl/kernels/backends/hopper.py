@@ -1,8 +1,8 @@
-"""The hopper backend: Triton for what is bound by memory, DeepGEMM for GEMMs, FlashAttention-4 for attention.
+"""The hopper backend: Triton for memory-bound ops, DeepGEMM for GEMMs, FlashAttention-4 for attention.
 
-Under the names of `dispatch.OPS`. Elementwise ops, quantizers and log-probs are bit-equal to `reference` given the same
-inputs; GEMMs and attention have their own order of sums, which depends on nothing but the shapes of K and of the head.
-Beyond `OPS` stands `sample`, the draw on the device.
+It exports the names of `dispatch.OPS`. Elementwise ops, quantizers and log-probs are bit-equal to `reference` given the
+same inputs; GEMMs and attention have their own order of sums, which depends only on the sizes of K and of the head.
+Beyond `OPS` there is `sample`, the draw on the device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB
 
 
 def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
-    """`dy @ w`, FP32 accumulation, rounded. Reproducible; gradients are no part of parity."""
+    """`dy @ w`, FP32 accumulation, rounded. Reproducible; gradients are not part of parity."""
     return dy @ w
 
 
@@ -70,7 +70,7 @@ def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
 
 def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
     """`kernels.gemm.bf16_wgrad_into`: in FP32 the GEMM adds; BF16 takes one more pass, and so one rounding."""
-    if grad.dtype == torch.bfloat16 or grad.shape[0] % 8:  # rows of `dy` that are no multiple of 16 bytes: not for TMA
+    if grad.dtype == torch.bfloat16 or grad.shape[0] % 8:  # TMA: rows of `dy` must be multiples of 16 bytes
         add_rounded(grad, bf16_wgrad(dy, x))
     else:
         add_outer(grad, dy, x.contiguous())
@@ -81,7 +81,7 @@ def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
 
 
 def _rows_at_once(vocab: int) -> int:
-    """Rows of logits a chunk: a multiple of 128, the GEMM's tile."""
+    """Rows of logits in a chunk: a multiple of 128, the GEMM's tile."""
     return max(128, _LOGIT_ELEMENTS // vocab // 128 * 128)
 
 
@@ -90,7 +90,7 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
 
-    The third result is what `logprob_backward` reads of each row: entropy, maximum and log of the total, FP32 [3, T].
+    The third result is what `logprob_backward` reads for each row: entropy, maximum, log of the total, FP32 [3, T].
     """
     out = torch.empty(4, hidden.shape[0], dtype=torch.float32, device=hidden.device)
     rows = _rows_at_once(w.size)
@@ -105,10 +105,10 @@ def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
     temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
 ) -> Tensor:
-    """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
+    """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are recomputed in chunks.
 
     `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to BF16. The chunks of
-    the weight's gradient add up in FP32: in `d_weight` where the GEMM can write there, else in a matrix of their own.
+    the weight's gradient add up in FP32: in `d_weight` if the GEMM can write there, else in a separate matrix.
     """
     assert statistics is not None
     w = prepare_bf16(weight)

@@ -1,7 +1,7 @@
 """The hopper backend with torch's own `scaled_mm` (cuBLASLt) for the FP8 GEMMs: `kernels = "hopper_scaled_mm"`.
 
-For comparison, and where DeepGEMM's kernels are in doubt. It is slower, and cuBLASLt may choose another order of
-sums for another number of rows, so parity is not promised: the run reports what it is.
+For comparison, and if DeepGEMM's kernels are in doubt. It is slower, and cuBLASLt may choose another order of
+sums for another number of rows, so parity is not promised: the run reports its gap.
 """
 
 from __future__ import annotations

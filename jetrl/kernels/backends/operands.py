@@ -1,8 +1,8 @@
 """FP8 operands as the GEMM libraries read them: rows of whole blocks, zeros where a block is cut short.
 
-Sizes that are no multiple of 128 are padded inside, codes and scales alike, never computed in another precision. Where
-a projection inside a fused weight ends in a part of a block, its rows (fprop) or columns (dgrad) are spread to whole
-blocks and the result is gathered again.
+Sizes that are not a multiple of 128 are padded here, codes and scales alike, never computed in another precision. If a
+projection inside a fused weight ends in a partial block, its rows (fprop) or columns (dgrad) are spread to whole blocks
+and the result is gathered again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def rows_to(codes: Tensor, multiple: int) -> Tensor:
 
 
 def left_operand(a: QTensor, b: PreparedFP8) -> Tensor:
-    """The codes of activations [M, K'] in the layout of the reduction side of `b`."""
+    """The codes of activations [M, K'], laid out along K as `b` is."""
     assert a.col_sections == b.cols or (sum(a.col_sections) == sum(b.cols) and not has_gaps(b.cols)), "groups differ"
     return spread(a.codes, a.col_sections, 1) if has_gaps(a.col_sections) else whole_rows(a.codes)
 

@@ -86,7 +86,7 @@ def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
 
 
 def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
-    """`dy @ w` in FP32, rounded. Only reproducible, not batch-invariant: gradients are no part of parity."""
+    """`dy @ w` in FP32, rounded. Only reproducible, not batch-invariant: gradients are not part of parity."""
     return (dy.to(torch.float32) @ w.to(torch.float32)).to(dy.dtype)
 
 
@@ -101,9 +101,9 @@ def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` for x (rounded) and weight (FP32), the inner rounding taken straight through.
+    """Gradients of `rms_norm` for x (rounded) and weight (FP32); they pass straight through the inner rounding.
 
-    `more`, a gradient that x has besides, is added to the first.
+    `more`, another gradient of x, is added to the first.
     """
     inv = ref.inv_rms(x, eps)
     g, n = grad.to(torch.float32), x.to(torch.float32) * inv
@@ -192,7 +192,7 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
 
-    The third result is for `logprob_backward`; None here, where it makes plain FP32 logits with sums of their own.
+    The third result is for `logprob_backward`; None here, where that computes plain FP32 logits and their own sums.
     """
     logprobs, entropies = [], []
     rows = max(1, _LOGIT_ELEMENTS // w.values.shape[0])
@@ -208,7 +208,7 @@ def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
     temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
 ) -> Tensor:
-    """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are made again by chunks.
+    """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are recomputed in chunks.
 
     `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to `hidden`'s dtype.
     """

@@ -1,6 +1,6 @@
-"""The FP8 GEMMs of `deepgemm` by torch's own `scaled_mm` (cuBLASLt): a second implementation, for comparison.
+"""The FP8 GEMMs of `deepgemm` with torch's own `scaled_mm` (cuBLASLt): a second implementation, for comparison.
 
-`hopper_scaled_mm` puts them in the place of DeepGEMM's. Slower, and for some shapes a row's bits depend on the batch.
+`hopper_scaled_mm` uses them in place of DeepGEMM's. Slower, and for some shapes a row's bits depend on the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jetrl.kernels.backends.operands import PreparedFP8, gather, left_operand, r
 from jetrl.kernels.backends.triton_optim import add_rounded
 from jetrl.kernels.qtensor import QTensor
 
-_ROWS = 16  # cuBLASLt takes multiples of it
+_ROWS = 16  # cuBLASLt takes multiples of this
 
 
 def _outer_major(scale: Tensor) -> Tensor:
@@ -54,5 +54,5 @@ def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
 
 
 def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
-    """`kernels.gemm.wgrad_into`, with the sum as a pass of its own."""
+    """`kernels.gemm.wgrad_into`, with the sum as a separate pass."""
     add_rounded(grad, wgrad_gemm(dy_t, x_t))

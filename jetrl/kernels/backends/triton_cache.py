@@ -1,9 +1,9 @@
-"""Pages of the KV cache as Triton kernels: writing them, and reading FP8 pages back as BF16 for FlashAttention-4.
+"""Triton kernels for pages of the KV cache: writing them, and reading FP8 pages back as BF16 for FlashAttention-4.
 
 An FP8 cache holds, for each head of a token, E4M3 codes and one power of two. `code * scale` is exact in BF16, so what
 attention reads from dequantized pages has the bits of what training's attention reads (`reference.round_heads`).
 
-Legend: `T` tokens, `B` sequences, `M` pages of a sequence, `G` key/value heads, `H` head size.
+Legend: `T` tokens, `B` sequences, `M` pages per sequence, `G` key/value heads, `H` head size.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,12 +19,12 @@ from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, scale_from
 from jetrl.types import LayerCache
 
-_TOKENS = 32  # of a page, read at once
+_TOKENS = 32  # tokens of a page that are read at once
 
 
 @triton.jit
 def stored(x, scale, CODES: tl.constexpr):
-    """What stands for the FP32 `x`: the bytes of its E4M3 codes, or their values, exact in BF16."""
+    """What is stored for the FP32 `x`: the bytes of its E4M3 codes, or their values, exact in BF16."""
     codes = encode(x, scale)
     if CODES:
         return codes.to(tl.uint8, bitcast=True)
@@ -34,7 +34,7 @@ def stored(x, scale, CODES: tl.constexpr):
 
 @triton.jit
 def scale_place(slot, group, G: tl.constexpr, PAGE: tl.constexpr):
-    """Where in `scales` [pages, G, page, 2] the key's scale of a slot lies; the value's is the next element."""
+    """Index in `scales` [pages, G, page, 2] of the key's scale of a slot; the value's is the next element."""
     return ((slot // PAGE * G + group) * PAGE + slot % PAGE) * 2
 
 
@@ -109,7 +109,7 @@ def _read_kernel(
     if block < used:
         source = tl.load(pages + block)
         target = source
-        if COMPACT:  # behind the pages of the sequences before
+        if COMPACT:  # after the pages of the sequences before
             other = tl.arange(0, BB)
             target = block + tl.sum(tl.cdiv(tl.load(lengths + other, mask=other < sequence, other=0), PAGE), axis=0)
         cols = tl.arange(0, HB)
@@ -132,7 +132,7 @@ def _read_kernel(
             tl.store(out_values + to, v, mask=whole)
         if group == 0:
             tl.store(entry, target)
-    elif group == 0:  # nobody reads it; it names a page that is there
+    elif group == 0:  # nobody reads it, but it must name an existing page
         if COMPACT:
             tl.store(entry, 0)
         else:
@@ -175,9 +175,9 @@ def write_cache(k: Tensor, v: Tensor, slots: Tensor, cache: LayerCache) -> None:
 
 
 def _scratch_pages(needed: int, held: int) -> int:
-    """Pages to take for `needed` ones of a cache that holds `held`: few different sizes, at most an eighth too large.
+    """Pages to allocate for `needed` of a cache's `held` pages: few distinct sizes, at most an eighth too large.
 
-    The allocator gives a freed block of the same size out again; sizes that grow step by step would pile up.
+    The allocator reuses a freed block of the same size; sizes that grow step by step would pile up.
     """
     grain = max(1, (1 << needed.bit_length()) // 16)
     return min(-(-needed // grain) * grain, held)
@@ -187,12 +187,13 @@ def read_cache(cache: LayerCache, table: Tensor, lengths: Tensor, kv_pages: int)
     """The pages of an FP8 cache that hold keys of these sequences, in BF16: scratch pages and their table [B, M].
 
     `table` int32 [B, M], `lengths` int32 [B] (keys of each sequence), `kv_pages` at least the sum over the sequences of
-    the pages that hold their keys (of `PagedPlan.kv_pages`): known on the host, so nothing waits for the device, and a
-    CUDA graph may hold the call. The scratch has that many pages, one sequence's behind the other's, but never more
-    than the cache: from there on each page goes whole to the place that it has there, and sequences that share a page
-    write the same bits to it twice, however many of its keys are theirs (a graph's padding rows own one of page 0). One
-    behind the other, the rows of a page behind the last key become zero. Pages without keys are neither read nor
-    written.
+    the pages that hold their keys (from `PagedPlan.kv_pages`): known on the host, so nothing waits for the device, and
+    a CUDA graph may capture the call. Pages without keys are neither read nor written.
+
+    If `kv_pages` is less than the cache has, the scratch has room for that many pages, in order of sequences, and the
+    rows of a page after its last key become zero. Else it has as many as the cache, and each page goes whole to its own
+    place there: sequences that share a page write the same bits to it twice, however many of its keys are theirs (a
+    graph's padding rows own one key of page 0).
     """
     assert cache.scales is not None, "a BF16 cache needs no scratch"
     keys, values, scales = cache.keys, cache.values, cache.scales

@@ -1,4 +1,4 @@
-"""The bookkeeping between two decode steps as one Triton kernel: a single program, so that the count has one writer."""
+"""The bookkeeping between two decode steps as one Triton kernel: a single program, so the count has one writer."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels take pointers and compile-time numbers, for which there are no types)

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel starts while the one before it ends, and waits only before it reads.
 
-A decode step is some ten short kernels a layer; between two of them the device would idle for a microsecond. A kernel
+A decode step has about ten short kernels per layer; between two of them the device would idle for 1 us. A kernel
 launched with `**LAUNCH` calls `begin` first: it waits until all earlier work is done and visible, then lets the next
 kernel set itself up. DeepGEMM's kernels do the same (`set_pdl`). Without the launch attribute `begin` does nothing.
 """
@@ -21,7 +21,7 @@ LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if _ON_GPU else {"PDL
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Wait for the kernels before, then allow the next. In this order: who comes next may read what came before us."""
+    """Wait for earlier kernels, then allow the next. In this order: the next may read what was written before us."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -2,7 +2,7 @@
 
 A row of logits is cut into segments of 4096. Softmax numerators are the integers `round(exp(z - max) * 2**35)`, whose
 sums are exact in float64 (below 2**53) in any order, so neither the segments nor their number can change a bit. A row
-needs three launches: maxima of the segments, sums of the segments, and a last one that reads a segment's sum for each.
+needs three launches: maxima of the segments, sums of the segments, and a last one that reads the sum of each segment.
 
 Legend: `T` rows, `V` vocabulary, `S` segments.
 """
@@ -243,18 +243,18 @@ def logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
 
 
 def logprobs_and_statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-    """FP32 [4, T]: the same, and what `dlogits` reads: entropies in nats, maxima, logs of the totals."""
+    """FP32 [4, T]: log-probs as above, then what `dlogits` reads: entropies in nats, maxima, logs of the totals."""
     return RowStatistics(logits, temperature, moment=True).finish(targets, moment=True)
 
 
 def sample(
     logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row without filters, with the draws of `rollout.sampler.sample_rows`.
+    """Draw one token per row without filters, the same draws as `rollout.sampler.sample_rows`.
 
     `logits` [B, V] FP32; `temperature` FP32 [B], 0 for the first maximum; `keys` int64 [B], the bits of the stream's
     uint64 key; `positions` int64 [B]. Returns tokens int64 [B], log-probs FP32 [B], and the maxima FP32 [B], which are
-    not finite where the logits are broken (the caller checks). The host waits for nothing: fit for a CUDA graph.
+    not finite where the logits are broken (the caller checks). The host never waits, so a CUDA graph may capture it.
     """
     assert keys.is_contiguous() and positions.is_contiguous()
     greedy = temperature == 0

@@ -1,4 +1,4 @@
-"""Kernels of gradients and the optimizer: addition, sums of squares for the norm, AdamW as one pass a parameter."""
+"""Kernels for gradients and the optimizer: addition, sums of squares for the norm, AdamW in one pass per parameter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels take pointers and compile-time numbers, for which there are no types)

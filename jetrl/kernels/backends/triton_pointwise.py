@@ -53,7 +53,7 @@ def inv_rms(x, D: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def exp32(x):
-    """`exact.exp`: Cephes' polynomial, every operation rounded on its own."""
+    """`exact.exp`: Cephes' polynomial, every operation rounded separately."""
     x = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # NaN stays
     shifted = x * 1.44269504088896340736 + _MAGIC
     n = shifted - _MAGIC
@@ -225,7 +225,7 @@ def _rows_view(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def _norm_tile(d: int) -> tuple[int, int, int]:
-    """Block of columns, rows a program, warps."""
+    """Block of columns, rows per program, warps."""
     block = max(128, triton.next_power_of_2(d))
     return block, max(1, 2048 // block), 4 if block <= 4096 else 8
 
@@ -254,7 +254,7 @@ def _norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`reference.rms_norm`: `x` [T, D] or [T, N, H], rows contiguous (a slice of the fused projection will do)."""
+    """`reference.rms_norm`: `x` [T, D] or [T, N, H], rows contiguous (a slice of the fused projection works)."""
     y = _norm(x, None, weight, eps, False, False)[0]
     assert isinstance(y, Tensor)
     return y
@@ -281,7 +281,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients for `x` (rounded) and `weight` (FP32). Deterministic: a fixed split of the rows, no atomics.
 
-    `more`, a gradient that x has besides (of the residual stream), is added to the first, which is rounded before.
+    `more`, another gradient of x (from the residual stream), is added to the first after that is rounded.
     """
     assert grad.is_contiguous() and (more is None or (more.is_contiguous() and more.shape == x.shape))
     rows, heads, stride, head_stride = _rows_view(x)

@@ -1,7 +1,7 @@
 """From the fused projection to attention and back: QK-norm, RoPE, the quantizer of an FP8 KV cache and the write to the
 cache as one Triton kernel, bit-equal to `reference`, and their gradient as another.
 
-The gradient's kernel reads those of queries, keys and values and writes straight into that of the projection: no
+The backward kernel reads the gradients of queries, keys and values and writes that of the projection directly: no
 rotated copies, no concatenation. The rotation back is bit-equal to `reference.rope` (with -sin); the norm's mean is
 summed by halves.
 
@@ -24,7 +24,7 @@ from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, scale_fro
 from jetrl.types import LayerCache
 
 _PROGRAMS = 1024  # along the tokens: fixed, so that the order in which the norms' gradients are summed is fixed
-_HEADS = 16  # heads a program
+_HEADS = 16  # heads per program
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _qkv_kernel(
 ):
     """QK-norm and RoPE of the fused projection; keys and values go to rows `slots[t]` (paged cache) or `t`.
 
-    FP8: to pages go their codes, with the scales to `scales`; to rows `t` the values of the codes.
+    FP8: pages get codes, and `scales` gets their scales; rows `t` get the values of the codes.
     """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -98,7 +98,7 @@ def _qkv_kernel(
 
 @triton.jit
 def _load_grads(dq, dk, dv, row, head, cols, here, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr):
-    """FP32 [R, HB]: a token's gradients of the heads, which lie in three tensors."""
+    """FP32 [R, HB]: a token's gradients of the heads, which are in three tensors."""
     is_q, is_v = (head < N)[:, None], (head >= N + G)[:, None]
     is_k = (is_q == 0) & (is_v == 0)
     at = head[:, None] * H + cols[None, :]
@@ -152,7 +152,7 @@ def _qkv_backward_kernel(
         to = out + row * ((N + 2 * G) * H) + at
         tl.store(to, tl.where(is_v, g1, d1).to(tl.bfloat16), mask=here)
         tl.store(to + H // 2, tl.where(is_v, g2, d2).to(tl.bfloat16), mask=here)
-    if NORM:  # v's heads have added nothing
+    if NORM:  # v's heads added nothing
         to_q = partial + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * H) + cols
         tl.store(to_q, tl.sum(tl.where(is_q, sum1, 0.0), axis=0), mask=inside)
         tl.store(to_q + H // 2, tl.sum(tl.where(is_q, sum2, 0.0), axis=0), mask=inside)
@@ -167,9 +167,9 @@ def qkv_norm_rope(
     """QK-norm, RoPE and the write to the paged cache in one kernel, bit-equal to the ops one after another.
 
     `qkv` [T, (N + 2G) * H]; `heads` (N, G); `norms` the weights [H] of q and k; `tables` cos and sin [positions, H/2];
-    `cache` (pages of the layer, slots [T]). Returns q [T, N, H] with, without a cache, k and v [T, G, H]; with one, the
-    cache's own keys and values. `fp8_kv`: the cache gets codes and scales; without one, k and v come as `round_heads`
-    makes them.
+    `cache` (pages of the layer, slots [T]). Returns q [T, N, H] and k, v [T, G, H], or, with a cache, q and the cache's
+    own keys and values. `fp8_kv`: the cache gets codes and scales; without a cache, k and v come as `round_heads` makes
+    them.
     """
     n, g = heads
     t = qkv.shape[0]

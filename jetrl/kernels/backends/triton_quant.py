@@ -2,7 +2,7 @@
 
 Every kernel reads BF16 or FP32 once and writes E4M3 codes and FP32 scales. Scales of activations are written MN-major
 with a column stride that is a multiple of 4 (16 bytes), the layout that the GEMM's TMA reads: no transform kernel runs.
-Rows of codes are padded with zeros to a multiple of 128 wherever the matrix ends in a part of a block.
+Rows of codes are padded with zeros to a multiple of 128 if the matrix ends in a partial block.
 
 Legend: `T` tokens, `C` columns (features), `N`, `K` weight rows and columns. Launches switch FP fusion off: a fused
 multiply-add would round once where the definition rounds twice.
@@ -45,8 +45,8 @@ def scale_from(amax_bits, FLOOR: tl.constexpr, POW2: tl.constexpr):
 def encode(x, scale):
     """`reference.encode` without its slow division: the product with the reciprocal, corrected twice, is exact.
 
-    Exact wherever |x / scale| >= 2**-11; below, the code is a zero with the sign of x whatever the last bit. The
-    conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23).
+    Exact wherever |x / scale| >= 2**-11; below, the code is a zero with the sign of x, whatever the quotient's last
+    bit. The conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23).
     """
     inverse = tl.div_rn(1.0, scale)
     first = x * inverse
@@ -135,12 +135,12 @@ def padded(size: int, multiple: int = BLOCK) -> int:
 
 
 def has_gaps(sections: tuple[int, ...]) -> bool:
-    """Whether a section before the last ends in a part of a block, so that blocks are not simply 128 apart."""
+    """Whether a section before the last ends in a partial block, so that blocks are not simply 128 apart."""
     return any(size % BLOCK for size in sections[:-1])
 
 
 def new_codes(rows: int, cols: int, device: torch.device) -> Tensor:
-    """Empty E4M3 [rows, cols] whose rows lie a multiple of 128 bytes apart; the writer fills the rest with zeros."""
+    """Empty E4M3 [rows, cols] with rows a multiple of 128 bytes apart; the writer fills the rest with zeros."""
     stride = padded(cols)
     return torch.empty(rows, stride, dtype=torch.float8_e4m3fn, device=device)[:, :cols]
 
@@ -183,8 +183,8 @@ def quantize_act(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | None
 def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
     """`reference.quantize_128x1`: `x` [T, C] -> the quantized `x.T` [C, T], groups of 128 tokens.
 
-    A kernel for this and `quantize_act` at once was no faster than the two (139 to 181 us against 136 for 16384x4096 on
-    an H200): both are bound by their arithmetic and the transposition, not by reading `x`.
+    One kernel for this and `quantize_act` was no faster than the two (139 to 181 us against 136 for 16384x4096 on an
+    H200): both are bound by their arithmetic and the transposition, not by reading `x`.
     """
     rows, cols = x.shape
     assert x.stride(1) == 1 and rows > 0

@@ -271,7 +271,7 @@ def test_a_run_without_config_samples_or_parity_still_has_a_page(tmp_path: Path)
 def test_mistakes_are_told(make_run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder given"):
         write_report([], tmp_path / "r.html")
-    with pytest.raises(UserError, match="no run folder"):
+    with pytest.raises(UserError, match="not a run folder"):
         write_report([tmp_path], tmp_path / "r.html")
     run = make_run("a")
     with pytest.raises(UserError, match="cannot write"):

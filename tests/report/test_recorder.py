@@ -105,7 +105,7 @@ def test_a_used_folder_is_refused_and_kept(tmp_path: Path) -> None:
 
 
 def test_reading_no_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run folder"):
+    with pytest.raises(UserError, match="not a run folder"):
         read_metrics(tmp_path / "nothing")
     assert list(read_samples(tmp_path)) == []
 

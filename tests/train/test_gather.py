@@ -106,8 +106,10 @@ def test_a_mistake_in_an_evaluation_keeps_the_step_before_it(tmp_path: Path) -> 
     run_dir = tmp_path / "runs" / "tiny"
     assert [row["step"] for row in numbers(run_dir)] == [0, 1, 2]
     assert {sample["step"] for sample in read_samples(run_dir)} == {1, 2}
+    (tmp_path / "held.py").write_text((tmp_path / "held.py").read_text().replace("calls == 4", "calls == 0"))  # fixed
     resumed = numbers(tiny_run(tmp_path, held | {"checkpoint.resume": "auto"}))
     assert [row["step"] for row in resumed] == [0, 1, 2, 3, 4]
+    assert any(key.startswith("eval/") for key in resumed[2]), "the evaluation is made when the run is resumed"
 
 
 def test_a_mistake_in_a_step_saves_the_steps_before(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_the_python_api(cache: Path, models: dict[str, Path]) -> None:
 
 
 def test_parity_eval_and_export(cache: Path, models: dict[str, Path], tmp_path: Path) -> None:
-    model, name = load_for_parity("acme/tiny", "", "cpu", revision=ONE)
+    model, name, _ = load_for_parity("acme/tiny", "", "cpu", revision=ONE)
     assert name == "acme/tiny" and certify(model, Workload(2, 8, 4, 7, 16), name, lambda _: None).ok
     (tmp_path / "r.toml").write_text(to_toml(tiny_config(tmp_path, BY_NAME)))
     folder, count, metrics = evaluate_checkpoint("acme/tiny", tmp_path / "r.toml", [])

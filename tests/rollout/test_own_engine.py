@@ -46,8 +46,8 @@ class Watch:
         self.held: dict[int, str] = {}
         make, publish = loop.build, loop.publish
 
-        def watched_build(config: Any) -> Session:
-            session = make(config)
+        def watched_build(config: Any, **options: Any) -> Session:
+            session = make(config, **options)
             engine, add = session.engine, session.engine.add
 
             def watched_add(requests: list[Request]) -> None:

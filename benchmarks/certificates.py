@@ -1,6 +1,6 @@
 """Parity certificates of published shapes with random weights, on a GPU.
 
-    python benchmarks/certificates.py --again          # all 20, about 8 minutes
+    python benchmarks/certificates.py --again          # all 22, about 8 minutes
     python benchmarks/certificates.py                  # only those missing in benchmarks/results/certificates.json
     python benchmarks/certificates.py --budget 560     # start nothing that would not end within 560 s; call again
     python benchmarks/certificates.py --models qwen3-8b --precision fp8 --workloads long --again

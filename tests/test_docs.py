@@ -127,7 +127,7 @@ def places(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", ["docs/ARCHITECTURE.md", "docs/ENVIRONMENTS.md", "CONTRIBUTING.md"])
-def test_names_are_found_in_the_files_beside_them(page: str) -> None:
+def test_names_are_found_in_the_files_next_to_them(page: str) -> None:
     pairs = list(places(PAGES[page]))
     assert len(pairs) >= 3
     for file, names in pairs:

@@ -13,7 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "pydantic", "sgl-deep-gemm")
+PACKAGES = (
+    "jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "pydantic", "sgl-deep-gemm", "flash-attn-4",
+    "nvidia-cutlass-dsl",
+)
 
 
 def describe_environment(command: Sequence[str]) -> dict[str, Any]:

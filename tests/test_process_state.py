@@ -192,7 +192,7 @@ def test_a_reward_that_ends_the_process_never_does_so_quietly(
     if "_exit" in inside:
         assert_refused((status, out, err), r"os\._exit\(0\) was called .*ends\.py, line 4")
     else:
-        assert status == 130 and "Go on with" in out, (status, out, err)
+        assert status == 130 and "Continue with" in out, (status, out, err)
     assert checkpoint.newest(tmp_path / "runs" / "tiny" / "checkpoints") is not None
 
 

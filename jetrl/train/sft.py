@@ -88,9 +88,9 @@ def _read_cache(path: Path) -> dict[str, Tensor]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             expected = (file.metadata() or {}).get("sha256")
     except SafetensorError as error:
-        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it to make it again.") from error
+        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it; it is remade.") from error
     if expected != _state_hash(state):
-        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it to make it again.")
+        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it; it is remade.")
     return state
 
 

@@ -190,7 +190,7 @@ def test_an_engine_that_lies_about_its_bits_stops_the_run(tmp_path: Path, keeps_
     if not (keeps_bits and shift):
         tiny_run(tmp_path, changes)
         return
-    with pytest.raises(UserError, match=r"own.py:Own says keeps_bits = True, but of step 1 100% .* up to 0.001"):
+    with pytest.raises(UserError, match=r"own.py:Own says keeps_bits = True, but in step 1 100% .* up to 0.001"):
         tiny_run(tmp_path, changes)
     run_dir = tmp_path / "runs" / "tiny"
     assert newest(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_000001", "the step itself is sound"

@@ -211,7 +211,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
         )
     display.hint(
         "PARITY IS NOT ZERO",
-        f"{found}, and in this flow there should be none. Training continues, but this is a bug of ours: please report "
+        f"{found}, and in this flow there should be none. Training continues, but this is a bug in jetrl: please report "
         f"it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
     )
 

@@ -9,9 +9,9 @@ import os
 from importlib import import_module
 from typing import Any
 
-# OpenMP threads that wait by spinning for long lose two orders of magnitude when another program holds a core; threads
-# that sleep at once take twice the time on an idle machine. So they spin for some 20 us, then sleep. This works only
-# before torch is loaded, and yields to what the user has set.
+# OpenMP threads that spin for long while waiting are 100 times slower when another program holds a core; threads that
+# sleep at once take twice the time on an idle machine. So they spin for some 20 us, then sleep. This works only
+# before torch is loaded, and what the user has set wins.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 

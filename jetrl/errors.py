@@ -10,6 +10,6 @@ class UserError(ValueError):
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether an error means a full disk or quota. safetensors has an exception of its own, with the number as text."""
+    """Whether an error means a full disk or quota. safetensors has its own exception, with the number as text."""
     numbers = (errno.ENOSPC, errno.EDQUOT)
     return getattr(error, "errno", None) in numbers or any(f"(os error {n})" in str(error) for n in numbers)

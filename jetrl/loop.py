@@ -1,4 +1,4 @@
-"""The spine: one RL run from start to end. It holds calls only; every feature lives in the room that it names.
+"""The spine: one RL run from start to end. It holds only calls; every feature lives in the room that a call names.
 
 One batch travels in one direction: gather (sample, roll out, score, select) -> pack -> estimate -> update -> publish ->
 engine.load -> recorder.write.
@@ -52,7 +52,7 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def progress(self) -> Callable[[StepReport], None]:
-        """Tells the display how many sequences the engine has finished; ends a rollout that is given up."""
+        """Shows how many sequences the engine has finished; ends a rollout that is given up."""
         done = 0
 
         def on_step(report: StepReport) -> None:
@@ -75,9 +75,9 @@ class Clock:
 
 
 def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) -> bool:
-    """Train from a resolved config, resuming where `checkpoint.resume` says so. True if it came to its last step.
+    """Train from a resolved config, resuming if `checkpoint.resume` says so. True if it reached its last step.
 
-    When `stop` is asked for, the step under way is finished or given up (`train/stopping.py`), and the run is saved.
+    When `stop` is requested, the step under way is finished or given up (`train/stopping.py`), and the run is saved.
     """
     run_dir = run_dir.absolute()
     stop.phase, stop.saves = "start", config.checkpoint.save_interval > 0
@@ -104,7 +104,7 @@ def _run(
     display = Display(
         config.train.steps, config.name, about=session.task.describe(), start_step=session.step
     )
-    resume = config.checkpoint.resume != "never"  # without a checkpoint as well: a run may stop before its first
+    resume = config.checkpoint.resume != "never"  # even without a checkpoint: a run may stop before its first
     with Recorder(run_dir, resume) as recorder, display:
         clock = Clock(display, stop)
         recorder.write_config(to_toml(session.given))
@@ -122,9 +122,9 @@ def _run(
                 make_up_evaluation(session, recorder, clock, stop)
             while session.step < config.train.steps and not stop.asked:
                 train_step(session, recorder, clock, run_dir, stop)
-        except GivenUp:  # a rollout, or rewards: nothing of the session has changed
+        except GivenUp:  # a rollout, or rewards: nothing in the session has changed
             save_once(session, run_dir)
-        except FloatingPointError as error:  # the sampler met logits that are no numbers
+        except FloatingPointError as error:  # the sampler met NaN or infinite logits
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
     stop.phase = "report"
     write_report([run_dir], run_dir / "report.html")
@@ -179,7 +179,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             session.engine.load(weights)
             if due(config.eval.eval_interval, step, config):
                 metrics |= evaluated(session, clock, stop)
-        finally:  # the step is done, whatever becomes of its evaluation
+        finally:  # the step is done, whatever happens to its evaluation
             metrics |= clock.take()
             recorder.write(step, metrics)
             rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
@@ -195,7 +195,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
 
 
 def check_parity(session: Session, display: Display, metrics: dict[str, float], run_dir: Path) -> None:
-    """Where rollout and training promise the same bits, a gap is told: UserError where it is the user's engine's.
+    """Where rollout and training promise the same bits, report a gap: UserError if it is the user's engine's.
 
     The step itself is sound, and saved: its ratios are those to the policy that sampled.
     """
@@ -203,22 +203,22 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     if not session.unified or gap == 0.0:
         return
     share = metrics["parity/frac_tokens_different"]
-    found = f"{share:.0%} of its tokens have another log-prob in training than in the rollout, by up to {gap:.3g}"
+    found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
     if engine != "jetrl":
         raise UserError(
-            f"rollout.engine = {engine} says keeps_bits = True, but of step {session.step} {found}. Set keeps_bits = "
-            "False (the learner then computes what it needs itself), or fix the engine; then go on with --resume."
+            f"rollout.engine = {engine} says keeps_bits = True, but in step {session.step} {found}. Set keeps_bits = "
+            "False (the learner then computes what it needs itself), or fix the engine; then continue with --resume."
         )
     display.hint(
         "PARITY IS NOT ZERO",
-        f"{found}, and in this flow there should be none. Training goes on, but this is a fault of ours: please report "
+        f"{found}, and in this flow there should be none. Training continues, but this is a bug in jetrl: please report "
         f"it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
     )
 
 
 @contextmanager
 def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
-    """A mistake of the user's that stops the run in the middle of a step loses no step that was done: it is saved."""
+    """A user's mistake that stops the run in the middle of a step loses no finished step: the last one is saved."""
     try:
         yield
     except UserError:
@@ -227,13 +227,13 @@ def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
 
 
 def save_once(session: Session, run_dir: Path) -> None:
-    """Write the checkpoint of the last step that was done, unless it is on disk or the run makes none."""
+    """Write the checkpoint of the last finished step, unless it is on disk or the run writes none."""
     if session.config.checkpoint.save_interval and session.saved_step != session.step:
         state.save(session, run_dir)
 
 
 def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, float]:
-    """Held-out metrics. None where a signal ended the evaluation: the run owes it then, and makes it when resumed."""
+    """Held-out metrics. None if a signal ended the evaluation: the run then owes it, and makes it when resumed."""
     session.owes_evaluation = True
     try:
         with stop.during("evaluation"):
@@ -247,7 +247,7 @@ def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, fl
 
 
 def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop: StopRequest) -> None:
-    """On resume: the evaluation of the checkpoint's step, where it is due and that step's row has none."""
+    """On resume: the evaluation of the checkpoint's step, if it is due and missing from that step's row."""
     row = recorder.last_row()
     if row.get("step") != session.step or any(key.startswith("eval/") for key in row):
         return

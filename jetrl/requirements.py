@@ -1,7 +1,7 @@
 """Which versions of other packages jetrl needs, and which are installed. No list of its own: pyproject.toml has it.
 
-An installed jetrl reads it from its metadata. In a clone the file itself counts, because metadata there are those of
-the last installation, which may be older than the code.
+An installed jetrl reads it from its metadata. In a clone the file itself counts, because the metadata there is that
+of the last installation, which may be older than the code.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def installed(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return None  # that it is absent is the information
+        return None  # its absence is the information
 
 
 def install(*wanted: Package | str) -> str:
@@ -77,7 +77,7 @@ def install(*wanted: Package | str) -> str:
 def reinstall(package: Package) -> str:
     """The command for an installed package that is broken: the same version once more, and nothing else."""
     assert package.found is not None
-    version = package.found.partition("+")[0]  # indexes do not tell +cu130 from +cpu
+    version = package.found.partition("+")[0]  # indexes do not distinguish +cu130 from +cpu
     return f'pip install --force-reinstall --no-deps "{package.name}=={version}"'
 
 
@@ -86,7 +86,7 @@ def _project() -> dict[str, Any]:
     if PYPROJECT.is_file():
         with PYPROJECT.open("rb") as file:
             project = tomllib.load(file).get("project", {})
-        if project.get("name") == "jetrl":  # not the file of a project that has a copy of ours inside
+        if project.get("name") == "jetrl":  # not that of a project that has a copy of ours inside
             always, by_extra = project["dependencies"], project["optional-dependencies"]
             return {"always": always, "extras": by_extra, "python": project["requires-python"]}
     try:

@@ -190,7 +190,7 @@ class Trajectory:
 
     @property
     def response_length(self) -> int:
-        """Tokens behind the prompt, the environment's included: what `rollout.max_response_length` bounds."""
+        """Tokens after the prompt, the environment's included: what `rollout.max_response_length` bounds."""
         return self.length - len(self.segments[0].tokens)
 
     @property

@@ -66,7 +66,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"prompts": [[True]]}, r"prompts\[0\]\[0\] = True: a token id"),
     ("generate", {"prompts": [[1.0]]}, r"prompts\[0\]\[0\] = 1.0: a token id"),
     ("generate", {"prompts": [["1", 2]]}, "a token id is a whole number"),
-    ("generate", {"prompts": ["\ud800"]}, "no valid Unicode"),
+    ("generate", {"prompts": ["\ud800"]}, "not valid Unicode"),
     ("generate", {"prompts": "1", "max_tokens": 0}, "max_tokens = 0: must be a whole number from 1 to 64"),
     ("generate", {"prompts": "1", "max_tokens": 2.5}, "max_tokens = 2.5"),
     ("generate", {"prompts": "1", "max_tokens": True}, "max_tokens = True"),

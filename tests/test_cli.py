@@ -290,7 +290,7 @@ def test_a_checkpoint_of_another_run_does_not_go_on_in_a_finished_one(jetrl: Cli
     first = tmp_path / "runs" / "tiny"
     before = sorted((p, p.stat().st_mtime_ns) for p in first.rglob("*"))
     checkpoint = tmp_path / "runs" / "tiny-2" / "checkpoints" / "step_000001"
-    assert_refused(jetrl("train", recipe, f"checkpoint.resume={checkpoint}"), "holds a run already", "output_dir")
+    assert_refused(jetrl("train", recipe, f"checkpoint.resume={checkpoint}"), "already holds a run", "output_dir")
     assert sorted((p, p.stat().st_mtime_ns) for p in first.rglob("*")) == before
 
 

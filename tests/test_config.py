@@ -331,13 +331,13 @@ def test_file_problems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("seed = 1\n[train]\n[rl]\n[train]\n", "line 4: .*; [train] is there already, in line 2: '[train]'"),
-        ("[train]\nlr = 1\nsteps = 2\nlr = 3", "line 4: .*; train.lr is there already, in line 2: 'lr = 1'"),
-        ("[rl]\nlr = 1\n[train]\nlr = 1\n\n'lr' = 2", "line 6: .*; train.lr is there already, in line 4: 'lr = 1'"),
-        ("train.lr = 1\n[train]\nsteps = 2", "line 2: .*; [train] is there already, in line 1: 'train.lr = 1'"),
-        ("seed = 1\nseed.x = 2", "line 2: .*; seed.x is there already, in line 1: 'seed = 1'"),
-        ("[model]\npath = 1\n[model.path]\n", "line 3: .*; [model.path] is there already, in line 2: 'path = 1'"),
-        ("a = {b = 1, b = 2}", "line 1: .*'b' stands twice between these braces"),
+        ("seed = 1\n[train]\n[rl]\n[train]\n", "line 4: .*; [train] is already there, in line 2: '[train]'"),
+        ("[train]\nlr = 1\nsteps = 2\nlr = 3", "line 4: .*; train.lr is already there, in line 2: 'lr = 1'"),
+        ("[rl]\nlr = 1\n[train]\nlr = 1\n\n'lr' = 2", "line 6: .*; train.lr is already there, in line 4: 'lr = 1'"),
+        ("train.lr = 1\n[train]\nsteps = 2", "line 2: .*; [train] is already there, in line 1: 'train.lr = 1'"),
+        ("seed = 1\nseed.x = 2", "line 2: .*; seed.x is already there, in line 1: 'seed = 1'"),
+        ("[model]\npath = 1\n[model.path]\n", "line 3: .*; [model.path] is already there, in line 2: 'path = 1'"),
+        ("a = {b = 1, b = 2}", "line 1: .*'b' is twice between these braces"),
         ("name: x\n", "line 1: .*; this looks like YAML. Recipes are TOML: [model] on a line"),
         ("# mine\nmodel:\n  path: x\n", "line 2: .*; this looks like YAML"),
         ("---\nname: x\n", "line 1: .*; this looks like YAML"),
@@ -350,7 +350,7 @@ def test_file_problems(tmp_path: Path) -> None:
         ("kv = None", 'line 1: .*; write kv = "none"'),
         ("name = “x”", "line 1: .*; it has typographic quotes"),
         ('name = "x', "line 1: .*; a text has no closing quote"),
-        ("name =", "line 1: .*; there is no value behind the ="),
+        ("name =", "line 1: .*; there is no value after the ="),
         ("lr = .5", "line 1: not valid TOML (Invalid value): 'lr = .5'$"),
         ("lr = [1", "line 1: not valid TOML (Unclosed array): 'lr = [1'$"),
         ("", ": the file is empty. `jetrl recipes quickstart > "), ("# nothing\n\n", ": the file is empty"),
@@ -406,7 +406,7 @@ def test_override_values(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize("text", ["a.b", "=1", "a..b=1", ".a=1", ""])
 def test_override_syntax(text: str) -> None:
-    with pytest.raises(UserError, match=r"is no override: write section\.key=value"):
+    with pytest.raises(UserError, match=r"is not an override: write section\.key=value"):
         split_override(text)
 
 

@@ -42,8 +42,8 @@ def test_what_is_left_is_named_and_the_status_is_the_programs(body: str, end: st
         [sys.executable, "-c", PROGRAM.format(body=body, end=end)], capture_output=True, text=True, timeout=50,
     )
     assert done.returncode == status and done.stdout == "done\n" and time.monotonic() - started < 30, done
-    assert (f"still at work: {named}." in done.stderr) == bool(named), done.stderr
-    assert ("still at work" in done.stderr) == bool(named), done.stderr
+    assert (f"still running: {named}." in done.stderr) == bool(named), done.stderr
+    assert ("still running" in done.stderr) == bool(named), done.stderr
 
 
 def test_the_program_that_goes_on_is_left_alone() -> None:

@@ -192,7 +192,7 @@ def test_a_reward_that_ends_the_process_never_does_so_quietly(
     if "_exit" in inside:
         assert_refused((status, out, err), r"os\._exit\(0\) was called .*ends\.py, line 4")
     else:
-        assert status == 130 and "Go on with" in out, (status, out, err)
+        assert status == 130 and "Continue with" in out, (status, out, err)
     assert checkpoint.newest(tmp_path / "runs" / "tiny" / "checkpoints") is not None
 
 
@@ -213,5 +213,5 @@ def test_a_thread_that_is_left_does_not_keep_the_program_alive(tmp_path: Path) -
     reward_file(tmp_path / "rw.py", before, inside)
     status, err, seconds = process(tmp_path, "train", "r.toml")
     assert status == 0 and seconds < 60, err
-    assert "still at work: thread poller. Your code has left this behind" in err and "Stopping" not in err
+    assert "still running: thread poller. Your code left this behind" in err and "Stopping" not in err
     assert "ThreadPool" not in err, "the idle thread of an executor ends by itself"

@@ -25,7 +25,7 @@ class Rule:
 
 
 class Section(BaseModel):
-    """Frozen, strict types, no unknown keys, no option without effect."""
+    """Frozen; strict types, no unknown keys, no options without effect."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     section: ClassVar[str]

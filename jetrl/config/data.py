@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jetrl.config.sections import TaskConfig
 
-# Keys of task.name = "file" alone.
+# Keys for task.name = "file" only.
 DATA_KEYS = (
     "train_file", "eval_file", "dataset", "dataset_config", "dataset_revision", "train_split", "eval_split",
     "eval_dataset", "eval_dataset_config", "eval_dataset_revision", "prompt_column", "answer_column", "prompt_template",
     "eval_prompt_column", "eval_answer_column", "eval_prompt_template",
 )
-ROW_KEYS = ("overlong_prompts", "repeated_prompts")  # which of its rows are used; of task.name = "file", too
-# What jetrl itself tells a chat template.
+ROW_KEYS = ("overlong_prompts", "repeated_prompts")  # which rows are used; also for task.name = "file" only
+# What jetrl itself passes to a chat template.
 TEMPLATE_ARGUMENTS = ("conversation", "chat_template", "add_generation_prompt", "tokenize", "messages")
 
 
@@ -48,15 +48,15 @@ def silent_columns(task: TaskConfig) -> dict[str, str]:
 
 
 def reward_problems(task: TaskConfig) -> Iterator[str]:
-    """Functions of `task.reward` named twice, weights that do not fit them, and what a template must not be told."""
+    """Functions of `task.reward` named twice, weights that do not fit them, and what no template may get."""
     names = (task.reward,) if isinstance(task.reward, str) else task.reward or ()
     weights = task.reward_weights
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        yield f"task.reward: names {twice} twice; name it once, with a weight in task.reward_weights"
+        yield f"task.reward: names {twice} twice; name it once and give it a weight in task.reward_weights"
     if names and weights is not None and len(weights) != len(names):
-        yield (f"task.reward_weights: needs one number for each function of task.reward, which are {len(names)}; "
+        yield (f"task.reward_weights: needs one number for each of the {len(names)} functions of task.reward; "
                f"got {len(weights)}")
     if names and weights and not any(weights):
         yield "task.reward_weights: all are 0, so that nothing is rewarded; give one of them another weight"
     if own := sorted(set(task.chat_template_kwargs) & set(TEMPLATE_ARGUMENTS)):
-        yield f"task.chat_template_kwargs.{own[0]}: is not for you to set; remove this key"
+        yield f"task.chat_template_kwargs.{own[0]}: is set by jetrl; remove this key"

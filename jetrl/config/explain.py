@@ -39,7 +39,7 @@ def find_settings(which: str) -> list[tuple[str, str, list[Setting]]]:
             rows = [row for row in rows if which in (row.key, row.full_key)]
         if rows:
             found.append((title, _about(section), rows))
-    if which in sections():  # of the section named so, and not of keys by that name
+    if which in sections():  # the section of that name, not keys of that name
         return [one for one in found if one[0] == f"[{which}]"]
     if not found:
         raise UserError(f"settings: there is no setting {which!r}. {_hint(which, list(parts.values()))}")
@@ -47,7 +47,7 @@ def find_settings(which: str) -> list[tuple[str, str, list[Setting]]]:
 
 
 def _parts() -> dict[str, type[Section]]:
-    """The sections by name, the keys outside of all sections first, under an empty one."""
+    """The sections by name; first, under an empty name, the keys outside of all sections."""
     return {"": Config, **sections()}
 
 
@@ -92,5 +92,5 @@ def _about(section: type[Section]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Markdown's marks of code mean nothing in a terminal."""
+    """Without Markdown's code marks, which mean nothing in a terminal."""
     return text.replace("`", "")

@@ -57,7 +57,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What the algorithm of `data` sets for the keys of `[rl]` that differ by algorithm; {} for an unknown one."""
+    """What the algorithm of `data` sets for the keys of `[rl]` that differ by algorithm; {} if it is unknown."""
     rl, rollout = (data[k] if isinstance(data.get(k), dict) else {} for k in ("rl", "rollout"))
     algo = rl.get("algo", "grpo")
     if not isinstance(algo, str) or algo not in PRESETS:
@@ -79,7 +79,7 @@ def _take_back_preset(data: dict[str, Any]) -> None:
 
 
 def _preset_switches(data: Mapping[str, Any]) -> dict[str, Any]:
-    """By full key, what `data` and its algorithm say for each key that differs by algorithm."""
+    """By full key, the value from `data` and its algorithm for each key that differs by algorithm."""
     rl = data["rl"] if isinstance(data["rl"], dict) else {}
     return {f"rl.{key}": rl.get(key, value) for key, value in _preset_values(data).items()}
 

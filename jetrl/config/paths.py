@@ -12,8 +12,8 @@ from typing import Any
 
 from jetrl.config.sections import Config
 
-PLACES = ("output_dir", "sft.cache_dir")  # written to: made where they do not exist
-# What may also be a name (of the hub, of a built-in tokenizer): a path only if it exists.
+PLACES = ("output_dir", "sft.cache_dir")  # written to: made if they do not exist
+# What may also be a name (on the hub, of a built-in tokenizer): a path only if it exists.
 FILES = (
     "model.path", "model.tokenizer", "task.train_file", "task.eval_file", "task.dataset", "task.eval_dataset",
     "checkpoint.resume",
@@ -22,7 +22,7 @@ CODE = ("task.reward", "environment.name", "rollout.engine")  # path/to/file.py:
 
 
 def absolute_paths(config: Config) -> Config:
-    """The config with every path absolute, seen from the current folder. Names that are no paths stay as they are."""
+    """The config with every path absolute, seen from the current folder. Names that are not paths stay as they are."""
     changed: dict[str, Any] = {}
     for key in (*PLACES, *FILES, *CODE):
         value = _value(config, key)
@@ -39,7 +39,7 @@ def absolute_paths(config: Config) -> Config:
 
 
 def in_own_folder(config: Config, recipe: str, overrides: Sequence[str]) -> Config:
-    """For a run's own config.toml: with the output folder in which it lies, wherever that was moved or is seen from."""
+    """For a run's own config.toml: with the output folder that it is in, wherever that was moved or is reached from."""
     folder = Path(recipe).absolute().parent
     own = Path(recipe).name == "config.toml" and folder.name == config.name and (folder / "checkpoints").is_dir()
     said = any(text.partition("=")[0].strip() == "output_dir" for text in overrides)
@@ -49,7 +49,7 @@ def in_own_folder(config: Config, recipe: str, overrides: Sequence[str]) -> Conf
 
 
 def path_values(config: Config) -> dict[str, Any]:
-    """What the keys that may hold paths say, by full key."""
+    """The values of the keys that may hold paths, by full key."""
     values = {key: _value(config, key) for key in (*PLACES, *FILES, *CODE)}
     return {key: value for key, value in values.items() if value is not None}
 

@@ -98,7 +98,7 @@ class RLConfig(Section):
         default=2.0, gt=1, description="Ratios above this are masked.")
     rollout_rs_lower: Annotated[float, Field(ge=0, lt=1)] | Literal["inverse"] = Field(
         default="inverse", description="Ratios below this (less than 1) are masked. inverse: below 1 / "
-        "rollout_rs_threshold. 0: none, a one-sided mask, as TRL's default.",
+        "rollout_rs_threshold. 0: none, a one-sided mask, as in TRL's default.",
     )
     dynamic_sampling: DynamicSampling = Field(
         default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. "

@@ -26,7 +26,7 @@ class ModelConfig(Section):
     )
     path: str | None = Field(
         default=None, description="Hugging Face folder with config.json, safetensors and a tokenizer; or a name on "
-        "the hub, such as Qwen/Qwen3-0.6B. A folder of that name wins.")
+        "the hub, such as Qwen/Qwen3-0.6B. If a folder of that name exists, it wins.")
     revision: str | None = Field(
         default=None, min_length=1, description="Branch, tag or commit of a model from the hub. none: main.")
     arch: dict[str, Any] | None = Field(
@@ -66,7 +66,7 @@ class QuantConfig(Section):
 
 
 class TaskConfig(Section):
-    """What is asked and how answers are scored."""
+    """Which problems are asked, and how answers are scored."""
 
     section: ClassVar[str] = "task"
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -124,14 +124,14 @@ class TaskConfig(Section):
     overlong_prompts: Literal["error", "drop"] = Field(
         default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
     repeated_prompts: Literal["keep", "drop"] = Field(
-        default="keep", description="Rows of the data with a prompt that was there before: keep, or leave them out.")
+        default="keep", description="Rows of the data that repeat an earlier prompt: keep, or leave them out.")
     num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
     chat_template: bool | Literal["auto"] = Field(
         default="auto", description="Whether prompts go through the tokenizer's chat template. auto: if it has one.")
     system_prompt: str | None = Field(
         default=None, description="System message in front of each prompt (chat template only).")
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="What the chat template is told besides, such as enable_thinking = false.")
+        default_factory=dict, description="Further arguments of the chat template, such as enable_thinking = false.")
 
     def problems(self) -> Iterator[str]:
         if self.name == "file":
@@ -157,15 +157,15 @@ class RolloutConfig(Section):
     group_size: int = Field(
         default=8, ge=1, description="Completions of each prompt. At least 2 where they are each other's baseline.")
     max_response_length: int = Field(
-        default=64, ge=1, description="Longest completion in tokens; of a conversation, all that follows the prompt.")
+        default=64, ge=1, description="Longest completion in tokens; in a conversation, all that follows the prompt.")
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature; the learner's log-probs use the same.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: keep this much probability. 1: off.")
     top_k: int = Field(default=0, ge=0, description="Sample among the k most probable tokens. 0: off.")
     min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top probability. 0: off.")
+        default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top token's probability. 0: off.")
     stop: tuple[str, ...] = Field(
-        default=(), description="Strings that end a completion, besides the end-of-sequence token.")
+        default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: int | None = Field(
         default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
     max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
@@ -287,7 +287,7 @@ class CheckpointConfig(Section):
 
 
 class TrackConfig(Section):
-    """Experiment trackers, besides metrics.jsonl and report.html, which are always written."""
+    """Experiment trackers, in addition to metrics.jsonl and report.html, which are always written."""
 
     section: ClassVar[str] = "track"
     backends: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
@@ -340,7 +340,7 @@ class Config(Section):
             return data
         longest = rollout.get("max_response_length") if isinstance(rollout, Mapping) else None
         longest = RolloutConfig.model_fields["max_response_length"].default if longest is None else longest
-        buffer = dapo_buffer_len(longest) if isinstance(longest, int) else 0  # a wrong type is reported where it stands
+        buffer = dapo_buffer_len(longest) if isinstance(longest, int) else 0  # a wrong type is reported at its own key
         return {**data, "rl": {**rl, "overlong_buffer_len": buffer}}
 
     def problems(self) -> Iterator[str]:

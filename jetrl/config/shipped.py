@@ -26,7 +26,7 @@ def find_recipe(text: str) -> Path:
     if text in recipes:
         return recipes[text]
     if path.is_dir():
-        return path  # which its reader refuses, with a hint at what is inside
+        return path  # its reader refuses it, with a hint about what is inside
     peers = [str(p) for p in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
     close = [name for name in [path.stem] if name in recipes] or difflib.get_close_matches(text, [*recipes, *peers], 1)
     hint = f"Did you mean {close[0]}?" if close else "Give a TOML file, or one of `jetrl recipes`."

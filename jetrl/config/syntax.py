@@ -1,6 +1,6 @@
-"""What is wrong with a recipe that is no TOML: a second table or key, another format, text without quotes.
+"""What is wrong with a recipe that is not valid TOML: a second table or key, another format, text without quotes.
 
-`tomllib` names the line; why it stumbled there, and what to write instead, is guessed from the text.
+`tomllib` names the line; why it failed there, and what to write instead, is guessed from the text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 import tomllib
 
 _AT = re.compile(r" \(at line (\d+), column \d+\)| \(at end of document\)")
-_SECOND = ("twice", "overwrite", "Duplicate", "mutate")  # in tomllib's messages about a key that is there already
+_SECOND = ("twice", "overwrite", "Duplicate", "mutate")  # in tomllib's messages about a key that is already there
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]")
 _KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[\w-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[\w-]+))*)\s*=\s*(.*)""")
 _YAML = re.compile(r"\s*(?:---\s*$|-\s|[\w.-]+\s*:(?:\s|$))")
@@ -32,7 +32,7 @@ def explain_syntax(text: str, error: tomllib.TOMLDecodeError) -> str:
 
 def _cure(lines: list[str], number: int, line: str, what: str) -> str:
     if (twice := re.search(r"inline table key (\S+)", what)) is not None:
-        return f"; {twice[1]} stands twice between these braces. Remove one"
+        return f"; {twice[1]} is twice between these braces. Remove one"
     if any(word in what for word in _SECOND):
         return _second(lines, number)
     first = next((each for each in lines if each.strip() and not each.lstrip().startswith("#")), "")
@@ -47,7 +47,7 @@ def _cure(lines: list[str], number: int, line: str, what: str) -> str:
     if (pair := _KEY.fullmatch(line)) is not None:
         value = re.sub(r"\s+#.*", "", pair[2]).strip()
         if not value:
-            return "; there is no value behind the ="
+            return "; there is no value after the ="
         if value in _WORDS:
             return f"; write {pair[1]} = {_WORDS[value]}"
         if re.match(r"[A-Za-z_/~\\]|\.[./\\]", value) and not any(quote in value for quote in "\"'"):
@@ -60,7 +60,7 @@ def _quoted(value: str) -> str:
 
 
 def _second(lines: list[str], number: int) -> str:
-    """Where that table or key is for the first time."""
+    """Where that table or key appears first."""
     paths: list[tuple[Path, bool]] = []
     table: Path = ()
     for line in lines[:number]:
@@ -69,7 +69,7 @@ def _second(lines: list[str], number: int) -> str:
         paths.append((path, is_table))
     own, own_is_table = paths[-1]
     if not own:
-        return "; it is there already. Remove one of the two"
+        return "; it is already there. Remove one of the two"
     name = f"[{'.'.join(own)}]" if own_is_table else ".".join(own)
     before = list(enumerate(paths[:-1], 1))
     same = [place for place, (path, _) in before if path == own]
@@ -78,10 +78,10 @@ def _second(lines: list[str], number: int) -> str:
         if path and (path[: len(own)] == own or (not is_table and own[: len(path)] == path))
     ]
     if not (same or inside):
-        return f"; {name} is there already. Remove one of the two"
+        return f"; {name} is already there. Remove one of the two"
     place = same[-1] if same else inside[0]
     there = lines[place - 1].strip()
-    return f"; {name} is there already, in line {place}: {there!r}. Put both into one place, or remove one"
+    return f"; {name} is already there, in line {place}: {there!r}. Put both into one place, or remove one"
 
 
 def _path(line: str, table: Path) -> tuple[Path, bool]:

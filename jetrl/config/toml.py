@@ -46,7 +46,7 @@ def split_override(text: str) -> tuple[str, Any]:
     """`train.lr=1e-5` as key and value; a value that is not a TOML literal is a plain string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not all(key.split(".")):
-        raise UserError(f"{text!r} is no override: write section.key=value, such as train.lr=1e-5")
+        raise UserError(f"{text!r} is not an override: write section.key=value, such as train.lr=1e-5")
     try:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
@@ -89,7 +89,7 @@ def toml_key(key: str) -> str:
 
 
 def toml_literal(value: Any) -> str:
-    """A value as TOML writes it. In messages also None, as `"none"`, and other objects, as Python writes them."""
+    """A value as TOML writes it. For messages also None, as `"none"`, and other objects, as Python writes them."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):

@@ -14,7 +14,7 @@ from jetrl.doctor.finding import Finding
 if TYPE_CHECKING:
     from jetrl.doctor.trial import Trial
 
-GPU = "GPU"  # section; what is bad there does not keep a CPU from training
+GPU = "GPU"  # section; what is bad there does not keep the CPU from training
 TRIAL = "Certificate of the quickstart's shape in FP8"
 
 
@@ -49,7 +49,7 @@ class Diagnosis:
 
 
 def examine(tell: Callable[[str], None]) -> Diagnosis:
-    """Look at everything; `tell` is called before what may take long. A broken torch ends it early, with the reason."""
+    """Look at everything; `tell` is called before slow parts. A broken torch ends it early, with the reason."""
     tell("importing packages")
     found, needed = [machine.python(), machine.cpu(), machine.memory()], libraries.needed()
     if any(libraries.import_error(finding.what) for finding in needed if finding.level == "bad"):

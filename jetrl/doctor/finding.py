@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-Level = Literal["ok", "note", "bad"]  # bad: must be put right to train; note: good to know, or optional
+Level = Literal["ok", "note", "bad"]  # bad: must be fixed to train; note: good to know, or optional
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, what was found, and what to do where that is no good."""
+    """What was looked at, what was found, and what to do if that is a problem."""
 
     section: str
     what: str
@@ -22,11 +22,11 @@ class Finding:
 
 
 def attempted(call: Callable[[], T]) -> T | str:
-    """The result of a call, or what it failed with, as text in one line.
+    """The result of a call, or its error as text in one line.
 
-    The one place where any exception is taken for an answer: a broken library fails at its import with whatever its
-    first lines happen to raise (ImportError, OSError for a shared object, AssertionError), compilers have classes of
-    their own, and telling that is what the doctor is for.
+    The one place where any exception counts as an answer: a broken library fails at its import with whatever its
+    first lines happen to raise (ImportError, OSError for a shared object, AssertionError), compilers have their own
+    classes, and reporting that is what the doctor is for.
     """
     try:
         return call()

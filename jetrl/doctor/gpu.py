@@ -23,7 +23,7 @@ _LITTLE = 4 * 2**30  # bytes of free GPU memory below which something else is li
 
 
 def examine() -> list[Finding]:
-    """What there is and what is missing. Without an NVIDIA GPU one line: nothing is missing then."""
+    """What is there and what is missing. Without an NVIDIA GPU one line: nothing is missing then."""
     driver = driver_version()
     if torch.version.cuda is None:
         return [_cpu_build(driver)]
@@ -59,7 +59,7 @@ def _cpu_build(driver: str | None) -> Finding:
 
 
 def _unusable(driver: str | None, said: str) -> Finding:
-    """torch is built for CUDA and sees no GPU; `said` is its own reason, if it gave one."""
+    """torch is built for CUDA but sees no GPU; `said` is its own reason, if it gave one."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and driver is not None:
         return Finding(SECTION, "GPU", f'hidden by CUDA_VISIBLE_DEVICES="{hidden}"', "note", "unset it to use the GPU")
@@ -96,6 +96,6 @@ def _toolkit() -> Finding:
     if home is None:
         return Finding(
             SECTION, "nvcc", "not found; DeepGEMM compiles its kernels with it", "bad",
-            "install CUDA's toolkit, or set CUDA_HOME to its folder",
+            "install the CUDA toolkit, or set CUDA_HOME to its folder",
         )
-    return Finding(SECTION, "nvcc", f"CUDA's toolkit in {home}")
+    return Finding(SECTION, "nvcc", f"CUDA toolkit in {home}")

@@ -10,7 +10,7 @@ from jetrl.doctor.finding import Finding, attempted
 from jetrl.requirements import Package, extras, install, packages, reinstall
 
 NEEDED, OPTIONAL = "Packages", "Extras (not needed by the quickstart)"
-# Where the module that is imported has another name than the package.
+# Packages whose module has another name.
 _MODULES = {
     "sgl-deep-gemm": "deep_gemm", "flash-attn-4": "flash_attn.cute.interface", "nvidia-cutlass-dsl": "cutlass",
 }
@@ -18,7 +18,7 @@ _FOR = {
     "math": "the reward that checks mathematics", "gym": "reasoning-gym's tasks", "data": "parquet files",
     "optim8": "the 8-bit optimizer", "smollm2": "jetrl fetch smollm2", "track": "TensorBoard",
 }
-_NOT_SHOWN = ("hopper", "dev")  # shown with the GPU; for who works on jetrl itself
+_NOT_SHOWN = ("hopper", "dev")  # shown with the GPU; for work on jetrl itself
 
 
 def needed() -> list[Finding]:
@@ -59,7 +59,7 @@ def _told(package: Package) -> str:
 
 
 def import_error(module: str) -> str | None:
-    """What importing a module fails with; None where it works."""
+    """The error with which importing a module fails; None if it works."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = attempted(lambda: importlib.import_module(module))

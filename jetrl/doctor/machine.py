@@ -18,7 +18,7 @@ from jetrl.requirements import python_needed
 SECTION, DISK = "This machine", "Disk"
 CGROUP = Path("/sys/fs/cgroup")
 LEAST_MEMORY, LEAST_DISK = 2**30, 2**30  # bytes: the quickstart takes 0.9 GiB of memory; real models take more of both
-_MOST_FILES = 20_000  # counted in a folder, so that the doctor is not kept waiting by a large one
+_MOST_FILES = 20_000  # counted in a folder, so that a large one does not keep the doctor waiting
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
 
 
@@ -44,7 +44,7 @@ def threads(torch_threads: int) -> Finding:
     named = ", ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)
     text = f"{torch_threads} for {usable} core{'s' * (usable > 1)}" + (f"; {named}" if named else "")
     if torch_threads > usable:
-        return Finding(SECTION, "threads", text, "note", f"set num_threads = {usable}: more than cores are slow")
+        return Finding(SECTION, "threads", text, "note", f"set num_threads = {usable}: more than the cores is slow")
     if torch_threads < usable and "OMP_NUM_THREADS" in os.environ:
         return Finding(SECTION, "threads", text, "note", "unset OMP_NUM_THREADS, or set num_threads, to use all cores")
     return Finding(SECTION, "threads", text)
@@ -68,7 +68,7 @@ def memory() -> Finding:
 
 
 def output_folder(folder: Path) -> Finding:
-    """Where runs go: free space, and whether files can be written there."""
+    """Where runs are written: free space, and whether files can be written there."""
     at = _existing(folder.expanduser().absolute())
     free = shutil.disk_usage(at).free
     text, cure = f"{folder}: {size(free)} free", None
@@ -80,7 +80,7 @@ def output_folder(folder: Path) -> Finding:
 
 
 def kept(folders: Mapping[str, Path]) -> Iterator[Finding]:
-    """Folders whose files make the next run start faster: how much each holds. Those that do not exist are left out."""
+    """Folders whose files make the next run start faster: how much each holds. Missing ones are left out."""
     for what, folder in folders.items():
         folder = folder.expanduser()
         if folder.is_dir():

@@ -31,7 +31,7 @@ def run(console: Console, as_json: bool) -> bool:
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
-    """Print sections, verdict and what is to be done."""
+    """Print sections, verdict and what to do."""
     width = min(console.width, 100)
     console.print(Text(f"jetrl {__version__}", style="bold"))
     for title, findings in groupby(diagnosis.findings, key=lambda finding: finding.section):
@@ -50,7 +50,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     style = "bold green" if diagnosis.ok else "bold red"
     console.print(Text(verdict(diagnosis), style=style), width=width, soft_wrap=False)
     for cure in diagnosis.to_do():
-        console.print(Text(f"  -> {cure}"), soft_wrap=True)  # not broken: to be copied
+        console.print(Text(f"  -> {cure}"), soft_wrap=True)  # not wrapped, so that it can be copied
 
 
 def verdict(diagnosis: Diagnosis) -> str:

@@ -1,4 +1,4 @@
-"""A tiny certificate on this machine: the way of a run, from the choice of the device to its kernels."""
+"""A tiny certificate on this machine: the path of a run, from the choice of the device to its kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Trial:
     """The certificate of the quickstart's shape on a device, or why there is none."""
 
     asked: str  # "auto", as in a recipe that says nothing, or "cpu"
-    device: str  # what that stands for here: "cuda" or "cpu"
+    device: str  # what that means here: "cuda" or "cpu"
     certificate: Certificate | None
     failure: str | None
     seconds: float
@@ -30,7 +30,7 @@ class Trial:
 
 
 def trials() -> list[Trial]:
-    """What `device = "auto"` does here; where that takes the GPU and fails, the CPU as well."""
+    """What `device = "auto"` does here; if that takes the GPU and fails, the CPU as well."""
     first = trial("auto")
     return [first] if first.ok or first.device == "cpu" else [first, trial("cpu")]
 

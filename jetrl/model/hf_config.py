@@ -17,14 +17,14 @@ from jetrl.spec import ModelSpec, RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What `model_type` alone says: transformers' class and default length, and the keys that are always written."""
+    """What `model_type` alone implies: transformers' class and default length, and the keys that are always written."""
 
     architecture: str
     max_position: int
     written: Mapping[str, Any]
     qkv_bias: bool = False
     qk_norm: bool = False
-    head_dim: int | None = None  # where the key is absent; None: hidden_size / num_attention_heads
+    head_dim: int | None = None  # if the key is absent; None: hidden_size / num_attention_heads
     kv_heads_optional: bool = False  # an absent num_key_value_heads means num_attention_heads
     hidden_act: str = "silu"
 
@@ -42,7 +42,7 @@ _SPEC_KEYS = frozenset(
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta rope_scaling "
     "rope_parameters layer_types".split()
 )
-# The only value with which the model is the one that jetrl computes, and what it means otherwise.
+# The only value with which jetrl computes the right model, and what another value would mean.
 _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "attention_bias": (False, "a bias on the attention projections"),
     "mlp_bias": (False, "a bias on the MLP projections"),
@@ -53,7 +53,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "partial_rotary_factor": (1, "rotary embedding of a part of the head"),
     "rope_interleaved": (False, "interleaved rotary embedding"),
     "scale_embeddings": (False, "scaled embeddings"),
-    "is_decoder": (True, "a model that is no decoder"),
+    "is_decoder": (True, "a model that is not a decoder"),
     "add_cross_attention": (False, "cross attention"),
     "is_encoder_decoder": (False, "an encoder"),
 }
@@ -74,7 +74,7 @@ _LLAMA3_KEYS = frozenset("factor low_freq_factor high_freq_factor original_max_p
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model of a `config.json`; UserError names every key with which it would be another model."""
+    """The model of a `config.json`; UserError for any key that would make it another model."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"model_type = {family!r} is not supported; jetrl runs {', '.join(FAMILIES)} models.")
@@ -84,7 +84,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     hidden_size = _size(config, "hidden_size")
     num_kv_heads = _size(config, "num_key_value_heads", default=num_heads if facts.kv_heads_optional else None)
     if num_heads % num_kv_heads:
-        raise UserError(f"num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}.")
+        raise UserError(f"num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}.")
     max_position = _size(config, "max_position_embeddings", default=facts.max_position)
     return ModelSpec(
         family=family,
@@ -107,11 +107,11 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 def hf_config(
     spec: ModelSpec, base: Mapping[str, Any] | None = None, dtype: str = "bfloat16", tokenizer: Any = None
 ) -> dict[str, Any]:
-    """The `config.json` of a spec: `spec_from_hf(hf_config(spec)) == spec`. Keys of `base` that say more stay.
+    """The `config.json` of a spec: `spec_from_hf(hf_config(spec)) == spec`. Further keys of `base` stay.
 
     Rotary keys are written in both layouts, so that programs on transformers 4 and 5 read the same model.
     """
-    of_the_base = ("quantization_config", trained.KEY)  # said of other weights than those that go with this config
+    of_the_base = ("quantization_config", trained.KEY)  # about weights other than those of this config
     config: dict[str, Any] = {key: value for key, value in (base or {}).items() if key not in of_the_base}
     if base is not None and spec_from_hf(config) != spec:
         raise ValueError(f"base_config describes another model: {spec_from_hf(config)}, not {spec}")
@@ -150,8 +150,8 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
         raise UserError(
-            f"quantization_config (quant_method = {method!r}): the weights are already quantized, also if jetrl "
-            "exported them. Start from the BF16 model; jetrl quantizes it as the recipe says."
+            f"quantization_config (quant_method = {method!r}): the weights are already quantized, perhaps by "
+            "jetrl's export. Start from the BF16 model; jetrl quantizes it as the recipe says."
         )
     required = {"hidden_act": (facts.hidden_act, "another activation function")} | _REQUIRED_VALUES
     for key, (value, meaning) in required.items():
@@ -174,7 +174,7 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> RopeSpec:
-    """Rotary parameters from either layout; where both are given they must say the same."""
+    """Rotary parameters from either layout; if both are given, they must agree."""
     read = [_rope_of(config, key) for key in ("rope_scaling", "rope_parameters") if config.get(key)]
     if not read:
         return RopeSpec(theta=_positive(config, "rope_theta", 10000.0))
@@ -232,10 +232,10 @@ def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_head
         if (default := FAMILIES[family].head_dim) is not None:
             return default
         if hidden_size % num_heads:
-            raise UserError(f"give head_dim: hidden_size = {hidden_size} is no multiple of {num_heads} heads.")
+            raise UserError(f"give head_dim: hidden_size = {hidden_size} is not a multiple of {num_heads} heads.")
     head_dim = _size(config, "head_dim", default=hidden_size // num_heads)
     if head_dim % 2:
-        raise UserError(f"head_dim = {head_dim} is odd; rotary embedding turns pairs, so it must be even.")
+        raise UserError(f"head_dim = {head_dim} is odd; rotary embedding rotates pairs, so it must be even.")
     return head_dim
 
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder consists of, and what its reading and its writing share."""
+"""What a Hugging Face folder consists of, and what reading and writing it share."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def other_kind(path: Path) -> str:
-    """What a folder or file is that jetrl does not read, and how it becomes a model folder; "" where nothing is known.
+    """What a folder or file that jetrl does not read is, and how to turn it into a model folder; "" if unknown.
 
-    Sentences that begin with a space, to stand behind what is wrong.
+    Sentences that begin with a space, to follow the statement of what is wrong.
     """
     if path.is_file():
         if path.suffix == ".gguf":
@@ -62,7 +62,7 @@ def other_kind(path: Path) -> str:
 
 def _gguf(folder: Path, name: str) -> str:
     return (
-        f" {name} is a GGUF file, with weights that are quantized for llama.cpp. Take the model it was made from, or "
+        f" {name} is a GGUF file, with weights that are quantized for llama.cpp. Use the model it was made from, or "
         f"convert it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={name!r})"
         ".save_pretrained('converted'), and save the tokenizer there too."
     )

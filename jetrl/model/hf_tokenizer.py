@@ -11,7 +11,7 @@ from jetrl.spec import ModelSpec
 
 
 def load_tokenizer_from(folder: str | Path) -> Any:
-    """The transformers tokenizer of a folder; nothing is downloaded and no code of the folder is run."""
+    """The transformers tokenizer of a folder; nothing is downloaded and no code from the folder is run."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Give the folder that holds tokenizer.json.")
@@ -21,8 +21,8 @@ def load_tokenizer_from(folder: str | Path) -> Any:
     # A slow import, and not needed by runs with a built-in tokenizer.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer reads every tokenizer next to a qwen2 config.json as Qwen's own; where the folder says that its
-    # tokenizer.json is the whole tokenizer, that is what is loaded.
+    # AutoTokenizer reads every tokenizer next to a qwen2 config.json as Qwen's own; if the folder says that its
+    # tokenizer.json is the whole tokenizer, we load just that.
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     loader = PreTrainedTokenizerFast if config.get("tokenizer_class") in GENERIC_TOKENIZERS else AutoTokenizer
     try:
@@ -32,7 +32,7 @@ def load_tokenizer_from(folder: str | Path) -> Any:
 
 
 def check_vocab(tokenizer: Any, spec: ModelSpec) -> None:
-    """Raise where the tokenizer has ids that the model has no embedding row for. Unused rows at the end are fine."""
+    """Raise if the tokenizer has ids that the model has no embedding row for. Unused rows at the end are fine."""
     largest = max(tokenizer.get_vocab().values())
     if largest >= spec.vocab_size:
         raise UserError(

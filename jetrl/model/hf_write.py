@@ -37,7 +37,7 @@ def save_model(
     generation_config: Mapping[str, Any] | None = None,
     trained_with: Recipe | None = None,
 ) -> None:
-    """Write a folder that transformers, vLLM and SGLang load; it appears whole or not at all.
+    """Write a folder that transformers, vLLM and SGLang can load; it appears whole or not at all.
 
     `base_config` is the config.json that the model came from: its other keys (token ids, initializer_range) stay. The
     token ids of a model without one are the tokenizer's. `trained_with` is noted in the new one.
@@ -85,7 +85,7 @@ def write_folder(
             _sync(path)
         temporary.chmod(0o755)  # mkdtemp makes folders that only their owner reads
         if folder.exists():
-            # Two renames: no folder can be renamed onto a filled one. A crash between them leaves both next to it.
+            # Two renames: no folder can be renamed onto a filled one. A crash between them leaves both folders there.
             old = temporary.with_suffix(".old")
             folder.rename(old)
             temporary.rename(folder)
@@ -106,7 +106,7 @@ def _require_replaceable(folder: Path) -> None:
     foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES)]
     if foreign:
         raise UserError(
-            f"{folder} holds {some(foreign)}, which is no part of a model folder, and writing would replace the whole "
+            f"{folder} holds {some(foreign)}, which is not part of a model folder, and writing would replace the whole "
             "folder. Give another path, or remove it."
         )
 

@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub: a name and a revision become a folder of the local cache.
+"""Names on the Hugging Face hub: a name and a revision become a folder of the local cache.
 
 Token, cache, offline mode and time limit are huggingface_hub's own: HF_TOKEN, HF_HUB_CACHE (or HF_HOME),
 HF_HUB_OFFLINE, HF_HUB_ETAG_TIMEOUT. The library is imported, and the hub asked, only where a name is used.
@@ -19,7 +19,7 @@ from jetrl.errors import UserError
 from jetrl.model.hf_files import INDEX, SINGLE, TOKENIZER_FILES, read_json, some
 from jetrl.spec import SHAPES
 
-SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)  # all of a model except its weights
+SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)  # everything except the weights
 WEIGHTS = ("*.safetensors",)  # never pickles
 _ELSEWHERE = ("*/*", "consolidated*")  # other formats of the same weights
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -47,7 +47,7 @@ def is_commit(revision: str | None) -> bool:
 
 
 def on_disk(path: str | Path, revision: str | None = None, kind: str = "model") -> Path | None:
-    """The folder that `path` is, or None for a name of the hub. UserError for what is neither."""
+    """The folder at `path`, or None for a name on the hub. UserError if it is neither."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -61,17 +61,17 @@ def on_disk(path: str | Path, revision: str | None = None, kind: str = "model") 
 
 
 def model_folder(path: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder of a model: `path` itself where it is one, else that of the hub's model, downloaded where it must be.
+    """The folder of a model: `path` itself if it is one, else that of the hub's model, downloaded if needed.
 
-    Without `weights` only config and tokenizer are there. With a commit as revision, and all files in the cache, the
-    hub is not asked.
+    Without `weights`, only config and tokenizer are sure to be there. With a commit as revision, and all files in the
+    cache, the hub is not asked.
     """
     folder = on_disk(path, revision)
     return folder if folder is not None else model_snapshot(str(path), revision, weights=weights).folder
 
 
 def model_snapshot(name: str, revision: str | None = None, *, weights: bool = True) -> Snapshot:
-    """A model of the hub at a branch, tag or commit (None: main)."""
+    """A model on the hub at a branch, tag or commit (None: main)."""
     patterns = SMALL + WEIGHTS if weights else SMALL
     cached = _whole_in_cache(name, revision, patterns)
     if cached is not None and not _lacks(cached, weights):
@@ -94,10 +94,10 @@ def tokenizer_folder(path: str | Path, revision: str | None = None) -> Path:
 def fetch(
     name: str, revision: str | None, kind: str, patterns: Sequence[str], ignore: Sequence[str] = ()
 ) -> Snapshot:
-    """The files of a repository (kind: model or dataset) that match, from the hub or, where it fails, from the cache.
+    """The files of a repository (kind: model or dataset) that match, from the hub or, if it fails, from the cache.
 
-    The hub is asked once with a time limit before anything is downloaded, since a download tries again for minutes. It
-    is not asked where all files of a commit are known to be in the cache.
+    The hub is asked once with a time limit before anything is downloaded, since a download retries for minutes. It
+    is not asked if all files of a commit are known to be in the cache.
     """
     from huggingface_hub import snapshot_download
 
@@ -122,7 +122,7 @@ def fetch(
 
 
 def _ask(name: str, revision: str, kind: str) -> dict[str, int] | Exception | None:
-    """The files of a repository with bytes; the error where the hub gives none; None in offline mode."""
+    """The files of a repository with their sizes; the error if the hub gives none; None in offline mode."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HTTPError, RevisionNotFoundError  # type: ignore[attr-defined]
 
@@ -137,13 +137,13 @@ def _ask(name: str, revision: str, kind: str) -> dict[str, int] | Exception | No
             f"{name} has no revision {revision!r}. Give a branch, a tag or a whole commit hash; they are listed at "
             f"{_page(name, kind)}."
         ) from error
-    except (HTTPError, OSError, ValueError) as error:  # ValueError: an answer that is no JSON, as of a login page
+    except (HTTPError, OSError, ValueError) as error:  # ValueError: an answer that is not JSON, such as a login page
         return error
     return {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or []}
 
 
 def weights_to_come(name: str, commit: str) -> str:
-    """What a dry run says of the weights of a model that it has not downloaded. UserError if the hub has none."""
+    """What a dry run says about the weights that it has not downloaded. UserError if the hub has none."""
     folder = fetch(name, commit, "model", SMALL, _ELSEWHERE).folder
     lacking = _lacks(folder, True)
     if not lacking:
@@ -162,15 +162,15 @@ def weights_to_come(name: str, commit: str) -> str:
 
 
 class _Incomplete(Exception):
-    """huggingface_hub knows that files of a cached commit are missing."""
+    """Files of a cached commit are missing, as huggingface_hub knows."""
 
 
 def _cached(
     name: str, revision: str, kind: str, patterns: Sequence[str], ignore: Sequence[str]
 ) -> Path | None:
-    """The cached folder of a revision, or None where there is none.
+    """The cached folder of a revision, or None if there is none.
 
-    `_Incomplete` where a part of it is missing, as far as huggingface_hub has kept the list of the commit's files.
+    `_Incomplete` if a part of it is missing, as far as huggingface_hub has kept the list of the commit's files.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -189,7 +189,7 @@ def _cached(
 
 
 def _known(name: str, revision: str | None, kind: str, patterns: Sequence[str], ignore: Sequence[str]) -> Path | None:
-    """The cached folder of a commit of which huggingface_hub has kept the list of files, and has all that match."""
+    """The cached folder of a commit, if huggingface_hub has kept its list of files and has all that match."""
     from huggingface_hub import constants
 
     repo = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
@@ -202,7 +202,7 @@ def _known(name: str, revision: str | None, kind: str, patterns: Sequence[str], 
 
 
 def _whole_in_cache(name: str, revision: str | None, patterns: Sequence[str]) -> Path | None:
-    """The cached folder of a commit, with a tokenizer, as far as one can tell without asking; else None."""
+    """The cached folder of a commit, if it has a tokenizer as far as one can tell offline; else None."""
     if not is_commit(revision):
         return None
     try:
@@ -213,7 +213,7 @@ def _whole_in_cache(name: str, revision: str | None, patterns: Sequence[str]) ->
 
 
 def _lacks(folder: Path, weights: bool) -> list[str]:
-    """Files of a model that its folder must have and has not. A link to a file that is gone counts as missing."""
+    """Required files of a model that its folder lacks. A link to a file that is gone counts as missing."""
     if not (folder / "config.json").is_file():
         return ["config.json"]
     if not weights or (folder / SINGLE).is_file():
@@ -226,7 +226,7 @@ def _lacks(folder: Path, weights: bool) -> list[str]:
 
 
 def _check_whole(folder: Path) -> None:
-    """UserError for a file of weights that is shorter than its header says."""
+    """UserError for a weights file that is shorter than its header says."""
     for path in sorted(folder.glob("*.safetensors")):
         size, blob = path.stat().st_size, path.resolve()
         with open(path, "rb") as file:
@@ -251,7 +251,7 @@ def _check_whole(folder: Path) -> None:
 
 
 def _check_name(name: str, kind: str) -> None:
-    """UserError, with a suggestion, for what cannot be a name of the hub."""
+    """UserError, with a suggestion, for what cannot be a name on the hub."""
     if _NAME.fullmatch(name) and ".." not in name and "--" not in name:
         return
     if found := _URL.match(name):
@@ -262,7 +262,7 @@ def _check_name(name: str, kind: str) -> None:
         hint = "".join(f" Did you mean {org}/{name}?" for prefix, org in _PUBLISHERS.items() if low.startswith(prefix))
         hint += f" A model of that shape with random weights: random:{name}." if low in SHAPES else ""
     raise UserError(
-        f"{_no_folder(name)}, and it is no name on the Hugging Face hub: "
+        f"{_no_folder(name)}, and it is not a name on the Hugging Face hub: "
         f"those have one slash, as in {'Qwen/Qwen3-0.6B' if kind == 'model' else 'openai/gsm8k'}.{hint}"
     )
 
@@ -279,7 +279,7 @@ def _page(name: str, kind: str) -> str:
 
 
 def _not_there(name: str, revision: str, kind: str, problem: Exception | None) -> str:
-    """Why neither the hub nor the cache has it, and how to bring it."""
+    """Why neither the hub nor the cache has it, and how to get it."""
     from huggingface_hub import constants
 
     cache, what = constants.HF_HUB_CACHE, f"{name} at revision {revision}"
@@ -299,7 +299,7 @@ def _not_there(name: str, revision: str, kind: str, problem: Exception | None) -
 
 
 def _why(name: str, kind: str, problem: Exception) -> tuple[str, bool]:
-    """What the hub answered, or why it did not, with the cure; and whether it was reached."""
+    """What the hub answered, or why it did not answer, with the cure; and whether it was reached."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -325,7 +325,7 @@ def _brief(error: Exception) -> str:
 
 
 def _again(name: str, kind: str, problem: Exception | None) -> str:
-    """How to complete a download, where the hub cannot be asked."""
+    """How to complete a download if the hub cannot be asked."""
     option = "" if kind == "model" else " --repo-type dataset"
     why = f"Then {_brief(problem)}." if problem is not None else "HF_HUB_OFFLINE is set."
     return f"{why} Run again with network, or `hf download {name}{option}`: files that are whole are kept."
@@ -337,12 +337,12 @@ def _lacking(name: str, found: Snapshot, lacking: list[str]) -> str:
         where = f"{name}: the download in {found.folder} is not complete"
         return f"{where}: {some(lacking)} is missing. Run again with network, or `hf download {name}`."
     if lacking == ["config.json"]:
-        return f"{name} has no config.json on the hub, so it is no model of transformers. It has {_list(found.files)}."
+        return f"{name} has no config.json on the hub, so it is not a transformers model. It has {_list(found.files)}."
     if any(file in found.files for file in lacking):
         return f"{name}: {some(lacking)} did not arrive in {found.folder}. Run again."
     return (
-        f"{name} has no {some(lacking)} on the hub; jetrl reads safetensors alone, since a pickle can run code. It has "
-        f"{_list(found.files)}. Take a version with safetensors, or save the model again with safe_serialization=True."
+        f"{name} has no {some(lacking)} on the hub; jetrl reads only safetensors, since a pickle can run code. It has "
+        f"{_list(found.files)}. Use a version with safetensors, or save the model again with safe_serialization=True."
     )
 
 
@@ -358,7 +358,7 @@ def _explained(name: str, kind: str) -> Iterator[None]:
 
     try:
         yield
-    except (HTTPError, LocalEntryNotFoundError, RuntimeError) as error:  # RuntimeError: of the library hf_xet
+    except (HTTPError, LocalEntryNotFoundError, RuntimeError) as error:  # RuntimeError: from the library hf_xet
         cause: Any = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
         why, answered = _why(name, kind, cause) if isinstance(cause, HTTPError) else (f"{_brief(cause)}.", False)
         if answered:

@@ -1,8 +1,8 @@
 """What a model was trained with, as its folder says: the key `jetrl_training` of config.json.
 
-A private key, which other programs carry along and do not read. The field's own key for the KV cache, `kv_cache_scheme`
-of compressed-tensors and ModelOpt, promises one static scale a tensor, stored next to the weights; ours are powers of
-two for each token and head, made while decoding, so to write it would be wrong.
+A private key, which other programs keep and do not read. The usual key for the KV cache, `kv_cache_scheme` of
+compressed-tensors and ModelOpt, promises one static scale per tensor, stored with the weights; ours are powers of
+two for each token and head, made while decoding, so writing that key would be wrong.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def record(recipe: Recipe) -> dict[str, Any]:
 
 
 def trained_of(config: Mapping[str, Any], folder: str | Path) -> Trained | None:
-    """What the config.json of `folder` says; None where it says nothing. UserError for values that jetrl never writes.
+    """What the config.json of `folder` says; None if it says nothing. UserError for values that jetrl never writes.
     """
     said = config.get(KEY)
     if said is None:
@@ -56,14 +56,14 @@ def trained_of(config: Mapping[str, Any], folder: str | Path) -> Trained | None:
     where = f"{Path(folder) / 'config.json'}: {KEY}"
     cure = "Correct it, or remove the key and give precision and kv_cache yourself."
     if not isinstance(said, Mapping) or "precision" not in said:
-        raise UserError(f"{where} = {said!r} names no precision. {cure}")
+        raise UserError(f"{where} = {said!r} does not name a precision. {cure}")
     for key, allowed in _CHOICES.items():
         if key in said and said[key] not in allowed:
             raise UserError(f"{where}.{key} = {said[key]!r} is none of {', '.join(allowed)}. {cure}")
     for key in _COUNTS:
         value = said.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise UserError(f"{where}.{key} = {value!r} is no number of layers. {cure}")
+            raise UserError(f"{where}.{key} = {value!r} is not a number of layers. {cure}")
     if said["precision"] == "bf16":
         return Trained("bf16", {})
     keys = [key for key in (*_CHOICES, *_COUNTS) if key != "precision"]

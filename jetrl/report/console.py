@@ -41,19 +41,19 @@ _MAX_WIDTH = 100
 
 
 class Output(Console):
-    """A rich console that tells of a closed pipe; rich itself would end the program without a word."""
+    """A rich console that reports a closed pipe; rich itself would end the program silently."""
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
-        raise UserError("standard output was closed, which stops the program. Send it to a file; --resume goes on.")
+        raise UserError("standard output was closed, which stops the program. Send it to a file; --resume continues.")
 
 
 class Display:
     """Shows where a run stands. Use as a context manager, so that the terminal is restored whatever happens.
 
     Call `phase` when the work changes, `advance` as parts of a phase finish, `step` with the row of a finished step.
-    Off a terminal a phase is told only once it lasts longer than `interval` seconds, then again at that interval; steps
-    are told at most every `step_interval` seconds (0: each of them), the last one always. A warm start, whose rows have
+    Off a terminal, a phase is reported only once it lasts longer than `interval` seconds, then again at that interval;
+    steps at most every `step_interval` seconds (0: all of them), the last one always. A warm start, whose rows have
     `policy/loss` and no reward, shows its loss.
     """
 
@@ -125,7 +125,7 @@ class Display:
             self._line(f"  {self._phase} {parts}" + (f"  left {duration(left)}" if left is not None else ""))
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Show the row of a finished step. `metrics` holds the key `step` besides those that go to metrics.jsonl."""
+        """Show the row of a finished step. `metrics` holds the key `step` and those that go to metrics.jsonl."""
         now = self._clock()
         step = int(metrics["step"])
         if step > self.current:  # the row of step 0 is an evaluation: no measure of a step's time
@@ -136,7 +136,7 @@ class Display:
         if shown is not None:
             self._curve.append(float(shown))
         gap = float(metrics.get("parity/logprob_abs_diff_max", 0.0))
-        if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as worst, and stays
+        if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as the worst and stays
             self._worst_gap = gap
         accuracy = accuracy_of(metrics)
         if accuracy is not None and self._first_accuracy is None:
@@ -146,10 +146,10 @@ class Display:
             self._step_told = now
             self._line(self._plain(metrics))
             for line in _joined([f"{name}: {text}" for name, text in notes(metrics) if name != "no signal"]):
-                self._line(line)  # steps without a signal are told by `hint`, and not each of them
+                self._line(line)  # steps without a signal are reported by `hint`, and not every time
 
     def hint(self, what: str, detail: str) -> None:
-        """Tell, the first time in full, of what was so in this step."""
+        """Report what happened in this step, the first time in full."""
         self._hints.hint(self.current, what, detail)
 
     def message(self, text: str) -> None:
@@ -267,7 +267,7 @@ class Display:
         return table
 
     def _extra_numbers(self) -> Iterator[tuple[RenderableType, ...]]:
-        """Rows of the panel for what not every run has: conversations, refill, a step without signal."""
+        """Rows of the panel that not every run has: conversations, refill, a step without signal."""
         metrics = self._metrics
         if "environment/turns_mean" in metrics:
             failures = failures_of(metrics)
@@ -296,7 +296,7 @@ def summary(
     next_commands: Sequence[tuple[str, str]] = (),
     console: Console | None = None,
 ) -> None:
-    """Print what the run came to and what to do next: `next_commands` holds pairs (what it does, command)."""
+    """Print the outcome of the run and what to do next: `next_commands` holds pairs (what it does, command)."""
     console = console or Console()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
@@ -309,7 +309,7 @@ def summary(
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
         told = agreed if exact else gap
         table.add_row("parity", Text(told, style="green" if exact else "red"))
-    warmed = warm_start_seconds or 0.0  # next to nothing where it came from the cache
+    warmed = warm_start_seconds or 0.0  # next to nothing if it came from the cache
     warm = f", after a warm start of {duration(warmed)}" if warmed >= 1.0 else ""
     table.add_row("steps", f"{steps} in {duration(seconds)}{warm}")
     table.add_row("run folder", Text(str(run_dir)))
@@ -319,12 +319,12 @@ def summary(
         console.print("\nNext", style="bold")
         for what, command in next_commands:
             console.print(Text(f"  {what}"), style="dim")
-            console.out(f"    {command}", highlight=False)  # not wrapped: to be copied
+            console.out(f"    {command}", highlight=False)  # not wrapped, so that it can be copied
     console.print()
 
 
 def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = None) -> None:
-    """Print several runs, one a row: (precision flow, its headline)."""
+    """Print several runs, one per row: (precision flow, its headline)."""
     console = console or Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
     measured = held_out_name(run.held_out for _, run in rows).lower()

@@ -1,4 +1,4 @@
-"""What a run tells its user once, and then counts: steps without a signal, and a parity that should be 0 and is not."""
+"""What a run reports once and then counts: steps without a signal, and a parity that should be 0 and is not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jetrl.types import Group
 
 
 class Hints:
-    """Tells of something the first time in full, then in a line at its 10th, 100th, ... time."""
+    """Reports something in full the first time, then in a line at its 10th, 100th, ... time."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell, self._counts = tell, Counter[str]()
 
     def hint(self, step: int, what: str, detail: str) -> None:
-        """`what` was so in this step; `detail` says why and what to do."""
+        """`what` happened in this step; `detail` says why and what to do."""
         self._counts[what] += 1
         count = self._counts[what]
         if count == 1:
@@ -25,9 +25,9 @@ class Hints:
 
 
 def without_signal(groups: Sequence[Group], learnt: Sequence[Group], temperature: float) -> str:
-    """Why every advantage of a step is 0 and what to do about it; empty where there is something to learn from.
+    """Why every advantage of a step is 0 and what to do about it; empty if there is something to learn from.
 
-    `groups` have rewards; `learnt`, those that are learnt from, have advantages.
+    `groups` have rewards; `learnt`, the groups learned from, have advantages.
     """
     values = (a for group in learnt for a in group.advantages)
     if any(any(a) if isinstance(a, tuple) else a for a in values):

@@ -57,7 +57,7 @@ class Run:
 
     @property
     def held_out(self) -> str:
-        """What the mean held-out reward is called: "accuracy" only where a reward of ours says right or wrong."""
+        """What the mean held-out reward is called: "accuracy" only if a built-in reward says right or wrong."""
         task, environment = self.config.get("task", {}), self.config.get("environment", {}).get("name")
         if "name" not in task:
             return "accuracy"  # a folder without the config of its run

@@ -63,7 +63,7 @@ def advantages(
     token (not multiplied by `kl_coef`; needed with `kl_in = "reward"` and a `kl_coef`), and the critic's value of the
     state in which the token was drawn (needed by gae). The returns have that layout.
 
-    grpo and rloo give one number a trajectory, reinforce_pp and gae a tuple of P.
+    grpo and rloo give one number per trajectory, reinforce_pp and gae a tuple of P.
 
     Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories of -kl_coef * sum_t kl_t.
     Those of the rewards themselves are in `selection.reward_stats`.
@@ -100,7 +100,7 @@ def grpo_advantages(rewards: Sequence[float], norm_by_std: bool, eps: float) -> 
     Dr.GRPO (without):    A_i = r_i - mean(r)
 
     `std` is the sample deviation (S - 1), as in verl and TRL; the papers leave it open. A group whose rewards are all
-    equal gets exact zeros, also where the rounded mean would differ from the rewards; a group of one is such a group.
+    equal gets exact zeros, even if the rounded mean would differ from the rewards; a group of one is such a group.
     Source: GRPO, arXiv 2402.03300 section 4.1; Dr.GRPO, arXiv 2503.20783 section 3.
     """
     if all_equal(rewards):
@@ -174,7 +174,7 @@ def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]]
     return whiten(rows, config.adv_epsilon) if config.norm_adv_by_std else rows, returns
 
 
-# One entry an estimator of `rl.adv_estimator`: from the scores of one group, or from all trajectories of the step.
+# One entry per estimator of `rl.adv_estimator`: from the scores of one group, or from all trajectories of the step.
 BY_GROUP: dict[str, ByGroup] = {
     "grpo": lambda scores, config: grpo_advantages(scores, config.norm_adv_by_std, config.adv_epsilon),
     "rloo": lambda scores, config: rloo_advantages(scores),
@@ -202,7 +202,7 @@ def _items(
 def _column(name: str, values: Column, size: int) -> list[float]:
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (size,) or not np.isfinite(array).all():
-        raise ValueError(f"{name} of shape {array.shape} for {size} policy tokens, or not all finite; this is a defect")
+        raise ValueError(f"{name} of shape {array.shape} for {size} policy tokens, or not all finite; this is a bug")
     return array.tolist()
 
 

@@ -1,6 +1,6 @@
 """Advantages of single tokens: discounted rewards to go, generalized advantage estimation, and whitening.
 
-Letters: P policy tokens of one trajectory, in order over all its turns. Tokens of the environment are no steps: they
+Letters: P policy tokens of one trajectory, in order over all its turns. Tokens of the environment are not steps: they
 are left out, so the state after a turn's last token is that of the next turn's first.
 """
 

@@ -104,7 +104,7 @@ def policy_loss(
         sequence_mean: r_t = exp(mean of d over the sequence of t)
         sequence:      r_t = exp(sum of d over the sequence of t)
 
-    The last two want one advantage for the whole sequence, and are for whole sequences in a micro-batch.
+    The last two need one advantage for the whole sequence, and whole sequences in a micro-batch.
 
     Args (all [T], floating, one device): `logprobs` carries the gradient; `old_logprobs` are those of the policy that
     took the samples, or None for `logprobs.detach()`: then r_t is exactly 1 and the gradient is that of
@@ -115,7 +115,7 @@ def policy_loss(
     Returns the loss (0-dim, dtype of `logprobs`) and the additive statistics `policy/loss`, `policy/ratio_mean`,
     `policy/kl` (mean of old - new log-probs of tokens, Schulman's k1), `policy/clip_frac_high` (A > 0 and the bound
     cuts the gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`; under cispo the first two
-    count the weights that were cut from above and from below, whatever A is.
+    count the weights that were clipped from above and from below, whatever A is.
 
     Sources: PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3; clip-higher, DAPO, arXiv 2503.14476 section 3.1;
     dual clip, arXiv 1912.09729; CISPO, arXiv 2506.13585 section 3.1; GSPO, arXiv 2507.18071; RLOO, arXiv 2402.14740.
@@ -256,7 +256,7 @@ def value_loss(
 def explained_variance(stats: Mapping[str, float]) -> dict[str, float]:
     """The summed statistics with `critic/explained_variance` in place of the two means of squares.
 
-    `1 - Var(R - v) / Var(R)` over all loss tokens: 1 for a perfect critic, 0 for one that says the mean. It is left out
+    `1 - Var(R - v) / Var(R)` over all loss tokens: 1 for a perfect critic, 0 for one that is the mean. It is left out
     where all returns are equal. Without a critic's statistics nothing changes.
     """
     if "critic/error_square_mean" not in stats:

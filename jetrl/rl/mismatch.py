@@ -86,13 +86,13 @@ class MismatchAccumulator:
         for side, values in (("trainer", trainer), ("rollout", rollout)):
             num_bad = int((~np.isfinite(values)).sum())
             if num_bad:
-                raise ValueError(f"{num_bad} of {values.size} {side} log-probs are NaN or infinite; this is a defect")
+                raise ValueError(f"{num_bad} of {values.size} {side} log-probs are NaN or infinite; this is a bug")
         diff = trainer - rollout
         abs_diff = np.abs(diff)
         with np.errstate(over="ignore"):  # reported below, with the value that caused it
             k3, mult_error = np.expm1(diff) - diff, np.exp(abs_diff)
         if not np.isfinite(mult_error).all():
-            raise ValueError(f"log-probs differ by {abs_diff.max()}, beyond what exp can hold; this is a defect")
+            raise ValueError(f"log-probs differ by {abs_diff.max()}, beyond what exp can hold; this is a bug")
         self.count += trainer.size
         self.num_different += int((diff != 0).sum())
         self.max_abs_diff = max(self.max_abs_diff, float(abs_diff.max()))

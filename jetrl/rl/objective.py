@@ -1,6 +1,6 @@
 """The objective of a micro-batch: policy loss, entropy bonus, KL to the reference and a shared critic's loss.
 
-Which parts there are, and in which form, the config says; nothing here knows algorithms by name.
+The config says which parts there are, and in which form; nothing here knows algorithms by name.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> 
 def _corrections(inputs: Inputs, mask: Tensor, config: ObjectiveConfig) -> Tensor | None:
     """Importance weights and rejection mask [R], where the config asks for one of them.
 
-    They compare the learner with the sampler as both were before this step's first update.
+    They compare learner and sampler as they were before this step's first update.
     """
     if config.rollout_is == "none" and config.rollout_rs == "none":
         return None

@@ -1,7 +1,7 @@
-"""Dynamic sampling "refill": sample further prompts until a step has as many groups with signal as it wants.
+"""Dynamic sampling "refill": sample further prompts until a step has as many groups with signal as it needs.
 
-A pure state, told of each round's groups; it says how many prompts the next round should sample. What it says depends
-on nothing but the groups so far, so that a resumed run repeats it.
+A pure state that is given each round's groups and says how many prompts the next round should sample. What it says
+depends only on the groups so far, so that a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Refill:
     def next_count(self) -> int:
         """How many prompts to sample next; 0 when the step is complete, or its rounds are used up.
 
-        `min(wanted, ceil(missing / rate))` with the share of groups with signal so far as rate; `wanted` while there
+        `min(wanted, ceil(missing / rate))` where rate is the share of groups with signal so far; `wanted` while there
         was none.
         """
         with_signal = sum(map(has_signal, self.seen))
@@ -61,7 +61,7 @@ class Refill:
         return replace(self, seen=(*self.seen, *groups), rounds=self.rounds + 1, num_sampled=sampled)
 
     def stats(self) -> dict[str, float]:
-        """`reward_stats` of all groups that came in; `reward/num_groups_dropped` counts those not learnt from,
+        """`reward_stats` of all groups that came in; `reward/num_groups_dropped` counts those not learned from,
         `rollout/refill_rounds` the rounds (1: nothing was refilled), `rollout/num_prompts_sampled` their prompts."""
         return reward_stats(self.seen) | {
             "reward/num_groups_dropped": float(len(self.seen) - len(self.kept)),

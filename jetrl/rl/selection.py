@@ -1,4 +1,4 @@
-"""Which groups are learnt from: groups without signal, dynamic sampling.
+"""Which groups are learned from: groups without signal, dynamic sampling.
 
 Trajectories whose environment failed are in no group: `roll_out` keeps them apart.
 """
@@ -32,7 +32,7 @@ def has_signal(group: Group) -> bool:
 
 def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
     """`reward/mean`, `reward/std` (sample deviation over all trajectories) and `reward/frac_zero_std` (share of groups
-    without signal), over all groups that came in, learnt from or not.
+    without signal), over all groups that came in, learned from or not.
     """
     for group in groups:
         check_scored(group)
@@ -58,7 +58,7 @@ def select(groups: Sequence[Group], config: SelectionConfig) -> tuple[tuple[Grou
 
 
 def recorded(groups: Iterable[Group], learnt: Iterable[Group]) -> tuple[Group, ...]:
-    """All groups that came in, for the record: those learnt from with their advantages, the others with zeros."""
+    """All groups that came in, for the record: those learned from with their advantages, the others with zeros."""
     filled = {group.prompt.index: group for group in learnt}
     return tuple(
         filled.get(group.prompt.index, replace(group, advantages=(0.0,) * len(group.trajectories))) for group in groups
@@ -66,7 +66,7 @@ def recorded(groups: Iterable[Group], learnt: Iterable[Group]) -> tuple[Group, .
 
 
 def check_scored(group: Group) -> None:
-    """Each trajectory has a reward, and none of them is of a conversation whose environment failed."""
+    """Each trajectory has a reward, and none is a conversation whose environment failed."""
     assert not any(t.failed for t in group.trajectories), "roll_out keeps failed conversations apart"
     if len(group.rewards) != len(group.trajectories):
         raise ValueError(

@@ -10,7 +10,7 @@ def per_sequence(values: Tensor, active: Tensor, sequence_ids: Tensor) -> tuple[
     """Sum of `values` (0 where not active) and number of active tokens of each token's sequence, both [T] float64.
 
     A sequence must lie whole within the micro-batch; its rows need not be neighbours. `segment_reduce` sums each
-    sequence by itself: no atomics, so neither the bits nor a sequence's result depend on its neighbours.
+    sequence by itself, without atomics, so the bits do not depend on a sequence's neighbours.
     """
     if values.numel() == 0:  # segment_reduce refuses it
         return values, values.clone()

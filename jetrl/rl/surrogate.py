@@ -1,6 +1,6 @@
 """The two choices inside the policy loss: which ratio of policies (`RATIOS`), and what is made of it (`SURROGATES`).
 
-A further one is one function and one entry. Letters: T packed tokens of a micro-batch. With
+Another one is one function and one entry. Letters: T packed tokens of a micro-batch. With
 d_t = logprobs_t - old_logprobs_t, and n_s loss tokens in sequence s.
 
 Rows that are not active must come with `log_ratio` and `advantages` 0, or their overflow would reach the backward.
@@ -33,7 +33,7 @@ class Clip:
             )
         if self.dual is not None and self.dual <= 1:
             raise ValueError(
-                f"clip_ratio_c = {self.dual} must be above 1 (common: 3 to 10), or left out for no dual clip"
+                f"clip_ratio_c = {self.dual} must be above 1 (common: 3 to 10), or left out to have no dual clip"
             )
 
 
@@ -53,7 +53,7 @@ def _token(log_ratio: Tensor, active: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def _sequence_mean(log_ratio: Tensor, active: Tensor, sequence_ids: Tensor) -> Tensor:
-    """`log r_t = sg(mean of d over t's sequence) + d_t - sg(d_t)`, with sg the stop of the gradient.
+    """`log r_t = sg(mean of d over t's sequence) + d_t - sg(d_t)`, where sg stops the gradient.
 
     The value is GSPO's length-normalized ratio; each token brings its own share of the gradient, so that the mean over
     the sequence's tokens has the gradient of GSPO's sequence ratio. Source: GSPO-token, arXiv 2507.18071 section 4.3.

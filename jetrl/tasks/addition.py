@@ -1,7 +1,7 @@
-"""Sums made on the fly, with a worked solution: the task of the tutorials, learnable by a model of a million weights.
+"""Sums made on the fly, with worked solutions: the task of the tutorials. A model of a million weights can learn it.
 
 Compact style, for `builtin:arithmetic`: `348+275=` is answered by one column a step from the right, each with the
-carry that came in and a two-digit sum, and the answer behind `#`:
+carry that came in and a two-digit sum, and the answer after `#`:
 
     8+5+0=13;4+7+1=12;3+2+1=06#623
 
@@ -32,10 +32,10 @@ STYLES = ("auto", "compact", "question")
 
 
 class AdditionTask:
-    """Two numbers of equally many digits. `digits`: how many, each length as often; `style`: how it is asked.
+    """Two numbers with the same number of digits. `digits`: the lengths, equally often; `style`: how it is asked.
 
     `forget_carry`: share of the carries that the worked solutions (compact style) leave out; their sums are wrong then.
-    `use_tool`: share of the sums whose worked solution asks the calculator instead, and is right.
+    `use_tool`: share of the sums whose worked solution asks the calculator instead; these are right.
     """
 
     name = "addition"
@@ -52,7 +52,7 @@ class AdditionTask:
         self.forget_carry = _share(params, "forget_carry", self.style)
         self.use_tool = _share(params, "use_tool", self.style)
         if self.forget_carry and self.gold_template is None:
-            self.gold_template = "#{answer}"  # the worked solutions are no gold texts then
+            self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
         self.reward: RewardFunction = compact_reward if self.style == "compact" else last_integer
 
     def problem(self, index: int) -> Problem:
@@ -77,7 +77,7 @@ class AdditionTask:
                 misses += 1
             if misses == 20_000:
                 raise UserError(
-                    f"task.num_eval: {n} held-out sums are wanted, but with digits = {list(self.digits)} there are "
+                    f"task.num_eval: {n} held-out sums are needed, but with digits = {list(self.digits)} there are "
                     f"only {len(found)}. Lower task.num_eval or use more digits."
                 )
         return [self._make(a, b) for a, b in found]
@@ -137,7 +137,7 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 def compact_reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the text behind the last `#` is the answer, to the character; else 0."""
+    """1 where the text after the last `#` is the answer, to the character; else 0."""
     return [float(_behind_hash(completion_text(c)) == a) for c, a in zip(completions, answer, strict=True)]
 
 

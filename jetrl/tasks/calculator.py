@@ -1,4 +1,4 @@
-"""The built-in environment `calculator`: the policy may write a call such as `<348+275>`, and is told `=623.`
+"""The built-in environment `calculator`: the policy may write a call such as `<348+275>`, and gets `=623.` back.
 
 Its turn then has to end at the `>`: set `rollout.stop = [">"]`. A turn without a call is the final answer, scored with
 the task's reward. In tokens of `builtin:arithmetic` a whole conversation reads
@@ -17,7 +17,7 @@ from typing import Any
 from jetrl.tasks.protocol import RewardFunction
 from jetrl.tasks.retry import score_answer
 
-MISTAKE = "=?."  # the reply to a call that is none
+MISTAKE = "=?."  # the reply to a malformed call
 _CALL = re.compile(r"<([0-9]{1,18})([-+*])([0-9]{1,18})>")
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

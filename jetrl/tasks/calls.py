@@ -1,7 +1,7 @@
 """Calls of the user's code in the background, each with a time limit.
 
-Plain functions run in daemon threads, coroutines on one event loop in another. A call that is late is written off:
-nobody waits for it any more, its thread ends whenever it returns, and another takes its place. Nothing of this module
+Plain functions run in daemon threads, coroutines on one event loop in another. A call that is late is abandoned:
+nothing waits for it any more, its thread ends whenever it returns, and another takes its place. Nothing in this module
 keeps a finished program alive.
 """
 
@@ -29,19 +29,19 @@ class Loop:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
-        self.blocked = False  # a coroutine holds it up: it is given no further work
+        self.blocked = False  # a coroutine holds it up: it gets no further work
         self.events = asyncio.new_event_loop()
         self.ending = False
         threading.Thread(target=self._run, name=f"{OUR_THREADS}-loop", daemon=True).start()
 
     def _run(self) -> None:
-        """Until `end`. asyncio leaves the loop where a task of the user's own calls `sys.exit`: that ends no other."""
+        """Until `end`. asyncio leaves the loop if the user's own task calls `sys.exit`; that must end no other."""
         while not self.ending:
             with suppress(SystemExit, KeyboardInterrupt):
                 self.events.run_forever()
 
     def answers(self) -> bool:
-        """Whether it gets on; not so while a coroutine blocks it."""
+        """Whether it makes progress; not while a coroutine blocks it."""
         beat = threading.Event()
         self.events.call_soon_threadsafe(beat.set)
         return beat.wait(_PATIENCE)
@@ -53,7 +53,7 @@ class Loop:
             for task in asyncio.all_tasks(self.events):
                 task.cancel()
             self.ending = True
-            self.events.call_soon(self.events.stop)  # behind the cancelled tasks' last turn
+            self.events.call_soon(self.events.stop)  # after the cancelled tasks' last turn
 
         self.events.call_soon_threadsafe(cancel)
 
@@ -62,7 +62,7 @@ class Loop:
 class Call:
     """A function, or with `loop` a coroutine function, and what came of it: `value`, or `error`, or it was `late`.
 
-    As a context manager it takes the time and keeps an exception of the user's code, whatever it is, as a value.
+    As a context manager it takes the time and keeps any exception of the user's code as a value.
     """
 
     run: Callable[[], Any]
@@ -74,7 +74,7 @@ class Call:
     started: float | None = None
     ended: float | None = None
     written_off: bool = False
-    blocking: bool = False  # it was written off while its loop did not answer
+    blocking: bool = False  # it was abandoned while its loop did not answer
 
     def __enter__(self) -> None:
         self.started = time.monotonic()
@@ -87,7 +87,7 @@ class Call:
 
     @property
     def late(self) -> bool:
-        """Whether it took longer than its limit, also where it has ended since."""
+        """Whether it took longer than its limit, even if it has ended since."""
         if self.written_off or self.started is None:
             return self.written_off
         return (time.monotonic() if self.ended is None else self.ended) - self.started > self.time_limit
@@ -125,14 +125,14 @@ class Background:
             self._fill()
 
     def collect(self) -> list[Call]:
-        """The calls that have ended or turned out to be late since the last time."""
+        """The calls that have ended or become late since the last time."""
         with self._lock:
             over = [*self._over]
             self._over.clear()
         return over + self._write_off()
 
     def wait(self, longest: float) -> None:
-        """Until a call has ended or a running one is late, but at most `longest` seconds."""
+        """Wait until a call has ended or a running one is late, but at most `longest` seconds."""
         with self._lock:
             deadlines = [c.started + c.time_limit for c in self._running if c.started is not None]
             patience = min([longest, *(d - time.monotonic() for d in deadlines)])
@@ -160,7 +160,7 @@ class Background:
             worker.inbox.put(call)
 
     def _begin_coroutine(self, call: Call, loop: Loop) -> None:
-        """On its conversation's loop, or another if that one is blocked. The caller holds the lock."""
+        """Start it on its conversation's loop, or another if that one is blocked. The caller holds the lock."""
         call.loop = self.loop() if loop.blocked else loop
         call.future = asyncio.run_coroutine_threadsafe(self._run_coroutine(call, call.loop), call.loop.events)
 
@@ -174,7 +174,7 @@ class Background:
         self.finish(call, None)
 
     def finish(self, call: Call, worker: _Worker | None) -> bool:
-        """A call has ended, in the worker's thread. False: it was written off, and so is the worker."""
+        """A call has ended, in the worker's thread. False: it was abandoned, and so is the worker."""
         with self._lock:
             if call.written_off:
                 return False
@@ -224,7 +224,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until `stop`, or until a call of this thread was written off."""
+        """Run until `stop`, or until a call of this thread was abandoned."""
         while (call := self.inbox.get()) is not None:
             with call:
                 call.value = call.run()

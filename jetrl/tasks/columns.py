@@ -13,7 +13,7 @@ from jetrl.tasks.protocol import shorten
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of columns; with a template, prompts come from it. `keys` begins the names of the keys of `[task]`."""
+    """Names of columns; with a template, prompts come from it. `keys` is the prefix of the names of `[task]`'s keys."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -50,7 +50,7 @@ class Columns:
         return "".join(text)
 
     def _parts(self, template: str) -> list[tuple[str, str | None]]:
-        """(text, name of the column behind it) of a template. A name is a whole column name: no indices, no format."""
+        """(text, name of the column after it) of a template. A name is a whole column name: no indices, no format."""
         key = f"task.{self.keys}prompt_template = {shorten(template)!r}"
         cure = "Write {column} for a column of the row, and {{ and }} for braces."
         try:

@@ -25,7 +25,7 @@ from jetrl.types import Completion, Problem, Reply
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """One conversation and what its environment is doing. `owes`: a reply is due; `over`: none will come any more."""
+    """One conversation and what its environment is doing. `owes`: a reply is due; `over`: no more will come."""
 
     key: int
     problem: Problem
@@ -39,16 +39,16 @@ class _Conversation:
     over: bool = False
     closed: bool = False
     closing: bool = False  # the environment's `close` is under way
-    stuck: bool = False  # a call was written off: the environment is out of our hands
+    stuck: bool = False  # a call was abandoned: the environment is out of our hands
 
 
 @dataclass(slots=True)
 class EnvironmentPool:
-    """`timeout`: seconds for one call of an environment; `max_concurrent`: most calls at the same time.
+    """`timeout`: seconds for one call of an environment; `max_concurrent`: maximum number of calls at the same time.
 
-    An environment that raises, hangs or returns something of a wrong form fails its own conversation only, with a
+    An environment that raises, hangs or returns something of the wrong form fails only its own conversation, with a
     `Reply` that says how. Replies that have no tokens (a text that the tokenizer or its chat template refuses, a prompt
-    beyond `task.max_prompt_length`) are UserErrors of `poll`.
+    longer than `task.max_prompt_length`) make `poll` raise UserError.
     """
 
     factory: Factory
@@ -58,7 +58,7 @@ class EnvironmentPool:
     close_failures: int = 0  # calls of `close` that raised or were late
     _talks: dict[int, _Conversation] = field(default_factory=dict)
     _calls: dict[Call, _Conversation] = field(default_factory=dict)
-    _ended: deque[Call] = field(default_factory=deque)  # calls that have ended and are not looked at yet
+    _ended: deque[Call] = field(default_factory=deque)  # calls that have ended and were not looked at yet
     _background: Background = field(init=False)
     _settings: dict[str, Any] = field(default_factory=process_settings)
 
@@ -83,7 +83,7 @@ class EnvironmentPool:
         self._submit(talk, "reset", make, lambda value: opening_of(value, f"{self.factory.name}.reset"))
 
     def act(self, key: int, completion: Completion) -> None:
-        """The policy's turn. Of a conversation that is over, it is ignored."""
+        """The policy's turn; ignored if the conversation is over."""
         talk = self._talks[key]
         if talk.over:
             return
@@ -102,7 +102,7 @@ class EnvironmentPool:
             self._background.wait(self.timeout)
 
     def _ready(self) -> list[Reply]:
-        """What has come of the calls that are over."""
+        """The replies from the calls that are over."""
         self._ended += self._background.collect()
         replies = []
         while self._ended:
@@ -112,7 +112,7 @@ class EnvironmentPool:
         return replies
 
     def check_settings(self) -> None:
-        """UserError where an environment has changed settings that it shares with training."""
+        """Raises UserError where an environment has changed settings that it shares with training."""
         check_unchanged(self._settings, f"Environment {self.factory.name}")
 
     def close(self, key: int) -> None:
@@ -125,7 +125,7 @@ class EnvironmentPool:
             self._close(talk)
 
     def shutdown(self, patience: float = 5.0) -> None:
-        """Close all conversations, give environments that still work some seconds, and end the threads."""
+        """Close all conversations, give environments that are still running a few seconds, and end the threads."""
         deadline = time.monotonic() + patience
         for key in list(self._talks):
             self.close(key)
@@ -145,8 +145,8 @@ class EnvironmentPool:
         self, talk: _Conversation, method: Literal["reset", "step", "close"], run: Callable[[], Any],
         check: Callable[[Any], Any],
     ) -> None:
-        """`run` gives what the environment returns, or its coroutine. `check` reads it right behind the user's code, so
-        that lists which the environment goes on changing are copied before it does."""
+        """`run` gives what the environment returns, or its coroutine. `check` reads it right after the user's code, so
+        that lists are copied before the environment changes them again."""
         is_async = self.factory.is_async(method)
 
         async def coroutine() -> Any:
@@ -158,7 +158,7 @@ class EnvironmentPool:
         self._background.submit(call)
 
     def _reply(self, talk: _Conversation, call: Call) -> Reply | None:
-        """What a call that is over comes to; None where nobody waits for it any more."""
+        """The reply from a call that is over; None where nothing waits for it any more."""
         talk.busy = False
         talk.stuck |= call.written_off
         if talk.closed:
@@ -200,7 +200,7 @@ class EnvironmentPool:
             self._submit(talk, "close", lambda: talk.environment.close(), lambda value: None)
 
     def _warn(self, talk: _Conversation, call: Call) -> None:
-        """The conversation's result stands, but what `close` should have given back may not be."""
+        """The conversation's result stands, but what `close` should have released may not be."""
         if not call.late and call.error is None:
             return
         if isinstance(call.error, UserError):  # os._exit

@@ -1,7 +1,7 @@
-"""Rows of a data set: by its name on the Hugging Face hub, or of a folder with data files, read by `datasets`.
+"""Rows of a data set: by its name on the Hugging Face hub, or from a folder with data files, read by `datasets`.
 
-Files come through `model/hub.py`, as those of models do; the library then reads the local folder alone. So the cache of
-the hub is enough without network, and a data set is of one commit.
+Files come through `model/hub.py`, as those of models do; the library then reads only the local folder. So the hub's
+cache is enough without network, and a data set comes from one commit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _PACKED = ("", ".gz", ".zst", ".xz", ".bz2")
 _DATA = tuple(f"*{ending}{packed}" for ending in _READERS for packed in _PACKED)
-_SETTINGS = ("sep", "delimiter", "field")  # of a configuration, for its reader
+_SETTINGS = ("sep", "delimiter", "field")  # keys of a configuration that its reader gets
 _ROWS_AT_ONCE = 10_000
 
 
@@ -42,7 +42,7 @@ def read_dataset(name: str, subset: str | None, revision: str | None, split: str
         import datasets
     except ImportError as error:
         raise UserError(
-            f"{name}: data sets by name are read by the package datasets; run: pip install 'jetrl[data]'"
+            f"{name}: data sets by name need the package datasets; run: pip install 'jetrl[data]'"
         ) from error
     folder = hub.on_disk(name, revision, "dataset")
     if folder is None:
@@ -88,7 +88,7 @@ def _rows(split: Any) -> Iterator[dict[str, Any]]:
 
 
 def _asked(name: str, call: Any) -> Any:
-    """A call of the library, with its errors about what the files hold as one message."""
+    """A call of the library, with its errors about the files' content as one message."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -107,12 +107,12 @@ def _downloaded(name: str, subset: str | None, revision: str | None) -> Path:
     found = hub.fetch(name, card.commit, "dataset", [_CARD, *patterns])
     if not any(path.is_file() and path.name != _CARD for path in found.folder.rglob("*")):
         held = f" It has: {some(sorted(found.files))}." if found.files else ""
-        raise UserError(f"{name} has no files of data that can be read (parquet, jsonl, json, csv, arrow, text).{held}")
+        raise UserError(f"{name} has no data files that can be read (parquet, jsonl, json, csv, arrow, text).{held}")
     return found.folder
 
 
 def _chosen(name: str, configs: list[dict[str, Any]], subset: str | None) -> dict[str, Any]:
-    """The configuration that is asked for, or the only or default one; {} where the card names none."""
+    """The configuration asked for, or the only or default one; {} where the card names none."""
     names = [str(config.get("config_name", "default")) for config in configs] or ["default"]
     fitting = [config for config, each in zip(configs or [{}], names, strict=True) if each == subset]
     if subset is None:
@@ -138,7 +138,7 @@ def _configs(card: Path) -> list[dict[str, Any]]:
     try:
         head = yaml.safe_load(found[1])
     except yaml.YAMLError as error:
-        raise UserError(f"{card}: its head is no YAML: {error}") from error
+        raise UserError(f"{card}: its head is not valid YAML: {error}") from error
     configs = head.get("configs") if isinstance(head, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
 
@@ -153,13 +153,13 @@ def _patterns(files: Any) -> dict[str, list[str]]:
         for split, paths in pairs.items():
             texts = [str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])]
             if outside := [text for text in texts if ":" in text or text.startswith("/") or ".." in text.split("/")]:
-                raise UserError(f"The data set's card names {outside[0]}, which is no file of it. Take another one.")
+                raise UserError(f"The data set's card names {outside[0]}, which is outside of it. Use another one.")
             found.setdefault(split, []).extend(texts)
     return found
 
 
 def _paths(config: dict[str, Any]) -> list[str]:
-    """What to download for a configuration: an asterisk matches slashes, too. Empty: all files of data."""
+    """What to download for a configuration: an asterisk matches slashes, too. Empty: all data files."""
     directory = str(config.get("data_dir") or "").strip("./")
     prefix = f"{directory}/" if directory else ""
     patterns = [path for paths in _patterns(config.get("data_files") or []).values() for path in paths]

@@ -49,7 +49,7 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """The policy's turn: the messages that follow (none where it is over), its reward, and whether it is over."""
+        """The policy's turn: the messages that follow (none if it is over), its reward, and whether it is over."""
         ...
 
 
@@ -83,7 +83,7 @@ class Factory:
 def load_environment(name: str, params: Mapping[str, Any], reward: RewardFunction | None = None) -> Factory:
     """The environment that `environment.name` names: a built-in one, `module:Class` or `path/to/file.py:Class`.
 
-    A constructor with a parameter `reward` is given the task's reward function there.
+    A constructor with a parameter `reward` gets the task's reward function there.
     """
     if ":" in name:
         kind = import_attribute(name, "environment.name", "class")
@@ -93,7 +93,7 @@ def load_environment(name: str, params: Mapping[str, Any], reward: RewardFunctio
         near = difflib.get_close_matches(name, BUILTIN, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Built in: {', '.join(BUILTIN)}."
         raise UserError(
-            f"environment.name = {name!r}: there is no such environment. {hint} Your own is given as module:Class or "
+            f"environment.name = {name!r}: there is no such environment. {hint} Name your own as module:Class or "
             "path/to/file.py:Class."
         )
     if not inspect.isclass(kind):
@@ -143,14 +143,14 @@ def _constructor_params(kind: type, params: Mapping[str, Any], reward: RewardFun
 
 
 def problem_mapping(problem: Problem) -> dict[str, Any]:
-    """What `reset` is given. `tasks.task.sample` gives problems a seed; others have one that comes from their id."""
+    """What `reset` gets. `tasks.task.sample` gives problems a seed; others have one derived from their id."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(m) for m in problem.prompt]
     seed = stable_hash("environment", problem.id) % 2**31
     return {"seed": seed, **problem.extra, "id": problem.id, "prompt": prompt, "answer": problem.answer}
 
 
 def messages_of(value: Any, where: str) -> list[Message]:
-    """Checked messages: a text is one of the user, None and an empty text are none."""
+    """Checked messages: a text is a user message; None and an empty text are no message."""
     if value is None or (isinstance(value, str) and not value):
         return []
     if isinstance(value, str):

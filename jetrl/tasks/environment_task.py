@@ -1,6 +1,6 @@
 """The task of environments that make their own problems: an endless stream of seeds.
 
-An environment draws everything from the seed that `reset` is given. Seeds of training and held-out seeds come from
+An environment draws everything from the seed that `reset` gets. Seeds of training and held-out seeds come from
 different ranges, so that no held-out problem is ever trained on (unless the environment makes the same problem from two
 seeds).
 """

@@ -1,7 +1,7 @@
 """Problems from a jsonl or parquet file, or from a data set by name; verl's layout is read as it is.
 
 The prompt is a column (a text or a list of chat messages) or made of several by a template. A `solution` column (text)
-is what `jetrl sft` trains on; all further columns reach reward functions by name. Every epoch has an order of its own,
+is what `jetrl sft` trains on; all further columns reach reward functions by name. Every epoch has its own order,
 from (seed, epoch).
 """
 
@@ -27,7 +27,7 @@ _RESERVED = {"prompts", "completions", "completion_ids", "answer", "solution"}  
 
 
 class FileTask:
-    """Params: `gold_template`, `check_gold`. Where problems come from is in the keys of `[task]`."""
+    """Params: `gold_template`, `check_gold`. The keys of `[task]` say where problems come from."""
 
     name = "file"
     reward: RewardFunction | None = None
@@ -37,10 +37,10 @@ class FileTask:
         fits: Callable[[Problem], bool] | None = None,
     ) -> None:
         """`needs_answer`: rows without an answer are mistakes. `hold_out`: without data for evaluation, some problems
-        are kept for it. `fits`: whether a prompt is short enough; a problem that is not is left out."""
+        are kept for it. `fits`: whether a prompt is short enough; a problem whose prompt is not is left out."""
         for old, key in (("prompt_key", "prompt_column"), ("answer_key", "answer_column")):
             if old in config.params:
-                raise UserError(f"task.params.{old}: this is task.{key} now.")
+                raise UserError(f"task.params.{old}: write task.{key} instead.")
         check_params(self.name, config.params, ("gold_template", "check_gold"))
         self.gold_template, self.check_gold = gold_params(config.params)
         self.seed = seed
@@ -92,7 +92,7 @@ class FileTask:
 
 
 def _split(problems: list[Problem], num_eval: int, file: str) -> tuple[list[Problem], set[str]]:
-    """The `num_eval` distinct prompts with the lowest hash are held out, with their first row each."""
+    """The `num_eval` distinct prompts with the lowest hash are held out, each with its first row."""
     first = {prompt_key(p): p for p in reversed(problems)}
     if num_eval > len(first) // 2:
         raise UserError(
@@ -137,9 +137,9 @@ def _evaluation(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[s
 def _named(
     name: str, subset: str | None, revision: str | None, split: str, columns: Columns, sieve: Sieve
 ) -> tuple[str, list[Problem]]:
-    """A split of a data set: where it comes from, in words, and its problems, with the place of each as id.
+    """A split of a data set: where it comes from, in words, and its problems, with their places as ids.
 
-    Reward functions get something else by the names in `_RESERVED`, and nobody can rename a column on the hub: such
+    Reward functions get something else under the names in `_RESERVED`, and nobody can rename a column on the hub: such
     columns are left out where they are neither prompt nor answer.
     """
     found = read_dataset(name, subset, revision, split)
@@ -164,7 +164,7 @@ def read_problems(path: Path, columns: Columns | None = None, sieve: Sieve | Non
         raise UserError(f"{path}: file not found (searched from {Path.cwd()}).")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise UserError(f"{path}: must be a .jsonl or .parquet file, by its name.")
+        raise UserError(f"{path}: its name must end in .jsonl or .parquet.")
     columns = columns or Columns()
     numbered = (_problem(row, f"{path}:{line}", columns) for line, row in readers[path.suffix](path))
     problems = (sieve or Sieve()).take(numbered, str(path))
@@ -216,7 +216,7 @@ def _problem(row: Mapping[str, Any], where: str, columns: Columns) -> Problem:
     taken = (answer, "solution") if columns.template is not None else (prompt, answer, "solution")
     extra = {k: v for k, v in row.items() if k not in taken}
     if hidden := sorted(_RESERVED & extra.keys()):
-        raise UserError(f"{where}: reward functions get something else by the name of column {hidden[0]!r}; rename it.")
+        raise UserError(f"{where}: reward functions get something else as {hidden[0]!r}; rename this column.")
     value = _prompt(columns.prompt_of(row, where), where, prompt)
     gold = _answer(row, where, answer, columns.needs_answer)
     return Problem(id=where, prompt=value, answer=gold, solution=solution, extra=extra)

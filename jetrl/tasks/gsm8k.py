@@ -13,8 +13,8 @@ from jetrl.errors import UserError
 from jetrl.tasks.protocol import completion_text, shorten
 
 MARK = "####"
-# A number with its sign, dollar sign and thousands commas. A minus behind a digit, a letter or a bracket is a
-# difference, and one with a space behind it a bullet.
+# A number with its sign, dollar sign and thousands commas. A minus after a digit, a letter or a bracket is a
+# difference, and one before a space is a bullet.
 _NUMBER = re.compile(
     r"(?<![\w.])(?:(?<![)\]}])[-\u2212])?(?:\\?\$\s?[-\u2212]?)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"
 )
@@ -43,7 +43,7 @@ gsm8k_reward.gold_answer = gold_answer  # type: ignore[attr-defined]
 
 
 def final_number(text: str) -> str | None:
-    """The number that a text ends in, in plain digits: of its last box, else behind its last `####`, else the last."""
+    """The number that a text ends in, in plain digits: in its last box, else after its last `####`, else the last."""
     if (start := text.rfind(_BOX)) >= 0:
         found = _NUMBER.findall(_in_braces(text, start + len(_BOX)))
     elif MARK in text:
@@ -54,7 +54,7 @@ def final_number(text: str) -> str | None:
 
 
 def _in_braces(text: str, start: int) -> str:
-    """What stands between an open brace and the one that closes it; where none does, the rest."""
+    """The text between an open brace and the one that closes it; if none does, the rest."""
     depth = 1
     for end in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)

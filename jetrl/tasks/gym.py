@@ -17,7 +17,7 @@ from jetrl.requirements import install
 from jetrl.tasks.protocol import check_params, completion_text, gold_params, stable_hash
 from jetrl.types import Problem
 
-CHUNK_SIZE = 512  # problems of one seed
+CHUNK_SIZE = 512  # problems from one seed
 MAX_REDRAWS = 100
 INSTRUCTION = "Put your final answer between <answer> and </answer>."
 _OWN_PARAMS = ("dataset", "instruction", "gold_template", "check_gold")
@@ -25,7 +25,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class GymTask:
-    """Params besides the data set's: `dataset`, `instruction` (appended), `gold_template`, `check_gold`."""
+    """Params in addition to the data set's: `dataset`, `instruction` (appended), `gold_template`, `check_gold`."""
 
     name = "gym"
 
@@ -57,7 +57,7 @@ class GymTask:
 
     def eval_problems(self, n: int) -> list[Problem]:
         """The first `n` held-out problems; they do not depend on the seed."""
-        assert n <= len(self._held_out), f"{n} held-out problems wanted, the task was built with {len(self._held_out)}"
+        assert n <= len(self._held_out), f"{n} held-out problems, but the task was built with {len(self._held_out)}"
         return self._held_out[:n]
 
     def describe(self) -> str:

@@ -1,9 +1,8 @@
 """Mathematical equality of answers by math-verify, in worker processes with a time limit of ours. Needs extra `math`.
 
 math-verify's own limits are signal alarms, which work only in the main thread and cannot stop C code: they
-are off here.
-A worker that is late is killed and replaced, and its item counts as an error (None), as does one that math-verify
-fails on. A completion in which it finds no answer scores 0.
+are off here. A worker that is late is killed and replaced, and its item counts as an error (None), as does one that
+math-verify fails on. A completion in which it finds no answer scores 0.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Scorer = Callable[[str, str], float]  # gold answer, completion -> score
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float | None]:
-    """1 where the completion's answer (the last `\\boxed{}` before anything else) equals the gold one, else 0.
+    """1 where the completion's answer (the last `\\boxed{}`, if there is one) equals the gold one, else 0.
 
     Of a gold answer with `####`, as in GSM8K, what follows the sign counts.
     """
@@ -79,7 +78,7 @@ def score_math(gold: str, text: str) -> float:
 
 
 class Pool:
-    """Worker processes that score one item each at a time. The worker, not the whole batch, dies of a bad item."""
+    """Worker processes that score one item each at a time. A bad item kills its worker, not the whole batch."""
 
     def __init__(self, scorer: Scorer, num_workers: int, time_limit: float = TIME_LIMIT) -> None:
         self.scorer, self.num_workers, self.time_limit = scorer, num_workers, time_limit
@@ -119,7 +118,7 @@ class Pool:
                 if not worker.ready:
                     self.close()
                     raise UserError(
-                        "A worker process of math_reward could not start (its error stands above). A script that uses "
+                        "A worker process of math_reward could not start (its error is above). A script that uses "
                         'it must start its work under `if __name__ == "__main__":`.'
                     )
                 self.workers.append(_Worker(self.scorer))
@@ -152,7 +151,7 @@ class _Worker:
             pass
 
     def take(self) -> tuple[bool, float | None]:
-        """(whether the worker lives, score or None)."""
+        """(whether the worker is alive, score or None)."""
         try:
             value = self.connection.recv()
         except (EOFError, OSError):
@@ -170,10 +169,10 @@ class _Worker:
 
 
 def _serve(connection: Connection, scorer: Scorer) -> None:
-    """A worker's life: say that it is ready, then score item after item until the pipe closes."""
+    """A worker's main loop: say that it is ready, then score item after item until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     _limit_memory()
-    scorer("1", "1")  # imports what the scorer needs before the first item's time runs
+    scorer("1", "1")  # imports what the scorer needs before the first item's clock starts
     connection.send(_READY)
     while True:
         try:

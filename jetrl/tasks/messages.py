@@ -1,8 +1,8 @@
-"""Messages of an environment as tokens: the prompt, and what stands between two turns of the policy.
+"""Messages of an environment as tokens: the prompt, and what lies between two turns of the policy.
 
-The policy's tokens are never encoded again. Of a later turn only the difference is: what the chat template writes
-behind the policy's turn, from its end-of-turn token to the opening of its next turn. A template that rewrites earlier
-turns (many take out the thinking) therefore changes nothing of what has been said. Without a chat template, messages
+The policy's tokens are never encoded again. For a later turn only the difference is: what the chat template writes
+after the policy's turn, from its end-of-turn token to the opening of its next turn. A template that rewrites earlier
+turns (many remove the thinking) therefore changes nothing that was already said. Without a chat template, messages
 are plain text, one after the other.
 """
 
@@ -30,11 +30,11 @@ class TurnEncoder:
         self._cache: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The messages for people."""
+        """The messages as text for people."""
         return ("\n" if self.chat else "").join(m["content"] for m in messages)
 
     def first(self, problem: Problem, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt: the environment's first messages, behind `task.system_prompt`. UserError where it is too long."""
+        """The prompt: the environment's first messages, after `task.system_prompt`. UserError where it is too long."""
         prompt = tuple(messages) if self.chat else self.text(messages)
         return tuple(encode_problem(replace(problem, prompt=prompt), self.tokenizer, self.config))
 
@@ -70,7 +70,7 @@ class TurnEncoder:
         if not found or mark in before:
             raise UserError(
                 f"Problem {problem.id}: the tokenizer's chat template writes an assistant's turn {text.count(mark)} "
-                "times, so what follows it cannot be told. Use a chat template that writes it once."
+                "times, so what follows it cannot be found. Use a chat template that writes it once."
             )
         return behind
 
@@ -81,7 +81,7 @@ class TurnEncoder:
 def encode_solution(
     problem: Problem, encoder: TurnEncoder, stop: Sequence[str] = ()
 ) -> tuple[tuple[Author, tuple[int, ...]], ...]:
-    """A worked solution as a rollout would hold it: tokens by author, behind the prompt.
+    """A worked solution as a rollout would hold it: tokens by author, after the prompt.
 
     The policy's last turn ends with the end-of-sequence token, and so does an earlier one unless it ends in a string of
     `rollout.stop`. The environment's turns are what the pool would append.

@@ -1,4 +1,4 @@
-"""Modules that lie next to a file of the user's: `import helpers` works in `path/to/reward.py` as in a script.
+"""Modules next to a user's file: `import helpers` works in `path/to/reward.py` as in a script.
 
 Folders are searched last, at any time while the program runs. Installed modules keep their names, so that a file such
 as `random.py` breaks nothing that others import; a user's file that means its neighbour and would get another module is
@@ -20,7 +20,7 @@ from jetrl.errors import UserError
 
 
 class Neighbours:
-    """A finder of `sys.meta_path`, behind all others. A name that two folders have is an ImportError."""
+    """A finder of `sys.meta_path`, after all others. A name that two folders have is an ImportError."""
 
     def __init__(self) -> None:
         self.folders: list[str] = []
@@ -44,7 +44,7 @@ _FINDER = Neighbours()
 def add_folder(file: Path, key: str) -> None:
     """From now on modules in the folder of `file` can be imported; UserError where one of its imports would miss them.
 
-    `key` is the config's, for the message. Imports of a neighbour are not looked at.
+    `key` is the config's, for the message. What a neighbour itself imports is not checked.
     """
     folder = str(file.resolve().parent)
     for name in _imported(file):
@@ -62,7 +62,7 @@ def add_folder(file: Path, key: str) -> None:
 
 
 def _spec_in(folder: str, name: str) -> ModuleSpec | None:
-    """The module in this folder; a folder without `__init__.py` is none, or `import wandb` would find its output."""
+    """The module in this folder. A folder without `__init__.py` is none, or `import wandb` would find its output."""
     spec = PathFinder.find_spec(name, [folder])
     return spec if spec is not None and spec.origin is not None else None
 
@@ -78,7 +78,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The first names of all absolute imports in a file; none where it is no Python, which loading it will tell."""
+    """The first names of all absolute imports in a file; none if it is not Python, which loading it will report."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

@@ -34,7 +34,7 @@ def encode_problem(problem: Problem, tokenizer: Any, config: TaskConfig) -> list
     if not chat and tokens[-1] == tokenizer.eos_token_id:
         raise UserError(
             f"Problem {problem.id}: the prompt ends in the end-of-sequence token {tokenizer.eos_token!r}, so there is "
-            "nothing to complete. Use a tokenizer that does not append it, or take it out of the prompt."
+            "nothing to complete. Use a tokenizer that does not append it, or remove it from the prompt."
         )
     if len(tokens) > config.max_prompt_length:
         raise OverlongPrompt(
@@ -64,7 +64,7 @@ def uses_chat_template(setting: bool | str, tokenizer: Any) -> bool:
 
 
 def chat_messages(problem: Problem, config: TaskConfig) -> list[Message]:
-    """The prompt as chat messages, behind `task.system_prompt` where one is set."""
+    """The prompt as chat messages, after `task.system_prompt` where one is set."""
     prompt = problem.prompt
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if config.system_prompt is not None:
@@ -83,7 +83,7 @@ def render(
     """What the chat template writes for the messages, with the assistant's next turn opened. It sees `variables`, as in
     `enable_thinking = false`; one that it does not read changes nothing."""
     try:
-        copies = [dict(m) for m in messages]  # a template may change what it is given
+        copies = [dict(m) for m in messages]  # a template may change what it gets
         return tokenizer.apply_chat_template(copies, add_generation_prompt=True, tokenize=False, **(variables or {}))
     except Exception as error:  # jinja's errors: templates raise their own for roles that they do not know
         roles = [m["role"] for m in messages]

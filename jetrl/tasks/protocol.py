@@ -27,7 +27,7 @@ class Task(Protocol):
 
     @property
     def reward(self) -> RewardFunction | None:
-        """The task's own; None: `task.reward` of the config must name one."""
+        """The task's own reward; None: the config's `task.reward` must name one."""
         ...
 
     def problem(self, index: int) -> Problem:
@@ -35,7 +35,7 @@ class Task(Protocol):
         ...
 
     def eval_problems(self, n: int) -> list[Problem]:
-        """The first `n` held-out problems (all of them, where a file has fewer): the same for every seed of a run."""
+        """The first `n` held-out problems (all of them, if a file has fewer): the same for every seed of a run."""
         ...
 
     def describe(self) -> str:
@@ -44,7 +44,7 @@ class Task(Protocol):
 
 
 def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of a completion in either of TRL's forms; of a conversation, the policy's last turn."""
+    """The text of a completion in either of TRL's forms; for a conversation, that of the policy's last turn."""
     if isinstance(completion, str):
         return completion
     return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")

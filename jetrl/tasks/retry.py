@@ -22,7 +22,7 @@ class Retry:
 
     def __init__(self, reward: RewardFunction, attempts: int = 2, feedback: str = FEEDBACK) -> None:
         if type(attempts) is not int or attempts < 1:
-            raise UserError(f"environment.params.attempts: must be a number from 1, got {attempts!r}.")
+            raise UserError(f"environment.params.attempts: must be an integer of at least 1, got {attempts!r}.")
         if not isinstance(feedback, str) or not feedback:
             raise UserError(f"environment.params.feedback: must be a text, got {feedback!r}.")
         self.reward, self.left, self.feedback = reward, attempts, feedback
@@ -42,7 +42,7 @@ class Retry:
 
 
 def score_answer(reward: RewardFunction, problem: Mapping[str, Any], text: str) -> float:
-    """The task's reward of one answer to the problem that `reset` was given; 0 where it cannot be scored."""
+    """The task's reward for one answer to the problem that `reset` got; 0 where it cannot be scored."""
     prompt = problem["prompt"] if isinstance(problem["prompt"], str) else tuple(problem["prompt"])
     extra = {k: v for k, v in problem.items() if k not in ("id", "prompt", "answer")}
     item = Problem(id=problem["id"], prompt=prompt, answer=problem["answer"], extra=extra)

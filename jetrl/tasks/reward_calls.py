@@ -1,8 +1,8 @@
 """Calling reward functions: the columns that they take, several at once, their weighted sum, the statistics of each.
 
-A function that returns None for a completion does not count for it; one that none of them scores is None in the sum
-too. Coroutines of all functions run at the same time, on one event loop that lives as long as the program, so that a
-client that a function keeps (its connections belong to a loop) works in every step.
+A function that returns None for a completion does not count for it; a completion that no function scores is None in the
+sum too. Coroutines of all functions run at the same time, on one event loop that lives as long as the program, so that
+a client that a function keeps (its connections belong to a loop) works in every step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WeightedReward:
     names: tuple[str, ...]
 
     def __call__(self, **columns: list[Any]) -> list[float | None]:
-        """For an environment that scores by itself. Raises what a function raises; results are taken as they are."""
+        """For an environment that scores by itself. Raises what a function raises; results are not checked."""
         calls = call_all([(f, select_columns(f, columns)) for f in self.functions])
         for call in calls:
             if call.error is not None:
@@ -45,11 +45,11 @@ class WeightedReward:
 
     @property
     def gold_template(self) -> str:
-        """The form of a right answer, of the first function that wants one."""
+        """The form of a right answer, from the first function that has one."""
         return next((str(f.gold_template) for f in self.functions if hasattr(f, "gold_template")), "{answer}")
 
     def gold_answer(self, answer: str) -> str:
-        """What a row's answer is, by the first function that says so."""
+        """What a row's answer is, according to the first function that says so."""
         read = next((f.gold_answer for f in self.functions if hasattr(f, "gold_answer")), str)
         return str(read(answer))
 
@@ -62,7 +62,7 @@ class WeightedReward:
         return sums
 
     def best(self, scores: Sequence[Scores]) -> list[float | None]:
-        """The largest weighted score of each completion: of a gold answer it must be positive."""
+        """The largest weighted score of each completion: for a gold answer it must be positive."""
         rows = [
             [w * value for w, value in zip(self.weights, row, strict=True) if value is not None]
             for row in zip(*scores, strict=True)
@@ -81,7 +81,7 @@ class WeightedReward:
 
 
 def distinct_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, with `_2`, `_3`, ... behind those that stood before."""
+    """The names, with `_2`, `_3`, ... appended to repeated ones."""
     taken: list[str] = []
     for name in names:
         number, free = 1, name
@@ -112,7 +112,7 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
             with user_code("An async reward function"):
                 future.result()
         finally:
-            future.cancel()  # Ctrl-C ends what still runs; of a future that is done it does nothing
+            future.cancel()  # Ctrl-C ends what still runs; a future that is done is not affected
     return over
 
 
@@ -142,7 +142,7 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns that the function names, or all where it takes `**columns`. Raises where one that it needs lacks."""
+    """The columns that the function names, or all if it takes `**columns`. Raises if one that it needs is missing."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         chosen = dict(columns)

@@ -13,7 +13,7 @@ from jetrl.tasks.importing import import_attribute
 from jetrl.tasks.protocol import RewardFunction, completion_text
 from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
 
-_VERL = {"data_source", "solution_str", "ground_truth"}  # the parameters that tell verl's `compute_score`
+_VERL = {"data_source", "solution_str", "ground_truth"}  # the parameters by which verl's `compute_score` is recognized
 
 
 def import_reward(config: TaskConfig) -> RewardFunction | None:
@@ -50,7 +50,7 @@ def needs_answer(reward: RewardFunction | None) -> bool:
 
 
 def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's form, one completion a call and a number or {"score": number} back, as a function over the batch. An
+    """verl's form (one completion per call, and a number or {"score": number} back) as a function over the batch. An
     async one runs for all completions at the same time."""
 
     def calls(

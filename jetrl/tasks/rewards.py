@@ -2,12 +2,12 @@
 
 A reward function is `f(prompts, completions, **columns) -> list[float | None]`. The columns are `answer`, `solution`
 (where problems have one), `completion_ids` and every further column of the data; a function takes those that it names.
-Where a prompt is a list of chat messages, its completion is one too, as in TRL. None says "not scored": of several
-functions it takes this one out of the sum. A completion that none scores counts in `reward/num_errors` and is left out
-of training; in an evaluation it counts as 0.
+Where a prompt is a list of chat messages, its completion is one too, as in TRL. None means "not scored": with
+several functions, this one is left out of the sum. A completion that none scores counts in `reward/num_errors` and is
+left out of training; in an evaluation it counts as 0.
 
 A conversation with an environment has the rewards that the environment gave. A function that `task.reward` names
-replaces them; its completion is the whole conversation behind the prompt, as messages.
+replaces them; its completion is the whole conversation after the prompt, as messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
 from jetrl.tasks.reward_calls import Scores, WeightedReward, call_all, reward_name, select_columns
 from jetrl.types import Group, Problem, Prompt, Trajectory
 
-Completion = str | list[dict[str, str]]  # a text; of conversations, messages
+Completion = str | list[dict[str, str]]  # a text; for conversations, messages
 Item = tuple[Problem, Completion, tuple[int, ...]]  # problem, completion, its tokens
 
 _NUMBER = re.compile(r"(?<![0-9.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
@@ -49,7 +49,7 @@ def required_reward(task: Task, named: RewardFunction | None) -> RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Groups with rewards, the `reward/*` metrics, and apart from them what no reward function scored.
+    """Groups with rewards, the `reward/*` metrics, and separately what no reward function scored.
 
     A group all of whose trajectories were not scored is gone. An evaluation has no unscored ones.
     """
@@ -81,7 +81,7 @@ def score(
             raise UserError(nothing_scored(reward, len(items), trajectories[0], conversations))
     stats["reward/num_errors"] = float(sum(s is None for s in scores))
     rewards = [0.0 if s is None and config is None else s for s in scores]
-    # where something else takes their place, rewards of single turns are none
+    # rewards of single turns are None if something else takes their place
     replaced = [reward is not None or (at_limit == "zero" and t.truncated) for _, t in trajectories]
     if at_limit == "zero":
         pairs = zip(rewards, trajectories, strict=True)
@@ -111,7 +111,7 @@ def _in_groups(
     groups: Sequence[Group], trajectories: Sequence[Trajectory], rewards: Sequence[float | None],
     stats: dict[str, float],
 ) -> Scored:
-    """Trajectories and rewards, which are in the order of the groups, back in them."""
+    """The groups again, from trajectories and rewards in the order of the groups."""
     scored, unscored, end = [], [], 0
     for group in groups:
         start, end = end, end + len(group.trajectories)
@@ -127,7 +127,7 @@ def _in_groups(
 def nothing_scored(
     reward: RewardFunction, count: int, first: tuple[Problem, Trajectory], conversations: bool = False
 ) -> str:
-    """What is wrong where all `count` completions got None, with the first of them."""
+    """The message where all `count` completions got None, with the first of them."""
     problem, completion, _ = _item(*first, conversations)
     return (
         f"Reward function {reward_name(reward)}: not one of {count} completions could be scored (all None). First "
@@ -185,7 +185,7 @@ def _checked(function: RewardFunction, call: Call, items: Sequence[Item]) -> Sco
     name, result, error = reward_name(function), call.value, call.error
     if isinstance(error, UserError):
         raise error
-    if error is not None:  # anything may come out of a user's function
+    if error is not None:  # a user's function may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"Reward function {name} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}). "
@@ -235,10 +235,10 @@ def _columns(items: Sequence[Item]) -> dict[str, list[Any]]:
 
 
 def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: int = 8) -> int:
-    """Score the gold answers of the first `num` problems, through the tokenizer and back as the engine's text goes.
+    """Score the gold answers of the first `num` problems, encoded and decoded as the engine's text is.
 
-    One without reward would never be learnt, so it stops the run. Returns how many were scored: those with a gold text;
-    none where only the environment gives rewards (`reward` None).
+    One without reward would never be learned, so it stops the run. Returns how many were scored: those with a gold
+    text; none if only the environment gives rewards (`reward` None).
     """
     if reward is None:
         return 0
@@ -258,7 +258,7 @@ def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: i
                 f"  prompt: {shorten(str(problem.prompt), 400)!r}\n  gold text: {shorten(str(text), 400)!r}\n"
                 f"  answer: {problem.answer!r}\n  score: {value} by {reward_name(reward)}\n"
                 "Fix the reward function or the answers; set task.params.gold_template (such as '#### {answer}') if "
-                "the function wants the answer in a form of its own; task.params.check_gold = false skips this check."
+                "the function needs the answer in its own form; task.params.check_gold = false skips this check."
             )
     return len(items)
 
@@ -269,7 +269,7 @@ def gold_text(task: Task, problem: Problem, reward: RewardFunction) -> str:
         solution = problem.solution
         return solution if isinstance(solution, str) else [text for author, text in solution if author == "policy"][-1]
     template = task.gold_template or str(getattr(reward, "gold_template", "{answer}"))
-    answer = getattr(reward, "gold_answer", str)(problem.answer)  # of a column that holds more
+    answer = getattr(reward, "gold_answer", str)(problem.answer)  # for a column that holds more
     return template.replace("{answer}", answer) if answer else ""
 
 
@@ -302,7 +302,7 @@ def _gold(answer: str) -> int:
         return int(answer.replace(",", ""))
     except ValueError:
         raise UserError(
-            f"jetrl.tasks.rewards:last_integer: the answer {answer!r} is no integer. Use another reward function."
+            f"jetrl.tasks.rewards:last_integer: the answer {answer!r} is not an integer. Use another reward function."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Which rows of the data become problems: prompts that are too long, and prompts that were there before."""
+"""Which rows of the data become problems: prompts that are too long or repeated may be left out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jetrl.types import Problem
 class Sieve:
     """Takes problems one by one and counts what it leaves out.
 
-    `fits(problem)` says whether a prompt is short enough, or raises; None: not looked at. `distinct`: of rows with the
-    same prompt the first is taken.
+    `fits(problem)` says whether a prompt is short enough, or raises; None: not checked. `distinct`: of rows with the
+    same prompt, only the first is taken.
     """
 
     fits: Callable[[Problem], bool] | None = None
     distinct: bool = False
     overlong: int = 0
     repeated: int = 0
-    contradicting: int = 0  # of the repeated ones, those with another answer
+    contradicting: int = 0  # repeated ones that have another answer
     _answers: dict[str, str] = field(default_factory=dict)
 
     def take(self, problems: Iterable[Problem], source: str) -> list[Problem]:

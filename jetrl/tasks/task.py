@@ -1,6 +1,6 @@
 """The task that a config names, and its problems step by step as prompts.
 
-Names of tasks stand in one table, `TASKS`; a new task is a module with a class and a line there.
+The names of tasks are in one table, `TASKS`; a new task is a module with a class and a line there.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def build_task(
 
 
 def holds_out(config: Config) -> bool:
-    """Whether problems are kept for evaluation: not those of a file's own rows while evaluation is off."""
+    """Whether problems are kept for evaluation: while evaluation is off, a file's own rows are not."""
     task = config.task
     own_rows = task.name == "file" and task.eval_file is None and task.eval_split is None
     return not own_rows or config.eval.eval_interval > 0
 
 
 def _file_task(given: Given) -> FileTask:
-    """Without an environment, the prompts are all encoded once, so that a bad one stops the run before it begins or is
+    """Without an environment, all prompts are encoded once, so that a bad one stops the run before it begins or is
     left out. With one, the environment makes the prompts."""
 
     def fits(problem: Problem) -> bool:
@@ -83,7 +83,7 @@ def sample(
 ) -> list[Prompt]:
     """`count` prompts of the training stream, from number `first` (from 0) on.
 
-    With `conversations`, problems get the `index` and `seed` that environments are given, and prompts have no tokens:
+    With `conversations`, problems get the `index` and `seed` that environments see, and prompts have no tokens:
     the environment's first messages will be the prompt.
     """
     indices = range(first, first + count)
@@ -93,7 +93,7 @@ def sample(
 
 
 def eval_prompts(task: Task, tokenizer: Any, config: Config, conversations: bool = False) -> list[Prompt]:
-    """The held-out prompts of an evaluation: `task.num_eval`, or all where a file has fewer."""
+    """The held-out prompts of an evaluation: `task.num_eval`, or all if a file has fewer."""
     problems = list(enumerate(task.eval_problems(config.task.num_eval)))
     if conversations:
         return [_opening(i, problem, None) for i, problem in problems]
@@ -105,6 +105,6 @@ def _prompt(index: int, problem: Problem, tokenizer: Any, config: TaskConfig) ->
 
 
 def _opening(index: int, problem: Problem, seed: int | None) -> Prompt:
-    """A problem for an environment. Columns `index` and `seed` of the data stay as they are."""
+    """A problem for an environment. The data's own columns `index` and `seed` stay as they are."""
     stream = {"index": index, "seed": problem_seed(seed, index)}
     return Prompt(index, replace(problem, extra={**stream, **problem.extra}), ())

@@ -43,5 +43,5 @@ def arithmetic_tokenizer() -> Any:
 
 
 def is_arithmetic(tokenizer: Any) -> bool:
-    """Whether this is the built-in tokenizer, also after saving and loading."""
+    """Whether this is the built-in tokenizer, even after saving and loading."""
     return tokenizer.get_vocab() == VOCABULARY

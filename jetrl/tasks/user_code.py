@@ -1,11 +1,11 @@
 """The guard around the user's code: reward functions, data files, engines, environments.
 
 Each side keeps its own settings of the process. What the user's code sets (`torch.set_grad_enabled(False)`, a default
-dtype, a number of threads) holds in the user's code, in this call and in the next ones; when a call returns, ours are
-back. To undo it without a word could change what a reward computes, and to refuse it would forbid what is no mistake.
+dtype, a number of threads) applies in the user's code, in this call and in the next ones; when a call returns, ours are
+back. Undoing it silently could change what a reward computes, and refusing it would forbid what is not a mistake.
 
 Environments run in threads next to training, where a setting of the whole process cannot be theirs alone: there it is
-an error. So is `os._exit`, which would end a run without a word and with status 0.
+an error. So is `os._exit`, which would end a run silently and with status 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from jetrl.errors import UserError
 
-OUR_THREADS = "jetrl-environment"  # how the names of the threads begin in which environments run
+OUR_THREADS = "jetrl-environment"  # prefix of the names of the threads in which environments run
 
 _real_exit = os._exit
 _theirs: dict[str, Any] = {}  # what the user's code has set, where it differs from ours
@@ -61,7 +61,7 @@ SETTINGS = {**OF_THREAD, **OF_PROCESS}
 
 @contextmanager
 def user_code(name: str, in_threads: bool = False) -> Iterator[None]:
-    """Runs the user's code `name` with the settings that it had left, and puts ours back. Costs some 30 microseconds.
+    """Runs the user's code `name` with the settings that it left last time, and restores ours. Costs some 30 us.
 
     UserError where it leaves `torch.inference_mode` on, which cannot be put back, or calls `os._exit`; and where code
     that will run `in_threads` changes what these share with us.
@@ -92,13 +92,13 @@ def process_settings() -> dict[str, Any]:
 
 
 def check_unchanged(before: Mapping[str, Any], name: str) -> None:
-    """UserError, with the settings put back, where the environment `name` has changed one that every thread shares."""
+    """UserError, with the settings restored, if the environment `name` has changed one that every thread shares."""
     if changed := put_back(before):
         _refuse(changed, name)
 
 
 def put_back(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Set what every thread shares to what it was; returns what it had been changed to."""
+    """Restore what every thread shares; returns what it had been changed to."""
     now = process_settings()
     _write(before, now)
     return {key: value for key, value in now.items() if value != before[key]}
@@ -108,7 +108,7 @@ def _refuse(changed: Mapping[str, Any], name: str) -> NoReturn:
     calls = ", ".join(f"{key}({value})" for key, value in changed.items())
     raise UserError(
         f"{name} changes a setting of the whole process: {calls}. Environments run in threads next to training, so it "
-        "cannot be theirs alone. Take it out; give dtype and device where tensors are made."
+        "cannot be theirs alone. Remove it; give dtype and device where tensors are made."
     )
 
 
@@ -117,14 +117,14 @@ def _read(settings: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
 def _write(wanted: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Set what is not as it is wanted."""
+    """Set what differs from the wanted values."""
     for key, value in wanted.items():
         if value != now[key]:
             SETTINGS[key][1](value)
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    """Of the signals that stop a run. Only the main thread may set them."""
+    """The handlers of the signals that stop a run. Only the main thread may set them."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -135,25 +135,25 @@ def _put_back(handlers: Mapping[signal.Signals, Any], name: str) -> None:
         if signal.getsignal(number) != ours and ours is not None:
             signal.signal(number, ours)
             warnings.warn(
-                f"{name} set a handler of its own for {number.name}. It is taken off again: this signal stops the run "
+                f"{name} set a handler of its own for {number.name}. It is removed again: this signal stops the run "
                 "with a checkpoint.", stacklevel=4,
             )
 
 
 @contextmanager
 def no_silent_exit() -> Iterator[None]:
-    """While it lasts, `os._exit` in this process is an error that names the caller, in every thread."""
+    """Inside it, `os._exit` in this process is an error that names the caller, in every thread."""
     before, pid = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != pid:  # a process that was forked off ends as it likes
+        if os.getpid() != pid:  # a forked process may end as it likes
             _real_exit(status)
         frame = sys._getframe(1)
         what = f"os._exit({status}) was called ({frame.f_code.co_filename}, line {frame.f_lineno})"
         thread = threading.current_thread()
         if thread is threading.main_thread() or thread.name.startswith(OUR_THREADS):
-            raise UserError(f"{what}: it would end the run without a checkpoint. Take it out, or raise an exception.")
-        lost = "the program ends here, and steps behind the last checkpoint are lost"
+            raise UserError(f"{what}: it would end the run without a checkpoint. Remove it, or raise an exception.")
+        lost = "the program ends here, and steps after the last checkpoint are lost"
         print(f"jetrl: {what} in the thread {thread.name}: {lost}.", file=sys.stderr, flush=True)
         _real_exit(status or 1)
 

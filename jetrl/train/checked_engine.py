@@ -1,7 +1,7 @@
 """A rollout engine that the user names, with each call and each completion checked.
 
 What goes wrong in it is the user's to fix, so it ends the run with one message that names the call; the loop saves the
-steps before. `FloatingPointError` passes: the loop keeps that step's data for replay.
+steps before. `FloatingPointError` passes through: the loop keeps that step's data for replay.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class CheckedEngine:
         with blamed(self.name, "step"):
             report = self.inner.step()
         if not isinstance(report, StepReport):
-            raise self._broken("step", f"a StepReport is wanted, got {type(report).__name__}")
+            raise self._broken("step", f"must return a StepReport, got {type(report).__name__}")
         return report
 
     def collect(self) -> list[Completion]:
         with blamed(self.name, "collect"):
             completions: Any = self.inner.collect()
         if not isinstance(completions, list):
-            raise self._broken("collect", f"a list is wanted, got {type(completions).__name__}")
-        if not self._open:  # what had finished of conversations that were given up
+            raise self._broken("collect", f"must return a list, got {type(completions).__name__}")
+        if not self._open:  # what is left is completions of conversations that were given up
             return []
         for completion in completions:
             if wrong := self._wrong_with(completion):
@@ -93,9 +93,9 @@ class CheckedEngine:
             self.inner.release()
 
     def _wrong_with(self, completion: Any) -> str:
-        """What of the contract a completion breaks; empty where it keeps it."""
+        """What part of the contract a completion breaks; empty if it keeps it."""
         if not isinstance(completion, Completion):
-            return f"Completions are wanted, got {type(completion).__name__}"
+            return f"must return Completions, got {type(completion).__name__}"
         if completion.request_id not in self._open:
             return f"a completion of request {completion.request_id}, which is not open (or was completed before)"
         where, most = f"request {completion.request_id}", self._open[completion.request_id].sampling.max_tokens
@@ -103,11 +103,11 @@ class CheckedEngine:
         if not isinstance(tokens, tuple) or not isinstance(logprobs, tuple):
             return f"{where}: tokens and logprobs must be tuples"
         if not 0 < len(tokens) <= most or len(tokens) != len(logprobs):
-            return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; as many of both, from 1 to {most}"
+            return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; must be as many, from 1 to {most}"
         if odd := [t for t in tokens if type(t) is not int or not 0 <= t < self.vocab_size]:
-            return f"{where}: token {odd[0]!r} is no whole number from 0 to {self.vocab_size - 1}"
+            return f"{where}: token {odd[0]!r} is not an integer from 0 to {self.vocab_size - 1}"
         if wrong := [p for p in logprobs if not isinstance(p, float) or not math.isfinite(p)]:
-            return f"{where}: log-prob {wrong[0]!r} is no finite float"
+            return f"{where}: log-prob {wrong[0]!r} is not a finite float"
         if not isinstance(completion.text, str):
             return f"{where}: text is of type {type(completion.text).__name__}"
         if completion.finish_reason not in ("stop", "length"):

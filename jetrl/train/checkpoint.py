@@ -37,8 +37,8 @@ class Meta:
     step: int
     weight_version: int
     flow_digest: str
-    settings: dict[str, Any]  # by full key: those that a resumed run must share
-    paths: dict[str, Any]  # by full key: what is a path among them, absolute
+    settings: dict[str, Any]  # by full key: those that must be the same in a resumed run
+    paths: dict[str, Any]  # by full key: those of them that are paths, absolute
     initial_accuracy: float | None = None
     num_prompts: int = 0  # taken from the training stream so far
     sha256: str = ""
@@ -71,10 +71,10 @@ def save(
             free = shutil.disk_usage(folder).free / 2**20
             raise UserError(
                 f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. {left(folder)} Free some space, "
-                "then go on with --resume."
+                "then continue with --resume."
             ) from error
         raise
-    others = [p for p in complete(folder) if p != final]  # a run resumed from an earlier step finds later ones here
+    others = [p for p in complete(folder) if p != final]  # a run resumed from an earlier step may find later ones here
     for old in others[: max(0, len(others) - keep + 1)]:
         shutil.rmtree(old)
     return final
@@ -96,9 +96,9 @@ def newest(folder: Path) -> Path | None:
 
 
 def left(folder: Path) -> str:
-    """What a run that stops here can go on from, as a sentence."""
+    """What a run that stops here can be resumed from, as a sentence."""
     last = newest(folder)
-    return "There is no checkpoint yet, so a resumed run begins again." if last is None else f"{last} is intact."
+    return "There is no checkpoint yet, so a resumed run starts over." if last is None else f"{last} is intact."
 
 
 def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
@@ -106,7 +106,7 @@ def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
     meta = _read_meta(path)
     if not (path / _STATE).is_file() or _sha256(path / _STATE) != meta.sha256:
         raise UserError(
-            f"{path / _STATE} does not have the hash that {_META} states ({meta.sha256[:16]}...): the file was damaged "
+            f"{path / _STATE} does not have the hash in {_META} ({meta.sha256[:16]}...): the file was damaged "
             "or changed. Resume from another step of the run (checkpoint.resume = PATH)."
         )
     try:
@@ -117,7 +117,7 @@ def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
 
 def _read_meta(path: Path) -> Meta:
     if not (path / _META).is_file():
-        raise UserError(f"{path} is no complete checkpoint: {_META} is missing. Choose another step or a new run.")
+        raise UserError(f"{path} is not a complete checkpoint: {_META} is missing. Choose another step or a new run.")
     try:
         record = json.loads((path / _META).read_text())
         if isinstance(record, dict) and "config_digest" in record:
@@ -133,12 +133,12 @@ def _read_meta(path: Path) -> Meta:
 
 
 def verify_model(path: Path) -> None:
-    """Check the hashes of a checkpoint's `model/` weights, for those who read only these."""
+    """Check the hashes of a checkpoint's `model/` weights, for callers that read only these."""
     for name, expected in (_read_meta(path).model_sha256 or {}).items():
         file = path / "model" / name
         if not file.is_file() or _sha256(file) != expected:
             raise UserError(
-                f"{file} does not have the hash that {_META} states: it was damaged. Take another checkpoint."
+                f"{file} does not have the hash in {_META}: it was damaged. Use another checkpoint."
             )
 
 

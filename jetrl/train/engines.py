@@ -1,4 +1,4 @@
-"""Which engine rolls out: our own over the trainer's model, or one that the user names (`rollout.engine`)."""
+"""Which engine does the rollout: our own over the trainer's model, or one that the user names (`rollout.engine`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _METHODS = ("load", "add", "step", "collect", "forget", "release")
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What an engine's constructor is given.
+    """What an engine's constructor gets.
 
     `model` is the trainer's own, for engines that share it; others read `WeightSet.tensors` in `load`. `base_config` is
     the model's Hugging Face config.json. `eos_token_ids` end a sequence.
@@ -60,7 +60,7 @@ def paged_engine(context: EngineContext) -> PagedEngine:
 
 
 def engine_class(name: str) -> Any:
-    """The class that `rollout.engine` names, checked as far as it goes without making one; None for our own."""
+    """The class that `rollout.engine` names, checked as far as possible without an instance; None for our own."""
     if name == "jetrl":
         return None
     if ":" not in name:
@@ -93,5 +93,5 @@ def eos_ids(tokenizer: Any, folder: Path | None) -> frozenset[int]:
         listed = (source or {}).get("eos_token_id")
         ids += listed if isinstance(listed, list) else [listed]
     if wrong := [i for i in ids if i is not None and (not isinstance(i, int) or i < 0)]:
-        raise UserError(f"{folder}: eos_token_id {wrong[0]!r} is no token id. Fix (generation_)config.json.")
+        raise UserError(f"{folder}: eos_token_id {wrong[0]!r} is not a token id. Fix (generation_)config.json.")
     return frozenset(i for i in ids if i is not None)

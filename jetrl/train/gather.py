@@ -34,10 +34,10 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A step's trajectories: all scored groups, those to learn from, and those left out, because their environment
+    """A step's trajectories: all scored groups, those to learn from, and those left out because their environment
     failed or no reward function scored them.
 
-    `next_prompt` is the place in the task's stream from which the next step samples.
+    `next_prompt` is the place in the task's stream at which the next step starts to sample.
     """
 
     groups: tuple[Group, ...]
@@ -48,10 +48,10 @@ class Gathered:
 
 
 def gather(session: Session, clock: Clock, step: int) -> Gathered:
-    """Sample, roll out, score and select for step `step`. Changes nothing in the session: a repeated step is equal.
+    """Sample, roll out, score and select for step `step`. Changes nothing in the session: a repeat gives the same.
 
-    Raises UserError if nothing could be learnt from: every conversation failed, nothing was scored, or refilling found
-    no signal at all.
+    Raises UserError if there is nothing to learn from: every conversation failed, nothing was scored, or refilling
+    found no signal at all.
     """
     config = session.config
     rollouts: list[Rollout] = []
@@ -115,7 +115,7 @@ def _refilled(
 
 
 def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The scoring statistics of a step's rounds as one: least, largest, sums of counts, and means of the others."""
+    """The scoring statistics of a step's rounds as one: minima, maxima, sums of counts, and means of the others."""
     reducers: dict[str, Callable[[Sequence[float]], float]]
     reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum}
     if len(scores) == 1:
@@ -126,7 +126,7 @@ def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _none_scored(session: Session, step: int, unscored: Sequence[tuple[Prompt, Trajectory]]) -> str:
     (prompt, trajectory), in_turns = unscored[0], session.conversations is not None
-    assert session.reward is not None, "what an environment rewards is scored"
+    assert session.reward is not None, "an environment's rewards always count as scored"
     first = prompt.problem, trajectory
     return f"Step {step}: " + nothing_scored(session.reward, len(unscored), first, in_turns)
 
@@ -141,7 +141,7 @@ def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:
 
 def evaluate(session: Session, clock: Clock) -> dict[str, float]:
     """avg@k and pass@k on the held-out problems, in the rollout's precision flow. Failed conversations do not count;
-    what no reward function scores counts as 0, and its number is told."""
+    what no reward function scores counts as 0, and a metric says how many those are."""
     config, k, name = session.config, session.config.eval.num_samples, session.task.name
     prompts = eval_prompts(session.task, session.tokenizer, config, session.conversations is not None)
     if not prompts:

@@ -20,7 +20,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import AdamWStep, adamw_step_
 
-PIECE = 1 << 25  # 128 MiB of FP32: some milliseconds on the bus, next to which the start of a copy is nothing
+PIECE = 1 << 25  # 128 MiB of FP32: some milliseconds on the bus, so the cost of starting a copy is negligible
 SLOTS = 3
 _PORTABLE = 1  # cudaHostRegisterPortable
 
@@ -42,7 +42,7 @@ class Lane:
     stream: torch.cuda.Stream | None
 
     def run(self, action: Callable[[], Any], after: Any = None) -> Any:
-        """Run or queue `action` behind the event `after` of another lane; returns the event of its own end."""
+        """Run `action`, or queue it after the event `after` of another lane; returns the event of its own end."""
         if self.stream is None:
             action()
             return None
@@ -73,7 +73,7 @@ def stream_updates(updates: Iterable[Update], device: torch.device, dtype: torch
     fetch, work, store = lanes(device)
     size = min(PIECE, largest)
     slots = [[torch.empty(size, dtype=dtype, device=device) for _ in range(2)] for _ in range(SLOTS)]
-    # what was queued before on the current stream may still use the memory that the slots were given
+    # earlier work on the current stream may still use the memory that the slots got
     free = [work.run(lambda: None)] * SLOTS
     try:
         for i, piece in enumerate(_pieces(updates)):
@@ -82,7 +82,7 @@ def stream_updates(updates: Iterable[Update], device: torch.device, dtype: torch
             filled = fetch.run(partial(_copy, host, moments), after=free[i % SLOTS])
             updated = work.run(partial(adamw_step_, piece.param, piece.grad, m, v, piece.numbers), after=filled)
             free[i % SLOTS] = store.run(partial(_copy, moments, host), after=updated)
-    finally:  # also on the way out of an error: the slots are freed then, and copies may be under way
+    finally:  # also after an error: the slots are freed then, and copies may be under way
         for lane in (fetch, work, store):
             lane.finish()
 
@@ -100,10 +100,10 @@ def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 
 class HostMemory:
-    """Zeroed tensors on the host, page-locked where a GPU copies from them; unlocked when this object goes.
+    """Zeroed tensors on the host, page-locked where a GPU copies from them; unlocked when this object is deleted.
 
     Locked by cudaHostRegister, because torch's pinned allocator rounds every size up to a power of two. Each tensor has
-    pages of its own: a page must not be registered twice, nor split between two processes by a fork.
+    its own pages: a page must not be registered twice, nor split between two processes by a fork.
     """
 
     def __init__(self) -> None:

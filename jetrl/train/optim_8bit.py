@@ -1,4 +1,4 @@
-"""Adam's moments in 8 bits: torchao's AdamW8bit behind the same interface as our other optimizers.
+"""Adam's moments in 8 bits: torchao's AdamW8bit with the interface of our other optimizers.
 
 A block of 256 values shares an FP32 scale, and each value is one of 256 entries of a table that is fine near zero
 (arXiv 2110.02861). torchao quantizes parameters of at least 4096 values that are a multiple of 256; the moments of the
@@ -22,7 +22,7 @@ from jetrl.requirements import install
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """torchao tells on import which of its GPU libraries do not fit this torch; its optimizers use none of them."""
+    """torchao reports on import which of its GPU libraries do not fit this torch; its optimizers use none of them."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -43,7 +43,7 @@ except ImportError as error:
         f"train.optimizer_dtype = \"8bit\" needs torchao ({error}); run: {install('optim8')}"
     ) from error
 
-# about compiled code kept between processes: without the hash it is compiled again, which changes no bit
+# it is about compiled code kept between processes: without the hash it is compiled again, which changes no bit
 warnings.filterwarnings("ignore", message="OptimState8bit does not implement _stable_hash_for_caching")
 
 _PARTS = ("codes", "scale", "qmap")
@@ -63,9 +63,9 @@ class EightBitAdamW(AdamW8bit):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bf16_stochastic_round=False)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One step. torchao compiles it for every shape; a CPU runs the same operations as they stand instead.
+        """One step. torchao compiles it for every shape; on a CPU the same operations run without compilation.
 
-        Compiling takes seconds a shape and a C++ compiler, and pays off where a step is bound by memory: on a GPU.
+        Compiling takes seconds per shape and a C++ compiler, and pays off where a step is memory-bound: on a GPU.
         """
         assert closure is None, "closures are not supported"
         on_gpu = any(param.is_cuda for group in self.param_groups for param in group["params"])
@@ -78,7 +78,7 @@ class EightBitAdamW(AdamW8bit):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gives. torch's own method would cast the state; so it gets none of it."""
+        """Takes what `state_dict` gives. torch's own method would cast the state, so it gets none of it."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -98,7 +98,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _quantized(plain: dict[str, Tensor], param: Tensor) -> dict[str, Any]:
-    """The inverse of `_plain`, in tensors of its own. The step count stays on the host, as torchao has it."""
+    """The inverse of `_plain`, in new tensors. The step count stays on the host, as torchao has it."""
     state: dict[str, Any] = {"step": torch.as_tensor(plain["step"], dtype=torch.float32).cpu().clone()}
     for key in ("exp_avg", "exp_avg_sq"):
         if key in plain:

@@ -66,7 +66,7 @@ def pack(
 
 
 def pack_in_order(trajectories: Sequence[Trajectory], max_tokens_per_gpu: int) -> PackedBatch:
-    """One batch of neighbours, a new micro-batch where the next trajectory does not fit (the warm start's order)."""
+    """One batch in the given order; a new micro-batch begins where the next trajectory does not fit (warm start)."""
     bins: list[list[int]] = [[]]
     used = 0
     for index, trajectory in enumerate(trajectories):
@@ -145,7 +145,7 @@ def denominators(
 def fill(
     batches: Sequence[PackedBatch], column: str, values: Sequence[Advantage | np.ndarray]
 ) -> list[PackedBatch]:
-    """The batches with `column` (such as "advantages") set: one entry of `values` a trajectory, in packing order.
+    """The batches with `column` (such as "advantages") set: one entry of `values` per trajectory, in packing order.
 
     An entry is one number for all policy tokens, or one for each of them. Trajectories outside the loss keep zeros.
     """
@@ -165,7 +165,7 @@ def fill(
 
 
 def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> PackedBatch:
-    """The batch with `column` set from what a pass computed: one tensor [R] a micro-batch."""
+    """The batch with `column` set from what a pass computed: one tensor [R] per micro-batch."""
     micros = []
     for micro, values in zip(batch.micro_batches, rows, strict=True):
         whole = torch.zeros(len(micro.tokens), dtype=torch.float32)
@@ -175,7 +175,7 @@ def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> Packed
 
 
 def by_trajectory(batches: Sequence[PackedBatch], column: str, lengths: Sequence[int]) -> list[np.ndarray]:
-    """`column` as one float64 array [P] a trajectory, in packing order; `lengths` are their numbers of policy tokens.
+    """`column` as one float64 array [P] per trajectory, in packing order; `lengths` are their numbers of policy tokens.
 
     Trajectories outside the loss give zeros.
     """

@@ -1,4 +1,4 @@
-"""What an algorithm asks of a packed batch before the update: passes of the reference, the learner and the critic,
+"""What an algorithm needs before the update: passes of the reference, the learner and the critic over a packed batch,
 and from them the advantage of every policy token.
 """
 
@@ -43,7 +43,7 @@ def estimate(
     groups: Sequence[Group], batches: Sequence[PackedBatch], learner: Learner, reference: Transformer | None,
     config: Config, unified: bool,
 ) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
-    """Make the passes that the algorithm needs and fill in the advantages, of groups and batches alike; statistics.
+    """Run the passes that the algorithm needs, fill in the advantages of groups and batches; returns statistics.
 
     The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`); else the
     learner makes its own pass, if there are several updates or the reward holds a KL penalty.
@@ -71,7 +71,7 @@ def estimate(
 def _token_kl(
     batches: Sequence[PackedBatch], lengths: Sequence[int], config: Config, unified: bool
 ) -> list[np.ndarray]:
-    """Estimates of the KL to the reference policy, one array [P] float64 a trajectory."""
+    """Estimates of the KL to the reference policy, one array [P] float64 per trajectory."""
     policy = by_trajectory(batches, "rollout_logprobs" if unified else "old_logprobs", lengths)
     reference = by_trajectory(batches, "ref_logprobs", lengths)
     estimator = config.rl.kl_estimator

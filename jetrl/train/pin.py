@@ -1,4 +1,4 @@
-"""Names of the hub in a config are bound to one commit each, so that a run stays on what it started with."""
+"""Hub names in a config are each pinned to one commit, so that a run stays on what it started with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A name of the hub, the revision that the recipe asked for (None: main), and the commit that this was."""
+    """A hub name, the revision that the recipe asked for (None: main), and the commit that this was."""
 
     key: str
     name: str
@@ -32,9 +32,9 @@ class Pin:
 
 
 def pinned(config: Config, before: Iterable[Pin] = ()) -> tuple[Config, list[Pin]]:
-    """The config with a commit for each name of the hub, and what was bound; a folder on disk stays as it is.
+    """The config with a commit for each hub name, and the pins; a folder on disk stays as it is.
 
-    `before` are those of the run that is resumed: what it asked for under the same name keeps its commit, though a
+    `before` are the pins of the run that is resumed: what it asked for under the same name keeps its commit, even if a
     branch has moved on since.
     """
     kept = {(pin.key, pin.name, asked): pin for pin in before for asked in (pin.asked, pin.commit)}
@@ -60,13 +60,13 @@ def _commit(name: str, asked: str | None, kind: str) -> str:
 
 
 def weights_to_come(config: Config) -> str:
-    """Of a pinned config: whether the model's weights are here, or what a run will download; empty for a folder."""
+    """For a pinned config: whether the model's weights are here, or what a run will download; empty for a folder."""
     path, commit = config.model.path, config.model.revision
     return hub.weights_to_come(path, commit) if path is not None and commit is not None else ""
 
 
 def record(pins: Iterable[Pin]) -> dict[str, Any]:
-    """What env.json says of the hub."""
+    """What env.json says about the hub."""
     return {"hub": rows} if (rows := [asdict(pin) for pin in pins]) else {}
 
 

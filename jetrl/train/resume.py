@@ -1,4 +1,4 @@
-"""Which settings must be those of the checkpoint that a run is resumed from, and how a difference is told."""
+"""Which settings must be those of the checkpoint that a run is resumed from, and how a difference is reported."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def settings(config: Config) -> dict[str, Any]:
         free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
     found = dict(_flat("", config.model_dump(mode="json")))
     kept = {k: v for k, v in found.items() if k not in free and k.split(".")[0] not in ("eval", "checkpoint", "track")}
-    # of [eval] only this decides which problems are trained on
+    # the only thing in [eval] that decides which problems are trained on
     return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
 
 
 def paths(config: Config) -> dict[str, Any]:
-    """The values of a config with absolute paths that `check` takes for equal to another spelling."""
+    """The paths of a config, made absolute, which `check` compares instead of their spelling."""
     return {key: value for key, value in path_values(config).items() if key in settings(config)}
 
 
@@ -48,7 +48,7 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
         return
     raise UserError(
         f"{path} was written by a run with other settings:\n" + "\n".join(f"  {line}" for line in found)
-        + "\nResume with the run's own config.toml, or start a run under a new name. Free to change are "
+        + "\nResume with the run's own config.toml, or start a run under a new name. You may change "
         f"{MAY_CHANGE}."
     )
 
@@ -56,7 +56,7 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
 def _differences(
     there: Mapping[str, Any], paths_there: Mapping[str, Any], given: Config, absolute: Config
 ) -> Iterator[str]:
-    """One line for each key whose value is another one."""
+    """One line for each key whose value differs."""
     here, defaults, paths_here = settings(given), _defaults(), json.loads(json.dumps(paths(absolute)))
     for key in {**there, **here}:
         old, new = (values.get(key, defaults.get(key)) for values in (there, here))
@@ -66,7 +66,7 @@ def _differences(
 
 
 def _defaults() -> dict[str, Any]:
-    """What the keys say that neither side sets, by full key: of those that came later than the checkpoint."""
+    """Defaults by full key, for keys that the checkpoint does not have because they were added later."""
     fields = [(f"{name}.{key}", field) for name, kind in sections().items() for key, field in kind.model_fields.items()]
     fields += [(key, field) for key, field in Config.model_fields.items() if key not in sections()]
     return {key: json.loads(json.dumps(f.get_default(call_default_factory=True), default=str)) for key, f in fields}

@@ -47,15 +47,15 @@ class Session:
     unified: bool
     base_config: dict[str, Any] | None  # the model's own config.json, kept in what we save
     generation_config: dict[str, Any] | None  # likewise
-    given: Config  # as the user wrote it, names of the hub with their commits
+    given: Config  # as the user wrote it, hub names with their commits
     conversations: EnvironmentPool | None = None  # None: single answers
     reference: Transformer | None = None
     step: int = 0
     weight_version: int = 0
     num_prompts: int = 0  # taken from the task's training stream so far
     initial_accuracy: float | None = None
-    saved_step: int = -1  # that of the newest checkpoint in the run's own folder, if it is known
-    owes_evaluation: bool = False  # a signal ended the one of this step
+    saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
+    owes_evaluation: bool = False  # a signal ended this step's evaluation
 
     @property
     def model(self) -> Transformer:
@@ -69,7 +69,7 @@ class Session:
             close()
 
     def check_settings(self, error: Exception) -> None:
-        """An error that comes of an environment that has changed torch's settings is told as that."""
+        """Reports an error caused by an environment that changed torch's settings as such."""
         if self.conversations is not None and not isinstance(error, UserError):
             try:
                 self.conversations.check_settings()
@@ -84,14 +84,14 @@ class Session:
 def build(config: Config, *, weights: bool = True, evaluates: Path | None = None) -> Session:
     """Build model, optimizer, engine, task and reward from a resolved config.
 
-    Without `weights` the model's are not read (nor downloaded): a checkpoint's follow. `evaluates`: a model folder that
-    is only sampled from; there are no masters and no optimizer then.
+    Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: a model
+    folder that is only sampled from; there are no masters and no optimizer then.
     """
     given, config = config, absolute_paths(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.use_deterministic_algorithms(True)
-    # that setting also fills every new tensor with NaN, one more pass over memory each; our ops write all they return
+    # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = prepare(config)
     if evaluates is None:
@@ -155,7 +155,7 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Everything of `build` that needs no weights: what is wrong in a config or missing on this machine shows here."""
+    """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now."""
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
@@ -189,7 +189,7 @@ def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
     if m.tokenizer is not None:
         tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_revision)
     else:
-        assert folder is not None, "the config asks for a tokenizer with model.arch"
+        assert folder is not None, "the config requires a tokenizer with model.arch"
         tokenizer = hf.load_tokenizer_from(folder)
     arch = dict(base if base is not None else m.arch or {})
     if base is None:
@@ -248,7 +248,7 @@ def build_model(config: Config, spec: ModelSpec, recipe: Recipe, *, weights: boo
 
 
 def build_published(config: Config, spec: ModelSpec, recipe: Recipe, folder: str | Path | None = None) -> Transformer:
-    """The policy's published weights alone, with the bits of `build_model`: for whatever trains nothing.
+    """Only the policy's published weights, with the bits of `build_model`: for uses that train nothing.
 
     Weights are read, published and dropped one by one; what stays is FP8 codes with scales and the parts in BF16.
     `folder`: read these weights instead of the config's.

@@ -31,7 +31,7 @@ from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, optimizer_step
 from jetrl.types import MicroBatch, Problem, Segment, Trajectory
 
-_SFT_OFFSET = 1 << 40  # the warm start draws its problems far from those of RL in the task's stream
+_SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
 
 def cache_path(config: Config, model: Transformer) -> Path:
@@ -69,7 +69,7 @@ def warm_start(
     """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`."""
     path = cache_path(config, model)
     if path.is_file():
-        tell(f"warm start taken from {path}")
+        tell(f"warm start loaded from {path}")
     else:
         state = train_sft(model, config, task, tokenizer, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,9 +88,9 @@ def _read_cache(path: Path) -> dict[str, Tensor]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             expected = (file.metadata() or {}).get("sha256")
     except SafetensorError as error:
-        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it; it is made again.") from error
+        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it; it is remade.") from error
     if expected != _state_hash(state):
-        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it; it is made again.")
+        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it; it is remade.")
     return state
 
 

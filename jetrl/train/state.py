@@ -22,7 +22,7 @@ _REFERENCE = "reference.safetensors"
 
 
 def find(config: Config, run_dir: Path) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for; None to start from the beginning."""
+    """The checkpoint that `checkpoint.resume` names; None to start from the beginning."""
     asked = config.checkpoint.resume
     if asked == "never":
         return None
@@ -30,7 +30,7 @@ def find(config: Config, run_dir: Path) -> Path | None:
         return checkpoint.newest(run_dir / "checkpoints")
     if not Path(asked).is_dir():
         raise UserError(f"checkpoint.resume = {asked}: there is no such folder. Give a checkpoint folder, or auto.")
-    if (Path(asked) / "checkpoints").is_dir():  # a run: its newest
+    if (Path(asked) / "checkpoints").is_dir():  # a run folder: its newest
         return checkpoint.newest(Path(asked) / "checkpoints")
     return Path(asked)
 
@@ -95,7 +95,7 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         session.reference = reference_of(session.model)
         kept = path.parent / _REFERENCE
         if not kept.is_file():
-            raise UserError(f"{kept} is missing: the KL penalty needs the policy of the beginning. Start a new run.")
+            raise UserError(f"{kept} is missing: the KL penalty needs the initial policy. Start a new run.")
         session.reference.load_state_dict(load_file(kept))
         session.reference.publish()
         if path.parent.absolute() != (run_dir / "checkpoints").absolute():  # resumed into another output folder

@@ -32,7 +32,7 @@ class Learner:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The policy's."""
+        """The policy's optimizer."""
         assert self.policy_optimizer is not None, "this session was built to evaluate"
         return self.policy_optimizer
 
@@ -62,7 +62,7 @@ def forward_rows(model: Transformer, micro: MicroBatch, temperature: float) -> R
 
 
 def update(learner: Learner, batches: list[PackedBatch], config: Config, step: int) -> dict[str, float]:
-    """All optimizer updates of a step, published between them; after the last the caller does. Returns metrics.
+    """All optimizer updates of a step, with a publish between two; after the last the caller publishes. Gives metrics.
 
     With one update a step the old policy is the current one, so its log-probs are the ones at hand and no extra pass is
     made. With several, the batches hold the old log-probs, or a unified flow takes the rollout's (the same bits).
@@ -73,9 +73,9 @@ def update(learner: Learner, batches: list[PackedBatch], config: Config, step: i
             continue
         if stats:
             learner.model.publish()
-        # only in the first update are the weights those that sampled
+        # only in the first update are the weights still those that sampled
         stats.append(_one_update(learner, batch, config, step, on_policy=i == 0, single=len(batches) == 1))
-        if learner.critic is not None:  # only the trainer reads it
+        if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not stats:
         return {}

@@ -7,7 +7,7 @@
 | update | finished, then saved | finished, then saved |
 | evaluation | given up; the step is saved | given up; the step is saved |
 
-What is given up is lost as time only: the resumed run repeats it to the bit.
+What is given up costs time only: the resumed run repeats it to the bit.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False  # to stop after the step
-        self.saves = True  # whether the run makes checkpoints
+        self.saves = True  # whether the run writes checkpoints
         self.phase: Phase = "start"
-        self._waits = True  # for the step; not so after SIGTERM
+        self._waits = True  # for the step to finish; not after SIGTERM
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -60,12 +60,12 @@ class StopRequest:
         try:
             self.check()
             yield
-            self.check()  # where the user's code has swallowed what the handler raised
+            self.check()  # the user's code may have swallowed what the handler raised
         finally:
             self.phase = before
 
     def check(self) -> None:
-        """Raises GivenUp if this phase is not waited for any more."""
+        """Raises GivenUp if the run no longer waits for this phase."""
         if self.asked and (self.phase == "evaluation" or (self.phase == "rollout" and not self._waits)):
             raise GivenUp
 
@@ -92,5 +92,5 @@ class StopRequest:
 
 def _say(text: str) -> None:
     """Print from a signal handler: past Python's buffers, which the interrupted code may be writing to."""
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # nobody reads the output any more
         os.write(2, f"{text} {_AGAIN if text.startswith('Stopping') else ''}".rstrip().encode() + b"\n")

@@ -81,7 +81,7 @@ def test_a_hopper_gpu(look: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == ["driver", "cuda:0", "packages", "nvcc"] and {f.level for f in found.values()} == {"ok"}
     assert found["driver"].found == "580.65.06, CUDA 13.0 in torch" and found["packages"].found == "hopper"
     assert found["cuda:0"].found == "NVIDIA G0, compute capability 9.0, 130.0 GiB free of 140.0 GiB"
-    assert found["nvcc"].found == "CUDA's toolkit in /cuda"
+    assert found["nvcc"].found == "CUDA toolkit in /cuda"
     monkeypatch.setattr(gpu, "cuda_toolkit", lambda: None)
     assert look()["nvcc"].level == "bad"
     assert look(gpus=2)["cuda:1"].level == "note" and "not used" in look(gpus=2)["cuda:1"].found

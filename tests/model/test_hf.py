@@ -274,7 +274,7 @@ def test_truncated_file_names_the_file(single: Path) -> None:
     data = (single / hf.SINGLE).read_bytes()
     for size in (len(data) - 100, 50, 0):
         (single / hf.SINGLE).write_bytes(data[:size])
-        with pytest.raises(UserError, match=rf"model\.safetensors \({size} bytes\) is no complete"):
+        with pytest.raises(UserError, match=rf"model\.safetensors \({size} bytes\) is not a complete"):
             hf.load_state(single, TINY)
 
 

@@ -91,7 +91,7 @@ def test_a_download_that_broke_off_is_completed(server: Hub, monkeypatch: pytest
     ("files", "message"),
     [
         ({**SMALL, "pytorch_model.bin": b"1"}, r"acme/x has no model.safetensors on the hub.*It has .*pytorch_model"),
-        ({"x.gguf": b"1"}, "acme/x has no config.json on the hub, so it is no model of transformers. It has x.gguf"),
+        ({"x.gguf": b"1"}, "acme/x has no config.json on the hub, so it is not a transformers model. It has x.gguf"),
     ],
 )
 def test_repositories_that_are_no_model_of_ours(server: Hub, files: dict[str, bytes], message: str) -> None:
@@ -231,7 +231,7 @@ def test_a_revision_of_a_folder_has_no_effect(cache: Path) -> None:
         ("Qwen3-0.6B", r"have one slash, as in Qwen/Qwen3-0.6B. Did you mean Qwen/Qwen3-0.6B\? .* random:Qwen3-0.6B"),
         ("Llama-3.2-1B", r"Did you mean meta-llama/Llama-3.2-1B\?"),
         ("./acme/tiny", "there is no such folder .searched from"),
-        ("/nowhere/at/all", "/nowhere/at/all: there is no such folder, and it is no name"),
+        ("/nowhere/at/all", "/nowhere/at/all: there is no such folder, and it is not a name"),
         ("a/b/c", "those have one slash"),
         ("acme/..", "those have one slash"),
         ("acme/ti ny", "those have one slash"),

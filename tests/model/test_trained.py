@@ -98,10 +98,10 @@ def test_an_export_says_what_its_source_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("fp8", "names no precision"), ({"kv_cache": "fp8"}, "names no precision"),
+        ("fp8", "does not name a precision"), ({"kv_cache": "fp8"}, "does not name a precision"),
         ({"precision": "fp4"}, "jetrl_training.precision = 'fp4' is none of bf16, fp8"),
         ({"precision": "fp8", "kv_cache": "int8"}, "jetrl_training.kv_cache = 'int8' is none of bf16, fp8"),
-        ({"precision": "fp8", "num_first_layers_in_bf16": -1}, "num_first_layers_in_bf16 = -1 is no number"),
+        ({"precision": "fp8", "num_first_layers_in_bf16": -1}, "num_first_layers_in_bf16 = -1 is not a number"),
     ],
 )
 def test_values_that_jetrl_never_writes_are_refused(said: Any, message: str, tmp_path: Path) -> None:

@@ -160,6 +160,6 @@ def test_a_reward_that_cannot_be_used_stops_the_run():
     talks.start(0, type(problem)("1", "1+1=", "1/2"))
     talks.poll(True)
     talks.act(0, Completion(0, (5, 1), (0.0, 0.0), "3", "stop", 0, ""))
-    with pytest.raises(UserError, match="the answer '1/2' is no integer"):
+    with pytest.raises(UserError, match="the answer '1/2' is not an integer"):
         talks.poll(True)
     talks.shutdown()

@@ -188,7 +188,7 @@ def test_data_that_cannot_be_read(server: Hub) -> None:
         server.repos["dataset", f"acme/{name}"] = Repo({ONE: files})
     with pytest.raises(UserError, match="acme/broken: the library datasets cannot read it: .*JSON parse error"):
         task(dataset="acme/broken")
-    with pytest.raises(UserError, match="acme/script has no files of data that can be read.*It has: script.py, x.png"):
+    with pytest.raises(UserError, match="acme/script has no data files that can be read.*It has: script.py, x.png"):
         task(dataset="acme/script")
     with pytest.raises(UserError, match="the hub has no data set of that name"):
         task(dataset="acme/nothing")
@@ -222,12 +222,12 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_broken_card(offline: Path) -> None:
     write_cache(offline, "acme/card", {"README.md": b"---\n{\n---\n", "train.jsonl": rows("x")}, kind="dataset")
-    with pytest.raises(UserError, match=r"README.md: its head is no YAML"):
+    with pytest.raises(UserError, match=r"README.md: its head is not valid YAML"):
         task(dataset="acme/card")
     assert hub.fetch("acme/card", None, "dataset", ["*.jsonl"]).commit == ONE
     for path in ("/etc/passwd", "../x.jsonl", "https://x.jsonl"):
         write_cache(offline, f"acme/out{len(path)}", {"README.md": card_of(path), "x.jsonl": b""}, kind="dataset")
-        with pytest.raises(UserError, match=f"card names {path}, which is no file of it"):
+        with pytest.raises(UserError, match=f"card names {path}, which is outside of it"):
             task(dataset=f"acme/out{len(path)}")
     write_cache(offline, "acme/gone", {"README.md": card_of("y-*.jsonl"), "x.jsonl": rows("x")}, kind="dataset")
     with pytest.raises(UserError, match="its card names y-.*.jsonl, and .* has no such file"):

@@ -101,7 +101,7 @@ def test_names_and_parameters_that_lead_nowhere(file, name, params, message):
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [({"attempts": 0}, "params.attempts: must be a number from 1, got 0"), ({"feedback": ""}, "params.feedback")],
+    [({"attempts": 0}, "attempts: must be an integer of at least 1, got 0"), ({"feedback": ""}, "params.feedback")],
 )
 def test_parameters_of_built_in_environments_are_checked_at_once(params, message):
     with pytest.raises(UserError, match=message):

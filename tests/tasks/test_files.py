@@ -74,7 +74,7 @@ def test_other_column_names(tmp_path):
     assert problem.prompt == f"q{problem.answer}"
     with pytest.raises(UserError, match=r"a.jsonl:1: column 'prompt' is missing; the row has: 'input', 'target'"):
         read_problems(path)
-    with pytest.raises(UserError, match="task.params.prompt_key: this is task.prompt_column now"):
+    with pytest.raises(UserError, match="task.params.prompt_key: write task.prompt_column instead"):
         task(path, params={"prompt_key": "input"})
 
 
@@ -104,7 +104,7 @@ def test_files_that_cannot_be_used(tmp_path):
         read_problems(tmp_path / "gone.jsonl")
     with pytest.raises(UserError, match="empty.jsonl: the file has no problems"):
         read_problems(write(tmp_path / "empty.jsonl", ["", " "]))
-    with pytest.raises(UserError, match="must be a .jsonl or .parquet"):
+    with pytest.raises(UserError, match="its name must end in .jsonl or .parquet"):
         read_problems(write(tmp_path / "a.csv", ["prompt,answer"]))
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(UserError, match="not UTF-8"):

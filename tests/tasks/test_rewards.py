@@ -245,7 +245,7 @@ def test_last_integer(text, score_):
 
 
 def test_last_integer_refuses_other_answers():
-    with pytest.raises(UserError, match="the answer '1/2' is no integer"):
+    with pytest.raises(UserError, match="the answer '1/2' is not an integer"):
         call_reward(last_integer, [(Problem("i", "p", "1/2"), "1", (1,))])
 
 

@@ -148,7 +148,7 @@ def test_the_template_is_told_what_the_config_says(chat_tokenizer):
     assert chat_tokenizer.decode(encode_problem(*_with(chat_tokenizer, digits_only("1+2")))) == "<1>1+2\n_"
     with pytest.raises(UserError, match="task.chat_template_kwargs has no effect on plain-text prompts"):
         encode_problem(problem, arithmetic_tokenizer(), task)
-    with pytest.raises(UserError, match="task.chat_template_kwargs.tokenize: is not for you to set"):
+    with pytest.raises(UserError, match="task.chat_template_kwargs.tokenize: is set by jetrl"):
         config(chat_template_kwargs={"tokenize": True})
     with pytest.raises(UserError, match="task.chat_template_kwargs: has no effect while task.chat_template = false"):
         config(chat_template=False, chat_template_kwargs={"think": False})

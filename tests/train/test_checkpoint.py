@@ -101,7 +101,7 @@ def test_a_full_disk_says_what_is_left(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for expected in ("There is no checkpoint yet, so a resumed run begins again", "step_000001 is intact"):
+    for expected in ("There is no checkpoint yet, so a resumed run starts over", "step_000001 is intact"):
         monkeypatch.setattr(checkpoint, "save_file", full)
         with pytest.raises(UserError, match=expected):
             write(tmp_path, 2)
@@ -126,5 +126,5 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"state\.json cannot be read"):
             checkpoint.load(path)
     (path / "state.json").unlink()
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         checkpoint.load(path)

@@ -109,17 +109,17 @@ def test_an_engine_that_is_none_is_refused_before_the_run(tmp_path: Path, code: 
     [
         ("step", "raise ValueError('server gone')", r"step raised ValueError: server gone \(.*own\.py, line \d+"),
         ("step", "raise SystemExit(0)", "step raised SystemExit: 0"),
-        ("step", "self.inner.step()", "step: a StepReport is wanted, got NoneType"),
+        ("step", "self.inner.step()", "step: must return a StepReport, got NoneType"),
         ("load", "raise ConnectionError('refused')", "load raised ConnectionError: refused"),
-        ("collect", "return None", "collect: a list is wanted, got NoneType"),
+        ("collect", "return None", "collect: must return a list, got NoneType"),
         ("collect", "self.inner.collect(); return []", "has_work: no work left, but 16 requests have no completion"),
         ("collect", "return self.inner.collect() * 2", "which is not open"),
-        ("collect", "return [{}] if self.inner.collect() else []", "Completions are wanted, got dict"),
+        ("collect", "return [{}] if self.inner.collect() else []", "must return Completions, got dict"),
         ("completion", "tokens=list(c.tokens)", "must be tuples"),
-        ("completion", "logprobs=c.logprobs[1:]", "tokens and .* log-probs; as many of both, from 1 to 10"),
-        ("completion", "tokens=c.tokens * 11, logprobs=c.logprobs * 11", "as many of both, from 1 to 10"),
-        ("completion", "tokens=(10**6,) * len(c.tokens)", "token 1000000 is no whole number from 0 to"),
-        ("completion", "logprobs=(float('nan'),) * len(c.tokens)", "log-prob nan is no finite float"),
+        ("completion", "logprobs=c.logprobs[1:]", "tokens and .* log-probs; must be as many, from 1 to 10"),
+        ("completion", "tokens=c.tokens * 11, logprobs=c.logprobs * 11", "must be as many, from 1 to 10"),
+        ("completion", "tokens=(10**6,) * len(c.tokens)", "token 1000000 is not an integer from 0 to"),
+        ("completion", "logprobs=(float('nan'),) * len(c.tokens)", "log-prob nan is not a finite float"),
         ("completion", "request_id=7", "a completion of request 7, which is not open"),
         ("completion", "finish_reason='eos'", "finish_reason must be"),
         ("completion", "weight_version=99", "weight_version 99 .* but version 0"),
@@ -180,7 +180,7 @@ def test_end_of_sequence_ids_come_from_tokenizer_and_folder(tmp_path: Path) -> N
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
     assert eos_ids(tokenizer, str(tmp_path)) == {7, 8, 9}
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "end"}))
-    with pytest.raises(UserError, match="eos_token_id 'end' is no token id"):
+    with pytest.raises(UserError, match="eos_token_id 'end' is not a token id"):
         eos_ids(tokenizer, str(tmp_path))
 
 
@@ -190,7 +190,7 @@ def test_an_engine_that_lies_about_its_bits_stops_the_run(tmp_path: Path, keeps_
     if not (keeps_bits and shift):
         tiny_run(tmp_path, changes)
         return
-    with pytest.raises(UserError, match=r"own.py:Own says keeps_bits = True, but of step 1 100% .* up to 0.001"):
+    with pytest.raises(UserError, match=r"own.py:Own says keeps_bits = True, but in step 1 100% .* up to 0.001"):
         tiny_run(tmp_path, changes)
     run_dir = tmp_path / "runs" / "tiny"
     assert newest(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_000001", "the step itself is sound"

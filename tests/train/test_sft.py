@@ -41,7 +41,7 @@ def test_it_learns_and_the_second_time_it_is_cached(tmp_path: Path) -> None:
     assert len(losses) == 6 and losses[-1] < 0.85 * losses[0] and told == []
     second = session_of(tmp_path, {})
     again, nothing = train(second, told)
-    assert again == path and nothing == [] and told == [f"warm start taken from {path}"]
+    assert again == path and nothing == [] and told == [f"warm start loaded from {path}"]
     assert checksum(published(second.model)) == checksum(published(first.model))
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a temporary file is left"
 

@@ -211,8 +211,8 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
         )
     display.hint(
         "PARITY IS NOT ZERO",
-        f"{found}, and in this flow there should be none. Training continues, but this is a bug in jetrl: please report "
-        f"it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
+        f"{found}, and in this flow there should be none. Training continues, but this is a bug in jetrl: please "
+        f"report it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
     )
 
 

@@ -38,7 +38,7 @@ NO_MASTERS = (
 
 
 class _NoGradient(torch.autograd.Function):
-    """The hidden states of a model without masters: a backward pass that comes here is told so."""
+    """The hidden states of a model without masters: a backward pass that comes here raises an error."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, asked: Tensor) -> Tensor:

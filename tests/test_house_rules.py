@@ -18,7 +18,7 @@ RANKS = [
     ("errors", "types", "spec", "choices", "presets", "__init__"),
     ("config",),
     ("precision",),
-    ("kernels",),
+    ("kernels", "parallel"),
     ("model",),
     ("rollout", "rl", "tasks", "train", "report", "parity_rows"),
     ("loop", "parity", "api"),

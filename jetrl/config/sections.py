@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jetrl.choices import CacheKind, Precision, ScaleKind
+from jetrl.choices import CacheKind, Precision, Reduction, ScaleKind
 from jetrl.config.base import Rule, Section
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
@@ -162,6 +162,11 @@ class TrainConfig(Section):
         default="float32", description="Type of the optimizer's weights.")
     grad_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type in which gradients are added up over micro-batches.")
+    reduction: Reduction = Field(
+        default="fast",
+        description="Order in which gradients of micro-batches are added. fast: each GPU adds its own up, then the "
+        "GPUs' sums are added. fixed: in the order of micro-batches, so that a run has the same bits on any number of "
+        "GPUs; costs the traffic of a sum over GPUs for each micro-batch.")
     optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
         default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
     offload_optimizer: bool = Field(

@@ -7,7 +7,7 @@ call has the time limit of the process group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,23 @@ class World:
         dist.all_to_all_single(got, sent, [t.numel() for t in receive], [t.numel() for t in send])
         for target, part in zip(receive, got.split([t.numel() for t in receive]), strict=True):
             _plain(target).copy_(part)
+
+    def send_rows(self, whole: Tensor, rows: Sequence[int], senders: int) -> tuple[Tensor, Callable[[], None]]:
+        """Rank s gets its `rows[s]` rows of the `whole` [sum(rows), ...] of each rank below `senders`.
+
+        Returns [senders, rows[rank], ...] and a function to call before it is read; until then `whole` must not change,
+        and both must be kept. The other ranks send nothing: their `whole` has no rows. Alone nothing is copied.
+        """
+        sends = self.rank < senders
+        assert len(rows) == self.size and len(whole) == (sum(rows) if sends else 0) and whole.is_contiguous()
+        if self.alone:
+            return whole[None], lambda: None
+        own = rows[self.rank]
+        received = whole.new_empty(senders * own, *whole.shape[1:])
+        incoming = [own if r < senders else 0 for r in range(self.size)]
+        outgoing = list(rows) if sends else [0] * self.size
+        work = dist.all_to_all_single(_plain(received), _plain(whole), incoming, outgoing, async_op=True)
+        return received.view(senders, own, *whole.shape[1:]), lambda: work.wait() and None
 
     def gather_rows(self, whole: Tensor, rows: Sequence[int]) -> None:
         """Fill `whole` [sum(rows), ...] in place: rank r has its `rows[r]` rows there and gives them to all."""

@@ -24,10 +24,18 @@ def everything(world: World) -> dict[str, Any]:
     send = [torch.full((s + 1,), world.rank * 10.0 + s) for s in range(world.size)]
     receive = [torch.zeros(world.rank + 1) for _ in range(world.size)]
     world.exchange(send, receive)
+    # ranks below `senders` send; rank r sends r * 10 + s to rank s, in rows[s] rows
+    sent = {}
+    for senders in {1, world.size}:
+        whole = torch.cat([torch.full((n, 2), world.rank * 10.0 + s) for s, n in enumerate(rows)]).to(torch.bfloat16)
+        got, wait = world.send_rows(whole if world.rank < senders else whole[:0], rows, senders)
+        wait()
+        sent[senders] = got.tolist()
     world.barrier()
     return {
         "gather": world.gather({"rank": world.rank}), "share": world.share(world.rank, 0),
         "codes": codes.float().tolist(), "even": even.tolist(), "received": [t.tolist() for t in receive],
+        "sent": sent,
     }
 
 
@@ -39,4 +47,6 @@ def test_everything_arrives(size: int) -> None:
         assert one["gather"] == [{"rank": r} for r in range(size)] and one["share"] == 0
         assert one["codes"] == [[r + 1.0] * 4 for r, n in enumerate(rows) for _ in range(n)]
         assert one["even"] == [float(r) for r in range(size) for _ in range(2)]
+        for senders, got in one["sent"].items():
+            assert got == [[[r * 10.0 + rank] * 2] * rows[rank] for r in range(senders)]
         assert one["received"] == [[r * 10.0 + rank] * (rank + 1) for r in range(size)]

@@ -1,4 +1,4 @@
-"""Cuts of matrices: every row has one owner, blocks stay whole, and quantized rows have the bits of the whole matrix."""
+"""Cuts of matrices: a row has one owner, blocks stay whole, and quantized rows have the bits of the whole matrix."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class TrainConfig(Section):
     reduction: Reduction = Field(
         default="fast",
         description="Order in which gradients of micro-batches are added. fast: each GPU adds its own up, then the "
-        "GPUs' sums are added. fixed: in the order of micro-batches, so that a run has the same bits on any number of "
-        "GPUs; costs the traffic of a sum over GPUs for each micro-batch.")
+        "GPUs' sums are added; each GPU holds whole gradients. fixed: in the order of micro-batches, which gives the "
+        "same bits on any number of GPUs; each GPU holds its share, and all gradients travel for each micro-batch.")
     optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
         default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
     offload_optimizer: bool = Field(

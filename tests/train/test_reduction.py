@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rich.console import Console
-from tiny import tiny_config
+from tiny import numbers, tiny_config, tiny_run, weights_hash
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
@@ -257,6 +257,16 @@ def test_in_one_process_both_add_the_same(cases: Cases, name: str) -> None:
             assert torch.allclose(found["fixed"][key], want, rtol=1e-4, atol=1e-4)
         else:
             assert_bitwise_equal(found["fixed"][key] + 0.0, want + 0.0, key)
+
+
+def test_a_run_takes_the_setting(tmp_path: Path) -> None:
+    changes = {"train.steps": 2, "train.max_tokens_per_gpu": 40, "train.lr": 1e-4}
+    runs = {how: tiny_run(tmp_path / how, changes | {"train.reduction": how}) for how in ("fast", "fixed")}
+    first, second = (numbers(run_dir) for run_dir in runs.values())
+    for row, other in zip(first[1:], second[1:], strict=True):
+        assert row["parity/logprob_abs_diff_max"] == other["parity/logprob_abs_diff_max"] == 0.0
+    assert first[1]["policy/grad_norm"] == pytest.approx(second[1]["policy/grad_norm"], rel=1e-6)
+    assert weights_hash(runs["fast"], 2) != weights_hash(runs["fixed"], 2)
 
 
 def test_fixed_has_the_bits_of_one_process(alone: dict[str, Any], spread: list[dict[str, Any]]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import run_ranks
 from rich.console import Console
 from tiny import numbers, tiny_config, tiny_run, weights_hash
@@ -22,7 +24,7 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.loop import Clock
 from jetrl.model.sharding import full_state, load_rows, shard_model
-from jetrl.model.shards import gathered, shard_of
+from jetrl.model.shards import gathered, shard, shard_of
 from jetrl.model.weights import published
 from jetrl.parallel.world import ALONE, World
 from jetrl.report.console import Display
@@ -235,6 +237,24 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
     for name, value in want["tensors"].items():
         assert_bitwise_equal(got["tensors"][name], value, name)
     assert got["metrics"] == want["metrics"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sections=st.lists(st.integers(1, 400), min_size=1, max_size=3).map(tuple), size=st.integers(2, 5),
+    width=st.sampled_from([32, 40, 1]),
+)
+def test_squares_of_each_rank_are_those_of_the_whole_matrix(sections: tuple[int, ...], size: int, width: int) -> None:
+    matrix = torch.randn(sum(sections), width, generator=torch.Generator().manual_seed(0))
+    want = torch.zeros(reduction._num_sums(sections, width), dtype=torch.float64)
+    reduction._squares(matrix, sections, want)
+    found = []
+    for rank in range(size):
+        cut = shard(sections, World(rank, size))
+        found.append(torch.zeros(reduction._num_sums(cut.parts(rank), width), dtype=torch.float64))
+        reduction._squares(cut.own(matrix), cut.parts(rank), found[-1])
+    assert torch.equal(torch.cat(found), want)
+    assert float(want.sum()) == pytest.approx(float(matrix.double().square().sum()), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["fp8, tied", UNTIED])

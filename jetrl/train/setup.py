@@ -17,7 +17,9 @@ from jetrl.kernels.support import require
 from jetrl.model import hf
 from jetrl.model.critic import Critic
 from jetrl.model.hub import model_folder
+from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
@@ -119,19 +121,23 @@ def build_conversations(config: Config, plan: Prepared) -> EnvironmentPool | Non
     return build_pool(plan.environment, plan.tokenizer, config.task, timeout=e.timeout, max_concurrent=e.max_concurrent)
 
 
-def build_learner(config: Config, model: Transformer) -> Learner:
-    """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's."""
+def build_learner(config: Config, model: Transformer, world: World = ALONE) -> Learner:
+    """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's.
+
+    Shards the model, if that has not been done, and the critic with it; publish afterwards.
+    """
+    shard_model(model, world)
     if config.rl.adv_estimator != "gae":
-        return Learner(model, build_optimizer(model.named_parameters(), config.train))
+        return Learner(model, build_optimizer(model.named_parameters(), config.train), world=world)
     shared = config.rl.critic == "shared"
     critic = Critic(model, shared)
     accumulate_in(critic, getattr(torch, config.train.grad_dtype))
     named = [(f"critic.{name}", p) for name, p in critic.named_parameters()]
     if shared:
-        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic)
+        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic, world=world)
     settings = config.train.model_copy(update={"lr": config.rl.critic_lr})
     policy_optimizer = build_optimizer(model.named_parameters(), config.train)
-    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings))
+    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings), world)
 
 
 def keeps_bits(config: Config, engine: Engine) -> bool:

@@ -1,0 +1,110 @@
+"""`World`: the processes of a run (ranks) and the few things that they exchange.
+
+Everything that crosses ranks goes through here, so a run in one process is the same code with `ALONE`. Ranks must make
+the same calls in the same order. Objects travel by gloo, tensors by the backend of their device (gloo or NCCL). Each
+call has the time limit of the process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process among `size`. `local_rank` numbers those of its host, and so its GPU."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run folder and the display."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if not self.alone:
+            self.gather(None)  # by gloo: it names no device, and its time limit ends a wait for a dead rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank. Pickled: for small or host-side values."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=_objects())
+        return found
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        """`value` of rank `source`, on every rank."""
+        if self.alone:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=source, group=_objects())
+        return held[0]
+
+    def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
+        """`send[r]` goes to rank r, `receive[r]` is filled by rank r. Flat tensors of one dtype; any may be empty.
+
+        The lengths must agree in pairs. Floats of 8 bits travel as bytes.
+        """
+        if self.alone:
+            receive[0].copy_(send[0])
+            return
+        sent, got = torch.cat([_plain(t) for t in send]), torch.cat([_plain(t) for t in receive])
+        dist.all_to_all_single(got, sent, [t.numel() for t in receive], [t.numel() for t in send])
+        for target, part in zip(receive, got.split([t.numel() for t in receive]), strict=True):
+            _plain(target).copy_(part)
+
+    def send_rows(self, whole: Tensor, rows: Sequence[int], senders: int) -> tuple[Tensor, Callable[[], None]]:
+        """Rank s gets its `rows[s]` rows of the `whole` [sum(rows), ...] of each rank below `senders`.
+
+        Returns [senders, rows[rank], ...] and a function to call before it is read; until then `whole` must not change,
+        and both must be kept. The other ranks send nothing: their `whole` has no rows. Alone nothing is copied.
+        """
+        sends = self.rank < senders
+        assert len(rows) == self.size and len(whole) == (sum(rows) if sends else 0) and whole.is_contiguous()
+        if self.alone:
+            return whole[None], lambda: None
+        own = rows[self.rank]
+        received = whole.new_empty(senders * own, *whole.shape[1:])
+        incoming = [own if r < senders else 0 for r in range(self.size)]
+        outgoing = list(rows) if sends else [0] * self.size
+        work = dist.all_to_all_single(_plain(received), _plain(whole), incoming, outgoing, async_op=True)
+        return received.view(senders, own, *whole.shape[1:]), lambda: work.wait() and None
+
+    def gather_rows(self, whole: Tensor, rows: Sequence[int]) -> None:
+        """Fill `whole` [sum(rows), ...] in place: rank r has its `rows[r]` rows there and gives them to all."""
+        assert sum(rows) == len(whole) and len(rows) == self.size and whole.is_contiguous()
+        if self.alone:
+            return
+        parts = list(_plain(whole).split(list(rows)))
+        if len(set(rows)) == 1:
+            dist.all_gather_into_tensor(_plain(whole), parts[self.rank])
+            return
+        for source, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, src=source)
+
+
+ALONE = World()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A view that every backend moves: gloo has no FP8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _objects() -> dist.ProcessGroup | None:
+    """The group that carries pickled objects. With `cpu:gloo,cuda:nccl` the default group takes both."""
+    return None

@@ -9,7 +9,7 @@ from jetrl.errors import UserError
 from jetrl.parallel.calls import PROGRESS
 from jetrl.parallel.world import World
 
-_KINDS: tuple[type[Exception], ...] = (UserError, FloatingPointError)
+MISTAKES: tuple[type[Exception], ...] = (UserError, FloatingPointError)  # what `agree` carries to all ranks
 
 
 def same_everywhere(world: World, **values: object) -> None:
@@ -42,7 +42,7 @@ def agree(world: World, error: Exception | None) -> None:
         if error is not None:
             raise error
         return
-    kind = next((i for i, one in enumerate(_KINDS) if isinstance(error, one)), None)
+    kind = next((i for i, one in enumerate(MISTAKES) if isinstance(error, one)), None)
     assert error is None or kind is not None, f"agree() is for users' mistakes, not for {error!r}"
     found = world.gather(None if error is None else (kind, str(error)))
     failed = [rank for rank, one in enumerate(found) if one is not None]
@@ -53,7 +53,7 @@ def agree(world: World, error: Exception | None) -> None:
     everywhere = len(failed) == world.size and len(set(found)) == 1
     if everywhere and error is not None:
         raise error
-    raise _KINDS[number](text if everywhere else f"rank {failed[0]}: {text}") from error
+    raise MISTAKES[number](text if everywhere else f"rank {failed[0]}: {text}") from error
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def together(world: World) -> Iterator[None]:
     mistake: Exception | None = None
     try:
         yield
-    except _KINDS as error:
+    except MISTAKES as error:
         mistake = error
     agree(world, mistake)
 

@@ -7,6 +7,7 @@ turn's request holds all tokens before it exactly as they were drawn or replied;
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -136,7 +137,11 @@ def _shared(
             expect(())
     busy = time.perf_counter() - start
     agree(queues.world, mistake)
-    found = queues.world.gather((own, busy))
+    packed = queues.world.gather((pickle.dumps(own), busy))  # its own part need not be unpacked again
+    found = [
+        (own if rank == queues.world.rank else pickle.loads(data), seconds)
+        for rank, (data, seconds) in enumerate(packed)
+    ]
     longest = max(seconds for _, seconds in found)
     parts = tuple(
         RankPart(len(one), sum(t.num_policy_tokens for t in one.values()), seconds, longest - seconds)

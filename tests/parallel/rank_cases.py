@@ -48,7 +48,7 @@ def computing() -> None:
     """Rank 0 has no collective to lose contact in, only its watch."""
     world = launch.join("cpu")
     if world.rank == 1:
-        raise UserError("rank 1 gives up.")
+        raise UserError("it gives up.")
     time.sleep(60)
 
 
@@ -100,6 +100,15 @@ def stops() -> None:
         if "--slow" in sys.argv:
             time.sleep(60)
     raise SystemExit(130)
+
+
+def quits() -> None:
+    """A rank that another library ends."""
+    world = launch.join("cpu")
+    if world.rank == 1:
+        print("cannot go on", file=sys.stderr, flush=True)
+        os._exit(7)
+    world.barrier()
 
 
 def usage() -> None:

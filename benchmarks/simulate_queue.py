@@ -1,9 +1,9 @@
 """Simulate the shared queue of a rollout for many ranks, next to a static split: `python benchmarks/simulate_queue.py`.
 
-Lengths are log-normal (sigma 0.8, mean 2048, at most 16384), those of one prompt alike; each rank brings the same work. The queue is
-the program's own (`jetrl.parallel.queue`): what it hands out, when a slot is free. A rank's step takes the time measured
-for the number of sequences that run (one H200, Qwen3-8B shape in FP8, benchmarks of the ragged rollout); a prompt that is
-new to a rank costs its prefill. No engine and no GPU is needed.
+Lengths are log-normal (sigma 0.8, mean 2048, at most 16384), those of one prompt alike; each rank brings the same work.
+The queue is the program's own (`jetrl.parallel.queue`). A rank's step takes the time that was measured for the number
+of sequences that run (one H200, Qwen3-8B shape in FP8, ragged lengths); a prompt that is new to a rank costs its
+prefill. No engine and no GPU is needed.
 
 Efficiency is the time of one rank with its own work (a mean over many draws) by the time of all. The bound is that of
 the longest answer alone, which no order of work goes below.
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jetrl.parallel.queue import SharedQueue, chunks, shares
+
+Take = Callable[[int, int, int], Sequence[int]]  # (live, resting, waiting) -> numbers of trajectories
 
 # sequences that run -> milliseconds a step, as measured; between the points by a straight line
 STEP_MS = ((1, 8.4), (3, 7.6), (10, 7.1), (24, 9.9), (48, 9.6), (96, 11.7), (192, 13.6), (256, 14.9))
@@ -65,7 +67,7 @@ class Outcome:
 class Rank:
     """An engine that decodes all of its sequences at once, one token a step."""
 
-    def __init__(self, take: Callable[[int, int, int], Sequence[int]], tokens: Sequence[int], group: int, slots: int) -> None:
+    def __init__(self, take: Take, tokens: Sequence[int], group: int, slots: int) -> None:
         self.take, self.tokens, self.group, self.slots = take, tokens, group, slots
         self.now = self.drawn = 0.0  # milliseconds; tokens drawn by a sequence that has run from the start
         self.running: list[float] = []  # heap: `drawn` at which each ends
@@ -92,7 +94,7 @@ class Rank:
         self.drawn = end
 
 
-def simulate(takes: Sequence[Callable[[int, int, int], Sequence[int]]], tokens: Sequence[int], group: int, slots: int) -> Outcome:
+def simulate(takes: Sequence[Take], tokens: Sequence[int], group: int, slots: int) -> Outcome:
     """All ranks until nothing is left, each taking work by its own `take(live, resting, waiting)`."""
     ranks = [Rank(take, tokens, group, slots) for take in takes]
     order = [(0.0, i) for i in range(len(ranks))]
@@ -123,7 +125,7 @@ def static(tokens: Sequence[int], size: int, group: int, slots: int) -> Outcome:
     number = len(tokens)
     parts: list[Iterable[int]] = [range(number * r // size, number * (r + 1) // size) for r in range(size)]
 
-    def take_of(part: Iterable[int]) -> Callable[[int, int, int], Sequence[int]]:
+    def take_of(part: Iterable[int]) -> Take:
         left = [list(part)]
         return lambda live, resting, waiting: left.pop() if left else []
 
@@ -165,7 +167,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="draws of lengths, at least")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    rows = table([int(n) for n in given.ranks.split(",")], given.each, given.group, given.slots, given.alike, given.seeds)
+    sizes = [int(n) for n in given.ranks.split(",")]
+    rows = table(sizes, given.each, given.group, given.slots, given.alike, given.seeds)
     if given.json:
         print(json.dumps(rows, indent=1))
         return

@@ -1,9 +1,9 @@
 """How the ranks of a run start and end: `join` and `leave` in each rank, and what becomes of a rank's error.
 
 A run that several processes make ends with one message, whichever rank has the cause. `as_rank` runs a program as a
-rank: an error is given to the other ranks (`parallel.watch`), written to the file that torch's launcher reads, and told
-once: by `parallel.spawn` where that started the ranks, else by the rank that has the cause. Ranks that only lost contact
-say nothing. No torch is imported before `join`, so a signal in the first seconds is not lost.
+rank: an error is given to the other ranks (`parallel.watch`), written to the file that torch's launcher reads, and
+told once: by `parallel.spawn` where that started the ranks, else by the rank that has the cause. Ranks that only lost
+contact say nothing. No torch is imported before `join`, so a signal in the first seconds is not lost.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from jetrl.errors import UserError
 from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from jetrl.parallel.watch import Failure, Watch
     from jetrl.parallel.world import World
 
@@ -36,8 +34,8 @@ _HELD: dict[str, object] = {}  # the watch, and the store where this process ser
 
 
 def is_rank() -> bool:
-    """Whether this process is one of several: torchrun, `spawn` or a cluster's launcher has said so."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    """Whether this process is one of several: torchrun, `spawn` (also of one) or a cluster's launcher has said so."""
+    return "RANK" in os.environ and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or SPAWNED in os.environ)
 
 
 def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = START_LIMIT) -> World:
@@ -50,7 +48,7 @@ def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = STA
     """
     from jetrl.parallel.world import ALONE, World
 
-    if not is_rank():
+    if not is_rank() or os.environ["WORLD_SIZE"] == "1":
         return ALONE
     import torch
     import torch.distributed as dist
@@ -115,17 +113,23 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT,) if SPAWNED in os.environ else (signal.SIGINT, signal.SIGTERM)
 
 
+def set_limit(seconds: float) -> None:
+    """From now on a collective may wait so long for a rank; at most as long as `join` was told, or half as long again."""
+    if (watch := _watch()) is not None:
+        watch.limit = seconds
+
+
 def phase(name: str) -> None:
     """Note what this rank is doing, for messages about it."""
     PROGRESS.phase = name
 
 
-def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], debug: bool = False) -> int:
-    """Run the program of a rank; returns the process's status.
+def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], debug: bool = False) -> NoReturn:
+    """Run the program of a rank and end the process by SystemExit.
 
     `told` is the message of a user's mistake, or None for an error of ours, which is shown with its traceback (so are
-    mistakes, with `debug`). Mistakes end with status 2, interrupts with 130, other errors with 1. Another rank's failure
-    ends this one with 1, without a word.
+    mistakes, with `debug`). Mistakes end with status 2, interrupts with 130, other errors with 1. Another rank's
+    failure ends this one with 1, without a word.
     """
     if SPAWNED in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -133,9 +137,10 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
         (folder / f"{os.environ['LOCAL_RANK']}.new").write_text(str(os.getpid()))
         (folder / f"{os.environ['LOCAL_RANK']}.new").rename(folder / f"{os.environ['LOCAL_RANK']}.pid")
     try:
-        return _ran(run)
+        status = _ran(run)
     except BaseException as error:
-        return _ended(error, told, debug)
+        raise SystemExit(_ended(error, told, debug)) from None
+    raise SystemExit(status)
 
 
 def _ran(run: Callable[[], object]) -> int:
@@ -229,8 +234,8 @@ def _gpu(local_rank: int, count: int) -> int:
     """The GPU of a rank. Some clusters show each process its own only."""
     if count > 1 and local_rank >= count:
         raise UserError(
-            f"rank {os.environ['RANK']} is number {local_rank} on its machine, which has {count} GPUs. Start one process "
-            "a GPU."
+            f"rank {os.environ['RANK']} is number {local_rank} on its machine, which has {count} GPUs. Start one "
+            "process a GPU."
         )
     return local_rank if count > 1 else 0
 

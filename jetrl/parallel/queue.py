@@ -1,10 +1,10 @@
 """The shared queue of a rollout: which rank runs which trajectories. What they say does not depend on it.
 
-Trajectories have numbers; `group` neighbours share a prompt, and on one rank its pages. If all fit into the ranks' slots
-at once, each rank gets an equal part by load at the start, and nothing is left to share. Else each fills its slots, and
-the rest is a list of chunks that every rank knows: whole groups, and near the end smaller ones down to one trajectory
-(remaining / (2 * ranks): guided self-scheduling, Polychronopoulos and Kuck 1987). A rank that has a free slot takes the
-next chunk by one addition to a counter in the run's store, so none is idle while trajectories are left.
+Trajectories have numbers; `group` neighbours share a prompt, and on one rank its pages. If all fit into the ranks'
+slots at once, each rank gets an equal part by load at the start, and nothing is left to share. Else each fills its
+slots, and the rest is a list of chunks that every rank knows: whole groups, and near the end smaller ones down to one
+trajectory (remaining / (2 * ranks): guided self-scheduling, Polychronopoulos and Kuck 1987). A rank that has a free
+slot takes the next chunk by one addition to a counter in the run's store, so none is idle while trajectories are left.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def shares(loads: Sequence[float], group: int, slots: int, size: int) -> tuple[l
 
 
 def chunks(first: int, number: int, group: int, size: int) -> list[range]:
-    """Trajectories `first` to `number` - 1 in chunks: groups, in the end parts of groups. None goes across two groups."""
+    """Trajectories `first` to `number` - 1 in chunks: groups, in the end parts of groups, never of two groups."""
     found, at = [], first
     while at < number:
         count = max(1, min(group, (number - at) // (2 * size)))

@@ -1,14 +1,13 @@
 """`spawn`: several ranks on this machine, by torch's elastic launcher. One process watches, prints one message.
 
-Ranks are processes with a session of their own, so a terminal's Ctrl-C reaches only this one, which hands it on: to each
-rank as SIGINT, once for each time that the user asked. A rank then stops as a run in one process does: at the first one
-after the step, at the second at once. SIGTERM counts as Ctrl-C. If ranks still live 10 s after the second, or at the
-third, they are ended. What ranks other than 0 print goes to a file, which is shown if one of them crashes.
+Ranks are processes with a session of their own, so a terminal's Ctrl-C reaches only this one, which hands it on: to
+each rank as SIGINT, once for each time that the user asked. A rank then stops as a run in one process does: at the
+first one after the step, at the second at once. SIGTERM counts as Ctrl-C. If ranks still live 10 s after the second, or
+at the third, they are ended. What ranks other than 0 print goes to a file, which is shown if one of them crashes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from jetrl.parallel.watch import Failure
 
-_PATIENCE = 10.0  # seconds from the second Ctrl-C to the end
+_PATIENCE = 10.0  # seconds from the second Ctrl-C, or from a rank's last word, to the end of those that still live
 
 
 def spawn(nproc: int, argv: Sequence[str], *, num_threads: int | None = None, program: Sequence[str] = ()) -> int:
@@ -42,7 +41,7 @@ def spawn(nproc: int, argv: Sequence[str], *, num_threads: int | None = None, pr
     if nproc < 1:
         raise UserError(f"--nproc {nproc}: start at least one rank.")
     if "RANK" in os.environ:
-        raise UserError("--nproc starts ranks, but this process is a rank of torchrun already. Leave out one of the two.")
+        raise UserError("--nproc starts ranks, but this process is a rank of torchrun already. Leave out one of them.")
     if not argv and not program:
         raise UserError("--nproc: there is nothing to run.")
     with tempfile.TemporaryDirectory(prefix="jetrl-ranks-") as folder, _environment(nproc, num_threads, folder):
@@ -86,10 +85,9 @@ def _launch(nproc: int, argv: Sequence[str], folder: Path) -> tuple[int, str]:
 def _environment(nproc: int, num_threads: int | None, folder: str) -> Iterator[None]:
     """What ranks find in their environment; this process's own is as before at the end."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads is not None else {}
-    before = dict(os.environ)
-    os.environ.update({"OMP_NUM_THREADS": str(max(1, cores // nproc)), "TORCH_CPP_LOG_LEVEL": "ERROR"} | before | threads)
-    os.environ[SPAWNED] = folder
+    before, default = dict(os.environ), {"OMP_NUM_THREADS": str(max(1, cores // nproc)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    set_by_us = {SPAWNED: folder} | ({} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)})
+    os.environ.update(default | before | set_by_us)
     try:
         yield
     finally:
@@ -98,7 +96,8 @@ def _environment(nproc: int, num_threads: int | None, folder: str) -> Iterator[N
 
 
 class _Hand:
-    """Hands the user's signals on to the ranks, as soon as each has given its process id."""
+    """Hands the user's signals on to the ranks, as soon as each has given its process id, and ends ranks that do not
+    end themselves: the launcher asks them by SIGTERM, which does not reach one that is stopped, for 30 s."""
 
     def __init__(self, folder: Path, nproc: int) -> None:
         self.folder, self.nproc, self.asked = folder, nproc, 0
@@ -122,18 +121,27 @@ class _Hand:
 
     def _run(self) -> None:
         sent = [0] * self.nproc
-        second = 0.0
+        second = failed = 0.0
         while not self._over.wait(0.1):
-            for rank in range(self.nproc):
-                file = self.folder / f"{rank}.pid"
-                if sent[rank] < min(self.asked, 2) and file.exists():
+            for rank, pid in self._pids().items():
+                if sent[rank] < min(self.asked, 2):
                     sent[rank] += 1
-                    _kill(int(file.read_text()), signal.SIGINT)
+                    _kill(pid, signal.SIGINT)
             if self.asked >= 2:
                 second = second or time.monotonic()
                 if self.asked >= 3 or time.monotonic() - second > _PATIENCE:
                     os.kill(os.getpid(), signal.SIGHUP)  # the launcher's own way: it ends the ranks
                     return
+            if failed or any(self.folder.glob("logs/**/error.json")):
+                failed = failed or time.monotonic()
+                if time.monotonic() - failed > _PATIENCE:
+                    for pid in self._pids().values():
+                        _kill(pid, signal.SIGKILL)
+                    return
+
+    def _pids(self) -> dict[int, int]:
+        files = {rank: self.folder / f"{rank}.pid" for rank in range(self.nproc)}
+        return {rank: int(file.read_text()) for rank, file in files.items() if file.exists()}
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
@@ -156,13 +164,13 @@ def _cause(failures: dict[int, ProcessFailure], folder: Path, asked: int) -> tup
             return first.status, first.told() + (f"\n{first.trace.rstrip()}" if first.trace else "")
     if asked:
         return 130, "interrupted."
-    order = {signal.SIGTERM: 3, signal.SIGABRT: 2}  # the launcher's own, and a backend's that lost contact
-    rank = min(failures, key=lambda r: (order.get(-failures[r].exitcode, 0 if failures[r].exitcode < 0 else 1), r))
+    order = {-signal.SIGTERM: 3, -signal.SIGABRT: 2}  # the launcher's own, and a backend's that lost contact
+    rank = min(failures, key=lambda r: (order.get(failures[r].exitcode, 0 if failures[r].exitcode < 0 else 1), r))
     code, pid = failures[rank].exitcode, failures[rank].pid
     if code >= 0:
         return 1, f"rank {rank} (process {pid}) ended with status {code} and no message.{_tail(folder, rank)}"
-    why = "Most likely the machine ran out of memory." if -code == signal.SIGKILL else ""
-    return 1, f"rank {rank} (process {pid}) was ended by {signal.Signals(-code).name}. {why}{_tail(folder, rank)}".rstrip()
+    why = " Most likely the machine ran out of memory." if -code == signal.SIGKILL else ""
+    return 1, f"rank {rank} (process {pid}) was ended by {signal.Signals(-code).name}.{why}{_tail(folder, rank)}"
 
 
 def _told(failure: ProcessFailure) -> Failure | None:

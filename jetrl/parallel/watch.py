@@ -4,8 +4,8 @@ Every rank tells the store, once a second, that it lives, its phase, and how man
 at all ranks, the others at rank 0. The run cannot go on when
 - a rank has said why it ends (`post`: the first one to say so is the cause, whatever follows from it elsewhere),
 - a rank has said nothing for `SILENCE` seconds: its process is gone, stopped or stuck,
-- a rank has not begun a collective that another began `limit` seconds ago. A collective cannot end before all have begun
-  it, so this holds for every backend, also where calls return at once and the GPU waits,
+- a rank has not begun a collective that another began `limit` seconds ago. A collective cannot end before all have
+  begun it, so this holds for every backend, also where calls return at once and the GPU waits,
 - the store is gone: the launcher, or rank 0, has ended.
 A long phase is no hang: only a collective that others wait in has a limit.
 """
@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -143,8 +143,8 @@ class Watch(threading.Thread):
         self._over.set()
         self.beat(left=True)
 
-    def _look(self, ranks: object) -> None:
-        for r in (r for r in self.beats if r in ranks):  # type: ignore[operator]
+    def _look(self, ranks: Iterable[int]) -> None:
+        for r in [r for r in ranks if r != self.rank]:
             with self._lock:
                 said = self.store.get(f"beat/{r}").decode() if self.store.check([f"beat/{r}"]) else ""
             if said != self.beats[r].said:
@@ -152,15 +152,15 @@ class Watch(threading.Thread):
 
     def _judged(self) -> Failure | None:
         """The cause as this rank sees it, given to all; None while there is none."""
-        now, here = time.monotonic(), {r: b for r, b in self.beats.items() if b.get("left") != "True"}
-        judged = here if self.rank == 0 else {r: b for r, b in here.items() if r == 0}
-        if silent := [r for r, b in judged.items() if now - b.changed > SILENCE]:
+        now, here = time.monotonic(), [r for r, b in self.beats.items() if b.get("left") != "True"]
+        judged = here if self.rank == 0 else [r for r in here if r == 0]
+        if silent := [r for r in judged if now - self.beats[r].changed > SILENCE]:
             return self._posted(self._silence(silent))
         if not PROGRESS.calls or now - PROGRESS.since < self.limit:
             return None
         if self.rank != 0:
             self._look(here)  # rank 0 may be in time and another one late
-        if late := [r for r, b in self.beats.items() if b in here.values() and int(b.get("calls") or 0) < PROGRESS.calls]:
+        if late := [r for r in here if int(self.beats[r].get("calls") or 0) < PROGRESS.calls]:
             names = ", ".join(who(r, self.beats[r].said) for r in late)
             verb = "has" if len(late) == 1 else "have"
             return self._posted(Failure(self.rank, "lost", (

@@ -68,6 +68,16 @@ def late() -> None:
     world.barrier()
 
 
+def stopped() -> None:
+    """A process that no longer runs, and does not hear SIGTERM."""
+    world = launch.join("cpu")
+    launch.phase("update")
+    if world.rank == 1:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    world.barrier()
+
+
 def absent() -> None:
     if os.environ["RANK"] == "1":
         time.sleep(60)
@@ -111,6 +121,13 @@ def quits() -> None:
     world.barrier()
 
 
+def alone() -> None:
+    world = launch.join("cpu")
+    launch.set_limit(5)
+    print(world.size, flush=True)
+    raise UserError("no such file.")
+
+
 def usage() -> None:
     raise SystemExit(2)
 
@@ -119,6 +136,6 @@ if __name__ == "__main__":
     case = globals()[sys.argv[1]]
     told = lambda error: str(error) if isinstance(error, UserError) else None  # noqa: E731
     if launch.is_rank():
-        raise SystemExit(launch.as_rank(case, told, "--debug" in sys.argv))
+        launch.as_rank(case, told, "--debug" in sys.argv)
     case()
     assert PROGRESS.calls == 0, "one process needs no collective"

@@ -57,6 +57,7 @@ def test_two_ranks_run_and_one_speaks() -> None:
         ("killed", 1, r"rank 1 \(process \d+\) was ended by SIGKILL\. Most likely the machine ran out of memory\."),
         ("late", 1, r"rank 1 \(process \d+ on .*, last seen in rollout\) has not come to gather \(call 2\), in which "
                     r"rank 0 has waited for 2 s\. If that phase may take longer, raise the time limit\."),
+        ("stopped", 1, r"rank 1 \(process \d+ on .*, last seen in update\): no sign of life\. The process was .*"),
         ("absent", 2, r"rank 0: 1 of 2 ranks did not come within 2 s: 1\. See what .*"),
         ("differ", 2, r"The ranks of this run differ: config is a on rank 0, b on rank 1\. Start .*"),
         ("quits", 1, r"rank 1 \(process \d+\) ended with status 7 and no message\.\nIts last lines:\ncannot go on"),
@@ -66,6 +67,13 @@ def test_a_failure_is_one_message(case: str, status: int, message: str) -> None:
     got, out, err, seconds = spawned(case)
     assert re.fullmatch(f"jetrl: {message}\n", err), err
     assert (got, out) == (status, "") and seconds < 60
+
+
+@pytest.mark.slow
+def test_one_rank_is_a_run_in_one_process() -> None:
+    code = SPAWN.replace("spawn(2", "spawn(1")
+    done = subprocess.run([sys.executable, "-c", code, "alone"], capture_output=True, text=True, env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "1\n", "jetrl: rank 0: no such file.\n")
 
 
 def test_a_mistake_with_debug_has_its_traceback() -> None:
@@ -95,12 +103,13 @@ def test_a_signal_reaches_every_rank_once(times: int, number: signal.Signals) ->
 
 def torchrun(node: int, port: int, case: str) -> subprocess.Popen[str]:
     arguments = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node),
-        "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr",
-        "127.0.0.1", str(CASES), case,
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank",
+        str(node), "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--local-addr", "127.0.0.1", str(CASES), case,
     ]
+    threads = {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment() | {"OMP_NUM_THREADS": "1"}
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment() | threads
     )
 
 

@@ -1,4 +1,4 @@
-"""Which rank takes which trajectories: all of them once, equal parts at first, groups whole, small chunks at the end."""
+"""Which rank takes which trajectories: each is given once, equal parts first, groups whole, small chunks at the end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def queue(own: range, rest: list[range], slots: int, taken: list[int], ended: li
 
 def test_a_rank_takes_what_it_has_room_for() -> None:
     taken, ended = [0], [0]
-    one, two = (queue(own, [range(8, 10), range(10, 11), range(11, 12)], 4, taken, ended) for own in (range(4), range(4, 8)))
+    rest = [range(8, 10), range(10, 11), range(11, 12)]
+    one, two = (queue(own, rest, 4, taken, ended) for own in (range(4), range(4, 8)))
     assert one.take(0, 0, 0) == [0, 1, 2, 3] and two.take(0, 0, 0) == [4, 5, 6, 7]
     assert one.take(4, 0, 0) == [] and taken == [0], "no room, no question"
     assert one.take(3, 0, 0) == [8, 9] and one.take(3, 0, 1) == [], "one of its own waits already"

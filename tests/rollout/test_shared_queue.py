@@ -25,8 +25,8 @@ SLOTS = 2
 
 def asked_in(place: int) -> Asked:
     _, count, tokens, talks = ROUNDS[place]
-    first = 1000 * (place + 1)
-    return Asked(SamplingParams(tokens, stop_token_ids=STOPS, seed=3), count, first, 4 if talks else 1, 6 if talks else None)
+    turns = (4, 6) if talks else (1, None)
+    return Asked(SamplingParams(tokens, stop_token_ids=STOPS, seed=3), count, 1000 * (place + 1), *turns)
 
 
 def failing(key: int, turn: int) -> Reply:
@@ -97,14 +97,16 @@ def test_a_slow_rank_takes_less_and_nobody_waits_long(two: list[dict[str, Any]])
     assert fast.idle < 2 * 12 * 0.06 + 0.5, "one trajectory of the slow rank, and the machine's own pauses"
 
 
-def broken(world: World) -> tuple[str, bool, int]:
-    engine = make_engine(page_size=4, max_num_seqs=SLOTS)
+def broken(world: World) -> tuple[str, bool, int, int]:
+    engine, steps = make_engine(page_size=4, max_num_seqs=SLOTS), 0
     queues = Queues(world, SLOTS)
     script = Script(lambda key, turn: Reply(key, (), "hm") if key == 101 else game(key, turn))
     if world.rank == 1:
         step = engine.step
 
         def slow() -> Any:
+            nonlocal steps
+            steps += 1
             time.sleep(0.05)
             return step()
 
@@ -115,12 +117,15 @@ def broken(world: World) -> tuple[str, bool, int]:
         text = "no error"
     except UserError as error:
         text = str(error)
+    left = engine.has_work or bool(set(script.acts) - set(script.closed))
+    taken = steps
     again = roll_out(engine, prompts(2), Asked(SamplingParams(4), 2, 0), queues=queues)
-    return text, engine.has_work or bool(set(script.acts) - set(script.closed)), len(again.groups)
+    return text, left, len(again.groups), taken
 
 
 def test_a_mistake_on_one_rank_ends_the_rollout_of_all(two: list[dict[str, Any]]) -> None:
-    for text, left, groups in (one["broken"] for one in two):
+    for text, left, groups, steps in (one["broken"] for one in two):
+        assert steps < 29 * 40 / SLOTS / 2, "the other rank does not finish what is left"
         assert text.startswith("rank 0: Problem p0: the prompt 'hm' has no tokens") and not left and groups == 2
 
 

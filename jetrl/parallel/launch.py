@@ -114,7 +114,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def set_limit(seconds: float) -> None:
-    """From now on a collective may wait so long for a rank; at most as long as `join` was told, or half as long again."""
+    """From now on a collective may wait so long for a rank; at most half as long again as `join` was told."""
     if (watch := _watch()) is not None:
         watch.limit = seconds
 

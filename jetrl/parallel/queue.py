@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Protocol
 
 from jetrl.parallel.world import World
 
 _FAILED = 1 << 40  # added to the count of ended trajectories by a rank that gives up
 _PERIOD = 0.5  # seconds between two looks at that count
+_NUMBERS = count(1)  # of all queues of this process: each has counters of its own in the store
 
 
 class Abandoned(Exception):
@@ -108,13 +109,12 @@ class Queues:
 
     def __init__(self, world: World, slots: int) -> None:
         assert slots >= 1
-        self.world, self.slots, self.opened = world, slots, 0
+        self.world, self.slots = world, slots
 
     def open(self, loads: Sequence[float], group: int) -> SharedQueue:
         """The queue of the next rollout, of one trajectory for each of `loads` (its expected work, in any unit)."""
-        self.opened += 1
         own, rest = shares(loads, group, self.slots, self.world.size)
-        name = f"rollout/{self.opened}"
+        name = f"rollout/{next(_NUMBERS)}"
         return SharedQueue(
             own[self.world.rank], rest, self.slots, self.world.counter(f"{name}/next"),
             self.world.counter(f"{name}/ended"),
@@ -146,8 +146,8 @@ def chunks(first: int, number: int, group: int, size: int) -> list[range]:
     """Trajectories `first` to `number` - 1 in chunks: groups, in the end parts of groups, never of two groups."""
     found, at = [], first
     while at < number:
-        count = max(1, min(group, (number - at) // (2 * size)))
-        end = min(at + count, (at // group + 1) * group, number)
+        length = max(1, min(group, (number - at) // (2 * size)))
+        end = min(at + length, (at // group + 1) * group, number)
         found.append(range(at, end))
         at = end
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from rollout.test_rollout import Script, game, prompts
 
 from jetrl.errors import UserError
 from jetrl.parallel.queue import Queues
-from jetrl.parallel.world import World
+from jetrl.parallel.world import ALONE, World
 from jetrl.rollout.requests import Asked
 from jetrl.rollout.rollout import RankPart, Rollout, merged_parts, roll_out, rollout_stats
 from jetrl.types import Reply, SamplingParams
@@ -130,13 +131,16 @@ def test_a_mistake_on_one_rank_ends_the_rollout_of_all(two: list[dict[str, Any]]
 
 
 def small_cache(world: World) -> Rollout:
-    engine = make_engine(page_size=2, max_num_seqs=1)
-    return roll_out(engine, prompts(6), Asked(SamplingParams(3), 1, 0), queues=Queues(world, 1))
+    """Four short prompts, then long ones. Answers are ragged, so a session does not end between them."""
+    engine = make_engine(page_size=4, max_num_seqs=SLOTS)
+    long = [replace(p, tokens=(3,) * (1 if p.index < 4 else 40)) for p in prompts(10)]
+    asked = Asked(SamplingParams(12, stop_token_ids=STOPS, seed=4), 1, 0)
+    return roll_out(engine, long, asked, queues=Queues(world, SLOTS))
 
 
 def test_a_cache_has_room_for_prompts_that_come_later(two: list[dict[str, Any]]) -> None:
-    """Prompts grow by one token each, and the first ones alone would open too small a cache."""
-    wanted = roll_out(make_engine(page_size=2, max_num_seqs=1), prompts(6), Asked(SamplingParams(3), 1, 0))
+    """The first ones alone would open a cache in which the long ones have no room."""
+    wanted = small_cache(ALONE)
     assert [one["small"] for one in two] == [wanted, wanted]
 
 

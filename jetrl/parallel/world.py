@@ -2,18 +2,36 @@
 
 Everything that crosses ranks goes through here, so a run in one process is the same code with `ALONE`. Ranks must make
 the same calls in the same order. Objects travel by gloo, tensors by the backend of their device (gloo or NCCL). Each
-call has the time limit of the process group.
+call has a time limit (`parallel.watch`), and one that fails raises `LostContact`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from jetrl.parallel.calls import PROGRESS, LostContact
+
+
+@contextmanager
+def collective(name: str) -> Iterator[None]:
+    """Around every collective: counts it, and turns what the backend raises into `LostContact`."""
+    PROGRESS.begin(name)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise LostContact(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +60,8 @@ class World:
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=_objects())
+        with collective("gather"):
+            dist.all_gather_object(found, value, group=_objects())
         return found
 
     def share(self, value: Any, source: int = 0) -> Any:
@@ -50,7 +69,8 @@ class World:
         if self.alone:
             return value
         held = [value]
-        dist.broadcast_object_list(held, src=source, group=_objects())
+        with collective("share"):
+            dist.broadcast_object_list(held, src=source, group=_objects())
         return held[0]
 
     def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
@@ -62,7 +82,8 @@ class World:
             receive[0].copy_(send[0])
             return
         sent, got = torch.cat([_plain(t) for t in send]), torch.cat([_plain(t) for t in receive])
-        dist.all_to_all_single(got, sent, [t.numel() for t in receive], [t.numel() for t in send])
+        with collective("exchange"):
+            dist.all_to_all_single(got, sent, [t.numel() for t in receive], [t.numel() for t in send])
         for target, part in zip(receive, got.split([t.numel() for t in receive]), strict=True):
             _plain(target).copy_(part)
 
@@ -89,15 +110,57 @@ class World:
         if self.alone:
             return
         parts = list(_plain(whole).split(list(rows)))
-        if len(set(rows)) == 1:
-            dist.all_gather_into_tensor(_plain(whole), parts[self.rank])
-            return
-        for source, part in enumerate(parts):
-            if part.numel():
-                dist.broadcast(part, src=source)
+        with collective("gather_rows"):
+            if len(set(rows)) == 1:
+                dist.all_gather_into_tensor(_plain(whole), parts[self.rank])
+                return
+            for source, part in enumerate(parts):
+                if part.numel():
+                    dist.broadcast(part, src=source)
+
+    def counter(self, name: str) -> Callable[[int], int]:
+        """`add(n)`: adds `n` to the number that all ranks share under `name`, at once, and returns it after that.
+
+        It begins at 0. The call goes to the store of the run, by the host alone; no other rank takes part.
+        """
+        if self.alone:
+            return _Counter()
+        return lambda n: _asked(store(), f"counter/{name}", n)
 
 
 ALONE = World()
+
+
+class _Counter:
+    """A counter of one process."""
+
+    value = 0
+
+    def __call__(self, n: int) -> int:
+        self.value += n
+        return self.value
+
+
+def _asked(of: dist.Store, key: str, n: int) -> int:
+    try:
+        return of.add(key, n)
+    except RuntimeError as error:
+        raise LostContact(f"the store of the run: {error}") from error
+
+
+@lru_cache(maxsize=1)
+def store() -> dist.Store:
+    """This process's main thread's connection to the store that all ranks share. Other threads open their own."""
+    return connect()
+
+
+def connect(seconds: float = 60.0) -> dist.Store:
+    """A connection to the store at MASTER_ADDR and MASTER_PORT, where torchrun or rank 0 serves it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    client = dist.TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+    )
+    return dist.PrefixStore(f"jetrl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
 
 
 def _plain(tensor: Tensor) -> Tensor:

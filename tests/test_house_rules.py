@@ -21,7 +21,7 @@ RANKS = [
     ("kernels", "parallel"),
     ("model",),
     ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
-    ("loop", "parity", "api"),
+    ("loop", "parity", "api", "entry"),
     ("doctor",),
     ("cli",),
 ]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from jetrl.errors import UserError
 from jetrl.parallel.calls import PROGRESS
 from jetrl.parallel.world import World
 
-MISTAKES: tuple[type[Exception], ...] = (UserError, FloatingPointError)  # what `agree` carries to all ranks
+T = TypeVar("T")
+
+
+class GivenUp(BaseException):
+    """A signal ended a rollout or an evaluation; the run's state is what it was before."""
+
+
+MISTAKES: tuple[type[BaseException], ...] = (UserError, FloatingPointError, GivenUp)  # what `agree` carries to all
 
 
 def same_everywhere(world: World, **values: object) -> None:
@@ -32,11 +40,11 @@ def same_everywhere(world: World, **values: object) -> None:
     raise UserError(f"The ranks of this run differ: {'; '.join(lines)}. Start all of them from the same files.")
 
 
-def agree(world: World, error: Exception | None) -> None:
+def agree(world: World, error: BaseException | None, named: bool = True) -> None:
     """All ranks raise if one of them has an `error`: the first such rank's, by its text. A collective.
 
-    Errors are UserErrors, or FloatingPointErrors (values that are no numbers). Where several ranks met the same one, it
-    is raised as it is; else its text says which rank's it is.
+    Errors are UserErrors, FloatingPointErrors (values that are no numbers), or GivenUp. Where all ranks met the same
+    one, it is raised as it is; else its text says which rank's it is, if `named`.
     """
     if world.alone:
         if error is not None:
@@ -49,11 +57,11 @@ def agree(world: World, error: Exception | None) -> None:
     if not failed:
         return
     number, text = found[failed[0]]
-    PROGRESS.common = True
+    PROGRESS.common = MISTAKES[number] is not GivenUp  # which ends a phase, not the run
     everywhere = len(failed) == world.size and len(set(found)) == 1
     if everywhere and error is not None:
         raise error
-    raise MISTAKES[number](text if everywhere else f"rank {failed[0]}: {text}") from error
+    raise MISTAKES[number](text if everywhere or not named else f"rank {failed[0]}: {text}") from error
 
 
 @contextmanager
@@ -63,12 +71,57 @@ def together(world: World) -> Iterator[None]:
     Collectives must not stand inside: ranks with a mistake would leave them out. Other errors pass at once and end the
     run (`parallel.launch`).
     """
-    mistake: Exception | None = None
+    mistake: BaseException | None = None
     try:
         yield
     except MISTAKES as error:
         mistake = error
     agree(world, mistake)
+
+
+def by_first(world: World, make: Callable[[], T]) -> T:
+    """`make()` of rank 0, on every rank: for the disk, and for code of the user's that need not repeat itself.
+
+    The others wait without a time limit. A mistake is raised on all. No collective may stand in `make`.
+    """
+    if world.alone:
+        return make()
+    made: T | None = None
+    mistake: BaseException | None = None
+    if world.first:
+        try:
+            made = make()
+        except MISTAKES as error:
+            mistake = error
+    world.await_all()
+    agree(world, mistake, named=False)
+    return world.share(made)  # type: ignore[no-any-return]
+
+
+def by_each(world: World, make: Callable[[], T]) -> T:
+    """`make()` on every rank, and on each machine by one first: what it downloads, the others find there.
+
+    No rank has a time limit. A mistake is raised on all. No collective may stand in `make`.
+    """
+    if world.alone:
+        return make()
+    made: list[T] = []
+    mistake: BaseException | None = None
+    for leads in (True, False):
+        if (world.local_rank == 0) is leads:
+            try:
+                made.append(make())
+            except MISTAKES as error:
+                mistake = error
+        world.await_all()
+    agree(world, mistake)
+    return made[0]
+
+
+def common(error: UserError) -> UserError:
+    """`error`, which every rank is about to raise alike: it is told as the run's, not as one rank's."""
+    PROGRESS.common = True
+    return error
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -7,7 +7,9 @@ call has a time limit (`parallel.watch`), and one that fails raises `LostContact
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl.parallel.calls import PROGRESS, LostContact
+
+_WAITS = itertools.count(1)  # of `await_all`: each has a counter of its own in the store
 
 
 @contextmanager
@@ -54,6 +58,20 @@ class World:
     def barrier(self) -> None:
         if not self.alone:
             self.gather(None)  # by gloo: it names no device, and its time limit ends a wait for a dead rank
+
+    def await_all(self) -> None:
+        """As `barrier`, but without a time limit: for work of unequal length, such as downloads. By the host alone.
+
+        A rank that dies meanwhile is noticed as ever (`parallel.watch`).
+        """
+        if self.alone:
+            return
+        arrived, pause = self.counter(f"wait/{next(_WAITS)}"), 0.001
+        here = arrived(1)
+        while here < self.size:
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.2)
+            here = arrived(0)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on every rank. Pickled: for small or host-side values."""

@@ -121,7 +121,7 @@ def _shared(
     start, most = time.perf_counter(), asked.sampling.max_tokens
     queue = queues.open([len(p.tokens) + most / 2 for p in prompts for _ in range(asked.count)], asked.count)
     own: dict[int, Trajectory] = {}
-    mistake: Exception | None = None
+    mistake: BaseException | None = None
     expect = getattr(engine, "expect", None) if queue.rest and conversations is None else None
     if expect is not None:
         expect([len(p.tokens) + most for p in prompts for _ in range(asked.count)])

@@ -174,7 +174,7 @@ def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
 
     def counted(model, batch, temperature):  # type: ignore[no-untyped-def]
         calls.append(batch)
-        return logprob_pass(model, batch, temperature)
+        return logprob_pass(model, batch, temperature, world)
 
     monkeypatch.setattr(passes, "logprob_pass", counted)
     for precision, expected in (("fp8", 0), ("fp8_rollout", 2)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -61,6 +62,12 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    if "RANK" in os.environ:
+        from jetrl import entry
+        from jetrl.parallel import launch
+
+        if launch.is_rank():
+            entry.as_rank(app, _told, debug)
     try:
         app()
     except Exception as error:
@@ -98,17 +105,26 @@ def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = 
 @app.command(epilog=_ABOUT_RECIPES)
 def train(
     recipe: Recipe, overrides: Overrides = None,
+    nproc: Annotated[int | None, typer.Option(
+        min=1, help="Processes on this machine, one per GPU (on CPUs: any number)."
+    )] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config, model, data; print the config.")] = False,
 ) -> None:
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
+    from jetrl.parallel import launch
+
+    world = launch.join()  # before anything that loads torch: a signal in the first seconds is not lost
+    from jetrl import entry
     from jetrl.config import to_toml
     from jetrl.config.paths import in_own_folder
     from jetrl.loop import StopRequest, run
+    from jetrl.parallel.together import by_first, together
     from jetrl.train.pin import pinned, weights_to_come
     from jetrl.train.setup import prepare
 
-    config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
+    with together(world):
+        config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
     if dry_run:
         config = pinned(config)[0]
         prepare(config)
@@ -116,11 +132,19 @@ def train(
         if text := weights_to_come(config):
             typer.echo(text, err=True)
         return
-    config = _placed(in_own_folder(config, recipe, overrides or []) if resume else config)
-    run_dir = _run_dir(config)
-    if resume:
-        _check_resumable(run_dir)
-    with StopRequest() as stop:
+    if nproc is not None:
+        entry.start_ranks(nproc, config)
+    entry.require_alike(world, config)
+
+    def own_place() -> Any:
+        own = entry.placed(in_own_folder(config, recipe, overrides or []) if resume else config, out.print)
+        if resume:
+            entry.require_resumable(entry.run_dir_of(own))
+        return own
+
+    config = by_first(world, own_place)
+    run_dir = entry.run_dir_of(config)
+    with StopRequest(world) as stop:
         ended = run(config, run_dir, sys.argv, stop)
     if not ended:
         if config.checkpoint.save_interval:
@@ -128,21 +152,8 @@ def train(
         else:
             out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot be resumed.")
         raise SystemExit(130)
-    _summarize(run_dir)
-
-
-def _check_resumable(run_dir: Path) -> None:
-    """Refuse to start a new run where the user meant to resume one."""
-    from jetrl.report.recorder import METRICS_FILE, read_metrics
-    from jetrl.train.checkpoint import newest
-
-    if not run_dir.is_dir():
-        raise UserError(f"--resume: there is no run folder {run_dir}. Check the name, or leave out --resume to start.")
-    rows = len(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else 0
-    if rows > 1 and newest(run_dir / "checkpoints") is None:
-        raise UserError(
-            f"--resume: {run_dir} has {rows} rows of metrics but no checkpoint. Start under another name."
-        )
+    if world.first:
+        _summarize(run_dir)
 
 
 def _summarize(run_dir: Path) -> None:
@@ -166,31 +177,6 @@ def _summarize(run_dir: Path) -> None:
     )
 
 
-def _placed(config: Any) -> Any:
-    """The config under a name whose folder is free: a run there is never overwritten, a new one gets -2, -3, ..."""
-    from jetrl.report.recorder import METRICS_FILE
-
-    base, resume = _run_dir(config), config.checkpoint.resume
-    if resume == "auto":
-        return config
-    folder, number = base, 1
-    while (folder / METRICS_FILE).exists() and (folder / METRICS_FILE).stat().st_size:
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    if number == 1:
-        return config
-    if resume != "never":
-        if Path(resume).resolve().is_relative_to(base.resolve()):
-            return config  # back to an earlier step of this very run
-        raise UserError(f"{base} already holds a run. To continue from {resume} there, give another output_dir.")
-    out.print(f"{base} already holds a run; this one goes to {folder}.")
-    return config.model_copy(update={"name": folder.name})
-
-
-def _run_dir(config: Any) -> Path:
-    return Path(config.output_dir) / config.name
-
-
 @app.command(epilog=_ABOUT_RECIPES)
 def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     """Only the supervised warm start of a recipe; `train` finds its cached result."""
@@ -206,6 +192,7 @@ def compare(
     precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
 ) -> None:
     """Run one recipe in several precision flows, from the same seed and warm start, and compare them side by side."""
+    from jetrl import entry
     from jetrl.config import switched_off
     from jetrl.config.toml import split_override
     from jetrl.loop import StopRequest, run
@@ -225,8 +212,8 @@ def compare(
     configs = [pinned(config)[0] for config in configs]  # a branch on the hub may move in between
     folders = []
     for flow, config in zip(flows, configs, strict=True):
-        config = _placed(config.model_copy(update={"name": f"{config.name}-{flow}"}))
-        run_dir = _run_dir(config)
+        config = entry.placed(config.model_copy(update={"name": f"{config.name}-{flow}"}), out.print)
+        run_dir = entry.run_dir_of(config)
         with StopRequest() as stop:
             ended = run(config, run_dir, sys.argv, stop)
         if not ended:

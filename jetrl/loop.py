@@ -14,11 +14,13 @@ from typing import Any
 
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
+from jetrl.parallel import launch
+from jetrl.parallel.together import by_first, common, together
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
-from jetrl.report.recorder import ENV_FILE, Recorder, failed_rows, group_rows
+from jetrl.report.recorder import ENV_FILE, NoRecorder, Recorder, failed_rows, group_rows
 from jetrl.report.track import open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
@@ -27,7 +29,7 @@ from jetrl.train import state
 from jetrl.train.gather import evaluate, gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
-from jetrl.train.pin import pinned, pins_of, record
+from jetrl.train.pin import Pin, pinned, pins_of, record
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
@@ -47,6 +49,7 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str, total: int | None = None) -> Iterator[None]:
         self.display.phase(phase, total)
+        launch.phase(phase)
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -77,17 +80,23 @@ class Clock:
 def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) -> bool:
     """Train from a resolved config, resuming if `checkpoint.resume` says so. True if it reached its last step.
 
-    When `stop` is requested, the step under way is finished or given up (`train/stopping.py`), and the run is saved.
+    Every rank of `stop.world` calls this; the first one writes the run folder and shows the run. When `stop` is
+    requested, the step under way is finished or given up (`train/stopping.py`), and the run is saved.
     """
-    run_dir = run_dir.absolute()
+    run_dir, world = run_dir.absolute(), stop.world
     stop.phase, stop.saves = "start", config.checkpoint.save_interval > 0
     with no_silent_exit(), chdir("."):  # the user's code may change the current folder; afterwards it is put back
-        found = state.find(config, run_dir)
-        before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
-        config, pins = pinned(config, before if config.checkpoint.resume != "never" else [])
-        session = build(config, weights=found is None)
+        found = by_first(world, lambda: state.find(config, run_dir))
+
+        def bound() -> tuple[Config, list[Pin]]:
+            before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
+            return pinned(config, before if config.checkpoint.resume != "never" else [])
+
+        config, pins = by_first(world, bound)
+        session = build(config, weights=found is None, world=world)
         try:
-            return _run(session, run_dir, command, stop, found, record(pins))
+            ranks = {} if world.alone else {"ranks": world.size}
+            return _run(session, run_dir, command, stop, found, record(pins) | ranks)
         except Exception as error:
             session.check_settings(error)
             raise
@@ -98,20 +107,25 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
 def _run(
     session: Session, run_dir: Path, command: list[str], stop: StopRequest, found: Path | None, origin: dict[str, Any]
 ) -> bool:
-    config = session.config
+    config, world = session.config, session.world
     if found is not None:
         state.restore(session, found, run_dir)
     display = Display(
         config.train.steps, config.name, about=session.task.describe(), start_step=session.step
     )
     resume = config.checkpoint.resume != "never"  # even without a checkpoint: a run may stop before its first
-    with Recorder(run_dir, resume) as recorder, display:
+    with together(world):
+        opened = Recorder(run_dir, resume) if world.first else NoRecorder()
+    with opened as recorder, display:
         clock = Clock(display, stop)
-        recorder.write_config(to_toml(session.given))
-        recorder.write_environment(command, origin)
-        recorder.trackers += open_trackers(config.track.backends, run_dir, session.given.model_dump(mode="json"))
-        (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
-        check_gold(session.task, session.reward, session.tokenizer)
+        with together(world):
+            if world.first:
+                recorder.write_config(to_toml(session.given))
+                recorder.write_environment(command, origin)
+                given = session.given.model_dump(mode="json")
+                recorder.trackers += open_trackers(config.track.backends, run_dir, given)
+                (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
+        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
         try:
             if resume:
                 recorder.drop_after(session.step if found is not None else -1)
@@ -120,14 +134,15 @@ def _run(
             else:
                 stop.phase = "step"
                 make_up_evaluation(session, recorder, clock, stop)
-            while session.step < config.train.steps and not stop.asked:
+            while session.step < config.train.steps and not stop.anywhere():
                 train_step(session, recorder, clock, run_dir, stop)
         except GivenUp:  # a rollout, or rewards: nothing in the session has changed
             save_once(session, run_dir)
         except FloatingPointError as error:  # the sampler met NaN or infinite logits
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
     stop.phase = "report"
-    write_report([run_dir], run_dir / "report.html")
+    if world.first:
+        write_report([run_dir], run_dir / "report.html")
     return session.step >= config.train.steps and not session.owes_evaluation
 
 
@@ -139,13 +154,16 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
             stop.phase = "warm start"
             warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
-                clock.display.message,
+                clock.display.message, session.world,
             )
     stop.phase = "step"
     state.begin(session, run_dir)
-    session.engine.load(publish(session.model, 0, session.flow_digest))
+    weights = publish(session.model, 0, session.flow_digest)
+    with together(session.world):
+        session.engine.load(weights)
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
-    recorder.write(0, metrics | clock.take())
+    with together(session.world):
+        recorder.write(0, metrics | clock.take())
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
         state.save(session, run_dir)
@@ -176,18 +194,21 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     metrics = gathered.stats | advantage_stats | stats
     with saved_on_mistake(session, run_dir):
         try:
-            session.engine.load(weights)
+            with together(session.world):
+                session.engine.load(weights)
             if due(config.eval.eval_interval, step, config):
                 metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever happens to its evaluation
             metrics |= clock.take()
-            recorder.write(step, metrics)
-            rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
-            recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
+            with together(session.world):
+                recorder.write(step, metrics)
+                if session.world.first:
+                    rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
+                    recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
     clock.display.step({"step": step} | metrics)
     if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):
         clock.display.hint("nothing to learn from", reason)
-    if due(config.checkpoint.save_interval, step, config) or stop.asked:
+    if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
     with saved_on_mistake(session, run_dir):
@@ -205,10 +226,10 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     share = metrics["parity/frac_tokens_different"]
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
     if engine != "jetrl":
-        raise UserError(
+        raise common(UserError(
             f"rollout.engine = {engine} says keeps_bits = True, but in step {session.step} {found}. Set keeps_bits = "
             "False (the learner then computes what it needs itself), or fix the engine; then continue with --resume."
-        )
+        ))
     display.hint(
         "PARITY IS NOT ZERO",
         f"{found}, and in this flow there should be none. Training continues, but this is a bug in jetrl: please "
@@ -248,7 +269,7 @@ def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, fl
 
 def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop: StopRequest) -> None:
     """On resume: the evaluation of the checkpoint's step, if it is due and missing from that step's row."""
-    row = recorder.last_row()
+    row = session.world.share(recorder.last_row())
     if row.get("step") != session.step or any(key.startswith("eval/") for key in row):
         return
     if due(session.config.eval.eval_interval, session.step, session.config):

@@ -18,10 +18,10 @@ RANKS = [
     ("errors", "types", "spec", "choices", "presets", "ending", "__init__"),
     ("config", "requirements"),
     ("precision",),
-    ("kernels",),
+    ("kernels", "parallel"),
     ("model",),
     ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
-    ("loop", "parity", "api"),
+    ("loop", "parity", "api", "entry"),
     ("doctor",),
     ("cli",),
 ]

@@ -14,7 +14,7 @@ from tiny import numbers, tiny_run, weights_hash
 from jetrl.errors import UserError
 from jetrl.kernels import pointwise
 from jetrl.report.recorder import read_samples
-from jetrl.train import checkpoint, trainer
+from jetrl.train import checkpoint, reduction
 
 PARITY = "parity/logprob_abs_diff_max"
 
@@ -156,13 +156,13 @@ def test_an_option_keeps_parity_and_changes_what_it_must(
 def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    norm, calls = trainer.global_grad_norm, []
+    norm, calls = reduction.global_grad_norm, []
 
     def broken(parameters: Any) -> float:
         calls.append(1)
         return norm(parameters) * (float("inf") if len(calls) == 3 else 1.0)
 
-    monkeypatch.setattr(trainer, "global_grad_norm", broken)
+    monkeypatch.setattr(reduction, "global_grad_norm", broken)
     with pytest.raises(UserError, match=r"Step 3 stops the run: .*gradient norm inf") as raised:
         tiny_run(tmp_path)
     run_dir = tmp_path / "runs" / "tiny"

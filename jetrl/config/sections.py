@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jetrl.choices import CacheKind, Precision, ScaleKind
+from jetrl.choices import CacheKind, Precision, Reduction, ScaleKind
 from jetrl.config.base import Rule, Section
 from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.rl import RLConfig
@@ -221,6 +221,11 @@ class TrainConfig(Section):
         default="float32", description="Type of the optimizer's weights.")
     grad_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type in which gradients are added up over micro-batches.")
+    reduction: Reduction = Field(
+        default="fast",
+        description="Order in which gradients of micro-batches are added. fast: each GPU adds its own up, then the "
+        "GPUs' sums are added; each GPU holds whole gradients. fixed: in the order of micro-batches, which gives the "
+        "same bits on any number of GPUs; each GPU holds its share, and all gradients travel for each micro-batch.")
     optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
         default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
     offload_optimizer: bool = Field(

@@ -1,6 +1,14 @@
-"""How the gradients of master weights are kept: in which type, and whether backward passes add to them in place."""
+"""How the gradients of master weights are kept: in which type, and where backward passes add them up.
+
+A matrix's gradient is added in place: to `master.grad`, or to a buffer of the master's sink, which has the whole
+matrix's shape where the master itself is only a rank's rows of it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +36,49 @@ def accumulate_in(module: nn.Module, dtype: torch.dtype) -> None:
         param.grad_dtype = dtype
 
 
+class GradientSink(Protocol):
+    """Takes the gradients of matrices during a backward pass."""
+
+    def buffer(self, master: Tensor) -> Tensor:
+        """Where to add this master's gradient: the whole matrix, contiguous, `grad_dtype(master)`."""
+        ...
+
+    def done(self, master: Tensor) -> None:
+        """One source of this master's gradient has been added (see `num_sources`)."""
+        ...
+
+
+@contextmanager
+def sent_to(sink: GradientSink, masters: Iterable[Tensor]) -> Iterator[None]:
+    """Within this block, backward passes give the gradients of these matrices to `sink`."""
+    held = list(masters)
+    for master in held:
+        master.sink = sink  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for master in held:
+            del master.sink  # type: ignore[attr-defined]
+
+
+def num_sources(master: Tensor) -> int:
+    """How often a backward pass adds to this gradient: twice for an embedding that is the lm_head too."""
+    return getattr(master, "num_sources", 1)
+
+
+def grad_done(master: Tensor) -> None:
+    """A backward pass has added to what `grad_in_place` gave."""
+    if (sink := getattr(master, "sink", None)) is not None:
+        sink.done(master)
+
+
 def grad_in_place(master: Tensor) -> Tensor | None:
-    """`master.grad` to add to, zeros if it did not exist; None where autograd accumulates it."""
+    """What to add the gradient to: the sink's buffer, or `master.grad`, zeros if it did not exist.
+
+    None where autograd is to accumulate it. Call `grad_done` afterwards.
+    """
+    if (sink := getattr(master, "sink", None)) is not None:
+        return sink.buffer(master)
     if not getattr(master, "adds_in_place", False):
         return None
     if master.grad is None:

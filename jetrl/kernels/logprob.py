@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import reference
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import grad_dtype, grad_in_place
+from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
 
 
 def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
@@ -81,6 +81,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
             targets, temperature, statistics, grad,
         )
+        if grad is not None and dw is None:
+            grad_done(ctx.master)
         return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), None, None, None, None
 
 

@@ -52,7 +52,7 @@ def _packages() -> str | None:
 
 def _toolkit() -> str | None:
     if cuda_toolkit() is None:
-        return "DeepGEMM compiles its kernels with nvcc, which is not found: install the CUDA toolkit, or set CUDA_HOME."
+        return "DeepGEMM compiles its kernels with nvcc, which is missing: install the CUDA toolkit, or set CUDA_HOME."
     return None
 
 

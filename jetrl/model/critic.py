@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm, logprob
-from jetrl.kernels.gradient import grad_dtype, grad_in_place
+from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.model.sharding import shard_like
 from jetrl.model.transformer import Published, Transformer
 from jetrl.types import ForwardBatch
 
@@ -39,6 +40,7 @@ class _Values(torch.autograd.Function):
         if (grad := grad_in_place(ctx.master)) is None:
             return d_hidden, d_weight.to(grad_dtype(ctx.master)), None
         grad += d_weight
+        grad_done(ctx.master)
         return d_hidden, None, None
 
 
@@ -57,6 +59,7 @@ class Critic(nn.Module):
             )
         self.head = Published((1, policy.spec.hidden_size), master, policy.dtype)
         nn.init.zeros_(self.head.weight)
+        shard_like(self, policy)
         self.to(policy.head_weight.device)
         self.start_from(policy)
 

@@ -17,11 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import grad_dtype, grad_in_place
+from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
 from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
+from jetrl.model.shards import Shard, gathered, gathered_codes, shard_of
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 
@@ -50,6 +51,7 @@ class _FP8Linear(torch.autograd.Function):
             dy_t = quantize_act_t(dy, recipe.wgrad.left.pow2)
             if (grad := grad_in_place(layer.weight)) is not None:
                 gemm.wgrad_into(dy_t, x_t, grad)
+                grad_done(layer.weight)
             else:
                 dw = gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(layer.weight))
         return dx, dw, None, None, None
@@ -71,6 +73,7 @@ class _BF16Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if (grad := grad_in_place(layer.weight)) is not None:
                 gemm.bf16_wgrad_into(dy, x, grad)
+                grad_done(layer.weight)
             else:
                 dw = gemm.bf16_wgrad(dy, x).to(grad_dtype(layer.weight))
         return dx, dw, None
@@ -121,14 +124,20 @@ class FlowLinear(nn.Module):
     def publish(self) -> None:
         """Round the master weight to BF16 and quantize it, once, for both sides; into the same memory every time.
 
-        Without a master everything stays what `publish_value` made it.
+        Without a master everything stays what `publish_value` made it. Of a sharded weight each rank rounds and
+        quantizes its rows, and all get all of them (collective); `published` is then made only if a side reads it,
+        that is computes in BF16.
         """
         if not self.holds_master:
             return
-        self.published = rounded_into(self.published, self.weight, self.dtype)
+        shard = shard_of(self.weight)
+        if shard is not None and shard.split:
+            self._publish_rows(shard)
+        else:
+            self.published = rounded_into(self.published, self.weight, self.dtype)
+            self._quantize()
         if self.bias is not None:
             self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
-        self._quantize()
         self._stale = set(self._operands)
         for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these directly
             self._operand(name)
@@ -137,6 +146,14 @@ class FlowLinear(nn.Module):
         recipe = next((r for r in self.recipes.values() if r is not None), None)
         if recipe is not None:
             self.quantized = quantize_weight(self.published, self.sections, recipe.fprop.right.pow2, self.quantized)
+
+    def _publish_rows(self, shard: Shard) -> None:
+        recipe = next((r for r in self.recipes.values() if r is not None), None)
+        rows = self.weight.detach().to(self.dtype)
+        if None in self.recipes.values():
+            self.published = gathered(shard, self.published, rows, self.dtype)
+        if recipe is not None:
+            self.quantized = gathered_codes(shard, self.quantized, rows, recipe.fprop.right.pow2)
 
     @torch.no_grad()
     def publish_value(self, kind: str, value: Tensor) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jetrl.errors import UserError
-from jetrl.kernels.gradient import grad_dtype, grad_in_place
+from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.model.shards import gathered, shard_of
 
 
 def rounded_into(held: Tensor | None, master: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,8 +58,16 @@ class Published(nn.Module):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Refresh the copy; without a master it stays what `publish_value` made it."""
-        if self.holds_master:
+        """Refresh the copy; without a master it stays what `publish_value` made it.
+
+        Collective if the weight is sharded: the copy is whole on every rank.
+        """
+        if not self.holds_master:
+            return
+        shard = shard_of(self.weight)
+        if shard is not None and shard.split:
+            self.published = gathered(shard, self.published, self.weight.detach(), self.dtype)
+        else:
             self.published = rounded_into(self.published, self.weight, self.dtype)
 
     @torch.no_grad()
@@ -98,6 +107,7 @@ class _Embed(torch.autograd.Function):
         rows = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
         rows.index_put_((place,), dy.to(torch.float32), accumulate=True)
         grad[tokens] = (grad[tokens].to(torch.float32) + rows[place]).to(grad.dtype)  # equal tokens write one value
+        grad_done(ctx.master)
         return None, None, None
 
 

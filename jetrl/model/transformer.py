@@ -25,6 +25,7 @@ from jetrl.model.blocks import Layer
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Embedding, Published
 from jetrl.model.rope import rope_tables
+from jetrl.model.shards import shard_of
 from jetrl.precision.blocks import linears_of
 from jetrl.precision.formats import BF16, kv_head
 from jetrl.precision.recipe import Recipe
@@ -73,7 +74,9 @@ class Transformer(nn.Module):
         self.embed = Embedding((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         self.layers = nn.ModuleList(Layer(i, spec, recipe, master_dtype, dtype) for i in range(spec.num_layers))
         self.norm = Published((spec.hidden_size,), master_dtype, dtype)
-        if not spec.tie_embeddings:
+        if spec.tie_embeddings:
+            self.embed.weight.num_sources = 2  # type: ignore[attr-defined]  # of its gradient: head and look-up
+        else:
             self.lm_head = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position)
         self.register_buffer("cos", cos, persistent=False)
@@ -94,6 +97,7 @@ class Transformer(nn.Module):
         """Fill the masters with `random_values`, or publish these where there are no masters."""
         if not self.holds_masters:
             return self.publish_values(self.random_values(seed))
+        assert all(shard_of(p) is None for p in self.parameters()), "draw weights first, then shard them"
         for (_, value), parameter in zip(self.random_values(seed), self.parameters(), strict=True):
             parameter.copy_(value)
         return self.publish()

@@ -165,6 +165,26 @@ class Recorder:
         self.close()
 
 
+class NoRecorder(Recorder):
+    """That of a rank whose run another one records: it writes nothing."""
+
+    def __init__(self) -> None:
+        self.trackers, self.last_step = [], -1
+        self._metrics = self._samples = self._lock = -1
+
+    def drop_after(self, step: int) -> None:
+        pass
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def last_row(self) -> dict[str, Any]:
+        return {}
+
+    def amend(self, metrics: Mapping[str, float]) -> None:
+        pass
+
+
 def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
     """Sample rows of scored groups, one per trajectory; `token_text` decodes one token id.
 

@@ -124,6 +124,14 @@ class MismatchAccumulator:
         }
 
 
+def merged(parts: Sequence[MismatchAccumulator]) -> MismatchAccumulator:
+    """One accumulator of the tokens of all, in any order with the same bits."""
+    total = MismatchAccumulator()
+    for part in parts:
+        total.merge(part)
+    return total
+
+
 def mismatch_metrics(
     trainer_logprobs: Values, rollout_logprobs: Values, loss_mask: Values | None = None
 ) -> dict[str, float]:

@@ -98,6 +98,7 @@ class PagedEngine:
         self.weights: WeightSet | None = None
         self.stats: RolloutStats | None = None  # of the last session
         self._session: _Session | None = None
+        self._expected: list[int] = []
 
     @property
     def has_work(self) -> bool:
@@ -123,6 +124,11 @@ class PagedEngine:
         """Free the KV cache's memory until the next `add`. What is kept of conversations is freed with it."""
         self._drop_kept("release")
         self.runner.release()
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Requests that may reach so many tokens each are to come: a cache opened from now on is sized for them, and
+        not for its first requests alone. Optional; until the next call."""
+        self._expected = list(tokens)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none.
@@ -232,7 +238,8 @@ class PagedEngine:
         """The configured size, or what the largest requests that can run at once may need, if memory allows."""
         if self.kv_cache_tokens is not None:
             return -(-self.kv_cache_tokens // self.page_size)
-        sizes = sorted((-(-most_tokens(r) // self.page_size) for r in requests), reverse=True)
+        reach = self._expected or [most_tokens(r) for r in requests]
+        sizes = sorted((-(-tokens // self.page_size) for tokens in reach), reverse=True)
         together = sizes[: self.max_num_seqs]
         if any(r.max_conversation is not None for r in requests):  # more will come than have begun so far
             together += sizes[:1] * (self.max_num_seqs - len(together))

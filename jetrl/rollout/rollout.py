@@ -7,10 +7,14 @@ turn's request holds all tokens before it exactly as they were drawn or replied;
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jetrl.errors import UserError
+from jetrl.parallel.queue import Abandoned, Everything, Queues, Source
+from jetrl.parallel.together import MISTAKES, agree
 from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.types import (
@@ -29,16 +33,34 @@ from jetrl.types import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank did of a rollout: trajectories, tokens drawn, seconds at work, and seconds that it then waited for
+    the slowest rank."""
+
+    trajectories: int
+    tokens: int
+    busy: float
+    idle: float
+
+    def __add__(self, other: RankPart) -> RankPart:
+        return RankPart(
+            self.trajectories + other.trajectories, self.tokens + other.tokens, self.busy + other.busy,
+            self.idle + other.idle,
+        )
+
+
 @dataclass(frozen=True)
 class Rollout:
     """What came of the prompts: groups in their order, and apart from them the trajectories whose environment failed.
 
-    A prompt all of whose trajectories failed has no group.
+    A prompt all of whose trajectories failed has no group. `parts` is what each rank did, empty for one process.
     """
 
     groups: list[Group]
     failed: list[tuple[Prompt, Trajectory]]
     with_environment: bool = False
+    parts: tuple[RankPart, ...] = field(default=(), compare=False)
 
 
 def roll_out(
@@ -47,14 +69,39 @@ def roll_out(
     asked: Asked,
     conversations: Conversations | None = None,
     on_step: Callable[[StepReport], None] | None = None,
+    queues: Queues | None = None,
 ) -> Rollout:
     """`asked.count` trajectories of each prompt, prompt by prompt.
 
     Engine steps go on while environments work; no conversation waits for the slowest. `on_step` hears after each round
     how many trajectories have ended. UserError naming the problem if a prompt is empty or the engine refuses it. After
     any error the engine is left without work.
+
+    With `queues`, the ranks of its world share the work, and every rank returns all of it (a collective): each calls
+    this with the same prompts. A mistake on one rank is raised on all.
     """
-    driver = _Driver(engine, prompts, asked, conversations)
+    number = len(prompts) * asked.count
+    if queues is None or queues.world.alone:
+        ended = _run(engine, prompts, asked, conversations, on_step, Everything(number))
+        parts: tuple[RankPart, ...] = ()
+    else:
+        ended, parts = _shared(engine, prompts, asked, conversations, on_step, queues)
+    groups, failed = [], []
+    for i, prompt in enumerate(prompts):
+        own = [ended[n] for n in range(i * asked.count, (i + 1) * asked.count) if n in ended]
+        assert len(own) == asked.count, "a trajectory has not ended"
+        failed += [(prompt, t) for t in own if t.failed]
+        if good := tuple(t for t in own if not t.failed):
+            groups.append(Group(prompt, good))
+    return Rollout(groups, failed, conversations is not None, parts)
+
+
+def _run(
+    engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
+    on_step: Callable[[StepReport], None] | None, source: Source,
+) -> dict[int, Trajectory]:
+    """The trajectories that `source` gives, by number."""
+    driver = _Driver(engine, prompts, asked, conversations, source)
     try:
         driver.run(on_step)
     except BaseException as error:
@@ -63,25 +110,56 @@ def roll_out(
         except Exception as second:  # a broken engine, or one that a signal interrupted: what came first counts
             raise error from second
         raise
-    ended = [live.ended for live in driver.all]
-    groups, failed = [], []
-    for i, prompt in enumerate(prompts):
-        own = [t for t in ended[i * asked.count : (i + 1) * asked.count] if t is not None]
-        assert len(own) == asked.count, "a trajectory has not ended"
-        failed += [(prompt, t) for t in own if t.failed]
-        if good := tuple(t for t in own if not t.failed):
-            groups.append(Group(prompt, good))
-    return Rollout(groups, failed, conversations is not None)
+    return driver.ended
+
+
+def _shared(
+    engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
+    on_step: Callable[[StepReport], None] | None, queues: Queues,
+) -> tuple[dict[int, Trajectory], tuple[RankPart, ...]]:
+    """This rank's part of the work, then everybody's."""
+    start, most = time.perf_counter(), asked.sampling.max_tokens
+    queue = queues.open([len(p.tokens) + most / 2 for p in prompts for _ in range(asked.count)], asked.count)
+    own: dict[int, Trajectory] = {}
+    mistake: BaseException | None = None
+    expect = getattr(engine, "expect", None) if queue.rest and conversations is None else None
+    if expect is not None:
+        expect([len(p.tokens) + most for p in prompts for _ in range(asked.count)])
+    try:
+        own = _run(engine, prompts, asked, conversations, on_step, queue)
+    except MISTAKES as error:
+        queue.fail()
+        mistake = error
+    except Abandoned:
+        pass  # agree() tells by whom
+    finally:
+        if expect is not None:
+            expect(())
+    busy = time.perf_counter() - start
+    agree(queues.world, mistake)
+    packed = queues.world.gather((pickle.dumps(own), busy))  # its own part need not be unpacked again
+    found = [
+        (own if rank == queues.world.rank else pickle.loads(data), seconds)
+        for rank, (data, seconds) in enumerate(packed)
+    ]
+    longest = max(seconds for _, seconds in found)
+    parts = tuple(
+        RankPart(len(one), sum(t.num_policy_tokens for t in one.values()), seconds, longest - seconds)
+        for one, seconds in found
+    )
+    return {number: t for one, _ in found for number, t in one.items()}, parts
 
 
 def rollout_stats(rollout: Rollout, seconds: float) -> dict[str, float]:
-    """Lengths in policy tokens, share cut off, generated tokens a second; for conversations turns and failures.
+    """Lengths in policy tokens, share cut off, generated tokens a second; for conversations turns and failures; of
+    several ranks how evenly they worked.
 
-    Failed trajectories count in the speed and in their own numbers only.
+    Failed trajectories count in the speed and in their own numbers only. `seconds` are those of the slowest rank.
     """
     good = [t for g in rollout.groups for t in g.trajectories]
     drawn = sum(t.num_policy_tokens for t in good) + sum(t.num_policy_tokens for _, t in rollout.failed)
-    stats = {"perf/tokens_per_s_per_gpu": drawn / max(seconds, 1e-9)}
+    stats = {"perf/tokens_per_s_per_gpu": drawn / max(seconds, 1e-9) / max(len(rollout.parts), 1)}
+    stats |= _rank_stats(rollout.parts)
     if good:
         lengths = [t.num_policy_tokens for t in good]
         stats |= {
@@ -106,6 +184,24 @@ def rollout_stats(rollout: Rollout, seconds: float) -> dict[str, float]:
     }
 
 
+def merged_parts(rollouts: Sequence[Rollout]) -> tuple[RankPart, ...]:
+    """What each rank did of several rollouts (the rounds of a step)."""
+    return tuple(sum(of[1:], start=of[0]) for of in zip(*(r.parts for r in rollouts), strict=True))
+
+
+def _rank_stats(parts: Sequence[RankPart]) -> dict[str, float]:
+    """Seconds that ranks waited for the slowest one, and the share of that one in all tokens (1: an equal part)."""
+    if not parts:
+        return {}
+    slowest = max(parts, key=lambda p: p.busy)
+    tokens = sum(p.tokens for p in parts)
+    return {
+        "rollout/rank_idle_mean": sum(p.idle for p in parts) / len(parts),
+        "rollout/rank_idle_max": max(p.idle for p in parts),
+        "rollout/slowest_rank_share": slowest.tokens * len(parts) / max(tokens, 1),
+    }
+
+
 @dataclass(slots=True)
 class _Live:
     """A trajectory on its way."""
@@ -116,35 +212,35 @@ class _Live:
     num_turns: int = 0
     tokens: tuple[int, ...] = ()  # of all segments
     last: Completion | None = None
-    ended: Trajectory | None = None
 
 
 class _Driver:
-    """One `roll_out` call."""
+    """One `roll_out` call, on one rank."""
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None
+        self, engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
+        source: Source,
     ) -> None:
         number = len(prompts) * asked.count
         assert asked.first_id % STEP_STRIDE + number <= STEP_STRIDE, "more trajectories in a step than request ids"
-        self.engine, self.asked, self.conversations = engine, asked, conversations
-        self.all = [_Live(asked.first_id + i, prompts[i // asked.count]) for i in range(number)]
-        self.live = {one.key: one for one in self.all}
+        self.engine, self.prompts, self.asked, self.conversations = engine, prompts, asked, conversations
+        self.source = source
+        self.live: dict[int, _Live] = {}  # by key
+        self.ended: dict[int, Trajectory] = {}  # by number
         self.started: set[int] = set()  # conversations that are to be closed
+        self.resting: set[int] = set()  # those whose environment has a turn to answer
         self.last = StepReport(0, 0, 0, 0, 0)
         self.steps_before = self.tokens_before = 0  # of engine sessions that are over
 
     def run(self, on_step: Callable[[StepReport], None] | None) -> None:
-        """Rounds of replies, requests and one engine step, until every trajectory has ended."""
-        first: list[Reply] = []
-        if self.conversations is None:
-            first = [Reply(o.key, o.prompt.tokens, prompt_text(o.prompt.problem)) for o in self.all]
-        else:
-            for one in self.all:
-                self.started.add(one.key)
-                self.conversations.start(one.key, one.prompt.problem)
-        while self.live:
-            replies, first = (first, []) if self.conversations is None else (self._poll(self.conversations), [])
+        """Rounds of new trajectories, replies, requests and one engine step, until every trajectory has ended."""
+        while self.live or not self.source.empty:
+            waiting = self.last.waiting if self.engine.has_work else 0
+            replies = self._begin(self.source.take(len(self.live), len(self.resting), waiting))
+            if not self.live:
+                continue
+            if self.conversations is not None:
+                replies = self._poll(self.conversations)
             requests = [r for reply in replies if (r := self._take_reply(reply)) is not None]
             if requests:
                 self._add(requests)
@@ -152,8 +248,20 @@ class _Driver:
                 self._count(self.engine.step())
                 for completion in self.engine.collect():
                     self._take_completion(completion)
+            report = self._report()
             if on_step is not None:
-                on_step(self._report())
+                on_step(report)
+
+    def _begin(self, numbers: Sequence[int]) -> list[Reply]:
+        """Start these trajectories. Of plain answers the prompt is there at once."""
+        new = [_Live(self.asked.first_id + n, self.prompts[n // self.asked.count]) for n in numbers]
+        self.live |= {one.key: one for one in new}
+        if self.conversations is None:
+            return [Reply(o.key, o.prompt.tokens, prompt_text(o.prompt.problem)) for o in new]
+        for one in new:
+            self.started.add(one.key)
+            self.conversations.start(one.key, one.prompt.problem)
+        return []
 
     def abort(self) -> None:
         """Leave nothing behind in engine and environment."""
@@ -179,6 +287,7 @@ class _Driver:
     def _take_reply(self, reply: Reply) -> Request | None:
         """Append what the environment said; the request of the next turn, unless the trajectory ends here."""
         one = self.live[reply.key]
+        self.resting.discard(reply.key)
         if one.num_turns:
             assert one.segments[-1].author == "policy", f"two replies in a row to conversation {reply.key}"
             one.segments[-1] = replace(one.segments[-1], reward=reply.reward)
@@ -221,6 +330,7 @@ class _Driver:
         elif completion.finish_reason == "length" and self._room(one) == 0:
             self._end(one, "length")
         else:
+            self.resting.add(one.key)
             self.conversations.act(one.key, completion)
 
     def _room(self, one: _Live) -> int:
@@ -237,8 +347,7 @@ class _Driver:
 
     def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
         version, flow = (0, "") if one.last is None else (one.last.weight_version, one.last.flow_digest)
-        one.ended = Trajectory(tuple(one.segments), end, version, flow, error)
-        one.tokens = ()
+        self.ended[one.key - self.asked.first_id] = Trajectory(tuple(one.segments), end, version, flow, error)
         del self.live[one.key]
         if self.conversations is not None:
             self.started.remove(one.key)
@@ -256,7 +365,7 @@ class _Driver:
         idle = not self.engine.has_work
         running, waiting = (0, 0) if idle else (self.last.running, self.last.waiting)
         steps, tokens = self.steps_before + self.last.step, self.tokens_before + self.last.generated_tokens
-        return StepReport(steps, running, waiting, len(self.all) - len(self.live), tokens)
+        return StepReport(steps, running, waiting, self.source.report(len(self.ended)), tokens)
 
 
 def prompt_text(problem: Problem) -> str:

@@ -9,11 +9,12 @@ from typing import Protocol
 
 from jetrl.config import Config
 from jetrl.errors import UserError
+from jetrl.parallel.together import by_first, common
 from jetrl.rl.moments import mean
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.requests import eval_asked, train_asked
-from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
+from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
 from jetrl.tasks.rewards import Scored, nothing_scored, score
 from jetrl.tasks.task import eval_prompts, sample
 from jetrl.train.setup import Session
@@ -63,7 +64,9 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
         prompts = sample(session.task, session.tokenizer, place, count, config, in_turns)
         asked = train_asked(config, step, (place - session.num_prompts) * config.rollout.group_size)
         with clock("rollout", count * config.rollout.group_size):
-            rollouts.append(roll_out(session.engine, prompts, asked, session.conversations, clock.progress()))
+            rollouts.append(
+                roll_out(session.engine, prompts, asked, session.conversations, clock.progress(), session.queues)
+            )
         place += count
         with clock("reward"):
             scores.append(scored(session, rollouts[-1], config))
@@ -77,8 +80,9 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     failed = tuple(f for rollout in rollouts for f in rollout.failed)
     unscored = tuple(u for one in scores for u in one.unscored)
     if not groups:
-        raise UserError(_all_failed(step, failed) if not unscored else _none_scored(session, step, unscored))
-    whole = Rollout([group for rollout in rollouts for group in rollout.groups], list(failed), in_turns)
+        raise common(UserError(_all_failed(step, failed) if not unscored else _none_scored(session, step, unscored)))
+    groups_of_all = [group for rollout in rollouts for group in rollout.groups]
+    whole = Rollout(groups_of_all, list(failed), in_turns, merged_parts(rollouts))
     stats = merged([one.stats for one in scores]) | stats | rollout_stats(whole, clock.seconds["rollout"])
     if session.reward is not None:
         stats["reward/frac_unscored"] = len(unscored) / sum(len(group.trajectories) for group in whole.groups)
@@ -86,10 +90,15 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
 
 
 def scored(session: Session, rollout: Rollout, config: Config | None) -> Scored:
-    """`tasks.rewards.score` of a rollout; with a config, long responses pay its penalty."""
+    """`tasks.rewards.score` of a rollout; with a config, long responses pay its penalty.
+
+    Rank 0 scores for all: a reward function need not give the same twice, nor bear to be called by all at once.
+    """
     at_limit = session.config.environment.at_limit
     in_turns = session.conversations is not None
-    return score(rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit)
+    return by_first(session.world, lambda: score(
+        rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit
+    ))
 
 
 def _refilled(
@@ -101,11 +110,11 @@ def _refilled(
     if not refill.seen:  # every conversation failed
         return (), (), {}
     if not refill.kept:
-        raise UserError(
+        raise common(UserError(
             f'rl.dynamic_sampling = "refill": none of {refill.num_sampled} prompts in {refill.rounds} rounds gave a '
             "group whose rewards differ, so there is nothing to learn from. Make the task easier or harder, raise "
             "rollout.group_size or rollout.temperature, or rl.max_refill_rounds."
-        )
+        ))
     if len(refill.kept) < refill.wanted:
         clock.message(
             f"refill: {len(refill.kept)} of {refill.wanted} groups carry a signal after {refill.rounds} rounds "
@@ -145,14 +154,16 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
     config, k, name = session.config, session.config.eval.num_samples, session.task.name
     prompts = eval_prompts(session.task, session.tokenizer, config, session.conversations is not None)
     if not prompts:
-        raise UserError(
+        raise common(UserError(
             "There is nothing to evaluate on: with eval.eval_interval = 0 no rows are held out. Give problems that "
             "were not trained on, as task.eval_file or task.eval_split."
-        )
+        ))
     with clock("eval", len(prompts) * k):
-        rollout = roll_out(session.engine, prompts, eval_asked(config), session.conversations, clock.progress())
+        rollout = roll_out(
+            session.engine, prompts, eval_asked(config), session.conversations, clock.progress(), session.queues
+        )
         if not rollout.groups:
-            raise UserError("Evaluation: " + _all_failed(session.step, rollout.failed))
+            raise common(UserError("Evaluation: " + _all_failed(session.step, rollout.failed)))
         result = scored(session, rollout, None)
     rewards = [g.rewards for g in result.groups]
     count = sum(map(len, rewards))

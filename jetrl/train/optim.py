@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import AdamWStep, adamw_step_
 from jetrl.kernels.squares import ROW, row_squares
+from jetrl.model.shards import shard_of
 from jetrl.train.offload import HostMemory, Update, stream_updates
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -141,9 +142,8 @@ def build_optimizer(
     dtype = _DTYPES[train_config.master_dtype]
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, param in named_params:
-        if not param.requires_grad:
-            continue
+    named = [(name, param) for name, param in named_params if param.requires_grad]
+    for name, param in named:
         if param.dtype != dtype:
             raise UserError(f"{name} is {param.dtype}, but train.master_dtype asks for {dtype}; convert the model")
         (decayed if is_decayed(name, param) else plain).append(param)
@@ -160,8 +160,10 @@ def build_optimizer(
     if train_config.optimizer_dtype == "8bit":
         if offload:
             raise UserError('train.offload_optimizer does not work with train.optimizer_dtype = "8bit"')
-        from jetrl.train.optim_8bit import EightBitAdamW  # here, because torchao is optional
+        from jetrl.train.optim_8bit import EightBitAdamW, check_shards  # here, because torchao is optional
 
+        for name, param in named:
+            check_shards(name, shard_of(param), param.shape[-1])
         return EightBitAdamW(groups, **common)
     state_dtype = _DTYPES[train_config.optimizer_dtype]
     if offload or torch.bfloat16 in (dtype, state_dtype):
@@ -234,7 +236,7 @@ def global_grad_norm(params: Iterable[nn.Parameter]) -> float:
     partial = torch.empty(sum(counts), dtype=torch.float64, device=grads[0].device)
     for grad, out in zip(grads, partial.split(counts), strict=True):
         row_squares(grad, out)
-    return math.sqrt(float(_fixed_order_sum(partial)))
+    return math.sqrt(float(fixed_order_sum(partial)))
 
 
 @torch.no_grad()
@@ -256,7 +258,7 @@ def clip_gradients_(params: Iterable[nn.Parameter], norm: float, max_norm: float
     return factor
 
 
-def _fixed_order_sum(values: Tensor) -> Tensor:
+def fixed_order_sum(values: Tensor) -> Tensor:
     """Sum of a vector by rows of `ROW`, zero-padded, until one number is left."""
     while values.numel() > 1:
         values = nn.functional.pad(values, (0, -values.numel() % ROW)).view(-1, ROW).sum(dim=1)

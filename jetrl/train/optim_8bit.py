@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.model.shards import Shard
 from jetrl.requirements import install
 
 
@@ -46,7 +47,25 @@ except ImportError as error:
 # it is about compiled code kept between processes: without the hash it is compiled again, which changes no bit
 warnings.filterwarnings("ignore", message="OptimState8bit does not implement _stable_hash_for_caching")
 
+_SMALLEST, _BLOCK = 4096, 256  # elements: of a parameter with 8-bit moments, and of their blocks
 _PARTS = ("codes", "scale", "qmap")
+
+
+def check_shards(name: str, cut: Shard | None, width: int) -> None:
+    """Refuse a parameter whose moments would be held otherwise in a rank's rows than in the whole matrix."""
+    if cut is None or not cut.split:
+        return
+
+    def held(rows: int) -> bool:
+        return rows * width >= _SMALLEST and rows * width % _BLOCK == 0
+
+    odd = [rows for rows in cut.rows if rows and held(rows) != held(cut.num_rows)]
+    if odd:
+        raise UserError(
+            f'train.optimizer_dtype = "8bit" on {cut.world.size} ranks: {name} [{cut.num_rows}, {width}] is cut into '
+            f"{cut.rows} rows, and blocks of {_BLOCK} moments do not fit into {odd[0]} rows of {width}. Set "
+            'train.optimizer_dtype = "bfloat16", or use another number of ranks.'
+        )
 
 
 class EightBitAdamW(AdamW8bit):

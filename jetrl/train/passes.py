@@ -4,7 +4,7 @@ and from them the advantage of every policy token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,30 +13,40 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.world import ALONE, World
 from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import kl_penalty
 from jetrl.train.packing import by_trajectory, fill, to_device, with_rows
 from jetrl.train.step import Learner, forward_batch, forward_rows
-from jetrl.types import Group, PackedBatch
+from jetrl.types import Group, MicroBatch, PackedBatch
 
 
 @torch.no_grad()
-def logprob_pass(model: Transformer, batch: PackedBatch, temperature: float) -> list[Tensor]:
-    """Log-probs [R] of every micro-batch's loss rows, without gradients (old policy, reference policy)."""
+def logprob_pass(model: Transformer, batch: PackedBatch, temperature: float, world: World = ALONE) -> list[Tensor]:
+    """Log-probs [R] of every micro-batch's loss rows, without gradients (old policy, reference policy). Collective."""
     device = model.head_weight.device
-    return [forward_rows(model, to_device(m, device), temperature).logprobs for m in batch.micro_batches]
+    return _of_all(lambda m: forward_rows(model, to_device(m, device), temperature).logprobs, batch, world)
 
 
 @torch.no_grad()
-def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch) -> list[Tensor]:
-    """Values [R] of every micro-batch's loss rows, without gradients."""
+def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch, world: World = ALONE) -> list[Tensor]:
+    """Values [R] of every micro-batch's loss rows, without gradients. Collective."""
     body = policy if critic.body is None else critic.body
-    found = []
-    for host in batch.micro_batches:
+
+    def values(host: MicroBatch) -> Tensor:
         micro = to_device(host, policy.head_weight.device)
         hidden = body(forward_batch(micro))
-        found.append(critic.values(hidden[micro.loss_mask.nonzero()[:, 0]]))
-    return found
+        return critic.values(hidden[micro.loss_mask.nonzero()[:, 0]])
+
+    return _of_all(values, batch, world)
+
+
+def _of_all(rows_of: Callable[[MicroBatch], Tensor], batch: PackedBatch, world: World) -> list[Tensor]:
+    """`rows_of` every micro-batch, of which rank r computes every n-th from the r-th on; on every rank."""
+    if world.alone:
+        return [rows_of(m) for m in batch.micro_batches]
+    every = world.gather([rows_of(m).cpu() for m in batch.micro_batches[world.rank :: world.size]])
+    return [every[i % world.size][i // world.size] for i in range(len(batch.micro_batches))]
 
 
 def estimate(
@@ -48,16 +58,16 @@ def estimate(
     The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`); else the
     learner makes its own pass, if there are several updates or the reward holds a KL penalty.
     """
-    rl, temperature, packed = config.rl, config.rollout.temperature, list(batches)
+    rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world
     if not groups:  # dynamic sampling may keep none
         return [], [], {}
     kl_in_reward = reference is not None and rl.kl_in == "reward"
     if not unified and (len(packed) > 1 or kl_in_reward):
-        packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature)) for b in packed]
+        packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature, world)) for b in packed]
     if reference is not None:
-        packed = [with_rows(b, "ref_logprobs", logprob_pass(reference, b, temperature)) for b in packed]
+        packed = [with_rows(b, "ref_logprobs", logprob_pass(reference, b, temperature, world)) for b in packed]
     if learner.critic is not None:
-        packed = [with_rows(b, "values", value_pass(learner.critic, learner.model, b)) for b in packed]
+        packed = [with_rows(b, "values", value_pass(learner.critic, learner.model, b, world)) for b in packed]
     lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]
     kl = _token_kl(packed, lengths, config, unified) if kl_in_reward else None
     values = by_trajectory(packed, "values", lengths) if learner.critic is not None else None

@@ -17,7 +17,11 @@ from jetrl.kernels.support import require
 from jetrl.model import hf
 from jetrl.model.critic import Critic
 from jetrl.model.hub import model_folder
+from jetrl.model.sharding import shard_like, shard_model
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.queue import Queues
+from jetrl.parallel.together import by_each, together
+from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
@@ -50,6 +54,7 @@ class Session:
     given: Config  # as the user wrote it, hub names with their commits
     conversations: EnvironmentPool | None = None  # None: single answers
     reference: Transformer | None = None
+    queues: Queues | None = None  # of the ranks' rollouts; None: one process
     step: int = 0
     weight_version: int = 0
     num_prompts: int = 0  # taken from the task's training stream so far
@@ -60,6 +65,10 @@ class Session:
     @property
     def model(self) -> Transformer:
         return self.learner.model
+
+    @property
+    def world(self) -> World:
+        return self.learner.world
 
     def close(self) -> None:
         """End what runs in the background: environments are closed, and an engine that has a `close`."""
@@ -81,26 +90,30 @@ class Session:
         return self.tokenizer.decode([token])
 
 
-def build(config: Config, *, weights: bool = True, evaluates: Path | None = None) -> Session:
-    """Build model, optimizer, engine, task and reward from a resolved config.
+def build(
+    config: Config, *, weights: bool = True, evaluates: Path | None = None, world: World = ALONE
+) -> Session:
+    """Build model, optimizer, engine, task and reward from a resolved config. A collective of the run's `world`.
 
     Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: a model
-    folder that is only sampled from; there are no masters and no optimizer then.
+    folder that is only sampled from; there are no masters and no optimizer then, and no ranks.
     """
+    assert evaluates is None or world.alone
     given, config = config, absolute_paths(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     torch.use_deterministic_algorithms(True)
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = prepare(config)
+    plan = by_each(world, lambda: prepare(config))
     if evaluates is None:
-        model = build_model(config, plan.spec, plan.recipe, weights=weights)
-        learner = build_learner(config, model)
+        model = build_model(config, plan.spec, plan.recipe, weights=weights, world=world)
+        learner = build_learner(config, model, world)
     else:
         model = build_published(config, plan.spec, plan.recipe, evaluates)
         learner = Learner(model, None)
-    engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+    with together(world):
+        engine = build_engine(config, model, plan.tokenizer, plan.base_config)
     source = model_source(config)
     return Session(
         config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,
@@ -108,6 +121,7 @@ def build(config: Config, *, weights: bool = True, evaluates: Path | None = None
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given,
+        queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
     )
 
 
@@ -119,19 +133,23 @@ def build_conversations(config: Config, plan: Prepared) -> EnvironmentPool | Non
     return build_pool(plan.environment, plan.tokenizer, config.task, timeout=e.timeout, max_concurrent=e.max_concurrent)
 
 
-def build_learner(config: Config, model: Transformer) -> Learner:
-    """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's."""
+def build_learner(config: Config, model: Transformer, world: World = ALONE) -> Learner:
+    """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's.
+
+    Shards the model, if that has not been done, and the critic with it; publish afterwards.
+    """
+    shard_model(model, world)
     if config.rl.adv_estimator != "gae":
-        return Learner(model, build_optimizer(model.named_parameters(), config.train))
+        return Learner(model, build_optimizer(model.named_parameters(), config.train), world=world)
     shared = config.rl.critic == "shared"
     critic = Critic(model, shared)
     accumulate_in(critic, getattr(torch, config.train.grad_dtype))
     named = [(f"critic.{name}", p) for name, p in critic.named_parameters()]
     if shared:
-        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic)
+        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic, world=world)
     settings = config.train.model_copy(update={"lr": config.rl.critic_lr})
     policy_optimizer = build_optimizer(model.named_parameters(), config.train)
-    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings))
+    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings), world)
 
 
 def keeps_bits(config: Config, engine: Engine) -> bool:
@@ -224,8 +242,13 @@ def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
     )
 
 
-def build_model(config: Config, spec: ModelSpec, recipe: Recipe, *, weights: bool = True) -> Transformer:
-    """The policy with its initial weights, published. Without `weights` they are zeros: the caller loads others."""
+def build_model(
+    config: Config, spec: ModelSpec, recipe: Recipe, *, weights: bool = True, world: World = ALONE
+) -> Transformer:
+    """The policy with its initial weights, published. Without `weights` they are zeros: the caller loads others.
+
+    Each rank makes the whole model on its host, and keeps its rows. A collective.
+    """
     device = torch.device(config.device)
     assert DEVICE_OF[config.kernels] == device.type, "resolve() pairs devices with kernels"
     select(config.kernels)
@@ -233,15 +256,17 @@ def build_model(config: Config, spec: ModelSpec, recipe: Recipe, *, weights: boo
         spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
         activation_checkpointing=config.train.activation_checkpointing,
     )
-    source = model_source(config, weights=True) if weights else None
-    if source is not None:
-        load_weights(model, source)
-    elif weights:
-        model.init_random(config.model.init_seed)
-    else:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
+    source = by_each(world, lambda: model_source(config, weights=True)) if weights else None
+    with together(world):
+        if source is not None:
+            load_weights(model, source)
+        elif weights:
+            model.init_random(config.model.init_seed)
+        else:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+    shard_model(model, world)
     model.to(device).publish()
     accumulate_in(model, getattr(torch, config.train.grad_dtype))
     return model
@@ -272,6 +297,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 def reference_of(model: Transformer) -> Transformer:
     """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
     copy = Transformer(model.spec, model.recipe, master_dtype=model.head_weight.dtype)
+    shard_like(copy, model)
     copy.to(model.head_weight.device)
     copy.load_state_dict(model.state_dict())
     return copy.requires_grad_(False).publish()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from torch import Tensor
 from jetrl import __version__
 from jetrl.config import Config
 from jetrl.errors import UserError
+from jetrl.model.sharding import full_state, load_rows
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.together import by_first, together
+from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
 from jetrl.tasks.messages import TurnEncoder, encode_solution
@@ -34,10 +37,12 @@ from jetrl.types import MicroBatch, Problem, Segment, Trajectory
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
 
-def cache_path(config: Config, model: Transformer) -> Path:
-    """Where these warm-started weights are kept: a hash over initial weights, task and settings."""
+def cache_path(config: Config, model: Transformer, start: Mapping[str, Tensor] | None = None) -> Path:
+    """Where these warm-started weights are kept: a hash over initial weights (`start`; None: the model's own), task and
+    settings. The initial weights are the masters: the same in every precision flow."""
     settings = {
-        "version": __version__, "start": _weights_hash(model), "spec": asdict(model.spec), "seed": config.seed,
+        "version": __version__, "start": _state_hash(model.state_dict() if start is None else start),
+        "spec": asdict(model.spec), "seed": config.seed,
         "task": config.task.model_dump(mode="json"), "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
@@ -49,12 +54,7 @@ def cache_path(config: Config, model: Transformer) -> Path:
     return Path(config.sft.cache_dir).expanduser() / f"{key}.safetensors"
 
 
-def _weights_hash(model: Transformer) -> str:
-    """Hash of the master weights: unlike a checksum of what is published, the same in every precision flow."""
-    return _state_hash(model.state_dict())
-
-
-def _state_hash(state: dict[str, Tensor]) -> str:
+def _state_hash(state: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(state.items()):
         digest.update(name.encode())
@@ -64,25 +64,37 @@ def _state_hash(state: dict[str, Tensor]) -> str:
 
 def warm_start(
     model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
-    tell: Callable[[str], None],
+    tell: Callable[[str], None], world: World = ALONE,
 ) -> Path:
-    """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`."""
-    path = cache_path(config, model)
-    if path.is_file():
-        tell(f"warm start loaded from {path}")
-    else:
-        state = train_sft(model, config, task, tokenizer, progress)
+    """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`.
+
+    Of several ranks the first one trains, as one process does, to the same bits; all read the file. A collective.
+    """
+    start = full_state(model)
+
+    def made() -> Path:
+        path = cache_path(config, model, start)
+        if path.is_file():
+            tell(f"warm start loaded from {path}")
+            return path
+        state = train_sft(model, config, task, tokenizer, progress, start)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         save_file(state, temporary, metadata={"sha256": _state_hash(state)})
         temporary.replace(path)
-    model.load_state_dict(_read_cache(path))
+        return path
+
+    path = by_first(world, made)
+    with together(world):
+        load_rows(model, _read_cache(path))
     model.publish()
     return path
 
 
 def _read_cache(path: Path) -> dict[str, Tensor]:
     """The cached weights, verified."""
+    if not path.is_file():
+        raise UserError(f"The warm start {path} is not on this machine. Set sft.cache_dir to a folder that all share.")
     try:
         with safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -95,13 +107,15 @@ def _read_cache(path: Path) -> dict[str, Tensor]:
 
 
 def train_sft(
-    model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None]
+    model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
+    start: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Minimise the mean negative log-prob of the solutions' policy tokens; returns the trained master weights."""
+    """Minimise the mean negative log-prob of the solutions' policy tokens, from the masters `start` of a model like
+    this; returns the trained master weights."""
     sft = config.sft
     student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
     student.to(model.head_weight.device)
-    student.load_state_dict({k: v.to(torch.float32) for k, v in model.state_dict().items()})
+    student.load_state_dict({k: v.to(torch.float32) for k, v in start.items()})
     student.publish()
     fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
     settings = config.train.model_copy(update={"lr": sft.lr} | fp32)

@@ -10,6 +10,7 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.world import ALONE, World
 from jetrl.rl import losses, mismatch
 from jetrl.rl.objective import Inputs, objective
 from jetrl.train.optim import lr_at
@@ -22,13 +23,15 @@ from jetrl.types import ForwardBatch, MicroBatch, PackedBatch, VarlenPlan
 class Learner:
     """What an update changes and reads. `critic_optimizer` belongs to a separate critic.
 
-    `policy_optimizer` None: nothing is trained, and the model may hold no masters.
+    `policy_optimizer` None: nothing is trained, and the model may hold no masters. Model and critic are sharded over
+    `world` (`model.sharding`).
     """
 
     model: Transformer
     policy_optimizer: torch.optim.Optimizer | None
     critic: Critic | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
+    world: World = ALONE
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -113,10 +116,11 @@ def _policy_update(
 
     lr = lr_at(step - 1, config.train)
     stats = optimizer_step(
-        parameters, learner.optimizer, batch.micro_batches, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm
+        parameters, learner.optimizer, batch.micro_batches, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
+        world=learner.world, reduction=config.train.reduction,
     )
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
-    return stats | (gap.metrics() if on_policy else {})
+    return stats | (mismatch.merged(learner.world.gather(gap)).metrics() if on_policy else {})
 
 
 def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool) -> Inputs:
@@ -156,7 +160,7 @@ def _critic_update(
 
     stats = optimizer_step(
         list(critic.parameters()), optimizer, batch.micro_batches, loss_of, lr=rl.critic_lr,
-        max_grad_norm=config.train.max_grad_norm,
+        max_grad_norm=config.train.max_grad_norm, world=learner.world, reduction=config.train.reduction,
     )
     stats["critic/loss"], stats["critic/grad_norm"] = stats.pop("loss"), stats.pop("grad_norm")
     return stats

@@ -7,7 +7,10 @@
 | update | finished, then saved | finished, then saved |
 | evaluation | given up; the step is saved | given up; the step is saved |
 
-What is given up costs time only: the resumed run repeats it to the bit.
+What is given up is lost as time only: the resumed run repeats it to the bit.
+
+Several ranks each get the signal, at different moments. None gives up by itself: at the points where all of them meet,
+all do what the first one wants. Rewards, which rank 0 computes, are waited for.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from jetrl.parallel.launch import stop_signals
+from jetrl.parallel.together import GivenUp, together
+from jetrl.parallel.world import ALONE, World
+
+__all__ = ["GivenUp", "StopRequest"]
+
 Phase = Literal["start", "warm start", "step", "rollout", "evaluation", "report"]
 _LOST = {
     "start": "no step had begun", "warm start": "the warm start is not saved",
@@ -27,14 +36,11 @@ _LOST = {
 _AGAIN = "The signal again stops at once."
 
 
-class GivenUp(BaseException):
-    """A signal ended a rollout or an evaluation; the run's state is what it was before."""
-
-
 class StopRequest:
     """Whether the user asked to stop. As a context manager it catches both signals, and puts the handlers back."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World = ALONE) -> None:
+        self.world = world
         self.asked = False  # to stop after the step
         self.saves = True  # whether the run writes checkpoints
         self.phase: Phase = "start"
@@ -42,7 +48,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._ask)
         return self
 
@@ -55,14 +61,21 @@ class StopRequest:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """This phase lasts while the context does. Raises GivenUp at any point of a phase that is given up."""
+        """This phase lasts while the context does. Raises GivenUp at any point of a phase that is given up; of several
+        ranks on all of them, where `check` is called and at both ends. A collective at both ends."""
         before, self.phase = self.phase, phase
         try:
-            self.check()
+            with together(self.world):
+                self.check()
             yield
-            self.check()  # the user's code may have swallowed what the handler raised
+            with together(self.world):
+                self.check()  # where the user's code has swallowed what the handler raised
         finally:
             self.phase = before
+
+    def anywhere(self) -> bool:
+        """Whether any rank was asked to stop. A collective."""
+        return any(self.world.gather(self.asked))
 
     def check(self) -> None:
         """Raises GivenUp if the run no longer waits for this phase."""
@@ -72,11 +85,12 @@ class StopRequest:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         hurries = number == signal.SIGTERM and self._waits
         if self.phase in _LOST or (self.asked and not hurries):
-            _say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
+            self._say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
             raise KeyboardInterrupt
         self.asked, self._waits = True, number != signal.SIGTERM
-        _say(self._answer())
-        self.check()
+        self._say(self._answer())
+        if self.world.alone:
+            self.check()
 
     def _answer(self) -> str:
         if self.phase == "evaluation":
@@ -89,8 +103,9 @@ class StopRequest:
             text = f"Stopping after this step, {'with' if self.saves else 'without'} a checkpoint."
         return text if self.saves else f"{text} Nothing is saved (checkpoint.save_interval = 0)."
 
-
-def _say(text: str) -> None:
-    """Print from a signal handler: past Python's buffers, which the interrupted code may be writing to."""
-    with suppress(OSError):  # nobody reads the output any more
-        os.write(2, f"{text} {_AGAIN if text.startswith('Stopping') else ''}".rstrip().encode() + b"\n")
+    def _say(self, text: str) -> None:
+        """Print from a signal handler: past Python's buffers, which the interrupted code may be writing to."""
+        if not self.world.first:
+            return
+        with suppress(OSError):  # nobody reads it any more
+            os.write(2, f"{text} {_AGAIN if text.startswith('Stopping') else ''}".rstrip().encode() + b"\n")

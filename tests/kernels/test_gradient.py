@@ -9,7 +9,7 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import nn
 
-from jetrl.kernels.gradient import accumulate_in, grad_dtype
+from jetrl.kernels.gradient import accumulate_in, grad_dtype, num_sources, sent_to
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
@@ -124,3 +124,38 @@ def test_zero_grad_and_frozen_parameters() -> None:
 
 def test_a_plain_parameter_keeps_its_type() -> None:
     assert grad_dtype(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))) == torch.bfloat16
+
+
+class Notes:
+    """A sink that keeps one buffer for each matrix and notes when a gradient is complete."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[torch.Tensor, torch.Tensor] = {}
+        self.calls: list[torch.Tensor] = []
+
+    def buffer(self, master: torch.Tensor) -> torch.Tensor:
+        return self.buffers.setdefault(master, torch.zeros(master.shape, dtype=grad_dtype(master)))
+
+    def done(self, master: torch.Tensor) -> None:
+        self.calls.append(master)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_sink_gets_every_matrix_once_a_source_and_last_parameters_first(
+    precision: str, checkpointing: bool, tied: bool
+) -> None:
+    model, other = (model_of(precision, torch.float32, tied, checkpointing) for _ in range(2))
+    accumulate_in(other, torch.float32)
+    want, sink = run(other, 2), Notes()
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    with sent_to(sink, matrices.values()):
+        run(model, 2)
+    assert not any(hasattr(p, "sink") for p in matrices.values())
+    for name, p in matrices.items():
+        assert p.grad is None and torch.equal(sink.buffers[p], want[name])
+        assert sum(call is p for call in sink.calls) == 2 * num_sources(p) == (4 if tied and "embed" in name else 2)
+    half = sink.calls[: len(sink.calls) // 2]
+    last = {id(p): i for i, p in enumerate(half)}  # where each became complete
+    assert [id(p) for p in reversed(matrices.values())] == sorted(last, key=lambda p: last[p])

@@ -14,6 +14,8 @@ from tiny import ARCH, numbers, tiny_run, weights_hash
 from torch import nn
 
 from jetrl.errors import UserError
+from jetrl.model.shards import shard
+from jetrl.parallel.world import World
 from jetrl.train.optim import build_optimizer, set_lr
 
 SHAPES = {
@@ -167,3 +169,41 @@ def test_without_torchao_the_error_names_the_command(monkeypatch: pytest.MonkeyP
 def test_offload_is_refused() -> None:
     with pytest.raises(UserError, match="train.offload_optimizer does not work"):
         made("float32", offload_optimizer=True)
+
+
+def test_moments_of_a_rank_s_rows_are_those_of_the_whole_matrix() -> None:
+    pytest.importorskip("torchao")
+    sections, width = (128, 300), 64  # 4 blocks: 128 | 128, 128, 44
+    whole = nn.Parameter(torch.randn(sum(sections), width, generator=torch.Generator().manual_seed(0)))
+    cuts = [shard(sections, World(rank, 2)) for rank in range(2)]
+    parts = [nn.Parameter(cut.own(whole.detach()).clone()) for cut in cuts]
+    for part, cut in zip(parts, cuts, strict=True):
+        part.shard = cut
+    settings = SimpleNamespace(
+        lr=0.1, weight_decay=0.5, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype="float32",
+        optimizer_dtype="8bit", offload_optimizer=False,
+    )
+    optimizers = [build_optimizer([("w", param)], settings) for param in (whole, *parts)]
+    for t in range(2):
+        whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(t))
+        for part, cut in zip(parts, cuts, strict=True):
+            part.grad = cut.own(whole.grad).clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    want, *found = (optimizer.state_dict()["state"][0] for optimizer in optimizers)
+    assert torch.equal(torch.cat([part.detach() for part in parts]), whole.detach())
+    for key in ("exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"):
+        assert torch.equal(torch.cat([state[key] for state in found]), want[key]), key
+
+
+def test_a_cut_through_blocks_of_moments_is_refused() -> None:
+    pytest.importorskip("torchao")
+    from jetrl.train.optim_8bit import check_shards
+
+    check_shards("w", shard((160,), World(0, 1)), 64)  # one process
+    check_shards("w", shard((192,), World(0, 2)), 65)  # 192 * 65 is no multiple of 256: no 8 bits anywhere
+    check_shards("w", shard((128,), World(1, 2)), 64)  # the second rank owns nothing
+    with pytest.raises(UserError, match=r"on 2 ranks: w \[160, 64\] .* \(128, 32\) rows.* into 32 rows of 64"):
+        check_shards("w", shard((160,), World(1, 2)), 64)  # 2048 values are too few
+    with pytest.raises(UserError, match=r"into 128 rows of 65"):
+        check_shards("w", shard((256,), World(0, 2)), 65)

@@ -14,7 +14,7 @@ from torch import Tensor
 from jetrl.loop import Clock
 from jetrl.report.console import Display
 from jetrl.rl.objective import objective
-from jetrl.train import trainer
+from jetrl.train import reduction, trainer
 from jetrl.train.gather import gather
 from jetrl.train.packing import denominators, pack
 from jetrl.train.passes import estimate, logprob_pass
@@ -143,7 +143,7 @@ def test_a_failed_update_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch
         args = (session.learner, batches, session.config, 1)
         if fail:
             with monkeypatch.context() as patch:
-                patch.setattr(trainer, "global_grad_norm", lambda parameters: float("inf"))
+                patch.setattr(reduction, "global_grad_norm", lambda parameters: float("inf"))
                 with pytest.raises(trainer.NonFiniteError):
                     update(*args)
         norms.append(update(*args)["policy/grad_norm"])
@@ -172,9 +172,9 @@ def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
 
     calls: list[PackedBatch] = []
 
-    def counted(model, batch, temperature):  # type: ignore[no-untyped-def]
+    def counted(model, batch, temperature, world):  # type: ignore[no-untyped-def]
         calls.append(batch)
-        return logprob_pass(model, batch, temperature)
+        return logprob_pass(model, batch, temperature, world)
 
     monkeypatch.setattr(passes, "logprob_pass", counted)
     for precision, expected in (("fp8", 0), ("fp8_rollout", 2)):

@@ -1,0 +1,105 @@
+"""How a command enters a run: as one process or as a rank of several, and into which folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from jetrl.config import Config
+from jetrl.errors import UserError
+from jetrl.parallel import launch
+
+if TYPE_CHECKING:
+    from jetrl.parallel.world import World
+
+SEVERAL = ("train",)  # the commands that several ranks may run together
+
+
+def as_rank(app: Callable[[], object], told: Callable[[Exception], str | None], debug: bool) -> NoReturn:
+    """Run a command as one of several ranks; UserError for one that knows no ranks."""
+
+    def run() -> None:
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        if int(os.environ["WORLD_SIZE"]) > 1 and command not in SEVERAL:
+            raise UserError(
+                f"jetrl {command} runs in one process; {' and '.join(SEVERAL)} can run in several. Start it without "
+                "torchrun."
+            )
+        app()
+
+    launch.as_rank(run, told, debug)
+
+
+def start_ranks(nproc: int, config: Config) -> NoReturn:
+    """Run this command line again in `nproc` ranks on this machine, and end with their status."""
+    from jetrl.parallel.spawn import spawn
+
+    debug = ["--debug"] if "--debug" in sys.orig_argv else []  # `cli.main` has taken it out
+    raise SystemExit(spawn(nproc, [*without_nproc(sys.argv[1:]), *debug], num_threads=config.num_threads))
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """A command line without `--nproc N` or `--nproc=N`."""
+    kept, skip = [], False
+    for word in arguments:
+        if not skip and not word.startswith("--nproc="):
+            skip = word == "--nproc"
+            kept += [] if skip else [word]
+        else:
+            skip = False
+    return kept
+
+
+def require_alike(world: World, config: Config) -> None:
+    """UserError if the ranks have other versions, or another config. Collective."""
+    import torch
+
+    from jetrl import __version__
+    from jetrl.config.load import digest
+    from jetrl.parallel.together import same_everywhere
+
+    same_everywhere(
+        world, **{"jetrl's version": __version__, "the config's digest": digest(config), "torch": torch.__version__}
+    )
+
+
+def run_dir_of(config: Config) -> Path:
+    return Path(config.output_dir) / config.name
+
+
+def placed(config: Config, say: Callable[[str], object]) -> Config:
+    """The config under a name whose folder is free: a run there is never overwritten, a new one gets -2, -3, ..."""
+    from jetrl.report.recorder import METRICS_FILE
+
+    base, resume = run_dir_of(config), config.checkpoint.resume
+    if resume == "auto":
+        return config
+    folder, number = base, 1
+    while (folder / METRICS_FILE).exists() and (folder / METRICS_FILE).stat().st_size:
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    if number == 1:
+        return config
+    if resume != "never":
+        if Path(resume).resolve().is_relative_to(base.resolve()):
+            return config  # back to an earlier step of this very run
+        raise UserError(f"{base} already holds a run. To continue from {resume} there, give another output_dir.")
+    say(f"{base} already holds a run; this one goes to {folder}.")
+    return config.model_copy(update={"name": folder.name})
+
+
+def require_resumable(run_dir: Path) -> None:
+    """Refuse to start a new run where the user meant to resume one."""
+    from jetrl.report.recorder import METRICS_FILE, read_metrics
+    from jetrl.train.checkpoint import newest
+
+    if not run_dir.is_dir():
+        raise UserError(f"--resume: there is no run folder {run_dir}. Check the name, or leave out --resume to start.")
+    rows = len(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else 0
+    if rows > 1 and newest(run_dir / "checkpoints") is None:
+        raise UserError(
+            f"--resume: {run_dir} has {rows} rows of metrics but no checkpoint. Start under another name."
+        )

@@ -1,0 +1,1 @@
+"""Several processes, one run: who they are and what they exchange, by PyTorch's distributed stack."""

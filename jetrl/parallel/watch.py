@@ -1,0 +1,194 @@
+"""`Watch`: the thread of each rank that notices when the run cannot go on, and ends this process then.
+
+Every rank tells the store, once a second, that it lives, its phase, and how many collectives it has begun. Rank 0 looks
+at all ranks, the others at rank 0. The run cannot go on when
+- a rank has said why it ends (`post`: the first one to say so is the cause, whatever follows from it elsewhere),
+- a rank has said nothing for `SILENCE` seconds: its process is gone, stopped or stuck,
+- a rank has not begun a collective that another began `limit` seconds ago. A collective cannot end before all have
+  begun it, so this holds for every backend, also where calls return at once and the GPU waits,
+- the store is gone: the launcher, or rank 0, has ended.
+A long phase is no hang: only a collective that others wait in has a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from jetrl.parallel.calls import PROGRESS
+
+Kind = Literal["mistake", "bug", "lost", "interrupted", "status"]
+PERIOD, SILENCE, GRACE, PATIENCE = 1.0, 25.0, 3.0, 10.0  # seconds
+_CAUSE = "cause"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run ends, as rank `rank` has it. `common`: all ranks met the same error."""
+
+    rank: int
+    kind: Kind
+    text: str
+    trace: str = ""
+    common: bool = False
+    status: int = 1
+
+    def told(self) -> str:
+        """The message for the user."""
+        if self.common or self.kind in ("lost", "interrupted"):
+            return self.text
+        return f"rank {self.rank}: {self.text}"
+
+
+@dataclass(slots=True)
+class _Beat:
+    """What a rank last said of itself, and when that changed, on this process's clock."""
+
+    said: str = ""
+    changed: float = 0.0
+
+    def get(self, key: str) -> str:
+        return str(json.loads(self.said).get(key, "")) if self.said else ""
+
+
+def who(rank: int, beat: str) -> str:
+    """A rank by number, host and process id, as far as it has told."""
+    if not beat:
+        return f"rank {rank}"
+    told = json.loads(beat)
+    return f"rank {rank} (process {told['pid']} on {told['host']}, last seen in {told['phase']})"
+
+
+class Watch(threading.Thread):
+    """One for each rank, from `launch.join` to `launch.leave`."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, limit: float, tell: Callable[[Failure], None]) -> None:
+        super().__init__(name="jetrl-watch", daemon=True)
+        self.store, self.rank, self.size, self.limit, self.tell = store, rank, size, limit, tell
+        self.beats = {r: _Beat(changed=time.monotonic()) for r in range(size) if r != rank}
+        self.cause: Failure | None = None
+        self._lock = threading.Lock()  # the connection serves one call at a time
+        self._over = threading.Event()
+        self._number = 0
+
+    def run(self) -> None:
+        while not self._over.wait(PERIOD):
+            try:
+                self.beat()
+                self._look(range(self.size) if self.rank == 0 else (0,))
+                cause = self.found() or self._judged()
+            except RuntimeError as error:  # of the connection
+                if self._over.is_set():
+                    return
+                cause = Failure(self.rank, "lost", f"rank {self.rank} has lost the run's store ({_line(error)}): the "
+                                "launcher or rank 0 has ended.")
+                self.tell(cause)
+            if cause is not None:
+                self._end()
+
+    def beat(self, left: bool = False) -> None:
+        """Tell the others where this rank is."""
+        self._number += 1
+        said = {
+            "beat": self._number, "pid": os.getpid(), "host": socket.gethostname(), "phase": PROGRESS.phase,
+            "calls": PROGRESS.calls, "left": left,
+        }
+        with self._lock:
+            self.store.set(f"beat/{self.rank}", json.dumps(said))
+
+    def missing(self) -> list[int]:
+        """The ranks that have never told anything."""
+        with self._lock:
+            return [r for r in range(self.size) if not self.store.check([f"beat/{r}"])]
+
+    def post(self, failure: Failure) -> Failure:
+        """Give `failure` as the cause of the run's end; returns the cause, which is another's if that was first."""
+        with self._lock:
+            held = self.store.compare_set(_CAUSE, "", json.dumps(asdict(failure)))
+        self.cause = Failure(**json.loads(held))
+        return self.cause
+
+    def found(self) -> Failure | None:
+        """The cause, if any rank has given one."""
+        with self._lock:
+            if self.cause is None and self.store.check([_CAUSE]):
+                self.cause = Failure(**json.loads(self.store.get(_CAUSE)))
+        return self.cause
+
+    def lost_contact(self, error: BaseException, trace: str) -> Failure:
+        """The cause of a failed collective: what another rank gives in the next seconds, or who has fallen silent."""
+        self._look(self.beats)
+        start = time.monotonic()
+        while time.monotonic() - start < PATIENCE:
+            if (cause := self.found()) is not None:
+                return cause
+            time.sleep(0.1)
+        self._look(self.beats)
+        silent = [r for r, beat in self.beats.items() if beat.changed <= start]
+        if silent:
+            return self.post(self._silence(silent))
+        return self.post(Failure(self.rank, "bug", f"{type(error).__name__}: {error}", trace))
+
+    def leave(self) -> None:
+        """The run is over for this rank."""
+        self._over.set()
+        self.beat(left=True)
+
+    def _look(self, ranks: Iterable[int]) -> None:
+        for r in [r for r in ranks if r != self.rank]:
+            with self._lock:
+                said = self.store.get(f"beat/{r}").decode() if self.store.check([f"beat/{r}"]) else ""
+            if said != self.beats[r].said:
+                self.beats[r] = _Beat(said, time.monotonic())
+
+    def _judged(self) -> Failure | None:
+        """The cause as this rank sees it, given to all; None while there is none."""
+        now, here = time.monotonic(), [r for r, b in self.beats.items() if b.get("left") != "True"]
+        judged = here if self.rank == 0 else [r for r in here if r == 0]
+        if silent := [r for r in judged if now - self.beats[r].changed > SILENCE]:
+            return self._posted(self._silence(silent))
+        if not PROGRESS.calls or now - PROGRESS.since < self.limit:
+            return None
+        if self.rank != 0:
+            self._look(here)  # rank 0 may be in time and another one late
+        if late := [r for r in here if int(self.beats[r].get("calls") or 0) < PROGRESS.calls]:
+            names = ", ".join(who(r, self.beats[r].said) for r in late)
+            verb = "has" if len(late) == 1 else "have"
+            return self._posted(Failure(self.rank, "lost", (
+                f"{names} {verb} not come to {PROGRESS.name} (call {PROGRESS.calls}), in which rank {self.rank} has "
+                f"waited for {self.limit:.0f} s. If that phase may take longer, raise the time limit."
+            )))
+        return None
+
+    def _silence(self, silent: list[int]) -> Failure:
+        names = ", ".join(who(r, self.beats[r].said) for r in silent)
+        return Failure(self.rank, "lost", (
+            f"{names}: no sign of life. The process was killed (out of memory?), is stopped, or its machine is gone."
+        ))
+
+    def _posted(self, failure: Failure) -> Failure:
+        cause = self.post(failure)
+        if cause == failure:
+            self.tell(failure)
+        return cause
+
+    def _end(self) -> None:
+        """End this process. Its main thread gets a moment to do so itself; it may wait in a collective for ever."""
+        if not self._over.wait(GRACE):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's text; the backend's go on with stack frames."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,191 @@
+"""`World`: the processes of a run (ranks) and the few things that they exchange.
+
+Everything that crosses ranks goes through here, so a run in one process is the same code with `ALONE`. Ranks must make
+the same calls in the same order. Objects travel by gloo, tensors by the backend of their device (gloo or NCCL). Each
+call has a time limit (`parallel.watch`), and one that fails raises `LostContact`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jetrl.parallel.calls import PROGRESS, LostContact
+
+_WAITS = itertools.count(1)  # of `await_all`: each has a counter of its own in the store
+
+
+@contextmanager
+def collective(name: str) -> Iterator[None]:
+    """Around every collective: counts it, and turns what the backend raises into `LostContact`."""
+    PROGRESS.begin(name)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise LostContact(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process among `size`. `local_rank` numbers those of its host, and so its GPU."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run folder and the display."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if not self.alone:
+            self.gather(None)  # by gloo: it names no device, and its time limit ends a wait for a dead rank
+
+    def await_all(self) -> None:
+        """As `barrier`, but without a time limit: for work of unequal length, such as downloads. By the host alone.
+
+        A rank that dies meanwhile is noticed as ever (`parallel.watch`).
+        """
+        if self.alone:
+            return
+        arrived, pause = self.counter(f"wait/{next(_WAITS)}"), 0.001
+        here = arrived(1)
+        while here < self.size:
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.2)
+            here = arrived(0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank. Pickled: for small or host-side values."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with collective("gather"):
+            dist.all_gather_object(found, value, group=_objects())
+        return found
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        """`value` of rank `source`, on every rank."""
+        if self.alone:
+            return value
+        held = [value]
+        with collective("share"):
+            dist.broadcast_object_list(held, src=source, group=_objects())
+        return held[0]
+
+    def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
+        """`send[r]` goes to rank r, `receive[r]` is filled by rank r. Flat tensors of one dtype; any may be empty.
+
+        The lengths must agree in pairs. Floats of 8 bits travel as bytes.
+        """
+        if self.alone:
+            receive[0].copy_(send[0])
+            return
+        sent, got = torch.cat([_plain(t) for t in send]), torch.cat([_plain(t) for t in receive])
+        with collective("exchange"):
+            dist.all_to_all_single(got, sent, [t.numel() for t in receive], [t.numel() for t in send])
+        for target, part in zip(receive, got.split([t.numel() for t in receive]), strict=True):
+            _plain(target).copy_(part)
+
+    def send_rows(self, whole: Tensor, rows: Sequence[int], senders: int) -> tuple[Tensor, Callable[[], None]]:
+        """Rank s gets its `rows[s]` rows of the `whole` [sum(rows), ...] of each rank below `senders`.
+
+        Returns [senders, rows[rank], ...] and a function to call before it is read; until then `whole` must not change,
+        and both must be kept. The other ranks send nothing: their `whole` has no rows. Alone nothing is copied.
+        """
+        sends = self.rank < senders
+        assert len(rows) == self.size and len(whole) == (sum(rows) if sends else 0) and whole.is_contiguous()
+        if self.alone:
+            return whole[None], lambda: None
+        own = rows[self.rank]
+        received = whole.new_empty(senders * own, *whole.shape[1:])
+        incoming = [own if r < senders else 0 for r in range(self.size)]
+        outgoing = list(rows) if sends else [0] * self.size
+        work = dist.all_to_all_single(_plain(received), _plain(whole), incoming, outgoing, async_op=True)
+        return received.view(senders, own, *whole.shape[1:]), lambda: work.wait() and None
+
+    def gather_rows(self, whole: Tensor, rows: Sequence[int]) -> None:
+        """Fill `whole` [sum(rows), ...] in place: rank r has its `rows[r]` rows there and gives them to all."""
+        assert sum(rows) == len(whole) and len(rows) == self.size and whole.is_contiguous()
+        if self.alone:
+            return
+        parts = list(_plain(whole).split(list(rows)))
+        with collective("gather_rows"):
+            if len(set(rows)) == 1:
+                dist.all_gather_into_tensor(_plain(whole), parts[self.rank])
+                return
+            for source, part in enumerate(parts):
+                if part.numel():
+                    dist.broadcast(part, src=source)
+
+    def counter(self, name: str) -> Callable[[int], int]:
+        """`add(n)`: adds `n` to the number that all ranks share under `name`, at once, and returns it after that.
+
+        It begins at 0. The call goes to the store of the run, by the host alone; no other rank takes part.
+        """
+        if self.alone:
+            return _Counter()
+        return lambda n: _asked(store(), f"counter/{name}", n)
+
+
+ALONE = World()
+
+
+class _Counter:
+    """A counter of one process."""
+
+    value = 0
+
+    def __call__(self, n: int) -> int:
+        self.value += n
+        return self.value
+
+
+def _asked(of: dist.Store, key: str, n: int) -> int:
+    try:
+        return of.add(key, n)
+    except RuntimeError as error:
+        raise LostContact(f"the store of the run: {error}") from error
+
+
+@lru_cache(maxsize=1)
+def store() -> dist.Store:
+    """This process's main thread's connection to the store that all ranks share. Other threads open their own."""
+    return connect()
+
+
+def connect(seconds: float = 60.0) -> dist.Store:
+    """A connection to the store at MASTER_ADDR and MASTER_PORT, where torchrun or rank 0 serves it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    client = dist.TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+    )
+    return dist.PrefixStore(f"jetrl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A view that every backend moves: gloo has no FP8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _objects() -> dist.ProcessGroup | None:
+    """The group that carries pickled objects. With `cpu:gloo,cuda:nccl` the default group takes both."""
+    return None

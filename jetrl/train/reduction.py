@@ -1,0 +1,237 @@
+"""Where the gradients of one update add up: over micro-batches and ranks, in one order (`train.reduction`).
+
+Micro-batch i belongs to rank i % n. The sum of a matrix's gradient lands with the owner of its rows (`model.shards`),
+that of a vector with every rank:
+
+    fast    a rank adds its micro-batches up in place, and at the end the ranks' sums are added in rank order. The last
+            bits depend on n. In one process: `.grad` as kernels and autograd fill it, and nothing else.
+    fixed   each micro-batch's gradient is made in a buffer of its own and sent; the owner adds g_0 + g_1 + g_2 + ... in
+            the order of micro-batches: one sum for any n.
+
+All ranks exchange the same matrices in the same order, that of a backward pass: last parameter first. A matrix is sent
+when its gradient is complete and all before it are sent, so under `fixed` a rank holds whole gradients of a few
+matrices at a time; under `fast` of all. What is left is sent when the pass has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from jetrl.choices import Reduction
+from jetrl.kernels.gradient import grad_dtype, num_sources, sent_to
+from jetrl.kernels.qtensor import blocks_of
+from jetrl.kernels.squares import ROW, row_squares
+from jetrl.model.shards import Shard, shard_of
+from jetrl.parallel.world import World
+from jetrl.precision.formats import BLOCK
+from jetrl.train.optim import fixed_order_sum, global_grad_norm
+
+IN_FLIGHT = 2  # matrices on their way while the backward pass goes on
+
+
+class GradientSum(Protocol):
+    """The gradients of one update. After the last round `.grad` of every parameter is the sum (of its own rows)."""
+
+    def round(self, first: int) -> AbstractContextManager[None]:
+        """Around the backward pass of micro-batch `first + rank`, if there is one. Collective."""
+        ...
+
+    def norm(self) -> float:
+        """The norm of the sum, the same on every rank. Collective."""
+        ...
+
+
+def gradient_sum(parameters: Sequence[nn.Parameter], count: int, world: World, reduction: Reduction) -> GradientSum:
+    """For `count` micro-batches of all ranks together. The parameters' `.grad` must be None.
+
+    Parameters that ask for no gradient are left out. Matrices must come from `sharding.shard_model` of this world,
+    except in one process under `fast`.
+    """
+    if world.alone and reduction == "fast":
+        return InPlace(parameters)
+    return Exchanged(parameters, count, world, every_round=reduction == "fixed")
+
+
+class InPlace:
+    """One process adds up where kernels and autograd do."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def round(self, first: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def norm(self) -> float:
+        return global_grad_norm(self._parameters)
+
+
+class _Flight(NamedTuple):
+    """A matrix's gradient on its way; `whole` is kept until it has left, `received` [senders, own rows, K]."""
+
+    master: nn.Parameter
+    whole: Tensor
+    received: Tensor
+    wait: Callable[[], None]
+
+
+class Exchanged:
+    """The sum over ranks: after every round (`fixed`), or once, after the last (`fast`). A `GradientSink`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], count: int, world: World, every_round: bool) -> None:
+        self._world, self._count, self._every_round = world, count, every_round
+        trained = [p for p in parameters if p.requires_grad]
+        self._vectors = [p for p in trained if p.ndim == 1]
+        self._plan = [p for p in reversed(trained) if p.ndim > 1]  # the order of exchanges
+        self._place = {p: i for i, p in enumerate(self._plan)}
+        self._shards = [_cut_in(p, world) for p in self._plan]
+        self._buffers: dict[Tensor, Tensor] = {}
+        self._flying: deque[_Flight] = deque()
+        self._vector_sum: Tensor | None = None
+        self._senders = self._sent = 0
+        self._left: list[int] = []
+
+    @contextmanager
+    def round(self, first: int) -> Iterator[None]:
+        last = first + self._world.size >= self._count
+        exchanges = self._every_round or last
+        self._senders = min(self._world.size, self._count - first if self._every_round else self._count)
+        # without an exchange nothing is ever complete
+        self._left = [num_sources(p) if exchanges else 1 << 30 for p in self._plan]
+        self._sent = 0
+        with sent_to(self, self._plan):
+            yield
+        if exchanges:
+            self._send(len(self._plan))
+            self._land(0)
+            self._add_vectors()
+        if last:
+            self._finish()
+
+    def buffer(self, master: Tensor) -> Tensor:
+        held = self._buffers.get(master)
+        if held is None:
+            place = self._place[master]  # type: ignore[index]
+            assert place >= self._sent, f"matrix {place} from the end got a gradient after its sum was sent"
+            held = self._buffers[master] = self._whole(place, self._shards[place].num_rows)
+        return held
+
+    def done(self, master: Tensor) -> None:
+        self._left[self._place[master]] -= 1  # type: ignore[index]
+        complete = self._sent
+        while complete < len(self._plan) and self._left[complete] <= 0:
+            complete += 1
+        self._send(complete)
+
+    def _whole(self, place: int, rows: int) -> Tensor:
+        master = self._plan[place]
+        shape = (rows, *master.shape[1:])
+        return torch.zeros(shape, dtype=grad_dtype(master), device=master.device)
+
+    def _send(self, stop: int) -> None:
+        """Begin the exchanges up to the plan's entry `stop`; add up those that have arrived meanwhile."""
+        sends = self._world.rank < self._senders
+        for place in range(self._sent, stop):
+            master, cut = self._plan[place], self._shards[place]
+            whole = self._buffers.pop(master, None)
+            if whole is None:  # an idle rank, or no gradient in this micro-batch
+                whole = self._whole(place, cut.num_rows if sends else 0)
+            received, wait = self._world.send_rows(whole, cut.rows, self._senders)
+            self._flying.append(_Flight(master, whole, received, wait))
+            self._land(IN_FLIGHT)
+        self._sent = max(self._sent, stop)
+
+    def _land(self, leave: int) -> None:
+        while len(self._flying) > leave:
+            master, _, received, wait = self._flying.popleft()
+            wait()
+            if not master.numel():
+                continue  # no rows here: `.grad` stays None, and the optimizer passes it by
+            if master.grad is None:  # the only gradient is taken as it is, without the memory of others
+                master.grad = received[0] if len(received) == 1 else received[0].clone()
+                received = received[1:]
+            for gradient in received:
+                master.grad.add_(gradient)
+
+    def _add_vectors(self) -> None:
+        """Gather the vectors' gradients and add them, of all ranks, in the same order on each."""
+        if not self._vectors:
+            return
+        own = torch.cat([_zeros_for(p) if p.grad is None else p.grad for p in self._vectors])
+        for p in self._vectors:
+            p.grad = None
+        rows = own.new_zeros(self._world.size, len(own))
+        rows[self._world.rank] = own
+        self._world.gather_rows(rows, [1] * self._world.size)
+        for gradient in rows[: self._senders]:
+            self._vector_sum = gradient.clone() if self._vector_sum is None else self._vector_sum.add_(gradient)
+
+    def _finish(self) -> None:
+        if self._vector_sum is not None:
+            parts = self._vector_sum.split([p.numel() for p in self._vectors])
+            for p, part in zip(self._vectors, parts, strict=True):
+                p.grad = part
+
+    def norm(self) -> float:
+        return sharded_grad_norm(self._plan, self._vectors, self._world)
+
+
+def _zeros_for(master: nn.Parameter) -> Tensor:
+    return torch.zeros(master.shape, dtype=grad_dtype(master), device=master.device)
+
+
+def _cut_in(master: nn.Parameter, world: World) -> Shard:
+    cut = shard_of(master)
+    assert cut is not None and cut.world == world, "shard_model has not run for this world"
+    return cut
+
+
+@torch.no_grad()
+def sharded_grad_norm(matrices: Sequence[nn.Parameter], vectors: Sequence[nn.Parameter], world: World) -> float:
+    """sqrt of the sum of squares of all gradients, in float64, in one order for any number of ranks. Collective.
+
+    Matrices have sums over runs of 4096 elements within blocks of 128 rows, from each block's first element on; each
+    rank makes those of its rows, and all ranks add all of them as `global_grad_norm` does.
+    """
+    cuts = [_cut_in(p, world) for p in matrices]
+    counts = [
+        [_num_sums(cut.parts(r), p.shape[1]) for r in range(world.size)] for cut, p in zip(cuts, matrices, strict=True)
+    ]
+    totals = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
+    every = torch.zeros(sum(totals), dtype=torch.float64, device=(*matrices, *vectors)[0].device)
+    own = every.split(totals)[world.rank].split([c[world.rank] for c in counts])
+    for p, cut, out in zip(matrices, cuts, own, strict=True):
+        if p.grad is not None:
+            _squares(p.grad, cut.parts(world.rank), out)
+    world.gather_rows(every, totals)
+    by_rank = [part.split([c[r] for c in counts]) for r, part in enumerate(every.split(totals))]
+    sums = [by_rank[r][i] for i in range(len(matrices)) for r in range(world.size)]
+    for p in vectors:
+        assert p.grad is not None
+        sums.append(every.new_empty(-(-p.numel() // ROW)))
+        row_squares(p.grad, sums[-1])
+    return math.sqrt(float(fixed_order_sum(torch.cat(sums))))
+
+
+def _runs(sections: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Rows that may be summed in one go: a section, if its blocks of 128 rows end where runs of 4096 elements end."""
+    if BLOCK * width % ROW == 0:
+        return sections
+    return tuple(stop - start for start, stop in blocks_of(sections))
+
+
+def _num_sums(sections: tuple[int, ...], width: int) -> int:
+    return sum(-(-rows * width // ROW) for rows in _runs(sections, width))
+
+
+def _squares(gradient: Tensor, sections: tuple[int, ...], out: Tensor) -> None:
+    runs = _runs(sections, gradient.shape[1])
+    counts = [-(-rows * gradient.shape[1] // ROW) for rows in runs]
+    for part, sums in zip(gradient.split(runs), out.split(counts), strict=True):
+        row_squares(part, sums)

@@ -1,0 +1,159 @@
+"""Ranks start, end and fail as one run: real processes, by `spawn` and by torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.parallel.calls import LostContact, came_by_lost_contact
+from jetrl.parallel.launch import is_rank, join
+from jetrl.parallel.spawn import spawn
+from jetrl.parallel.together import agree, same_everywhere, together
+from jetrl.parallel.watch import Failure, who
+from jetrl.parallel.world import ALONE
+
+CASES = Path(__file__).with_name("rank_cases.py")
+SPAWN = f"import sys; from jetrl.parallel.spawn import spawn; sys.exit(spawn(2, sys.argv[1:], program=['{CASES}']))"
+ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
+    return clean | {"PYTHONPATH": str(ROOT)}
+
+
+def spawned(*case: str) -> tuple[int, str, str, float]:
+    """Status, output, error output and seconds of two ranks of a case."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SPAWN, *case], capture_output=True, text=True, timeout=100, env=environment()
+    )
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+def test_two_ranks_run_and_one_speaks() -> None:
+    status, out, err, _ = spawned("fine")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert (status, out, err) == (0, f"all {[(0, 0, threads, 3), (1, 1, threads, 3)]}\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "status", "message"),
+    [
+        ("mistake", 2, r"rank 1: reward.py: no such function\."),
+        ("mistake_together", 2, r"rank 1: reward.py: no such function\."),
+        ("computing", 2, r"rank 1: it gives up\."),
+        ("bug", 1, r"rank 1: KeyError: 'our mistake'\nTraceback .*\n(.*\n)+KeyError: 'our mistake'"),
+        ("killed", 1, r"rank 1 \(process \d+\) was ended by SIGKILL\. Most likely the machine ran out of memory\."),
+        ("late", 1, r"rank 1 \(process \d+ on .*, last seen in rollout\) has not come to gather \(call 2\), in which "
+                    r"rank 0 has waited for 2 s\. If that phase may take longer, raise the time limit\."),
+        ("stopped", 1, r"rank 1 \(process \d+ on .*, last seen in update\): no sign of life\. The process was .*"),
+        ("absent", 2, r"rank 0: 1 of 2 ranks did not come within 2 s: 1\. See what .*"),
+        ("differ", 2, r"The ranks of this run differ: config is a on rank 0, b on rank 1\. Start .*"),
+        ("quits", 1, r"rank 1 \(process \d+\) ended with status 7 and no message\.\nIts last lines:\ncannot go on"),
+    ],
+)
+def test_a_failure_is_one_message(case: str, status: int, message: str) -> None:
+    got, out, err, seconds = spawned(case)
+    assert re.fullmatch(f"jetrl: {message}\n", err), err
+    assert (got, out) == (status, "") and seconds < 60
+
+
+@pytest.mark.slow
+def test_one_rank_is_a_run_in_one_process() -> None:
+    code = SPAWN.replace("spawn(2", "spawn(1")
+    done = subprocess.run([sys.executable, "-c", code, "alone"], capture_output=True, text=True, env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "1\n", "jetrl: rank 0: no such file.\n")
+
+
+def test_a_mistake_with_debug_has_its_traceback() -> None:
+    status, _, err, _ = spawned("mistake", "--debug")
+    assert status == 2 and err.startswith("jetrl: rank 1: reward.py: no such function.\nTraceback (most recent call")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_rank_once(times: int, number: signal.Signals) -> None:
+    """Once: the step is finished, and the ranks end by themselves. Twice: at once."""
+    arguments = [sys.executable, "-c", SPAWN, "stops", *(["--slow"] if times == 2 else [])]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "stopped after the step\n"
+        start = time.monotonic()
+        if times == 2:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "jetrl: interrupted.\n" if times == 2 else "")
+    assert time.monotonic() - start < 30, "the slow end of a run takes 60"
+
+
+def torchrun(node: int, port: int, case: str) -> subprocess.Popen[str]:
+    arguments = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank",
+        str(node), "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--local-addr", "127.0.0.1", str(CASES), case,
+    ]
+    threads = {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment() | threads
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fine", "mistake"])
+def test_two_agents_of_two_processes_each(case: str) -> None:
+    """As on two machines. Of a mistake on one rank, one rank of all four tells (next to torchrun's own table)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [torchrun(node, port, case) for node in range(2)]
+    told = [node.communicate(timeout=120) for node in nodes]
+    out, err = "".join(o for o, _ in told), "".join(e for _, e in told)
+    if case == "fine":
+        assert [node.returncode for node in nodes] == [0, 0], err
+        assert out == f"all {[(r, r % 2, '1', 10) for r in range(4)]}\n"
+    else:
+        assert all(node.returncode for node in nodes) and out == ""
+        assert err.count("\njetrl: ") + err.startswith("jetrl: ") == 1, err
+        assert "jetrl: rank 1: reward.py: no such function.\n" in err
+
+
+def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert not is_rank() and join() is ALONE
+    same_everywhere(ALONE, version="1")
+    agree(ALONE, None)
+    with pytest.raises(UserError, match=r"^mine$"), together(ALONE):
+        raise UserError("mine")
+    add = ALONE.counter("x")
+    assert (add(2), add(0), ALONE.counter("x")(1)) == (2, 2, 1)
+
+
+def test_what_cannot_be_spawned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--nproc 0"):
+        spawn(0, ["train"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="a rank of torchrun already"):
+        spawn(2, ["train"])
+
+
+def test_causes_by_hand() -> None:
+    assert who(3, "") == "rank 3"
+    assert Failure(2, "mistake", "x").told() == "rank 2: x" and Failure(2, "mistake", "x", common=True).told() == "x"
+    late = ValueError("what came of it")
+    late.__cause__ = LostContact("gather")
+    assert came_by_lost_contact(late) and not came_by_lost_contact(ValueError()) and not came_by_lost_contact(None)

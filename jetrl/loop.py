@@ -44,6 +44,7 @@ class Clock:
 
     def __init__(self, display: Display, stop: StopRequest | None = None) -> None:
         self.display, self.stop = display, stop or StopRequest()
+        self.stop.shown, display.notice = display.live, lambda: self.stop.said
         self.seconds: dict[str, float] = {}
 
     @contextmanager

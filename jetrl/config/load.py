@@ -106,7 +106,10 @@ def resolve(config: Config, *, cuda_available: bool) -> Config:
     device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
     kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
     if device == "cuda" and not cuda_available:
-        raise UserError('device = "cuda", but torch sees no GPU; set device = "cpu" (or "auto"), or fix the driver')
+        raise UserError(
+            'device = "cuda", but torch sees no GPU. On a machine with one, install a torch with CUDA (the extra '
+            'hopper) or fix the driver; `jetrl doctor` says which. To check a recipe elsewhere: device=cpu with --dry-run.'
+        )
     if (kernels == "reference") != (device == "cpu"):
         pair = f'kernels = "{kernels}" with device = "{device}"'
         raise UserError(f'{pair}: hopper runs on a GPU (cuda), reference on a CPU (cpu); set kernels = "auto"')

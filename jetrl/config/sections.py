@@ -239,7 +239,10 @@ class TrainConfig(Section):
         if self.offload_optimizer and self.optimizer_dtype == "8bit":
             yield 'train.offload_optimizer: does not work with train.optimizer_dtype = "8bit"; take one of the two'
         if self.warmup_steps > self.steps:
-            yield f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}"
+            yield (
+                f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}; for a short "
+                "run add train.warmup_steps=0"
+            )
 
 
 class SFTConfig(Section):

@@ -15,7 +15,8 @@ _MODULES = {
     "sgl-deep-gemm": "deep_gemm", "flash-attn-4": "flash_attn.cute.interface", "nvidia-cutlass-dsl": "cutlass",
 }
 _FOR = {
-    "math": "the reward that checks mathematics", "gym": "reasoning-gym's tasks", "data": "parquet files",
+    "math": "the reward that checks mathematics", "gym": "reasoning-gym's tasks",
+    "data": "data sets by name, parquet files",
     "optim8": "the 8-bit optimizer", "smollm2": "jetrl fetch smollm2", "track": "TensorBoard",
 }
 _NOT_SHOWN = ("hopper", "dev")  # shown with the GPU; for work on jetrl itself

@@ -72,6 +72,7 @@ class Display:
         self.total_steps = total_steps
         self.title, self.about = title, about
         self.current = start_step
+        self.notice: Callable[[], str] = lambda: ""  # a line for the user in the live panel
         self.console = console or Output()
         self._interval, self._step_interval, self._clock = interval, step_interval, clock
         self._step_told = -math.inf
@@ -108,6 +109,11 @@ class Display:
             else:
                 self._ended = f"{'interrupted' if kind is KeyboardInterrupt else 'failed'} in {self._phase} after "
             self._live.stop()  # draws once more and shows the cursor again
+
+    @property
+    def live(self) -> bool:
+        """Whether this is a panel on a terminal, drawn again and again."""
+        return self._live is not None
 
     def phase(self, name: str, total: int | None = None) -> None:
         """Begin a phase (rollout, reward, update, eval, ...) of `total` parts, if their number is known."""
@@ -224,8 +230,9 @@ class Display:
         title = Text(self.title, style="bold not dim")
         title.truncate(width - 6, overflow="ellipsis")
         elapsed = Text.assemble((self._ended, "bold red not dim"), (duration(now - self._started), "dim"))
+        notice = [Text(self.notice(), style="yellow")] if self.notice() else []
         return Panel(
-            Group(progress, Text(""), self._numbers(width)),
+            Group(progress, Text(""), self._numbers(width), *notice),
             title=title,
             title_align="left",
             subtitle=elapsed,

@@ -24,7 +24,7 @@ def settings(config: Config) -> dict[str, Any]:
     """The settings that must not change between a run and its resumption, by full key."""
     free = {"output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent"}
     if config.train.lr_schedule == "constant":
-        free |= {"train.steps", "train.warmup_steps"}
+        free |= {"train.steps"}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
     found = dict(_flat("", config.model_dump(mode="json")))
@@ -40,6 +40,8 @@ def paths(config: Config) -> dict[str, Any]:
 
 def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: str) -> None:
     """UserError that names every setting in which this run is not the one that wrote the checkpoint."""
+    if meta.step > given.train.steps:
+        raise UserError(f"{path} is at step {meta.step}, beyond train.steps = {given.train.steps}. Raise train.steps.")
     found = [*_differences(meta.settings, meta.paths, given, absolute)]
     if not found and meta.flow_digest != flow_digest:
         found = [f"the flow of the model: {meta.flow_digest} there, {flow_digest} here (its config.json, or jetrl's "

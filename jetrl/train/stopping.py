@@ -44,6 +44,8 @@ class StopRequest:
         self.asked = False  # to stop after the step
         self.saves = True  # whether the run writes checkpoints
         self.phase: Phase = "start"
+        self.said = ""  # the answer to the last signal
+        self.shown = False  # whether a display shows `said`, which printing would tear
         self._waits = True  # for the step to finish; not after SIGTERM
         self._before: dict[signal.Signals, Any] = {}
 
@@ -105,7 +107,8 @@ class StopRequest:
 
     def _say(self, text: str) -> None:
         """Print from a signal handler: past Python's buffers, which the interrupted code may be writing to."""
-        if not self.world.first:
+        self.said = text
+        if not self.world.first or (self.shown and text.startswith("Stopping")):
             return
         with suppress(OSError):  # nobody reads it any more
             os.write(2, f"{text} {_AGAIN if text.startswith('Stopping') else ''}".rstrip().encode() + b"\n")

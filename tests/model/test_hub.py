@@ -246,5 +246,5 @@ def test_what_is_no_name(cache: Path, name: str, message: str) -> None:
 
 def test_the_folder_that_is_made_by_a_command(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, cache)
-    with pytest.raises(UserError, match="there is no such folder.*which `jetrl fetch smollm2` makes"):
+    with pytest.raises(UserError, match="there is no such folder.*`jetrl fetch smollm2` makes it"):
         hub.model_folder("models/smollm2-135m-instruct")

@@ -33,6 +33,7 @@ def told(there: Any, here: Any, **meta: Any) -> str:
         ({"seed": 5}, "seed = 0 there, 5 here"),
         ({"num_threads": 2}, "num_threads = 1 there, 2 here"),
         ({"name": "other"}, 'name = "tiny" there, "other" here'),
+        ({"train.warmup_steps": 2}, "train.warmup_steps = "),
         ({"rl.algo": "dr_grpo"}, 'rl.algo = "grpo" there, "dr_grpo" here'),
         ({"model.arch.hidden_size": 48}, "model.arch.hidden_size = 40 there, 48 here"),
         ({"model.arch.attention_bias": True}, 'model.arch.attention_bias = "none" there, true here'),
@@ -91,6 +92,13 @@ def test_another_flow_alone_is_told(tmp_path: Path) -> None:
     meta = Meta(1, 1, "flow", resume.settings(config), {})
     with pytest.raises(UserError, match="the flow of the model: flow there, other here"):
         resume.check(tmp_path, meta, config, absolute_paths(config), "other")
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, {"train.steps": 4})
+    meta = Meta(5, 5, "flow", resume.settings(config), {})
+    with pytest.raises(UserError, match="is at step 5, beyond train.steps = 4. Raise train.steps"):
+        resume.check(tmp_path, meta, config, absolute_paths(config), "flow")
 
 
 def test_an_older_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tiny import numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl import loop
+from jetrl.loop import Clock
 from jetrl.report.console import Display
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.rollout.engine import PagedEngine
@@ -227,6 +230,19 @@ def test_without_checkpoints_the_message_says_so(capfd: pytest.CaptureFixture[st
         send("SIGINT")()
     err = capfd.readouterr().err
     assert "without a checkpoint" in err and "checkpoint.save_interval = 0" in err and "with a" not in err
+
+
+def test_a_display_on_a_terminal_shows_the_answer_and_nothing_is_printed_into_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=30)
+    with Display(4, "run", console=console) as display, StopRequest() as stop:
+        Clock(display, stop)
+        stop.phase = "step"
+        send("SIGINT")()
+        console.print(display.render())
+    assert "Stopping after this step" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Stopping" not in capfd.readouterr().err
 
 
 def test_handlers_come_off_with_the_run() -> None:

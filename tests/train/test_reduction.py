@@ -77,8 +77,7 @@ def data_of(name: str, folder: Path, how: str) -> tuple[Config, list[list[Packed
 
 def learner_of(config: Config, world: World) -> Learner:
     _, spec, _ = load_spec(config)
-    model = build_model(config, spec, recipe_of(config, spec))
-    shard_model(model, world)
+    model = build_model(config, spec, recipe_of(config, spec), world=world)
     learner = build_learner(config, model, world)
     model.publish()
     return learner

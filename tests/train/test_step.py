@@ -172,7 +172,7 @@ def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
 
     calls: list[PackedBatch] = []
 
-    def counted(model, batch, temperature):  # type: ignore[no-untyped-def]
+    def counted(model, batch, temperature, world):  # type: ignore[no-untyped-def]
         calls.append(batch)
         return logprob_pass(model, batch, temperature, world)
 

@@ -47,8 +47,8 @@ def saved_and_loaded(world: World, kinds: list[tuple[str, bool]]) -> list[list[d
         params, optimizer = made(world, kind)
         for seed in (1, 2):
             step(params, optimizer, world, seed)
-        first = {name: value.clone() for name, value in full_optimizer_state(optimizer, world).items()}
-        everywhere = world.share(first)
+        first = full_optimizer_state(optimizer, world)
+        everywhere = {name: value.clone() for name, value in world.share(first).items()}  # torch's keep what they get
         _, again = made(world, kind)
         load_optimizer_state(again, everywhere)
         assert set(optimizer.state_dict()["state"]) == set(again.state_dict()["state"])
@@ -58,7 +58,7 @@ def saved_and_loaded(world: World, kinds: list[tuple[str, bool]]) -> list[list[d
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_whole_state_is_that_of_one_process(size: int) -> None:
     pytest.importorskip("torchao")
     want = saved_and_loaded(ALONE, KINDS)

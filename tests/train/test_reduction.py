@@ -23,7 +23,7 @@ from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.loop import Clock
-from jetrl.model.sharding import full_state, load_rows, shard_model
+from jetrl.model.sharding import full_state, load_rows
 from jetrl.model.shards import gathered, shard, shard_of
 from jetrl.model.weights import published
 from jetrl.parallel.world import ALONE, World

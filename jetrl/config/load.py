@@ -108,7 +108,7 @@ def resolve(config: Config, *, cuda_available: bool) -> Config:
     if device == "cuda" and not cuda_available:
         raise UserError(
             'device = "cuda", but torch sees no GPU. On a machine with one, install a torch with CUDA (the extra '
-            'hopper) or fix the driver; `jetrl doctor` says which. To check a recipe elsewhere: device=cpu with --dry-run.'
+            'hopper) or fix the driver; `jetrl doctor` says which. To check a recipe elsewhere: --dry-run device=cpu.'
         )
     if (kernels == "reference") != (device == "cpu"):
         pair = f'kernels = "{kernels}" with device = "{device}"'

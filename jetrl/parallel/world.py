@@ -23,6 +23,8 @@ from torch import Tensor
 
 from jetrl.parallel.calls import PROGRESS, LostContact
 
+# torch 2.13 has given it another name, and warns of the old one
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _WAITS = itertools.count(1)  # of `await_all`: each has a counter of its own in the store
 
 
@@ -130,7 +132,7 @@ class World:
         parts = list(_plain(whole).split(list(rows)))
         with collective("gather_rows"):
             if len(set(rows)) == 1:
-                dist.all_gather_into_tensor(_plain(whole), parts[self.rank])
+                _all_gather(_plain(whole), parts[self.rank])
                 return
             for source, part in enumerate(parts):
                 if part.numel():

@@ -78,10 +78,11 @@ def _gathered(cut: Shard, held: Tensor | None, shape: torch.Size, dtype: torch.d
 
 
 def _own(cut: Shard, whole: Tensor) -> Tensor:
+    """A copy of this rank's part: a view would keep the whole."""
     if whole.ndim > 1:
-        return cut.own(whole)
+        return cut.own(whole).clone()
     ends = [sum(cut.rows[:r]) * whole.numel() // cut.num_rows for r in (cut.world.rank, cut.world.rank + 1)]
-    return whole[ends[0] : ends[1]]
+    return whole[ends[0] : ends[1]].clone()
 
 
 def _host(value: Any) -> Tensor:

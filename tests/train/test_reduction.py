@@ -23,7 +23,7 @@ from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.loop import Clock
-from jetrl.model.sharding import full_state, load_rows, shard_model
+from jetrl.model.sharding import full_state, load_rows
 from jetrl.model.shards import gathered, shard, shard_of
 from jetrl.model.weights import published
 from jetrl.parallel.world import ALONE, World
@@ -77,8 +77,7 @@ def data_of(name: str, folder: Path, how: str) -> tuple[Config, list[list[Packed
 
 def learner_of(config: Config, world: World) -> Learner:
     _, spec, _ = load_spec(config)
-    model = build_model(config, spec, recipe_of(config, spec))
-    shard_model(model, world)
+    model = build_model(config, spec, recipe_of(config, spec), world=world)
     learner = build_learner(config, model, world)
     model.publish()
     return learner

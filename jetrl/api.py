@@ -121,6 +121,8 @@ def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn
     Training runs fprop, dgrad and wgrad in FP8. `skip` holds names (or last parts of names) to leave alone. After each
     optimizer step call `publish_linears(model)`, which quantizes the new weights.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model = {arguments.shown(model)}: give a torch module with nn.Linear layers.")
     names = set(skip)
     found = [
         (name, module) for name, module in model.named_modules()

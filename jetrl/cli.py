@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -148,7 +149,8 @@ def train(
         ended = run(config, run_dir, sys.argv, stop)
     if not ended:
         if config.checkpoint.save_interval:
-            out.print(f"Stopped after a checkpoint. Continue with:\n  jetrl train {run_dir}/config.toml --resume")
+            own = quote(f"{run_dir}/config.toml")
+            out.print(f"Stopped after a checkpoint. Continue with:\n  jetrl train {own} --resume")
         else:
             out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot be resumed.")
         raise SystemExit(130)
@@ -166,8 +168,8 @@ def _summarize(run_dir: Path) -> None:
     next_commands = [("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html"))]
     if newest(run_dir / "checkpoints") is not None:
         next_commands += [
-            ("certify the trained model, bit for bit", f"jetrl parity {run_dir}"),
-            ("write it as a Hugging Face folder", f"jetrl export {run_dir} my-model"),
+            ("certify the trained model, bit for bit", f"jetrl parity {quote(str(run_dir))}"),
+            ("write it as a Hugging Face folder", f"jetrl export {quote(str(run_dir))} my-model"),
         ]
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,

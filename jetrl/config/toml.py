@@ -37,6 +37,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}, {explain_syntax(text, error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: values are nested too deeply for a recipe") from None
     if not data:
         raise UserError(f"{path}: the file is empty. `jetrl recipes quickstart > {path}` fills it with a recipe")
     return data

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -67,7 +68,10 @@ class Recorder:
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def drop_after(self, step: int) -> None:
-        """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes."""
+        """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes.
+
+        Warns of rows of the metrics up to there that are missing: they cannot be made again.
+        """
         os.close(self._metrics)
         os.close(self._samples)
         for name in (METRICS_FILE, SAMPLES_FILE):
@@ -75,6 +79,13 @@ class Recorder:
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         self._samples = self._open(self.run_dir / SAMPLES_FILE)
         self.last_step = min(self.last_step, step)
+        steps = {row["step"] for row in read_metrics(self.run_dir)}
+        if lost := sorted(set(range(min(steps, default=step + 1), step + 1)) - steps):
+            shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
+            warnings.warn(
+                f"{self.run_dir / METRICS_FILE} lacks the rows of steps {shown} before the checkpoint of step {step}. "
+                "They are lost; training continues from the checkpoint.", stacklevel=2,
+            )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of `step`: flat keys, plain numbers. One row per step, in order (step 0: before training)."""

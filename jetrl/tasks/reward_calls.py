@@ -103,7 +103,7 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
         call = Call(lambda: None, _FOREVER)
         with call, user_code(f"Reward function {reward_name(function)}"):
             call.value = function(**arguments)
-        if call.error is not None and not isinstance(call.error, (Exception, SystemExit)):
+        if call.error is not None and not isinstance(call.error, (Exception, SystemExit, GeneratorExit)):
             raise call.error  # Ctrl-C
         over.append(call)
     if waiting := [call for call in over if call.error is None and inspect.isawaitable(call.value)]:

@@ -237,8 +237,8 @@ def _columns(items: Sequence[Item]) -> dict[str, list[Any]]:
 def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: int = 8) -> int:
     """Score the gold answers of the first `num` problems, encoded and decoded as the engine's text is.
 
-    One without reward would never be learned, so it stops the run. Returns how many were scored: those with a gold
-    text; none if only the environment gives rewards (`reward` None).
+    One that earns at most 0, and no more than an empty answer, would never be learned, so it stops the run. Returns how
+    many were scored: those with a gold text; none if only the environment gives rewards (`reward` None).
     """
     if reward is None:
         return 0
@@ -249,10 +249,13 @@ def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: i
             items.append((problem, tokenizer.decode(tokens), tuple(tokens)))
     if not items:
         return 0
-    scores = _call_parts(reward, items)
-    values = reward.best(scores) if isinstance(reward, WeightedReward) else scores[0]
-    for (problem, text, _), value in zip(items, values, strict=True):
+    values = _best(reward, items)
+    empty: list[float | None] = []
+    for i, ((problem, text, _), value) in enumerate(zip(items, values, strict=True)):
         if value is None or value <= 0:
+            empty = empty or _best(reward, [(one, "", ()) for one, _, _ in items])
+            if value is not None and (nothing := empty[i]) is not None and nothing < value:
+                continue  # rewards may be 0 for a right answer and less for a wrong one
             raise UserError(
                 f"The gold answer of problem {problem.id} earns no reward, so no completion can be expected to.\n"
                 f"  prompt: {shorten(str(problem.prompt), 400)!r}\n  gold text: {shorten(str(text), 400)!r}\n"
@@ -261,6 +264,12 @@ def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: i
                 "the function needs the answer in its own form; task.params.check_gold = false skips this check."
             )
     return len(items)
+
+
+def _best(reward: RewardFunction, items: Sequence[Item]) -> list[float | None]:
+    """The score of each item; of several functions the one that speaks best for it."""
+    scores = _call_parts(reward, items)
+    return list(reward.best(scores) if isinstance(reward, WeightedReward) else scores[0])
 
 
 def gold_text(task: Task, problem: Problem, reward: RewardFunction) -> str:

@@ -76,6 +76,15 @@ def test_a_resumed_run_leaves_the_same_bytes_as_an_unbroken_one(tmp_path: Path, 
         assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_rows_that_are_missing_before_the_checkpoint_are_reported(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (1, 2, 3):
+            recorder.write(step, row(step))
+    with Recorder(tmp_path / "run", resume=True) as recorder:
+        with pytest.warns(UserWarning, match="lacks the rows of steps 4, 5 before the checkpoint of step 5"):
+            recorder.drop_after(5)
+
+
 def test_a_torn_line_is_cut_but_a_whole_row_without_its_newline_stays(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "a": 1.5}\n{"step": 2, "a": 2.5}\n{"step": 3, "a": 3')

@@ -318,3 +318,14 @@ def test_check_gold_sees_what_the_tokenizer_does_to_the_text():
     task = AdditionTask({}, 0, arithmetic_tokenizer())
     with pytest.raises(UserError, match="earns no reward"):
         check_gold(task, task.reward, Lossy())
+
+
+def test_a_reward_may_be_zero_for_right_and_less_for_wrong() -> None:
+    task = AdditionTask({"digits": [2]}, 0, arithmetic_tokenizer())
+
+    def penalty(completions, answer, **_):  # type: ignore[no-untyped-def]
+        return [0.0 if text.endswith(str(a)) else -1.0 for text, a in zip(completions, answer, strict=True)]
+
+    assert check_gold(task, penalty, arithmetic_tokenizer()) == 8
+    with pytest.raises(UserError, match="earns no reward"):
+        check_gold(task, lambda completions, **_: [-1.0] * len(completions), arithmetic_tokenizer())

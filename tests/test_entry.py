@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from jetrl import cli
+from jetrl.__main__ import main
 from jetrl.entry import as_rank, placed, require_alike, without_nproc
 from jetrl.parallel.world import ALONE
 
@@ -35,6 +37,10 @@ def test_only_train_runs_on_several_ranks(
         as_rank(lambda: pytest.fail("it ran"), str, False)
     assert end.value.code == 2
     assert "jetrl eval runs in one process" in capsys.readouterr().err
+
+
+def test_python_m_jetrl_is_the_command() -> None:
+    assert main is cli.main
 
 
 def test_a_taken_folder_is_left_alone(tmp_path: Path) -> None:

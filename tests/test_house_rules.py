@@ -24,6 +24,7 @@ RANKS = [
     ("loop", "parity", "api", "entry"),
     ("doctor",),
     ("cli",),
+    ("__main__",),
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Rooms of one rank that may be imported by another of it: train/ is the builder of everything.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from jetrl.tasks import user_code
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,3 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; run `make test-gpu` on a Hopper machine"))
+
+
+@pytest.fixture(autouse=True)
+def settings_of_users_code() -> Iterator[None]:
+    """What a test's user code has set in torch lasts as long as the process: the next test's would run under it."""
+    yield
+    user_code._theirs.clear()

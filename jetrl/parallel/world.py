@@ -81,7 +81,7 @@ class World:
             return [value]
         found: list[Any] = [None] * self.size
         with collective("gather"):
-            dist.all_gather_object(found, value, group=_objects())
+            dist.all_gather_object(found, value)
         return found
 
     def share(self, value: Any, source: int = 0) -> Any:
@@ -90,22 +90,8 @@ class World:
             return value
         held = [value]
         with collective("share"):
-            dist.broadcast_object_list(held, src=source, group=_objects())
+            dist.broadcast_object_list(held, src=source)
         return held[0]
-
-    def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
-        """`send[r]` goes to rank r, `receive[r]` is filled by rank r. Flat tensors of one dtype; any may be empty.
-
-        The lengths must agree in pairs. Floats of 8 bits travel as bytes.
-        """
-        if self.alone:
-            receive[0].copy_(send[0])
-            return
-        sent, got = torch.cat([_plain(t) for t in send]), torch.cat([_plain(t) for t in receive])
-        with collective("exchange"):
-            dist.all_to_all_single(got, sent, [t.numel() for t in receive], [t.numel() for t in send])
-        for target, part in zip(receive, got.split([t.numel() for t in receive]), strict=True):
-            _plain(target).copy_(part)
 
     def send_rows(self, whole: Tensor, rows: Sequence[int], senders: int) -> tuple[Tensor, Callable[[], None]]:
         """Rank s gets its `rows[s]` rows of the `whole` [sum(rows), ...] of each rank below `senders`.
@@ -186,8 +172,3 @@ def connect(seconds: float = 60.0) -> dist.Store:
 def _plain(tensor: Tensor) -> Tensor:
     """A view that every backend moves: gloo has no FP8."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-def _objects() -> dist.ProcessGroup | None:
-    """The group that carries pickled objects. With `cpu:gloo,cuda:nccl` the default group takes both."""
-    return None

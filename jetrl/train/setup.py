@@ -136,9 +136,8 @@ def build_conversations(config: Config, plan: Prepared) -> EnvironmentPool | Non
 def build_learner(config: Config, model: Transformer, world: World = ALONE) -> Learner:
     """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's.
 
-    Shards the model, if that has not been done, and the critic with it; publish afterwards.
+    The model is cut for `world` already (`build_model`); a critic is cut as its policy is.
     """
-    shard_model(model, world)
     if config.rl.adv_estimator != "gae":
         return Learner(model, build_optimizer(model.named_parameters(), config.train), world=world)
     shared = config.rl.critic == "shared"

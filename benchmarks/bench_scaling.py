@@ -14,7 +14,8 @@ cache, BF16 masters and moments, FP32 gradients. With more GPUs than a run needs
               ranks by the shared queue
     publish   publishing, all ranks ready
 
-The first step of a run compiles kernels and is reported apart. Writes `benchmarks/results/scaling.json`; prints a table.
+The first step of a run compiles kernels and is reported apart. Writes
+`benchmarks/results/scaling.json`; prints a table.
 """
 
 from __future__ import annotations
@@ -409,8 +410,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 if bare := of(ranks, "step", f"{variant} alone", "update_s"):
                     share = 1 - median(bare) / median(update)
                     found.append(line(f"step {variant}, update without exchange s", ranks, bare, share))
-                peaks, alone = of(ranks, "step", variant, "peak GiB"), of(1, "step", variant, "peak GiB")
-                found.append(line(f"step {variant}, peak GiB", ranks, peaks, max(alone, default=0) and max(peaks) / max(alone)))
+                peaks = of(ranks, "step", variant, "peak GiB")
+                alone = max(of(1, "step", variant, "peak GiB"), default=0.0)
+                found.append(line(f"step {variant}, peak GiB", ranks, peaks, alone and max(peaks) / alone))
         if split := [r for r in rows if (r["ranks"], r["variant"]) == (ranks, "split") and r["round"] != "first"]:
             rates = [sum(n / s for n, s in zip(r["tokens by rank"], r["by_rank"], strict=True)) / ranks for r in split]
             base = median(rates)

@@ -73,7 +73,7 @@ class Kept(NoRecorder):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.rows.append(dict(metrics))
 
-    def write_samples(self, step: int, rows: Any) -> None:
+    def append_samples(self, lines: Any) -> None:
         pass
 
 
@@ -246,7 +246,7 @@ def ragged(session: Session, args: argparse.Namespace) -> Iterator[dict[str, Any
 
     for i in range(-1, args.rounds):
         for name, part in (("split", split), ("shared", shared)):
-            if (world.alone and name == "shared") or (i < 0 and name == "shared"):
+            if world.alone and name == "shared":
                 continue
             session.engine.load(publish(session.model, session.weight_version, session.flow_digest))
             world.barrier()

@@ -7,8 +7,9 @@ engine.load -> recorder.write.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
-from jetrl.report.recorder import ENV_FILE, NoRecorder, Recorder, failed_rows, group_rows
+from jetrl.report.recorder import ENV_FILE, NoRecorder, Recorder, failed_rows, group_rows, sample_lines
 from jetrl.report.track import open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
 from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
-from jetrl.train.gather import evaluate, gather
+from jetrl.train.gather import Gathered, evaluate, gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.pin import Pin, pinned, pins_of, record
@@ -36,7 +37,7 @@ from jetrl.train.sft import warm_start
 from jetrl.train.step import update
 from jetrl.train.stopping import GivenUp, StopRequest
 from jetrl.train.trainer import NonFiniteError
-from jetrl.types import StepReport
+from jetrl.types import Group, StepReport
 
 
 class Clock:
@@ -201,11 +202,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
                 metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever happens to its evaluation
             metrics |= clock.take()
-            with together(session.world):
-                recorder.write(step, metrics)
-                if session.world.first:
-                    rows = group_rows(recorded(gathered.groups, learnt), session.token_text)
-                    recorder.write_samples(step, rows + failed_rows(gathered.failed, session.token_text))
+            record_step(session, recorder, step, metrics, gathered, learnt)
     clock.display.step({"step": step} | metrics)
     if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):
         clock.display.hint("nothing to learn from", reason)
@@ -214,6 +211,21 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             save_once(session, run_dir)
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
+
+
+def record_step(
+    session: Session, recorder: Recorder, step: int, metrics: dict[str, float], gathered: Gathered,
+    learnt: Sequence[Group],
+) -> None:
+    """Write a step's metrics and samples. Each rank makes the lines of its part of the groups."""
+    world, text = session.world, session.token_text
+    rows = group_rows(world.part(recorded(gathered.groups, learnt)), text)
+    lines = world.collect(sample_lines(step, rows))
+    with together(world):
+        recorder.write(step, metrics)
+        if world.first:
+            failed = sample_lines(step, failed_rows(gathered.failed, text))
+            recorder.append_samples([*chain.from_iterable(lines), *failed])
 
 
 def check_parity(session: Session, display: Display, metrics: dict[str, float], run_dir: Path) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from jetrl.parallel.calls import PROGRESS, LostContact
 
 # torch 2.13 has given it another name, and warns of the old one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+T = TypeVar("T")
 _WAITS = itertools.count(1)  # of `await_all`: each has a counter of its own in the store
 
 
@@ -83,6 +84,19 @@ class World:
         with collective("gather"):
             dist.all_gather_object(found, value)
         return found
+
+    def collect(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on rank 0; [] on the others. Pickled."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size if self.first else []
+        with collective("collect"):
+            dist.gather_object(value, found if self.first else None)
+        return found
+
+    def part(self, of: Sequence[T]) -> Sequence[T]:
+        """This rank's part of a sequence: neighbours, equal numbers or one more."""
+        return of[len(of) * self.rank // self.size : len(of) * (self.rank + 1) // self.size]
 
     def share(self, value: Any, source: int = 0) -> Any:
         """`value` of rank `source`, on every rank."""

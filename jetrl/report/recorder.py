@@ -92,7 +92,7 @@ class Recorder:
         assert step > self.last_step, f"row of step {step} after that of step {self.last_step}"
         row: dict[str, Any] = {"step": step}
         row.update((key, _encode(value)) for key, value in metrics.items() if key != "step")
-        self._append(self._metrics, METRICS_FILE, [row])
+        self._append(self._metrics, METRICS_FILE, [line_of(row)])
         self.last_step = step
         for tracker in self.trackers:
             tracker.log(step, {key: value for key, value in metrics.items() if key != "step"})
@@ -115,15 +115,11 @@ class Recorder:
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append sample rows of `step` (see `group_rows`, `failed_rows`); each holds all of `SAMPLE_KEYS`."""
-        encoded = []
-        for row in rows:
-            missing = [key for key in SAMPLE_KEYS if key not in row]
-            assert not missing, f"sample row without {missing}"
-            for part in (row, *(turn for turn in row.get("turns", ()) if turn["author"] == "policy")):
-                assert len(part["tokens"]) == len(part["logprobs"]), "a sample needs one log-prob a token"
-            assert len(row.get("advantages", row["tokens"])) == len(row["tokens"]), "one advantage per token, or one"
-            encoded.append({"step": step, **_with_numbers(row, _encode)})
-        self._append(self._samples, SAMPLES_FILE, encoded)
+        self.append_samples(sample_lines(step, rows))
+
+    def append_samples(self, lines: Iterable[bytes]) -> None:
+        """Append lines that `sample_lines` has made, here or on another rank."""
+        self._append(self._samples, SAMPLES_FILE, lines)
 
     def write_config(self, text: str) -> None:
         """Write the resolved config, as the caller rendered it."""
@@ -142,9 +138,8 @@ class Recorder:
             environment = first
         self._replace(ENV_FILE, json.dumps(environment, indent=2) + "\n")
 
-    def _append(self, file: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        for row in rows:
-            data = line_of(row)
+    def _append(self, file: int, name: str, lines: Iterable[bytes]) -> None:
+        for data in lines:
             with disk_errors(self.run_dir / name):
                 while data:
                     data = data[os.write(file, data) :]
@@ -194,6 +189,19 @@ class NoRecorder(Recorder):
 
     def amend(self, metrics: Mapping[str, float]) -> None:
         pass
+
+
+def sample_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
+    """Sample rows of `step` as the lines of the samples' file."""
+    lines = []
+    for row in rows:
+        missing = [key for key in SAMPLE_KEYS if key not in row]
+        assert not missing, f"sample row without {missing}"
+        for part in (row, *(turn for turn in row.get("turns", ()) if turn["author"] == "policy")):
+            assert len(part["tokens"]) == len(part["logprobs"]), "a sample needs one log-prob a token"
+        assert len(row.get("advantages", row["tokens"])) == len(row["tokens"]), "one advantage per token, or one"
+        lines.append(line_of({"step": step, **_with_numbers(row, _encode)}))
+    return lines
 
 
 def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ trajectory. Everything is decided by order, length and index: equal groups give 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -212,39 +213,39 @@ def _loss_rows(batch: PackedBatch) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _micro_batch(sequences: Sequence[_Sequence]) -> MicroBatch:
-    tokens: list[int] = []
-    targets: list[int] = []
-    positions: list[int] = []
-    sequence_ids: list[int] = []
-    edges = [0]
-    for sequence in sequences:
-        ids = [token for segment in sequence.trajectory.segments for token in segment.tokens]
-        tokens += ids
-        targets += (*ids[1:], 0)
-        positions += range(len(ids))
-        sequence_ids += [sequence.index] * len(ids)
-        edges.append(len(tokens))
-    loss_mask, advantages, logprobs = (torch.zeros(len(tokens), dtype=torch.float32) for _ in range(3))
-    for sequence, start in zip(sequences, edges[:-1], strict=True):
+    lengths = [sequence.trajectory.length for sequence in sequences]
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    starts, count = edges[:-1].repeat_interleave(edges.diff()), int(edges[-1])
+    segments = [segment for sequence in sequences for segment in sequence.trajectory.segments]
+    tokens = _tensor(chain.from_iterable(s.tokens for s in segments), np.int64, count)
+    targets = tokens.roll(-1)
+    targets[edges[1:] - 1] = 0
+    loss_mask, advantages, logprobs = (torch.zeros(count, dtype=torch.float32) for _ in range(3))
+    for sequence, start in zip(sequences, edges.tolist(), strict=False):
         first = start - 1
         for segment in sequence.trajectory.segments if sequence.in_loss else ():
             rows = slice(first, first + len(segment.tokens))
             if segment.author == "policy":
                 loss_mask[rows] = 1.0
                 if segment.logprobs:  # worked solutions of the warm start were not sampled
-                    logprobs[rows] = torch.tensor(segment.logprobs, dtype=torch.float32)
+                    logprobs[rows] = _tensor(segment.logprobs, np.float32, len(segment.logprobs))
             first = rows.stop
     return MicroBatch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        targets=torch.tensor(targets, dtype=torch.int64),
+        tokens=tokens,
+        positions=torch.arange(count) - starts,
+        targets=targets,
         loss_mask=loss_mask,
         advantages=advantages,
         rollout_logprobs=logprobs,
-        sequence_ids=torch.tensor(sequence_ids, dtype=torch.int64),
-        cu_seqlens=torch.tensor(edges, dtype=torch.int32),
-        lengths=tuple(sequence.trajectory.length for sequence in sequences),
+        sequence_ids=torch.tensor([s.index for s in sequences]).repeat_interleave(edges.diff()),
+        cu_seqlens=edges.to(torch.int32),
+        lengths=tuple(lengths),
     )
+
+
+def _tensor(values: Iterable[float], dtype: type[np.generic], count: int) -> Tensor:
+    """From Python numbers, in a third of the time of `torch.tensor`."""
+    return torch.from_numpy(np.fromiter(values, dtype, count))
 
 
 def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:

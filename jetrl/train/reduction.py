@@ -1,16 +1,17 @@
 """Where the gradients of one update add up: over micro-batches and ranks, in one order (`train.reduction`).
 
-Micro-batch i belongs to rank i % n. The sum of a matrix's gradient lands with the owner of its rows (`model.shards`),
-that of a vector with every rank:
+Micro-batches are dealt to lanes: of L lanes, lane l has the micro-batches l, l + L, l + 2 L, ... A rank takes a lane,
+adds its gradients up in place, sends the sum to the owners of the rows (`model.shards`; vectors: to all), and takes
+the next: rank r of n has the lanes r, r + n, ... Owners add what arrives in the order of lanes. So the sum depends on
+the number of lanes only:
 
-    fast    a rank adds its micro-batches up in place, and at the end the ranks' sums are added in rank order. The last
-            bits depend on n. In one process: `.grad` as kernels and autograd fill it, and nothing else.
-    fixed   each micro-batch's gradient is made in a buffer of its own and sent; the owner adds g_0 + g_1 + g_2 + ... in
-            the order of micro-batches: one sum for any n.
+    fast    as many lanes as ranks: one exchange an update; the last bits depend on the number of ranks. In one process:
+            `.grad` as kernels and autograd fill it, and nothing else.
+    fixed   `train.reduction_lanes` lanes: one sum for any number of ranks. By default every micro-batch is a lane.
 
-All ranks exchange the same matrices in the same order, that of a backward pass: last parameter first. A matrix is sent
-when its gradient is complete and all before it are sent, so under `fixed` a rank holds whole gradients of a few
-matrices at a time; under `fast` of all. What is left is sent when the pass has ended.
+A rank holds whole gradients of all matrices while its lane has several micro-batches. With one it holds a few: all
+ranks exchange the same matrices in the same order, that of a backward pass (last parameter first), and a matrix is sent
+when its gradient is complete and all before it are sent. What is left is sent when the pass has ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,11 +38,37 @@ from jetrl.train.optim import fixed_order_sum, global_grad_norm
 IN_FLIGHT = 2  # matrices on their way while the backward pass goes on
 
 
-class GradientSum(Protocol):
-    """The gradients of one update. After the last round `.grad` of every parameter is the sum (of its own rows)."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What all ranks do at once: the micro-batch of each (None: none), and how many of them, from the first on, then
+    send their sum (0: the lanes go on)."""
 
-    def round(self, first: int) -> AbstractContextManager[None]:
-        """Around the backward pass of micro-batch `first + rank`, if there is one. Collective."""
+    micro: tuple[int | None, ...]
+    senders: int
+    last: bool
+
+
+def turns_of(count: int, lanes: int, size: int) -> list[Turn]:
+    """The turns of `size` ranks over `count` micro-batches in `lanes` lanes. An empty lane is none."""
+    lanes = min(lanes, count)
+    found = []
+    for first in range(0, lanes, size):
+        group = range(first, min(first + size, lanes))
+        for number in range(first, count, lanes):
+            own = [lane + number - first for lane in group]
+            micro = tuple(own[r] if r < len(own) and own[r] < count else None for r in range(size))
+            ends = number + lanes >= count
+            found.append(Turn(micro, len(group) if ends else 0, ends and first + size >= lanes))
+    return found
+
+
+class GradientSum(Protocol):
+    """The gradients of one update. After the last turn `.grad` of every parameter is the sum (of its own rows)."""
+
+    turns: list[Turn]
+
+    def turn(self, turn: Turn) -> AbstractContextManager[None]:
+        """Around the backward pass of this rank's micro-batch, if it has one. Collective."""
         ...
 
     def norm(self) -> float:
@@ -48,24 +76,27 @@ class GradientSum(Protocol):
         ...
 
 
-def gradient_sum(parameters: Sequence[nn.Parameter], count: int, world: World, reduction: Reduction) -> GradientSum:
+def gradient_sum(
+    parameters: Sequence[nn.Parameter], count: int, world: World, reduction: Reduction, lanes: int | None = None
+) -> GradientSum:
     """For `count` micro-batches of all ranks together. The parameters' `.grad` must be None.
 
-    Parameters that ask for no gradient are left out. Matrices must come from `sharding.shard_model` of this world,
-    except in one process under `fast`.
+    `lanes` are those of `fixed`; None: one for each micro-batch. Parameters that ask for no gradient are left out.
+    Matrices must come from `sharding.shard_model` of this world, except in one process under `fast`.
     """
     if world.alone and reduction == "fast":
-        return InPlace(parameters)
-    return Exchanged(parameters, count, world, every_round=reduction == "fixed")
+        return InPlace(parameters, turns_of(count, 1, 1))
+    lanes = world.size if reduction == "fast" else lanes or count
+    return Exchanged(parameters, turns_of(count, lanes, world.size), world)
 
 
 class InPlace:
     """One process adds up where kernels and autograd do."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Turn]) -> None:
+        self._parameters, self.turns = parameters, turns
 
-    def round(self, first: int) -> AbstractContextManager[None]:
+    def turn(self, turn: Turn) -> AbstractContextManager[None]:
         return nullcontext()
 
     def norm(self) -> float:
@@ -82,10 +113,10 @@ class _Flight(NamedTuple):
 
 
 class Exchanged:
-    """The sum over ranks: after every round (`fixed`), or once, after the last (`fast`). A `GradientSink`."""
+    """The sum over lanes, which the ranks exchange. A `GradientSink`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], count: int, world: World, every_round: bool) -> None:
-        self._world, self._count, self._every_round = world, count, every_round
+    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Turn], world: World) -> None:
+        self._world, self.turns = world, turns
         trained = [p for p in parameters if p.requires_grad]
         self._vectors = [p for p in trained if p.ndim == 1]
         self._plan = [p for p in reversed(trained) if p.ndim > 1]  # the order of exchanges
@@ -98,20 +129,18 @@ class Exchanged:
         self._left: list[int] = []
 
     @contextmanager
-    def round(self, first: int) -> Iterator[None]:
-        last = first + self._world.size >= self._count
-        exchanges = self._every_round or last
-        self._senders = min(self._world.size, self._count - first if self._every_round else self._count)
+    def turn(self, turn: Turn) -> Iterator[None]:
+        self._senders = turn.senders
         # without an exchange nothing is ever complete
-        self._left = [num_sources(p) if exchanges else 1 << 30 for p in self._plan]
+        self._left = [num_sources(p) if turn.senders else 1 << 30 for p in self._plan]
         self._sent = 0
         with sent_to(self, self._plan):
             yield
-        if exchanges:
+        if turn.senders:
             self._send(len(self._plan))
             self._land(0)
             self._add_vectors()
-        if last:
+        if turn.last:
             self._finish()
 
     def buffer(self, master: Tensor) -> Tensor:
@@ -154,8 +183,8 @@ class Exchanged:
             if not master.numel():
                 continue  # no rows here: `.grad` stays None, and the optimizer passes it by
             if master.grad is None:  # the only gradient is taken as it is, without the memory of others
-                master.grad = received[0] if len(received) == 1 else received[0].clone()
-                received = received[1:]
+                master.grad = received[0] if len(received) == 1 else received[0] + received[1]
+                received = received[2:]
             for gradient in received:
                 master.grad.add_(gradient)
 

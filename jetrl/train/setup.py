@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Session:
     num_prompts: int = 0  # taken from the task's training stream so far
     initial_accuracy: float | None = None
     saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
+    texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
 
     @property
@@ -87,7 +88,10 @@ class Session:
 
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""
-        return self.tokenizer.decode([token])
+        text = self.texts.get(token)
+        if text is None:  # a tokenizer takes some microseconds
+            text = self.texts[token] = self.tokenizer.decode([token])
+        return text
 
 
 def build(
@@ -99,6 +103,7 @@ def build(
     folder that is only sampled from; there are no masters and no optimizer then, and no ranks.
     """
     assert evaluates is None or world.alone
+    check_lanes(config, world)
     given, config = config, absolute_paths(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -123,6 +128,16 @@ def build(
         conversations=build_conversations(config, plan), given=given,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
     )
+
+
+def check_lanes(config: Config, world: World) -> None:
+    """Refuse fewer lanes of gradients than ranks: some would have no work in any update."""
+    lanes = config.train.reduction_lanes
+    if lanes is not None and lanes < world.size:
+        raise UserError(
+            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {world.size}. Set it to at "
+            f"least {world.size}, best to a multiple of the numbers of ranks that are to give the same bits."
+        )
 
 
 def build_conversations(config: Config, plan: Prepared) -> EnvironmentPool | None:

@@ -118,6 +118,7 @@ def _policy_update(
     stats = optimizer_step(
         parameters, learner.optimizer, batch.micro_batches, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
         world=learner.world, reduction=config.train.reduction,
+        lanes=config.train.reduction_lanes,
     )
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
     return stats | (mismatch.merged(learner.world.gather(gap)).metrics() if on_policy else {})
@@ -161,6 +162,7 @@ def _critic_update(
     stats = optimizer_step(
         list(critic.parameters()), optimizer, batch.micro_batches, loss_of, lr=rl.critic_lr,
         max_grad_norm=config.train.max_grad_norm, world=learner.world, reduction=config.train.reduction,
+        lanes=config.train.reduction_lanes,
     )
     stats["critic/loss"], stats["critic/grad_norm"] = stats.pop("loss"), stats.pop("grad_norm")
     return stats

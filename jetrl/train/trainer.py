@@ -6,7 +6,7 @@ RL, the critic and the warm start differ only in the parameters and in the loss 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,24 +30,25 @@ class NonFiniteError(RuntimeError):
 def optimizer_step(
     parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch],
     loss_of: LossOf, *, lr: float, max_grad_norm: float, world: World = ALONE, reduction: Reduction = "fast",
+    lanes: int | None = None,
 ) -> dict[str, float]:
     """Add the gradients of all micro-batches up, clip them, step. Returns the summed statistics, `loss`, `grad_norm`.
 
-    `micro_batches` are those of all ranks; rank r takes every n-th from the r-th on. They move to the parameters'
+    `micro_batches` are those of all ranks, which share them as `train.reduction` says. They move to the parameters'
     device one by one. What is returned is the same on every rank, and so is a NonFiniteError, which comes before any
     weight changes. Collective.
     """
     device = parameters[0].device
-    own: list[Stats] = []
+    own: dict[int, Stats] = {}
     optimizer.zero_grad(set_to_none=True)  # what a failed update may have left
-    gradients = gradient_sum(parameters, len(micro_batches), world, reduction)
-    for first in range(0, len(micro_batches), world.size):
-        with gradients.round(first):
-            if first + world.rank < len(micro_batches):
-                loss, part = loss_of(to_device(micro_batches[first + world.rank], device))
+    gradients = gradient_sum(parameters, len(micro_batches), world, reduction, lanes)
+    for turn in gradients.turns:
+        with gradients.turn(turn):
+            if (number := turn.micro[world.rank]) is not None:
+                loss, part = loss_of(to_device(micro_batches[number], device))
                 loss.backward()
-                own.append({**part, "loss": loss.detach().double()})
-    values = {key: float(value) for key, value in _summed(own, len(micro_batches), world).items()}
+                own[number] = {**part, "loss": loss.detach().double()}
+    values = {key: float(value) for key, value in _summed(own, world).items()}
     norm = gradients.norm()
     if not (math.isfinite(values["loss"]) and math.isfinite(norm)):
         raise NonFiniteError(f"loss {values['loss']}, gradient norm {norm}")
@@ -58,16 +59,16 @@ def optimizer_step(
     return values | {"grad_norm": norm}
 
 
-def _summed(own: Sequence[Stats], count: int, world: World) -> Stats:
-    """The statistics of all `count` micro-batches, added in their order on every rank."""
-    if world.alone:
-        every = [{key: [part[key] for part in own] for key in own[0]}]
-    else:
-        columns = {key: torch.stack([part[key] for part in own]).cpu() for key in own[0]} if own else {}
-        every = world.gather(columns)
+def _summed(own: Mapping[int, Stats], world: World) -> Stats:
+    """The statistics of all micro-batches, of which this rank has its `own` by number, added in their order."""
+    keys = list(next(iter(own.values()), {}))
+    columns = {key: torch.stack([part[key] for part in own.values()]).cpu() for key in keys}
+    every = {
+        number: {key: column[i] for key, column in columns.items()}
+        for numbers, columns in world.gather((list(own), columns)) for i, number in enumerate(numbers)
+    }
     stats: Stats = {}
-    for i in range(count):
-        for key, column in every[i % world.size].items():
-            value = column[i // world.size]
+    for number in sorted(every):
+        for key, value in every[number].items():
             stats[key] = stats.get(key, torch.zeros_like(value)) + value
     return stats

@@ -29,7 +29,8 @@ def everything(world: World) -> dict[str, Any]:
         sent[senders] = got.tolist()
     world.barrier()
     return {
-        "gather": world.gather({"rank": world.rank}), "share": world.share(world.rank, 0),
+        "gather": world.gather({"rank": world.rank}), "collect": world.collect(world.rank * 10),
+        "part": list(world.part("abcdefg")), "share": world.share(world.rank, 0),
         "codes": codes.float().tolist(), "even": even.tolist(), "sent": sent,
     }
 
@@ -38,8 +39,11 @@ def everything(world: World) -> dict[str, Any]:
 def test_everything_arrives(size: int) -> None:
     found = [everything(ALONE)] if size == 1 else run_ranks(everything, size)
     rows = [3, 0, 5, 1][:size]
+    assert "".join(letter for one in found for letter in one["part"]) == "abcdefg"
+    assert {len(one["part"]) for one in found} <= {7 // size, 7 // size + 1}
     for rank, one in enumerate(found):
         assert one["gather"] == [{"rank": r} for r in range(size)] and one["share"] == 0
+        assert one["collect"] == ([r * 10 for r in range(size)] if rank == 0 else [])
         assert one["codes"] == [[r + 1.0] * 4 for r, n in enumerate(rows) for _ in range(n)]
         assert one["even"] == [float(r) for r in range(size) for _ in range(2)]
         for senders, got in one["sent"].items():

@@ -22,6 +22,7 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.config import Config
+from jetrl.errors import UserError
 from jetrl.loop import Clock
 from jetrl.model.sharding import full_state, load_rows
 from jetrl.model.shards import gathered, shard, shard_of
@@ -33,7 +34,7 @@ from jetrl.train.gather import gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
-from jetrl.train.setup import build, build_learner, build_model, load_spec, recipe_of
+from jetrl.train.setup import build, build_learner, build_model, check_lanes, load_spec, recipe_of
 from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import NonFiniteError, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch
@@ -41,15 +42,16 @@ from jetrl.types import MicroBatch, PackedBatch
 # 3 blocks of vocabulary; fused sections that end within blocks; matrices of one block, of which most ranks own no rows
 WIDE = {"model.arch.hidden_size": 64, "model.arch.intermediate_size": 200, "model.arch.vocab_size": 300}
 QWEN2 = {"model.arch.model_type": "qwen2", "model.arch.tie_word_embeddings": False}  # with a bias of qkv
-UNTIED = "fp8, untied, bias, updates"
+UNTIED, LANES = "fp8, untied, bias, updates", "fp8, 5 lanes"
 CASES: dict[str, dict[str, Any]] = {
     "fp8, tied": {"train.activation_checkpointing": True},
     UNTIED: WIDE | QWEN2 | {"rl.updates_per_step": 2},
+    LANES: WIDE | {"train.reduction_lanes": 5},
     "bf16, bf16 masters": WIDE | {
         "precision": "bf16", "train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16"},
     "ppo, bf16 gradients, offload": {
         "rl.algo": "ppo", "rl.critic_lr": 3e-3, "train.master_dtype": "bfloat16", "train.grad_dtype": "bfloat16",
-        "train.offload_optimizer": True},
+        "train.offload_optimizer": True, "train.reduction_lanes": 4},
     "ppo, shared, fp8_rollout, pow2": QWEN2 | {
         "rl.algo": "ppo", "rl.critic": "shared", "precision": "fp8_rollout", "quant.weight_scale": "pow2"},
 }
@@ -213,7 +215,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         found = {name: data_of(name, folder / str(i), "fixed") for i, name in enumerate(CASES)}
     for name in FAST:
         config, steps = found[name]
-        train = config.train.model_copy(update={"reduction": "fast"})
+        train = config.train.model_copy(update={"reduction": "fast", "reduction_lanes": None})
         found[f"fast: {name}"] = (config.model_copy(update={"train": train}), steps)
     counts = {len(batch.micro_batches) for _, steps in found.values() for batches in steps for batch in batches}
     assert {1, 3} <= counts and any(n > 4 and n % 2 for n in counts), counts
@@ -265,8 +267,9 @@ def test_in_one_process_both_add_the_same(cases: Cases, name: str) -> None:
         model = learner_of(config, ALONE).model
         parameters = list(model.parameters())
         gradients = reduction.gradient_sum(parameters, len(batch.micro_batches), ALONE, how)
-        for i, micro in enumerate(batch.micro_batches):
-            with gradients.round(i):
+        assert [turn.micro for turn in gradients.turns] == [(i,) for i in range(len(batch.micro_batches))]
+        for turn, micro in zip(gradients.turns, batch.micro_batches, strict=True):
+            with gradients.turn(turn):
                 forward_rows(model, micro, 1.0).logprobs.sum().backward()
         found[how] = {name: p.grad for name, p in model.named_parameters()}
         exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
@@ -276,6 +279,43 @@ def test_in_one_process_both_add_the_same(cases: Cases, name: str) -> None:
             assert torch.allclose(found["fixed"][key], want, rtol=1e-4, atol=1e-4)
         else:
             assert_bitwise_equal(found["fixed"][key] + 0.0, want + 0.0, key)
+
+
+@given(count=st.integers(1, 40), lanes=st.integers(1, 40), size=st.integers(1, 9))
+def test_turns_deal_lanes_to_ranks(count: int, lanes: int, size: int) -> None:
+    turns = reduction.turns_of(count, lanes, size)
+    dealt = [[turn.micro[r] for turn in turns if turn.micro[r] is not None] for r in range(size)]
+    assert sorted(number for own in dealt for number in own) == list(range(count))
+    full = min(lanes, count)
+    for rank, own in enumerate(dealt):
+        of = [list(range(lane, count, full)) for lane in range(rank, full, size)]
+        assert own == [number for lane in of for number in lane]
+    assert [turn.last for turn in turns] == [False] * (len(turns) - 1) + [True]
+    ends = [turn for turn in turns if turn.senders]
+    assert sum(turn.senders for turn in ends) == full and turns[-1].senders
+    # between two exchanges a rank stays in one lane
+    part: list[list[int]] = [[] for _ in range(size)]
+    for turn in turns:
+        for rank, number in enumerate(turn.micro):
+            part[rank] += [] if number is None else [number % full]
+        if turn.senders:
+            assert all(len(set(lanes_of)) == (rank < turn.senders) for rank, lanes_of in enumerate(part))
+            part = [[] for _ in range(size)]
+
+
+def test_lanes_decide_the_sum(tmp_path: Path) -> None:
+    changes = {"train.steps": 1, "train.max_tokens_per_gpu": 40, "train.lr": 1e-4, "train.reduction": "fixed"}
+    runs = [tiny_run(tmp_path / str(n), changes | {"train.reduction_lanes": n}) for n in (1, 2)]
+    assert weights_hash(runs[0], 1) != weights_hash(runs[1], 1)
+
+
+def test_fewer_lanes_than_ranks_are_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, {"train.reduction": "fixed", "train.reduction_lanes": 3})
+    check_lanes(config, World(0, 3))
+    with pytest.raises(UserError, match="reduction_lanes = 3 gives work to 3 ranks, and this run has 4"):
+        check_lanes(config, World(0, 4))
+    with pytest.raises(UserError, match="reduction_lanes"):
+        tiny_config(tmp_path, {"train.reduction_lanes": 3})
 
 
 def test_a_run_takes_the_setting(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ Each number of ranks is a run of its own (`parallel.spawn`), with random weights
 cache, BF16 masters and moments, FP32 gradients. With more GPUs than a run needs, runs go on side by side. Parts:
 
     step      the program's own RL steps (`loop.train_step`) on stand-in problems, `--prompts` groups of 8 answers a
-              rank, in turns with `train.reduction` fast, fixed, and both without an exchange: there a rank takes its
-              own gradients for those of the others, so what is left is the time of everything but communication
+              rank, in turns with `train.reduction` fast, fixed, and lanes (fixed with `--lanes`), and without an
+              exchange ("alone"): there zeros take the place of what would arrive, so what is left is the time of everything
+              but the communication of the update
     ragged    answers of log-normal lengths (sigma 0.8), `--answers` a rank over `--slots` slots: each rank its own
               part without the others (one GPU's time, and the static split's, which is the slowest rank's), and all
               ranks by the shared queue
@@ -128,16 +129,16 @@ def sync() -> None:
 
 @contextmanager
 def no_exchange() -> Iterator[None]:
-    """Gradients do not travel: a rank takes its own rows of its own gradient for those of every sender."""
-    kept = World.send_rows
+    """Gradients do not travel: zeros that lie there already take the place of what would arrive."""
+    kept, zeros = World.send_rows, [torch.empty(0)]
 
     def stay(
         self: World, whole: torch.Tensor, rows: Sequence[int], senders: int
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        own, start = rows[self.rank], sum(rows[: self.rank])
-        if len(whole):
-            return whole.narrow(0, start, own).expand(senders, own, *whole.shape[1:]), lambda: None
-        return whole.new_zeros(senders, own, *whole.shape[1:]), lambda: None
+        shape = (senders, rows[self.rank], *whole.shape[1:])
+        if zeros[0].numel() < math.prod(shape):
+            zeros[0] = whole.new_zeros(math.prod(shape))
+        return zeros[0][: math.prod(shape)].view(shape), lambda: None
 
     World.send_rows = stay  # type: ignore[method-assign]
     try:
@@ -172,16 +173,17 @@ def profiled(path: Path | None) -> Iterator[None]:
 def steps(session: Session, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """RL steps, the first of which compiles; then rounds of all variants."""
     world = session.world
-    variants = ["fast", "fixed"] if world.alone else ["fast", "fixed", "fast alone", "fixed alone"]
-    if args.variants:
-        variants = [v for v in variants if v in args.variants]
+    variants = [v for v in args.variants if not (world.alone and v.endswith("alone"))]
     order = [("first", variants[0])] + [(str(i), v) for i in range(args.rounds) for v in variants]
     recorder, stop, config = Kept(), StopRequest(world), session.config
     with Display(1 << 20, "scaling") as display:
         clock = Clock(display, stop)
         for number, variant in order:
-            reduction, _, alone = variant.partition(" ")
-            train = config.train.model_copy(update={"reduction": reduction})
+            kind, _, alone = variant.partition(" ")
+            lanes = args.lanes if kind == "lanes" else None
+            train = config.train.model_copy(
+                update={"reduction": "fast" if kind == "fast" else "fixed", "reduction_lanes": lanes}
+            )
             session.config = config.model_copy(update={"train": train})
             world.barrier()
             sync()
@@ -357,7 +359,10 @@ def main() -> None:
     parser.add_argument("--masters", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--variants", nargs="+", help="of steps (default: all)")
+    parser.add_argument(
+        "--variants", nargs="+", default=["fast", "lanes", "fixed", "fast alone", "lanes alone"], help="of steps"
+    )
+    parser.add_argument("--lanes", type=int, default=8)
     parser.add_argument("--answers", type=int, default=512, help="of a ragged rollout, for each rank")
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--mean", type=float, default=512.0)
@@ -399,11 +404,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "against": "" if against is None else against}
 
     found: list[dict[str, Any]] = []
-    one = {v: of(1, "step", v, "tokens_per_s") for v in ("fast", "fixed")}
+    one = of(1, "step", "fast", "tokens_per_s")
     for ranks in sorted({r["ranks"] for r in rows}):
-        for variant in ("fast", "fixed"):
+        for variant in ("fast", "lanes", "fixed"):
             if values := of(ranks, "step", variant, "tokens_per_s"):
-                base = median(one["fast"]) if one["fast"] else None
+                base = median(one) if one else None
                 found.append(line(f"step {variant}, tokens/s", ranks, values, base and median(values) / base))
                 update = of(ranks, "step", variant, "update_s")
                 found.append(line(f"step {variant}, update s", ranks, update))

@@ -28,6 +28,7 @@ OPS = (
     # several ops in one, the same bits as one after another
     "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "qkv_norm_rope_backward", "attend_cached",
     "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
+    "add_in_order",
 )
 
 

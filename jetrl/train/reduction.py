@@ -30,6 +30,7 @@ from jetrl.choices import Reduction
 from jetrl.kernels.gradient import grad_dtype, num_sources, sent_to
 from jetrl.kernels.qtensor import blocks_of
 from jetrl.kernels.squares import ROW, row_squares
+from jetrl.kernels.sums import add_in_order
 from jetrl.model.shards import Shard, shard_of
 from jetrl.parallel.world import World
 from jetrl.precision.formats import BLOCK
@@ -182,11 +183,10 @@ class Exchanged:
             wait()
             if not master.numel():
                 continue  # no rows here: `.grad` stays None, and the optimizer passes it by
-            if master.grad is None:  # the only gradient is taken as it is, without the memory of others
-                master.grad = received[0] if len(received) == 1 else received[0] + received[1]
-                received = received[2:]
-            for gradient in received:
-                master.grad.add_(gradient)
+            if master.grad is None and len(received) == 1:
+                master.grad = received[0]  # as it is: nothing to add
+            else:
+                master.grad = add_in_order(master.grad, received)
 
     def _add_vectors(self) -> None:
         """Gather the vectors' gradients and add them, of all ranks, in the same order on each."""

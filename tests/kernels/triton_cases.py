@@ -435,6 +435,18 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
         ta.row_squares(x.to(DEVICE), got)
         torch.testing.assert_close(got.cpu(), want, rtol=1e-14, atol=0)
 
+    def sums(size: int, count: int, dtype: torch.dtype) -> None:
+        g = torch.Generator().manual_seed(size)
+        total, parts = torch.randn(size, generator=g).to(dtype), torch.randn(count, size, generator=g).to(dtype)
+        for first in (False, True):
+            want, got = total.clone(), total.to(DEVICE, copy=True)
+            backend.add_in_order(want, parts, first)
+            ta.add_in_order(got, parts.to(DEVICE), first)
+            equal(f"sum, first {first}", got.cpu(), want)
+
+    for size, count in ((1, 1), (2048, 2), (5001, 4)):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"add_in_order {size} of {count} {dtype}", partial(sums, size, count, dtype)
     for size in (1, 4096, 10_001):
         yield f"row_squares {size}", partial(squares, size, torch.bfloat16)
     for master, moments in itertools.product((torch.float32, torch.bfloat16), repeat=2):

@@ -41,6 +41,15 @@ def row_squares(x: Tensor, out: Tensor) -> None:
         out[i * 1024 : i * 1024 + len(rows)] = rows.sum(1)
 
 
+def add_in_order(total: Tensor, parts: Tensor, first: bool) -> None:
+    """`kernels.sums.add_in_order`; `first`: what `total` holds does not count."""
+    if first:
+        total.copy_(parts[0])
+        parts = parts[1:]
+    for part in parts:
+        total.add_(part)
+
+
 def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor) -> None:
     """`kernels.decode.advance`, plainly."""
     step = int(state.count)

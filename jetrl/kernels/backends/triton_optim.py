@@ -48,6 +48,29 @@ def _add_kernel(grad, x, size, B: tl.constexpr):
     tl.store(grad + at, total.to(grad.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _sum_kernel(total, parts, size, count, FIRST: tl.constexpr, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < size
+    if FIRST:
+        held = tl.load(parts + at, mask=inside, other=0.0)
+    else:
+        held = tl.load(total + at, mask=inside, other=0.0)
+    for number in range(1 if FIRST else 0, count):
+        part = tl.load(parts + number * size.to(tl.int64) + at, mask=inside, other=0.0)
+        held = (held.to(tl.float32) + part.to(tl.float32)).to(held.dtype)
+    tl.store(total + at, held, mask=inside)
+
+
+def add_in_order(total: Tensor, parts: Tensor, first: bool) -> None:
+    """`kernels.sums.add_in_order`, in one pass over memory."""
+    assert total.is_contiguous() and parts.is_contiguous()
+    size = total.numel()
+    _sum_kernel[(triton.cdiv(size, 2048),)](
+        total, parts, size, len(parts), FIRST=first, B=2048, num_warps=8, enable_fp_fusion=False
+    )
+
+
 def add_rounded(grad: Tensor, x: Tensor) -> None:
     """`grad = rounded(grad + x)` in one pass, `grad` FP32 or BF16, `x` FP32, both contiguous and of one shape."""
     assert grad.shape == x.shape and x.dtype == torch.float32 and grad.is_contiguous() and x.is_contiguous()

@@ -8,8 +8,8 @@ cache, BF16 masters and moments, FP32 gradients. With more GPUs than a run needs
 
     step      the program's own RL steps (`loop.train_step`) on stand-in problems, `--prompts` groups of 8 answers a
               rank, in turns with `train.reduction` fast, fixed, and lanes (fixed with `--lanes`), and without an
-              exchange ("alone"): there zeros take the place of what would arrive, so what is left is the time of everything
-              but the communication of the update
+              exchange ("alone"): there zeros take the place of what would arrive, so what is left is the time of
+              everything but the communication of the update
     ragged    answers of log-normal lengths (sigma 0.8), `--answers` a rank over `--slots` slots: each rank its own
               part without the others (one GPU's time, and the static split's, which is the slowest rank's), and all
               ranks by the shared queue
@@ -163,7 +163,7 @@ def profiled(path: Path | None) -> Iterator[None]:
         path.write_text(found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90))
         return stats
 
-    loop.update = update
+    loop.update = update  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -322,7 +322,7 @@ def rows_of(wave: Sequence[tuple[int, list[int]]], folder: str) -> Iterator[dict
 
     for number, (size, gpus) in enumerate(wave):
         Thread(target=run, args=(number, size, gpus), daemon=True).start()
-    left, failed = len(wave), []
+    left, failed = len(wave), list[RuntimeError]()
     while left:
         match found.get():
             case dict() as row:

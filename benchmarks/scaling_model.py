@@ -4,9 +4,10 @@
     python benchmarks/scaling_model.py --shape qwen3-32b --answers 64 --tokens 4096
     python benchmarks/scaling_model.py --check                # against benchmarks/results/scaling.json
 
-Time of one rank in a step: rollout (measured tokens/s, by the efficiency that `simulate_queue.py` gives), update (measured
-seconds a token and parameter), exchange of gradients, publishing, and the host's work that every rank does for the
-whole batch. Links: `--inside` is what a GPU sends to others of its host, `--outside` what it sends to other hosts.
+Time of one rank in a step: rollout (measured tokens/s, by the efficiency that `simulate_queue.py` gives), update
+(measured seconds a token and parameter), exchange of gradients, publishing, and the host's work that every rank does
+for the whole batch. Links: `--inside` is what a GPU sends to others of its host, `--outside` what it sends to other
+hosts.
 
     exchange   4 bytes a parameter, (n - 1) / n of them leave a rank. `fast`: once an update, during the last backward
                pass, which hides it as far as it lasts; what comes after it (the embedding's gradient) is never hidden

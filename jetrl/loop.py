@@ -26,6 +26,7 @@ from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
 from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
+from jetrl.train.fitting import told_when_out_of_memory
 from jetrl.train.gather import evaluate, gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
@@ -94,15 +95,17 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
             return pinned(config, before if config.checkpoint.resume != "never" else [])
 
         config, pins = by_first(world, bound)
-        session = build(config, weights=found is None, world=world)
-        try:
-            ranks = {} if world.alone else {"ranks": world.size}
-            return _run(session, run_dir, command, stop, found, record(pins) | ranks)
-        except Exception as error:
-            session.check_settings(error)
-            raise
-        finally:
-            session.close()
+        launch.set_limit(config.train.collective_timeout)
+        with told_when_out_of_memory(config, world):
+            session = build(config, weights=found is None, world=world)
+            try:
+                ranks = {} if world.alone else {"ranks": world.size}
+                return _run(session, run_dir, command, stop, found, record(pins) | ranks)
+            except Exception as error:
+                session.check_settings(error)
+                raise
+            finally:
+                session.close()
 
 
 def _run(

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
 from jetrl.parallel.calls import PROGRESS
 from jetrl.parallel.world import World
 from jetrl.spec import ModelSpec
 from jetrl.train.memory import GIB, SPARE, Memory, predict
+from jetrl.train.setup import load_spec
 
 GPUS = {"h100": int(79.1 * GIB), "h200": int(139.8 * GIB)}  # as torch reports them
 MOST_RANKS = 64
@@ -208,7 +210,7 @@ def _gib(value: int | None) -> str:
 
 
 @contextmanager
-def told_when_out_of_memory(config: Config, spec: Callable[[], ModelSpec], world: World) -> Iterator[None]:
+def told_when_out_of_memory(config: Config, world: World) -> Iterator[None]:
     """A GPU's OutOfMemoryError becomes a UserError that names the phase and settings that would help.
 
     The launcher names the rank. Where the prediction says that the run fits, the advice is for a tenth less.
@@ -216,8 +218,8 @@ def told_when_out_of_memory(config: Config, spec: Callable[[], ModelSpec], world
     try:
         yield
     except torch.OutOfMemoryError as error:
-        phase = PROGRESS.phase
-        raise UserError(out_of_memory(config, spec(), world.size, phase, _capacity(), _line(error))) from error
+        spec, phase = load_spec(absolute_paths(config))[1], PROGRESS.phase
+        raise UserError(out_of_memory(config, spec, world.size, phase, _capacity(), _line(error))) from error
 
 
 def out_of_memory(config: Config, spec: ModelSpec, ranks: int, phase: str, capacity: int, line: str) -> str:
@@ -226,12 +228,14 @@ def out_of_memory(config: Config, spec: ModelSpec, ranks: int, phase: str, capac
         return memory.rollout if phase in _ROLLOUT else memory.update
 
     predicted = of(predict(config, spec, ranks, capacity))
-    aim = min(capacity, int(0.9 * predicted) + SPARE)
-    return (
-        f"out of GPU memory in the phase {phase}, of {capacity / GIB:.1f} GiB ({predicted / GIB:.1f} predicted). To "
-        f"need less, {advice(config, spec, ranks, aim, of)}. `jetrl train RECIPE --dry-run` shows memory by part; is "
-        f"the GPU used by others? {line}"
-    )
+    told = f"out of GPU memory in the phase {phase}, of {capacity / GIB:.1f} GiB ({predicted / GIB:.1f} predicted). "
+    if predicted + SPARE < 0.7 * capacity:
+        told += "Something else holds memory there: another process, a reward function, or an engine of your own."
+    else:
+        aim = min(capacity, int(0.9 * predicted) + SPARE)
+        told += (f"To need less: {advice(config, spec, ranks, aim, of)}. `jetrl train RECIPE --dry-run` shows memory "
+                 "by part.")
+    return f"{told} {line}"
 
 
 def _capacity() -> int:

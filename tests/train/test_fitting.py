@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from tiny import tiny_run
 
+from jetrl import loop
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.errors import UserError
 from jetrl.parallel import launch
-from jetrl.parallel.world import World
 from jetrl.spec import SHAPES
-from jetrl.train import fitting
 from jetrl.train.fitting import GIB, GPUS, Change, advice, changes, cure, on_gpu, out_of_memory, report
 from jetrl.train.memory import Memory, predict
 
@@ -113,15 +115,22 @@ def test_a_full_gpu_names_phase_and_settings() -> None:
     spec, config = SHAPES["qwen3-8b"], config_of("train.offload_optimizer=false", "train.optimizer_dtype=float32")
     told = out_of_memory(config, spec, 2, "update", H200, "CUDA out of memory.")
     assert "out of GPU memory in the phase update, of 139.8 GiB (120.2 predicted)" in told
-    assert "To need less, set train.offload_optimizer=true" in told and "CUDA out of memory." in told
+    assert "To need less: set train.offload_optimizer=true" in told and "CUDA out of memory." in told
     asked = config_of("rollout.kv_cache_tokens=2000000")
     told = out_of_memory(asked, spec, 1, "rollout", H200, "")
     assert "set rollout.kv_cache_tokens=1000000" in told
 
-    launch.phase("update")
-    with pytest.raises(UserError, match="in the phase update"):
-        with fitting.told_when_out_of_memory(config, lambda: spec, World(1, 2, 1)):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+def test_a_run_that_fills_its_gpu_ends_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    limits: list[float] = []
+    monkeypatch.setattr(loop, "update", full)
+    monkeypatch.setattr(launch, "set_limit", limits.append)
+    with pytest.raises(UserError, match=r"^out of GPU memory in the phase update, .*Something else holds.*Tried to"):
+        tiny_run(tmp_path, {"train.collective_timeout": 77.0, "eval.eval_interval": 0})
+    assert limits == [77.0]
 
 
 def test_a_config_for_a_cpu_is_predicted_as_on_a_gpu() -> None:

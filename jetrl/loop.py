@@ -15,6 +15,7 @@ from typing import Any
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.parallel import launch
+from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.together import by_first, common, together
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
@@ -184,6 +185,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step,
         )
+    WAITS.start()
     with clock("update", len(batches)):
         learnt, batches, advantage_stats = estimate(
             gathered.learnt, batches, session.learner, session.reference, config, session.unified
@@ -195,7 +197,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("publish"):
         weights = publish(session.model, session.weight_version + 1, session.flow_digest)
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
-    metrics = gathered.stats | advantage_stats | stats
+    metrics = gathered.stats | advantage_stats | stats | rank_metrics(session.world)
     with saved_on_mistake(session, run_dir):
         try:
             with together(session.world):

@@ -208,9 +208,10 @@ def predicted(config: Config, spec: ModelSpec, ranks: int) -> dict[str, int]:
     capacity = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPUS["h200"]
     memory = predict(config, spec, ranks, capacity)
     row = {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory)}
-    # what stands between the gradients and the peak
-    row["activations"] = max(memory.activations + memory.passing, memory.optimizer)
-    return row | {"rollout": memory.rollout, "update": memory.update}
+    # measured activations are all that stands between the owned gradients and the peak
+    row["activations"] = memory.in_flight + max(memory.activations + memory.passing, memory.optimizer)
+    between = memory.resident + memory.kept_cache
+    return row | {"before update": between, "rollout": memory.rollout, "update": memory.update}
 
 
 def on_rank(args: argparse.Namespace) -> None:

@@ -193,6 +193,7 @@ def table(memory: Memory, config: Config, ranks: int, gpu: str) -> Iterator[str]
         ("reference policy, critic", m.others, m.others),
         (cache, m.cache, m.kept_cache),
         (f"gradients ({train.grad_dtype})", None, m.gradients),
+        ("gradients on their way to their owners", None, m.in_flight),
         (f"activations of {m.tokens:,} tokens", None, max(m.activations, m.optimizer - m.passing)),
         ("logits and other passing tensors", m.rollout_passing, m.passing),
     ]

@@ -81,6 +81,7 @@ class Memory:
     tables: int
     others: int  # reference policy, critic
     gradients: int
+    in_flight: int  # whole gradients of matrices on their way to their owners
     activations: int
     passing: int  # in the update: logits and what a layer's backward pass makes
     optimizer: int  # while it steps: slots of offloaded moments
@@ -103,7 +104,7 @@ class Memory:
     @property
     def update(self) -> int:
         during = max(self.activations + self.passing, self.optimizer)
-        return self.resident + self.gradients + during + self.kept_cache + WORKSPACE
+        return self.resident + self.gradients + self.in_flight + during + self.kept_cache + WORKSPACE
 
     @property
     def peak(self) -> int:
@@ -130,7 +131,8 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     slots = SLOTS * 2 * _BYTES.get(train.optimizer_dtype, 0) * min(PIECE, max(owned))
     cache, sequences, wanted = _cache(config, spec, recipe, ranks, capacity - sum(held.values()))
     return Memory(
-        **held, gradients=_gradients(sizes, config, ranks), activations=_activations(config, spec, recipe, tokens),
+        **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
+        activations=_activations(config, spec, recipe, tokens),
         passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
         kept_cache=cache if cache <= KEEP_SHARE * capacity else 0,
@@ -211,13 +213,12 @@ def _moments(elements: int, config: Config) -> int:
     return 2 * (elements + 4 * (elements // 256) + 4 * 256)
 
 
-def _gradients(sizes: Sizes, config: Config, ranks: int) -> int:
-    """Of one process: of all parameters. Else the sum of the owned rows and whole gradients on their way."""
-    grad = _BYTES[config.train.grad_dtype]
-    total = grad * sum(sizes.owned(ranks))
-    if ranks > 1 or config.train.reduction == "fixed":
-        total += grad * sum(sorted((m.size for m in sizes.matrices), reverse=True)[:IN_FLIGHT])
-    return total
+def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
+    """Whole gradients of the largest matrices, where they are exchanged or made apart (`train/reduction.py`)."""
+    if ranks == 1 and config.train.reduction == "fast":
+        return 0
+    largest = sorted((m.size for m in sizes.matrices), reverse=True)[:IN_FLIGHT]
+    return _BYTES[config.train.grad_dtype] * sum(largest)
 
 
 def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tuple[int, int]:

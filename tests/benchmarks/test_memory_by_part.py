@@ -47,9 +47,8 @@ def test_of_one_process_to_the_byte(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_of_two_ranks(tmp_path: Path) -> None:
-    """Rank 0 owns most. Whole gradients on their way are not there any more when the optimizer steps."""
+    """Rank 0 owns most."""
     cases = {name: CASES[name] for name in ("all in bf16",)}
     for name, parts in run_ranks(on_rank, 2, tmp_path, cases)[0].items():
-        for part in PARTS:
-            assert parts[part][0] == parts[part][1], f"{name}, {part}: {parts[part]}"
-        assert parts["gradients"][1] < parts["gradients"][0]
+        for part, (told, found) in parts.items():
+            assert told == found, f"{name}, {part}: {told} predicted, {found} held"

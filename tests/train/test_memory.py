@@ -83,7 +83,7 @@ def test_a_small_model_by_hand() -> None:
     assert (two.masters, two.moments, two.host) == (4 * own, 0, 2 * 2 * own)
     assert two.published == 2 * (1024 * 256 + vectors) + 2 * (2 * layer + 4 * blocks), "no BF16 of FP8 linears"
     flying = 1024 * 256 + 2 * 1024 * 256 + 512 * 256
-    assert two.gradients == 4 * (own + flying)
+    assert (two.gradients, two.in_flight) == (4 * own, 4 * flying)
     saved = 2 * (4 * 256 + 264 + 4 * 512 + 2 * 256 + 16 + 264 + 264 + 4 * 512 + 528)
     assert memory.activations == memory.tokens * (saved + 10 * 256) and memory.tokens == 8192
     assert memory.passing == 8192 * (4 * 256 + 10 * 512), "more than 6 bytes for each of 8192 x 1024 logits"
@@ -95,8 +95,10 @@ def test_a_small_model_by_hand() -> None:
 def test_what_settings_and_ranks_change() -> None:
     spec = SHAPES["qwen3-8b"]
     base = of(spec)
+    chunk = 3456 * 151936  # logits in FP32, their gradient and that of the chunk before in BF16
+    assert base.passing == 8 * chunk and of(spec, "train.max_tokens_per_gpu=3072").passing == 6 * 3072 * 151936
     assert of(spec, "train.activation_checkpointing=true").activations < base.activations / 5
-    assert of(spec, "train.reduction=fixed").gradients > base.gradients
+    assert of(spec, "train.reduction=fixed").in_flight > base.in_flight == 0
     shared = of(spec, ranks=2)
     assert 2 * shared.masters == pytest.approx(base.masters, rel=1e-3) and shared.published < base.published
     assert of(spec, "rl.kl_coef=0.1").others == pytest.approx(base.masters + base.published, rel=0.3)

@@ -152,8 +152,12 @@ def on_gpu(config: Config) -> Config:
 
 
 def report(recipe: Path, overrides: Sequence[str], spec: ModelSpec, ranks: int, gpu: str) -> Iterator[str]:
-    """The lines that `--dry-run` prints. UserError, after them, if the run cannot fit this machine's GPU."""
-    config, is_here = on_gpu(load_config(recipe, overrides)), not gpu and torch.cuda.is_available()
+    """The lines that `--dry-run` prints. UserError, after them, if the run cannot fit this machine's GPU.
+
+    That is what counts unless `gpu` names another, or the run is one for a CPU; without any, an H200.
+    """
+    given = load_config(recipe, overrides)
+    config, is_here = on_gpu(given), not gpu and given.device != "cpu" and torch.cuda.is_available()
     if is_here:
         properties = torch.cuda.get_device_properties(0)
         name, capacity = properties.name, properties.total_memory
@@ -163,7 +167,7 @@ def report(recipe: Path, overrides: Sequence[str], spec: ModelSpec, ranks: int, 
     yield from table(memory, config, ranks, f"{name} ({capacity / GIB:.1f} GiB)")
     if not gpu and not is_here:
         others = [f"{key.upper()}: {_answer(config, spec, ranks, size)}" for key, size in GPUS.items()]
-        yield f"No GPU is here. Fits {'; '.join(others)} (--gpu for another)."
+        yield f"Fits {'; '.join(others)} (--gpu for another)."
     if memory.fits(capacity):
         yield f"It fits: {SPARE / GIB:.0f} GiB are kept for the GPU's context and gaps in its memory."
         return
@@ -202,6 +206,8 @@ def table(memory: Memory, config: Config, ranks: int, gpu: str) -> Iterator[str]
     for what, rollout, update in rows:
         if rollout or update:
             yield f"  {what:<46}{_gib(rollout)}{_gib(update)}"
+    if config.rollout.engine != "jetrl":
+        yield f"  What {config.rollout.engine} holds is not known."
     if m.host:
         yield f"  {'host memory of each rank (moments)':<46}{_gib(m.host)}{_gib(m.host)}"
 

@@ -85,7 +85,7 @@ def test_the_table_has_80_columns_and_adds_up(monkeypatch: pytest.MonkeyPatch) -
     lines = list(report(RECIPE, [], SHAPES["qwen3-8b"], 1, ""))
     assert max(map(len, lines)) <= 80, lines
     assert lines[0] == "Memory of one GPU, predicted, in GiB, for H200 (139.8 GiB):"
-    assert "No GPU is here. Fits H100: no; H200: yes (--gpu for another)." in lines
+    assert "Fits H100: no; H200: yes (--gpu for another)." in lines
     for column in (slice(48, 58), slice(58, 68)):
         numbers = [float(line[column]) for line in lines[2:] if line.startswith("  ") and line[column].strip()]
         together = next(float(line[column]) for line in lines if line.startswith("  together"))
@@ -108,6 +108,10 @@ def test_what_cannot_fit_this_machines_gpu_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     with pytest.raises(UserError, match=r"reserve do not fit NVIDIA Small \(100\.0 GiB\): set train\..*"):
         list(report(RECIPE, [], SHAPES["qwen3-8b"], 1, ""))
+    told = list(report(RECIPE, ["device=cpu"], SHAPES["qwen3-8b"], 1, ""))
+    assert "H200" in told[0] and "It fits" in told[-1], "a run on a CPU needs no GPU"
+    told = list(report(find_recipe("quickstart"), ["rollout.engine=e.py:E"], SHAPES["smollm2-135m"], 1, ""))
+    assert any("e.py:E holds is not known" in line for line in told)
     assert list(report(find_recipe("quickstart"), [], SHAPES["smollm2-135m"], 1, ""))[-1].startswith("It fits")
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
+from jetrl.precision.mlp import MLP
 from jetrl.spec import SHAPES, ModelSpec, RopeSpec
+from jetrl.train import memory
 from jetrl.train.fitting import GPUS, on_gpu
 from jetrl.train.memory import GIB, WORKSPACE, Memory, predict
 
@@ -117,3 +119,13 @@ def test_a_cache_takes_what_is_left() -> None:
     assert of(SHAPES["qwen3-32b"], capacity=GPUS["h100"]).sequences == 0
     odd = replace(SMALL, hidden_size=200, intermediate_size=300)
     assert of(odd).published > of(SMALL).published / 2, "sizes that end within a block are padded"
+
+
+def test_a_block_from_outside_counts_by_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squared(MLP):
+        kind = "squared"
+
+    monkeypatch.setattr(memory, "blocks_of", lambda spec, layer: (Squared(),))
+    recipe = memory.recipe_for(config_of("precision=fp8"), SMALL)
+    saved = memory.saved_of_layer.__wrapped__(SMALL, recipe, 0)
+    assert saved == 2 * 256 + (264 + 2 * 1024) + (528 + 2 * 256)

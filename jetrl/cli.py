@@ -110,7 +110,9 @@ def train(
         min=1, help="Processes on this machine, one per GPU (on CPUs: any number)."
     )] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config, model, data; print the config.")] = False,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Check config, model, data, memory of the GPU; print the config.")] = False,
+    gpu: Annotated[str, typer.Option(help="The GPU of --dry-run: h100, h200, or GiB (default: this machine's).")] = "",
 ) -> None:
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
     from jetrl.parallel import launch
@@ -119,8 +121,10 @@ def train(
     from jetrl import entry
     from jetrl.config import to_toml
     from jetrl.config.paths import in_own_folder
+    from jetrl.config.shipped import find_recipe
     from jetrl.loop import StopRequest, run
     from jetrl.parallel.together import by_first, together
+    from jetrl.train.fitting import report
     from jetrl.train.pin import pinned, weights_to_come
     from jetrl.train.setup import prepare
 
@@ -128,11 +132,15 @@ def train(
         config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
     if dry_run:
         config = pinned(config)[0]
-        prepare(config)
+        spec = prepare(config).spec
         typer.echo(to_toml(config))
         if text := weights_to_come(config):
             typer.echo(text, err=True)
+        for line in report(find_recipe(recipe), overrides or [], spec, nproc or world.size, gpu):
+            typer.echo(line, err=True)
         return
+    if gpu:
+        raise UserError("--gpu is for --dry-run, which says whether the run fits that GPU.")
     if nproc is not None:
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)

@@ -16,6 +16,7 @@ from typing import Any
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.parallel import launch
+from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.together import by_first, common, together
 from jetrl.precision.draw import flow_svg
 from jetrl.report.console import Display
@@ -27,6 +28,7 @@ from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
 from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
+from jetrl.train.fitting import told_when_out_of_memory
 from jetrl.train.gather import Gathered, evaluate, gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
@@ -95,15 +97,17 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
             return pinned(config, before if config.checkpoint.resume != "never" else [])
 
         config, pins = by_first(world, bound)
-        session = build(config, weights=found is None, world=world)
-        try:
-            ranks = {} if world.alone else {"ranks": world.size}
-            return _run(session, run_dir, command, stop, found, record(pins) | ranks)
-        except Exception as error:
-            session.check_settings(error)
-            raise
-        finally:
-            session.close()
+        launch.set_limit(config.train.collective_timeout)
+        with told_when_out_of_memory(config, world):
+            session = build(config, weights=found is None, world=world)
+            try:
+                ranks = {} if world.alone else {"ranks": world.size}
+                return _run(session, run_dir, command, stop, found, record(pins) | ranks)
+            except Exception as error:
+                session.check_settings(error)
+                raise
+            finally:
+                session.close()
 
 
 def _run(
@@ -182,6 +186,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step,
         )
+    WAITS.start()
     with clock("update", len(batches)):
         learnt, batches, advantage_stats = estimate(
             gathered.learnt, batches, session.learner, session.reference, config, session.unified
@@ -193,7 +198,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("publish"):
         weights = publish(session.model, session.weight_version + 1, session.flow_digest)
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
-    metrics = gathered.stats | advantage_stats | stats
+    metrics = gathered.stats | advantage_stats | stats | rank_metrics(session.world)
     with saved_on_mistake(session, run_dir):
         try:
             with together(session.world):

@@ -17,7 +17,7 @@ from tiny import numbers, tiny_config, tiny_run, weights_hash
 from jetrl.config import to_toml
 from jetrl.loop import run
 from jetrl.parallel.world import World
-from jetrl.report.recorder import read_samples
+from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.rollout.engine import PagedEngine
 from jetrl.train import gather
 from jetrl.train.stopping import StopRequest
@@ -39,15 +39,10 @@ def rank_run(world: World, folder: Path, changes: dict[str, Any]) -> bool:
         return run(tiny_config(folder / str(world.rank), changes), folder / "runs" / "tiny", ["test"], stop)
 
 
-def plain(run_dir: Path) -> list[dict[str, Any]]:
-    """Metrics without times and without what only several ranks have."""
-    return [{k: v for k, v in row.items() if not k.startswith("rollout/")} for row in numbers(run_dir)]
-
-
 def assert_same_run(run_dir: Path, other: Path) -> None:
-    assert plain(run_dir) == plain(other)
+    assert numbers(run_dir) == numbers(other)
     assert list(read_samples(run_dir)) == list(read_samples(other))
-    steps = [row["step"] for row in plain(other)]
+    steps = [row["step"] for row in numbers(other)]
     assert [weights_hash(run_dir, n) for n in steps] == [weights_hash(other, n) for n in steps]
 
 
@@ -76,9 +71,12 @@ def test_the_whole_run_has_the_bits_of_one_process(straight: Path, tmp_path: Pat
     changes[1]["sft"] = changes[1]["sft"] | {"cache_dir": str(tmp_path / "another")}  # made again, by a rank
     assert run_ranks(both_runs, size, tmp_path, changes) == [[True, True]] * size
     assert_same_run(tmp_path / "0" / "runs" / "tiny", straight)
-    assert plain(tmp_path / "1" / "runs" / "tiny") == plain(ppo)
+    assert numbers(tmp_path / "1" / "runs" / "tiny") == numbers(ppo)
     assert weights_of(tmp_path / "1" / "runs" / "tiny") == weights_of(ppo)
-    assert all(row["parity/logprob_abs_diff_max"] == 0.0 for row in plain(straight)[1:])
+    assert all(row["parity/logprob_abs_diff_max"] == 0.0 for row in numbers(straight)[1:])
+    rows = read_metrics(tmp_path / "0" / "runs" / "tiny")[1:]
+    assert all(row["perf/communication_s"] > 0 and "perf/rank_idle_max_s" in row for row in rows)
+    assert not any("communication" in key or "rank" in key for row in read_metrics(straight) for key in row)
 
 
 def weights_of(run_dir: Path) -> list[bytes]:

@@ -113,6 +113,7 @@ class FlowLinear(nn.Module):
         self.published_bias: Tensor | None = None
         self.published: Tensor = torch.empty(0)  # the BF16-rounded weight; both sides and both precisions start from it
         self.quantized: QTensor | None = None
+        self.keeps_transposed = True  # whether the codes that dgrad reads stay, or are made in each backward pass
         self._operands: dict[str, Any] = {}  # what GEMMs read, made at the first use
         self._stale: set[str] = set()  # operands made from weights before the last publish
 
@@ -196,6 +197,9 @@ class FlowLinear(nn.Module):
         return self._operand("fp8")
 
     def fp8_operand_t(self) -> Any:
+        if not self.keeps_transposed:
+            assert self.quantized is not None, "publish() has not run"
+            return gemm.prepare_fp8_t(self.quantized)
         return self._operand("fp8_t")
 
     def bf16_operand(self) -> Any:

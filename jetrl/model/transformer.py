@@ -82,6 +82,9 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
+        for module in self.modules():
+            if isinstance(module, FlowLinear):  # to save memory: the backward pass makes what it reads
+                module.keeps_transposed = not activation_checkpointing
 
     @property
     def head(self) -> Published:

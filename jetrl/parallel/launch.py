@@ -75,7 +75,7 @@ def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = STA
     watch.start()
     _HELD["watch"] = watch
     # The watch's limit names the ranks; the backend's own is what is left if all came and the network fails.
-    backstop = timedelta(seconds=1.5 * max(limit, start_limit) + 60)
+    backstop = _backstop(max(limit, start_limit))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     store.cache_clear()
     dist.init_process_group(
@@ -114,9 +114,17 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def set_limit(seconds: float) -> None:
-    """From now on a collective may wait so long for a rank; at most half as long again as `join` was told."""
+    """From now on a collective may wait so long for a rank (`train.collective_timeout`). Alone: no effect."""
     if (watch := _watch()) is not None:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
         watch.limit = seconds
+        _set_pg_timeout(_backstop(seconds))
+
+
+def _backstop(limit: float) -> timedelta:
+    """The backend's own time limit: later than the watch's, which can say whose fault it is."""
+    return timedelta(seconds=1.5 * limit + 60)
 
 
 def phase(name: str) -> None:

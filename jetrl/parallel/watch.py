@@ -165,7 +165,7 @@ class Watch(threading.Thread):
             verb = "has" if len(late) == 1 else "have"
             return self._posted(Failure(self.rank, "lost", (
                 f"{names} {verb} not come to {PROGRESS.name} (call {PROGRESS.calls}), in which rank {self.rank} has "
-                f"waited for {self.limit:.0f} s. If that phase may take longer, raise the time limit."
+                f"waited for {self.limit:.0f} s. If that phase may take longer, raise train.collective_timeout."
             )))
         return None
 

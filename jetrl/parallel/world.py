@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl.parallel.calls import PROGRESS, LostContact
+from jetrl.parallel.measures import WAITS
 
 # torch 2.13 has given it another name, and warns of the old one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,11 +31,15 @@ _WAITS = itertools.count(1)  # of `await_all`: each has a counter of its own in 
 
 
 @contextmanager
-def collective(name: str) -> Iterator[None]:
-    """Around every collective: counts it, and turns what the backend raises into `LostContact`."""
+def collective(name: str, moved: Tensor | None = None) -> Iterator[None]:
+    """Around every collective: counts it and its time, and turns what the backend raises into `LostContact`.
+
+    `moved` is a tensor of it, None where it exchanges objects.
+    """
     PROGRESS.begin(name)
     try:
-        yield
+        with WAITS.on(moved):
+            yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -122,7 +127,12 @@ class World:
         incoming = [own if r < senders else 0 for r in range(self.size)]
         outgoing = list(rows) if sends else [0] * self.size
         work = dist.all_to_all_single(_plain(received), _plain(whole), incoming, outgoing, async_op=True)
-        return received.view(senders, own, *whole.shape[1:]), lambda: work.wait() and None
+
+        def wait() -> None:
+            with WAITS.on(whole):
+                work.wait()
+
+        return received.view(senders, own, *whole.shape[1:]), wait
 
     def gather_rows(self, whole: Tensor, rows: Sequence[int]) -> None:
         """Fill `whole` [sum(rows), ...] in place: rank r has its `rows[r]` rows there and gives them to all."""
@@ -130,7 +140,7 @@ class World:
         if self.alone:
             return
         parts = list(_plain(whole).split(list(rows)))
-        with collective("gather_rows"):
+        with collective("gather_rows", whole):
             if len(set(rows)) == 1:
                 _all_gather(_plain(whole), parts[self.rank])
                 return

@@ -34,6 +34,7 @@ from jetrl.report.text import (
     notes,
     number,
     parity_text,
+    rank_notes,
     sparkline,
 )
 
@@ -198,6 +199,7 @@ class Display:
             parts.append(f"parity {parity_text(metrics['parity/logprob_abs_diff_max'])}")
         if "perf/tokens_per_s_per_gpu" in metrics:
             parts.append(f"{count(metrics['perf/tokens_per_s_per_gpu'])} tokens/s")
+        parts += [f"{name} {text}" for name, text in rank_notes(metrics)]
         left = self.time_left()
         if left is not None:
             parts.append(f"left {duration(left)}")
@@ -274,13 +276,15 @@ class Display:
         return table
 
     def _extra_numbers(self) -> Iterator[tuple[RenderableType, ...]]:
-        """Rows of the panel that not every run has: conversations, refill, a step without signal."""
+        """Rows of the panel that not every run has: conversations, several ranks, refill, a step without signal."""
         metrics = self._metrics
         if "environment/turns_mean" in metrics:
             failures = failures_of(metrics)
             most = metrics.get("environment/turns_max")
             turns = number(metrics["environment/turns_mean"], 1) + (f"  (most {most:.0f})" if most is not None else "")
             yield "turns", turns, "failed", Text(failures or "0", style="bold red" if failures else "")
+        if ranks := rank_notes(metrics):
+            yield tuple(text for note in ranks for text in note)
         yield from (note for note in notes(metrics) if note[0] != "environment")
 
 

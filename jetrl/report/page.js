@@ -15,6 +15,9 @@ function start() {
     ["policy/ref_kl", "KL to the reference policy", { sub: "mean, nats per token" }],
     ["critic/explained_variance", "Explained variance", { sub: "share of the returns' variance that the critic explains" }],
     ["critic/loss", "Critic loss", { sub: "of its predicted returns" }],
+    ["perf/memory_peak_gib_max", "GPU memory", { sub: "peak so far of the fullest rank, GiB", smoothable: false }],
+    ["perf/communication_s", "Communication", { sub: "seconds a step that a rank waits in exchanges of update and publish, mean" }],
+    ["perf/rank_idle_max_s", "Idle ranks", { sub: "seconds that the first rank to end a rollout waits for the last" }],
     ...["error", "timeout"].map((kind) => [`environment/num_${kind}s`, kind === "error" ? "Environment errors" : "Environment time-outs",
       { sub: "conversations of a step that are left out of training", smoothable: false }]).filter(([key]) => everNonZero(key)),
   ];

@@ -77,6 +77,16 @@ def notes(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return found
 
 
+def rank_notes(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """For a run of several ranks, as (name, text): the wait in exchanges, and the peak of the fullest GPU."""
+    found = []
+    if (waited := metrics.get("perf/communication_s")) is not None:
+        found.append(("exchange", duration(waited)))
+    if (peak := metrics.get("perf/memory_peak_gib_max")) is not None:
+        found.append(("memory", f"{peak:.1f} GiB"))
+    return found
+
+
 def failures_of(metrics: Mapping[str, float]) -> str:
     """`2 errors, 1 time-out`; empty if no environment failed."""
     kinds = (("environment/num_errors", "error"), ("environment/num_timeouts", "time-out"))

@@ -196,9 +196,9 @@ def _rank_stats(parts: Sequence[RankPart]) -> dict[str, float]:
     slowest = max(parts, key=lambda p: p.busy)
     tokens = sum(p.tokens for p in parts)
     return {
-        "rollout/rank_idle_mean": sum(p.idle for p in parts) / len(parts),
-        "rollout/rank_idle_max": max(p.idle for p in parts),
-        "rollout/slowest_rank_share": slowest.tokens * len(parts) / max(tokens, 1),
+        "perf/rank_idle_mean_s": sum(p.idle for p in parts) / len(parts),
+        "perf/rank_idle_max_s": max(p.idle for p in parts),
+        "perf/slowest_rank_share": slowest.tokens * len(parts) / max(tokens, 1),
     }
 
 

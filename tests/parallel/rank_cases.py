@@ -60,7 +60,8 @@ def killed() -> None:
 
 
 def late() -> None:
-    world = launch.join("cpu", limit=2)
+    world = launch.join("cpu")
+    launch.set_limit(2)
     launch.phase("rollout")
     world.barrier()
     if world.rank == 1:
@@ -119,6 +120,23 @@ def quits() -> None:
         print("cannot go on", file=sys.stderr, flush=True)
         os._exit(7)
     world.barrier()
+
+
+def full() -> None:
+    """A GPU without memory left, in the middle of a step."""
+    from torch import OutOfMemoryError
+
+    from jetrl.config import load_config
+    from jetrl.config.shipped import find_recipe
+    from jetrl.train.fitting import on_gpu, told_when_out_of_memory
+
+    world = launch.join("cpu")
+    config = on_gpu(load_config(find_recipe("quickstart")))
+    launch.phase("update")
+    with told_when_out_of_memory(config, world):
+        if world.rank == 1:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        world.barrier()
 
 
 def alone() -> None:

@@ -104,6 +104,23 @@ def test_the_panel_fits_the_terminal(width: int) -> None:
         assert "199/20000" in text_of(sheet) and "0.995  (was 0.005)" in text_of(sheet) and "12,346" in text_of(sheet)
 
 
+RANKS = {"perf/communication_s": 1.25, "perf/memory_peak_gib_max": 98.12, "perf/memory_peak_gib_mean": 97.0}
+
+
+def test_several_ranks_show_their_exchanges_and_memory() -> None:
+    console = plain_console()
+    with Display(2, "run", console=console, clock=Clock()) as display:
+        display.step({"step": 1, **ROW})
+        display.step({"step": 2, **ROW, **RANKS})
+        sheet = Console(file=io.StringIO(), width=80, force_terminal=False)
+        sheet.print(display.render())
+    one, several = text_of(console).splitlines()[1:]
+    assert "exchange" not in one and "memory" not in one
+    assert "12,346 tokens/s  exchange 1.2 s  memory 98.1 GiB  left" in several
+    panel = text_of(sheet)
+    assert re.search(r"exchange +1\.2 s +memory +98\.1 GiB", panel) and max(map(len, panel.splitlines())) <= 80
+
+
 def styled_parity(*gaps: float) -> str:
     console = terminal()
     display = Display(9, "run", console=console)

@@ -318,6 +318,18 @@ def test_a_browser_draws_the_page(make_run, tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_a_browser_draws_what_several_ranks_measure(make_run, tmp_path: Path) -> None:
+    run = make_run("ranks", steps=10)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        row |= {"perf/communication_s": 0.5, "perf/memory_peak_gib_max": 98.0, "perf/rank_idle_max_s": 2.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = drawn(write_report([run], tmp_path / "r.html"), tmp_path)
+    for title in ("GPU memory", "Communication", "Idle ranks"):
+        assert text.count(f"<h3>{title}</h3>") == 1, title
+
+
+@needs_browser
 def test_a_browser_draws_conversations(make_run, tmp_path: Path) -> None:
     run = make_run("guess", conversations=True, steps=10)
     page = write_report([run], tmp_path / "r.html")

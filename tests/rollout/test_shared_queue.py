@@ -150,6 +150,6 @@ def test_figures_of_ranks_by_hand() -> None:
     parts = merged_parts([first, second])
     assert parts == (RankPart(4, 40, 4.0, 1.0), RankPart(2, 60, 4.0, 1.0))
     stats = rollout_stats(Rollout([], [], parts=parts), 5.0)
-    assert stats["rollout/rank_idle_mean"] == 1.0 and stats["rollout/rank_idle_max"] == 1.0
-    assert rollout_stats(first, 3.0)["rollout/slowest_rank_share"] == 50 * 2 / 80
+    assert stats["perf/rank_idle_mean_s"] == 1.0 and stats["perf/rank_idle_max_s"] == 1.0
+    assert rollout_stats(first, 3.0)["perf/slowest_rank_share"] == 50 * 2 / 80
     assert merged_parts([Rollout([], [])]) == ()

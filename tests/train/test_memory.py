@@ -1,0 +1,136 @@
+"""The prediction of memory against measured peaks, against a small model counted by hand, and where it must move."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl.config import Config, load_config
+from jetrl.config.shipped import find_recipe
+from jetrl.precision.mlp import MLP
+from jetrl.spec import SHAPES, ModelSpec, RopeSpec
+from jetrl.train import memory
+from jetrl.train.fitting import GPUS, on_gpu
+from jetrl.train.memory import GIB, WORKSPACE, Memory, predict
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H200 = GPUS["h200"]
+SMALL = ModelSpec(
+    family="qwen3", vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=64, rms_norm_eps=1e-6, rope=RopeSpec(1e6), max_position=4096, tie_embeddings=True, qkv_bias=False,
+    qk_norm=True,
+)
+
+
+def config_of(*overrides: str, recipe: str = "gsm8k_qwen3_8b") -> Config:
+    return on_gpu(load_config(find_recipe(recipe), overrides))
+
+
+def of(spec: ModelSpec, *overrides: str, ranks: int = 1, capacity: int = H200) -> Memory:
+    return predict(config_of(*overrides), spec, ranks, capacity)
+
+
+def recipe_rows() -> list[dict[str, Any]]:
+    return json.loads((RESULTS / "recipes_on_random.json").read_text())["rows"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("row", recipe_rows(), ids=lambda row: row["recipe"])
+def test_peaks_of_the_recipes_within_five_percent(row: dict[str, Any]) -> None:
+    name, response = row["recipe"], row["response"]
+    overrides = [f"rollout.prompts_per_step={row['prompts']}", f"rollout.max_response_length={response}"]
+    overrides += ["task.num_eval=16"]
+    overrides += ["rl.overlong_buffer_len=1024"] if name.startswith("dapo") else []
+    spec = SHAPES["qwen3-" + name.rpartition("_")[2]]
+    memory = predict(config_of(*overrides, recipe=name), spec, 1, H200)
+    assert memory.peak / GIB == pytest.approx(row["peak GiB"], rel=0.05)
+
+
+def piece(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / "table.json").read_text())["pieces"][name]["rows"][0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_measured_updates_and_what_is_held_between_them_within_three_percent(precision: str) -> None:
+    """`bench_step.py`: BF16 masters and moments on the GPU, FP32 gradients, micro-batches of one sequence."""
+    overrides = ["train.master_dtype=bfloat16", "train.offload_optimizer=false", f"precision={precision}"]
+    overrides += ["quant.kv_cache=bf16"] if precision == "fp8" else []
+    spec = SHAPES["qwen3-8b"]
+    update, whole = piece(f"update {precision}"), piece(f"whole {precision}")
+    memory = of(spec, *overrides, f"train.max_tokens_per_gpu={update['length']}")
+    assert memory.update / GIB == pytest.approx(update["update peak GiB"], rel=0.03)
+    held = memory.resident + memory.gradients
+    assert held / GIB == pytest.approx(update["optimizer peak GiB"], rel=0.01)
+    sizes = ["train.max_tokens_per_gpu=4608", "rollout.prompts_per_step=8", "rollout.max_response_length=4096",
+             "eval.eval_interval=0"]
+    memory = of(spec, *overrides, *sizes)
+    assert memory.update / GIB == pytest.approx(whole["whole update peak GiB"], rel=0.03)
+    assert memory.rollout / GIB == pytest.approx(whole["whole rollout peak GiB"], rel=0.05)
+
+
+def test_a_small_model_by_hand() -> None:
+    """SMALL: per layer qkv [512, 256], o [256, 256], gate_up [1024, 256], down [256, 512]; embedding [1024, 256]."""
+    layer = 512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512
+    vectors = 2 * (2 * 256 + 2 * 64) + 256
+    total = 1024 * 256 + 2 * layer + vectors
+    memory = of(SMALL, "train.optimizer_dtype=float32", "train.offload_optimizer=false")
+    assert (memory.masters, memory.gradients, memory.moments) == (4 * total, 4 * total, 8 * total)
+    blocks = 2 * layer // (128 * 128)
+    assert memory.published == 2 * total + 2 * (2 * layer + 4 * blocks), "BF16, and codes with scales in two orders"
+    two = of(SMALL, ranks=2)  # all matrices divide evenly into blocks of 128 rows
+    own = (1024 * 256 + 2 * layer) // 2 + vectors
+    assert (two.masters, two.moments, two.host) == (4 * own, 0, 2 * 2 * own)
+    assert two.published == 2 * (1024 * 256 + vectors) + 2 * (2 * layer + 4 * blocks), "no BF16 of FP8 linears"
+    flying = 1024 * 256 + 2 * 1024 * 256 + 512 * 256
+    matrices = 1024 * 256 + 2 * layer
+    assert (two.gradients, two.in_flight) == (4 * own, 4 * (flying + matrices // 2)), "fast: whole gradients"
+    light = of(SMALL, "train.reduction=fixed", ranks=2)
+    assert (light.gradients, light.in_flight) == (4 * own, 4 * flying)
+    lanes = of(SMALL, "train.reduction=fixed", "train.reduction_lanes=8", ranks=2)
+    assert (lanes.gradients, lanes.in_flight) == (4 * own, 4 * (flying + matrices))
+    saved = 2 * (4 * 256 + 264 + 4 * 512 + 2 * 256 + 16 + 264 + 264 + 4 * 512 + 528)
+    assert memory.activations == memory.tokens * (saved + 10 * 256) and memory.tokens == 8192
+    assert memory.passing == 8192 * (4 * 256 + 10 * 512), "more than 6 bytes for each of 8192 x 1024 logits"
+    assert memory.update == 16 * total + memory.published + memory.tables + memory.activations + memory.passing + (
+        memory.cache + WORKSPACE), "a cache below a tenth of the GPU is kept"
+    assert memory.tables == 2 * 4096 * 32 * 4
+
+
+def test_what_settings_and_ranks_change() -> None:
+    spec = SHAPES["qwen3-8b"]
+    base = of(spec)
+    chunk = 3456 * 151936  # logits in FP32, their gradient and that of the chunk before in BF16
+    assert base.passing == 8 * chunk and of(spec, "train.max_tokens_per_gpu=3072").passing == 6 * 3072 * 151936
+    assert of(spec, "train.activation_checkpointing=true").activations < base.activations / 5
+    assert of(spec, "train.reduction=fixed").in_flight > base.in_flight == 0
+    shared = of(spec, ranks=2)
+    assert 2 * shared.masters == pytest.approx(base.masters, rel=1e-3) and shared.published < base.published
+    assert of(spec, "rl.kl_coef=0.1").others == pytest.approx(base.masters + base.published, rel=0.3)
+    critic = ["rl.algo=ppo", "rl.critic=separate"]
+    assert of(spec, *critic).others > base.masters and of(spec, *critic).host > 1.8 * base.host
+    eight = of(spec, "train.optimizer_dtype=8bit", "train.offload_optimizer=false")
+    assert eight.moments == pytest.approx(base.masters / 2, rel=0.02) and eight.host == 0
+    assert of(spec, "train.grad_dtype=bfloat16", "train.master_dtype=bfloat16").passing > base.passing, "FP32 lm_head"
+    assert of(spec, "precision=bf16").cache > 1.9 * base.cache
+
+
+def test_a_cache_takes_what_is_left() -> None:
+    memory = of(SHAPES["qwen3-8b"], "train.max_tokens_per_gpu=2048", capacity=GPUS["h100"])
+    assert 0 < memory.sequences < memory.wanted == 256
+    assert memory.cache < 0.8 * (GPUS["h100"] - memory.resident)
+    assert of(SHAPES["qwen3-32b"], capacity=GPUS["h100"]).sequences == 0
+    odd = replace(SMALL, hidden_size=200, intermediate_size=300)
+    assert of(odd).published > of(SMALL).published / 2, "sizes that end within a block are padded"
+
+
+def test_a_block_from_outside_counts_by_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squared(MLP):
+        kind = "squared"
+
+    monkeypatch.setattr(memory, "blocks_of", lambda spec, layer: (Squared(),))
+    recipe = memory.recipe_for(config_of("precision=fp8"), SMALL)
+    saved = memory.saved_of_layer.__wrapped__(SMALL, recipe, 0)
+    assert saved == 2 * 256 + (264 + 2 * 1024) + (528 + 2 * 256)

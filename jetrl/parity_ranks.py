@@ -96,6 +96,7 @@ def certify_ranks(
         model = subject.published()
     same_everywhere(world, **{f"the model {subject.name}": fingerprint(model)})
     certificate = certify(model, work, subject.name, progress)
+    _free()  # the cache of link d
     links = [merged(world, link) for link in certificate.links]
     found, batch = rollout_links(model, work, world, progress)
     links += found

@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8 cache": {"quant.kv_cache": "fp8", "train.activation_checkpointing": True},
     "bf16 masters": {
         "train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16", "rl.kl_coef": 0.1,
-        "rl.updates_per_step": 2,
+        "rl.updates_per_step": 2, "train.max_tokens_per_gpu": 32,
     },
 }
 WORK = Workload(num_sequences=6, max_prompt=40, new_tokens=8, chunk=16, page_size=16)

@@ -19,6 +19,7 @@ from jetrl.parity import Certificate, Workload
 from jetrl.parity_ranks import Masters, certified, certify_ranks, merged, rollout_links, training_of, update_link
 from jetrl.parity_rows import LinkResult, row_bits
 from jetrl.precision.recipe import Recipe
+from jetrl.spec import SHAPES
 from jetrl.subject import Subject, config_for, subject_of
 from jetrl.train import reduction
 from jetrl.train.setup import load_spec, recipe_of
@@ -44,7 +45,17 @@ def on_rank_1(world: World, op: Callable[..., Any]) -> Callable[..., Any]:
 
 def rank_links(world: World, masters: Masters = "fp32", **options: Any) -> list[LinkResult]:
     """Links e to g alone."""
-    of = subject(**options)
+    return links_of(subject(**options), world, masters)
+
+
+def random_links(world: World) -> list[LinkResult]:
+    """Of weights that are drawn on the device."""
+    shape = load_spec(subject().config)[1]
+    SHAPES["tiny"] = replace(shape, num_layers=2)
+    return links_of(subject_of("random:tiny:1", "fp8", "cpu"), world, "fp32")
+
+
+def links_of(of: Subject, world: World, masters: Masters) -> list[LinkResult]:
     links, batch = rollout_links(of.published(), WORK, world, lambda text: None)
     if masters != "no":
         links.append(merged(world, update_link(of, batch, training_of(of.config, WORK, masters), world)))
@@ -95,7 +106,8 @@ def everything(world: World) -> dict[str, Any]:
         "fp8": certificate(world), "without": certificate(world, "no", precision="bf16"),
         "bf16": rank_links(world, "bf16", precision="bf16"), "kv8": rank_links(world, "no", kv_cache="fp8"),
         "rollout": rank_links(world, "no", precision="fp8_rollout"),
-        "sampling": broken_sampling(world), "sum": broken_sum(world), "weights": other_weights(world),
+        "random": random_links(world), "sampling": broken_sampling(world), "sum": broken_sum(world),
+        "weights": other_weights(world),
     }
 
 
@@ -114,7 +126,7 @@ def test_two_ranks_give_what_one_gives(two: list[dict[str, Any]]) -> None:
         found = two[0][key]
         assert found == two[1][key] and found.ok and found.ranks == 2, found.links
         assert "".join(by_letter(found.links)) == letters
-    for links in (two[0]["fp8"].links, two[0]["bf16"], two[0]["kv8"]):
+    for links in (two[0]["fp8"].links, two[0]["bf16"], two[0]["kv8"], two[0]["random"]):
         assert all(link.ok and link.first_difference is None and link.max_abs_diff == 0.0 for link in links)
     links = by_letter(two[0]["fp8"].links)
     assert links["f"].rows > 20 and links["e"].rows == 2 * links["f"].rows and links["g"].rows > 1000

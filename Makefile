@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints-cpu.txt
 
-.PHONY: train test test-gpu check ci smollm2 clean
+.PHONY: train test test-gpu test-gpu2 check ci smollm2 clean
 
 train: $(VENV)/.installed
 	$(BIN)/jetrl train quickstart
@@ -14,6 +14,9 @@ test: $(VENV)/.installed-dev
 
 test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]
 	$(PYTHON) -m pytest -q -m gpu tests/gpu
+
+test-gpu2:  # on two of them, over NCCL
+	$(PYTHON) -m pytest -q -m gpu2 tests/gpu
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@
     python benchmarks/certificates.py --budget 560     # start nothing that would not end within 560 s; call again
     python benchmarks/certificates.py --models qwen3-8b --precision fp8 --workloads long --again
     python benchmarks/certificates.py --write          # run nothing; the table goes to docs/PERFORMANCE.md
+    python benchmarks/certificates.py --ranks 2        # that two ranks, one a GPU, give the bits of one
 
 One process per model, which builds it once per precision. Workloads:
 
@@ -12,6 +13,10 @@ One process per model, which builds it once per precision. Workloads:
     long    six sequences of 1 to 32,768 tokens (fewer where the model has fewer positions), prompts in chunks of 4096
 
 The expected seconds do not include compiling kernels (a minute or more on a fresh machine).
+
+With `--ranks` each of RANK_CASES is one `jetrl parity random:SHAPE --nproc N`: the shape (and its layers), the flow,
+and the masters of the update, which each GPU holds whole once. Rows go to benchmarks/results/certificates_ranks.json,
+with the seconds of each link and of the whole command.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,6 +44,8 @@ WORKLOADS = {  # pages of 128 tokens, as on every GPU
     "ragged": Workload(512, max_prompt=240, new_tokens=16, chunk=64, page_size=128, step_tokens=8192),
     "long": Workload(6, max_prompt=32768 - 24, new_tokens=24, chunk=4096, page_size=128),
 }
+RANK_CASES = [("qwen3-0.6b", "fp8", "fp32"), ("qwen3-0.6b", "bf16", "bf16"), ("qwen3-8b:4", "fp8", "fp32")]
+RANK_SIZES = ["--sequences", "16", "--max-prompt", "240", "--new-tokens", "24", "--chunk", "64"]
 START_SECONDS = 25.0  # imports, CUDA, weights
 DOCUMENT = ROOT / "docs" / "PERFORMANCE.md"
 
@@ -122,6 +130,45 @@ def run(models: list[str], wanted: list[Case], path: Path, deadline: float, agai
     return ok
 
 
+def run_ranks(ranks: int, cases: list[Case], path: Path, device: str = "cuda", sizes: list[str] = RANK_SIZES) -> bool:
+    """Certify the cases on `ranks` ranks; a new row replaces an old one. False if one failed or is not bit-equal.
+
+    A case is a shape ("": the quickstart's), a flow, and the masters of the update.
+    """
+    ok = True
+    for shape, precision, masters in cases:
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "jetrl.cli", "parity", f"random:{shape}" if shape else "", "--precision", precision,
+             "--update", masters, "--device", device, "--nproc", str(ranks), "--json", *sizes],
+            stdout=subprocess.PIPE, text=True,
+        )
+        if not done.stdout:
+            ok = False
+            print(f"{shape} {precision} {masters}: FAILED with status {done.returncode}", flush=True)
+            continue
+        row = {
+            "shape": shape, "flow": precision, "masters": masters, "seconds": time.perf_counter() - started,
+            **json.loads(done.stdout), "environment": environment(),
+        }
+        keys = ("shape", "flow", "masters", "ranks")
+        kept = [r for r in load(path) if any(r[key] != row[key] for key in keys)]
+        write_json(path, {"rows": [*kept, row]})
+        ok &= row["bit_equal"]
+        print(rank_line(row), flush=True)
+    return ok
+
+
+def rank_line(row: dict[str, Any]) -> str:
+    different = {link["link"]: f" ({n:,} DIFFERENT)" if (n := link["rows_different"]) else "" for link in row["links"]}
+    links = ", ".join(f"{link['link']} {link['rows']:,}{different[link['link']]}" for link in row["links"])
+    verdict = "bit-equal" if row["bit_equal"] else "NO CERTIFICATE"
+    return (
+        f"{row['shape']} {row['flow']}, {row['ranks']} ranks, update with {row['masters']} masters: {verdict}; rows "
+        f"{links}; {row['seconds']:.0f} s"
+    )
+
+
 def load(path: Path) -> Rows:
     return json.loads(path.read_text())["rows"] if path.is_file() else []
 
@@ -172,12 +219,18 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure the chosen cases even if the file holds them")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--write", action="store_true", help="only put the table into docs/PERFORMANCE.md")
-    parser.add_argument("--out", type=Path, default=RESULTS / "certificates.json")
+    parser.add_argument("--ranks", type=int, help="certify so many ranks, one a GPU, against one")
+    parser.add_argument("--out", type=Path, help="default: certificates.json or certificates_ranks.json in results/")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, default=1e12, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return measure([tuple(case) for case in args.one], args.deadline)
+    args.out = args.out or RESULTS / ("certificates.json" if args.ranks is None else "certificates_ranks.json")
+    if args.ranks is not None:
+        if torch.cuda.device_count() < args.ranks:
+            raise SystemExit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} GPUs")
+        raise SystemExit(0 if run_ranks(args.ranks, RANK_CASES, args.out) else 1)
     ok = True
     if not args.write:
         wanted = [(m, p, w) for m in args.models for p in args.precision for w in args.workloads]

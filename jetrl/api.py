@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from jetrl import arguments
 from jetrl.config import Config, load_config, resolve
-from jetrl.config.shipped import find_recipe, shipped
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import select
 from jetrl.model import export as export_module
-from jetrl.model import hf, hub, trained
+from jetrl.model import hf, hub
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.together import by_each, same_everywhere, together
+from jetrl.parallel.world import ALONE, World
+from jetrl.parity_rows import fingerprint
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.engine import PagedEngine
-from jetrl.spec import SHAPES
+from jetrl.subject import as_trained, config_for, load_for_parity, model_folder, random_model, run_of
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
 from jetrl.train.publish import publish
-from jetrl.train.setup import build_model, build_published, load_spec, recipe_of
+from jetrl.train.setup import build, build_model, build_published, load_spec, recipe_of
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "FP8Linear", "Policy", "evaluate_checkpoint", "evaluation_config", "export_checkpoint", "load_for_parity",
+    "load_model", "publish_linears", "quantize_linears", "random_model",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +113,8 @@ def load_model(
     for name, value in (("precision", precision), ("device", device), ("kv_cache", kv_cache)):
         arguments.text(name, value, "must be a text")
     folder = hub.model_folder(path, revision)
-    data, formats = _as_trained(folder, None, precision, kv_cache)
-    config = _config_for(data | {"model": {"path": str(folder)}}, device)
+    data, formats = as_trained(folder, None, precision, kv_cache)
+    config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
     digest = flow_digest(spec, model.recipe)
@@ -185,162 +193,41 @@ class FP8Linear(FlowLinear):
 # ---- what the command line calls ------------------------------------------------------------------------------------
 
 
-def _config_for(data: dict[str, Any], device: str) -> Config:
-    from jetrl.config import parse_config
-
-    base = {"name": "api", "device": device, "task": {"name": "addition"}}
-    return resolve(parse_config(base | data, source="these options"), cuda_available=torch.cuda.is_available())
-
-
-def _as_trained(folder: Path, run: Path | None, precision: str, kv_cache: str) -> tuple[dict[str, Any], str]:
-    """Precision and [quant] of a config for a model folder, and in words which were chosen and from where.
-
-    What is given wins; then what the folder's config.json says; then the run that it belongs to (folders of earlier
-    versions say nothing); then fp8 with a BF16 cache.
-    """
-    said, source = trained.trained_of(hf.read_config(folder), folder), f"{folder / 'config.json'}"
-    if said is None and run is not None:
-        config, source = load_config(run / "config.toml"), f"{run / 'config.toml'}"
-        said = trained.Trained(config.precision, config.quant.model_dump(mode="json"))
-    return _chosen(said, source, precision, kv_cache)
-
-
-def _chosen(
-    said: trained.Trained | None, source: str, precision: str, kv_cache: str
-) -> tuple[dict[str, Any], str]:
-    taken = precision or (said.precision if said is not None else "fp8")
-    quant: dict[str, Any] = {}
-    if said is not None and "bf16" not in (taken, said.precision):  # BF16 has no [quant]
-        quant = dict(said.quant)
-    cache_said = "kv_cache" in quant or (said is not None and taken == said.precision)
-    if kv_cache:
-        quant["kv_cache"] = kv_cache
-
-    def whence(given: str, known: bool) -> str:
-        return "as asked" if given else f"as {source} says" if known else "the default"
-
-    formats = (
-        f"precision {taken} ({whence(precision, said is not None)}), KV cache {quant.get('kv_cache', 'bf16')} "
-        f"({whence(kv_cache, cache_said)})"
-    )
-    return {"precision": taken} | ({"quant": quant} if quant else {}), formats
-
-
-def load_for_parity(
-    model: str, precision: str, device: str, kv_cache: str = "", revision: str | None = None
-) -> tuple[Transformer, str, str]:
-    """The model of `jetrl parity`: from a folder, the hub or a recipe, or a random one (`random:SHAPE`; none: the
-    quickstart's).
-
-    Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a BF16 cache.
-    Returns the model without masters, its name, and its formats in words.
-    """
-    if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
-        raise UserError(f"--revision {revision} is for a model of the hub, such as Qwen/Qwen3-0.6B.")
-    formats = _chosen(None, "", precision, kv_cache)[1]
-    if model.startswith("random:"):
-        shape = model.removeprefix("random:")
-        built = random_model(shape, precision or "fp8", device, kv_cache=kv_cache, masters=False)
-        return built, model, formats
-    if model in shipped() and not Path(model).exists() or model.endswith(".toml"):
-        given = (("device", device), ("precision", precision), ("quant.kv_cache", kv_cache))
-        config = load_config(find_recipe(model), [f"{key}={value}" for key, value in given if value])
-        config = resolve(config, cuda_available=torch.cuda.is_available())
-        said = trained.Trained(config.precision, {"kv_cache": config.quant.kv_cache})
-        formats = _chosen(said, model, precision, kv_cache)[1]
-    elif model:
-        folder = model_folder(model, revision)
-        run = run_of(Path(model)) if hub.on_disk(model) is not None else None
-        data, formats = _as_trained(folder, run, precision, kv_cache)
-        config = _config_for(data | {"model": {"path": str(folder)}}, device)
-    else:
-        arch: dict[str, Any] = {
-            "model_type": "qwen3", "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4,
-            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
-            "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-        }
-        data = {"model": {"arch": arch, "tokenizer": "builtin:arithmetic"}}
-        data |= {"task": {"name": "addition", "max_prompt_length": 64}} | _chosen(None, "", precision, kv_cache)[0]
-        config = _config_for(data, device)
-    _, spec, _ = load_spec(config)
-    return build_published(config, spec, recipe_of(config, spec)), model or "a random Qwen3", formats
-
-
-def random_model(
-    shape: str, precision: str, device: str, layers: int | None = None, kv_cache: str = "", masters: bool = True
-) -> Transformer:
-    """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device.
-
-    `layers`: this many instead of the shape's own. Without `masters`, only the published weights are held.
-    """
-    if shape not in SHAPES:
-        raise UserError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
-    spec = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
-    model_table = {"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}
-    config = _config_for(model_table | _chosen(None, "", precision, kv_cache)[0], device)
-    select(config.kernels)
-    with torch.device(config.device):
-        model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16 if masters else None)
-        generator = torch.Generator(config.device).manual_seed(0)
-    model.to(config.device)
-
-    def drawn(p: Tensor) -> Tensor:
-        return p.normal_(0, 0.02, generator=generator) if p.ndim > 1 else p.normal_(1, 0.1, generator=generator)
-
-    if not masters:
-        named = list(model.named_parameters())
-        empty = partial(torch.empty, dtype=torch.bfloat16, device=config.device)
-        return model.publish_values((name, drawn(empty(p.shape))) for name, p in named)
-    with torch.no_grad():
-        for p in model.parameters():
-            drawn(p)
-    return model.publish()
-
-
-def model_folder(where: str | Path, revision: str | None = None) -> Path:
-    """The Hugging Face folder meant by a run folder (its newest checkpoint), a checkpoint, a model folder or a hub
-    name."""
-    from jetrl.train.checkpoint import newest, verify_model
-
-    path = hub.model_folder(where, revision)
-    if (path / "checkpoints").is_dir():
-        found = newest(path / "checkpoints")
-        if found is None:
-            raise UserError(f"{path} has no complete checkpoint yet. Set checkpoint.save_interval, or wait for one.")
-        path = found
-    if (path / "state.json").is_file():
-        verify_model(path)
-    return path / export_module.HF_SUBFOLDER if (path / export_module.HF_SUBFOLDER).is_dir() else path
-
-
-def run_of(path: Path) -> Path | None:
-    """The run folder that a run or checkpoint folder belongs to, else None."""
-    for folder in (path, *path.absolute().parents[:3]):
-        if (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir():
-            return folder
-    return None
-
-
-def evaluate_checkpoint(
+def evaluation_config(
     where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None
-) -> tuple[Path, int, dict[str, float]]:
-    """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task and
-    sampling, or a recipe's.
-
-    Returns the model folder that was read, the number of held-out problems, and the metrics.
-    """
-    from jetrl.loop import evaluate_once
-    from jetrl.train.setup import build
-
+) -> Config:
+    """The resolved config by which a checkpoint or a model is evaluated: its run's, or the recipe's."""
     named = hub.on_disk(where, revision) is None
     run = None if named else run_of(Path(where))
     if recipe is None and run is None:
         raise UserError(f"{where} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
     config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
-    folder = model_folder(where, revision)
-    session = build(resolve(config, cuda_available=torch.cuda.is_available()), evaluates=folder)
-    session.engine.load(publish(session.model, 0, session.flow_digest))
-    return folder, len(session.task.eval_problems(config.task.num_eval)), evaluate_once(session)
+    return resolve(config, cuda_available=torch.cuda.is_available())
+
+
+def evaluate_checkpoint(
+    where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None,
+    world: World = ALONE, console: Console | None = None,
+) -> tuple[Path, int, dict[str, float]]:
+    """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task and
+    sampling, or a recipe's. The display goes to `console`.
+
+    Returns the model folder that was read, the number of held-out problems, and the metrics. A collective of `world`:
+    each rank reads all weights, all share the rollout, and every rank returns what one process would, to the bit.
+    """
+    from jetrl.loop import evaluate_once
+
+    with together(world):
+        config = evaluation_config(where, recipe, overrides, revision)
+    # on each machine one rank reads the files to compare them with their hashes
+    folder = by_each(world, lambda: model_folder(where, revision, verify=world.local_rank == 0))
+    session = build(config, evaluates=folder, world=world)
+    if not world.alone:
+        same_everywhere(world, **{f"the model in {folder}": fingerprint(session.model)})
+    weights = publish(session.model, 0, session.flow_digest)
+    with together(world):
+        session.engine.load(weights)
+    return folder, len(session.task.eval_problems(config.task.num_eval)), evaluate_once(session, console)
 
 
 def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | None = None) -> Path:

@@ -27,6 +27,9 @@ app = typer.Typer(
     "`jetrl settings` every setting with its default and meaning.",
 )
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from the hub.")]
+Ranks = Annotated[int | None, typer.Option(
+    "--nproc", min=1, help="Processes on this machine, one per GPU (on CPUs: any number)."
+)]
 CHECKPOINT = "A run folder, one of its checkpoints, a model folder, or a model's name on the hub."
 out = Output(highlight=False, soft_wrap=True)
 
@@ -106,9 +109,7 @@ def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = 
 @app.command(epilog=_ABOUT_RECIPES)
 def train(
     recipe: Recipe, overrides: Overrides = None,
-    nproc: Annotated[int | None, typer.Option(
-        min=1, help="Processes on this machine, one per GPU (on CPUs: any number)."
-    )] = None,
+    nproc: Ranks = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Check config, model, data, memory of the GPU; print the config.")] = False,
@@ -163,28 +164,7 @@ def train(
             out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot be resumed.")
         raise SystemExit(130)
     if world.first:
-        _summarize(run_dir)
-
-
-def _summarize(run_dir: Path) -> None:
-    from jetrl.report.console import summary
-    from jetrl.report.run import headline, load_runs
-    from jetrl.train.checkpoint import newest
-
-    run = load_runs([run_dir])[0]
-    numbers = headline(run)
-    next_commands = [("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html"))]
-    if newest(run_dir / "checkpoints") is not None:
-        next_commands += [
-            ("certify the trained model, bit for bit", f"jetrl parity {quote(str(run_dir))}"),
-            ("write it as a Hugging Face folder", f"jetrl export {quote(str(run_dir))} my-model"),
-        ]
-    summary(
-        run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
-        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
-        warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=out,
-        next_commands=next_commands,
-    )
+        entry.summarize(run_dir, out)
 
 
 @app.command(epilog=_ABOUT_RECIPES)
@@ -200,37 +180,30 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
 def compare(
     recipe: Recipe, overrides: Overrides = None,
     precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
+    nproc: Ranks = None,
 ) -> None:
     """Run one recipe in several precision flows, from the same seed and warm start, and compare them side by side."""
+    from jetrl.parallel import launch
+
+    world = launch.join()
     from jetrl import entry
-    from jetrl.config import switched_off
-    from jetrl.config.toml import split_override
-    from jetrl.loop import StopRequest, run
+    from jetrl.compare import flows_of, run_all, said_of
+    from jetrl.parallel.together import together
     from jetrl.report.console import comparison
-    from jetrl.report.html import write_report
     from jetrl.report.run import headline, load_runs
-    from jetrl.train.pin import pinned
 
-    flows = [flow.strip() for flow in precision.split(",") if flow.strip()]
-    if not flows or len(set(flows)) < len(flows):
-        raise UserError(f"--precision {precision}: name each flow once, as in bf16,fp8,fp8_rollout.")
-
-    def said_of(flow: str) -> list[str]:  # quant.kv_cache=fp8, say, is for the FP8 flows
-        return [text for text in overrides or [] if split_override(text)[0] not in switched_off("precision", flow)]
-
-    configs = [_config(recipe, said_of(flow), [f"precision={flow}"]) for flow in flows]  # check all before the first
-    configs = [pinned(config)[0] for config in configs]  # a branch on the hub may move in between
-    folders = []
-    for flow, config in zip(flows, configs, strict=True):
-        config = entry.placed(config.model_copy(update={"name": f"{config.name}-{flow}"}), out.print)
-        run_dir = entry.run_dir_of(config)
-        with StopRequest() as stop:
-            ended = run(config, run_dir, sys.argv, stop)
-        if not ended:
-            out.print(f"Stopped in the run {run_dir.name}. Called again, the comparison starts from the beginning.")
-            raise SystemExit(130)
-        folders.append(run_dir)
-    report = write_report(folders, folders[0].parent / f"{configs[0].name}-compare.html")
+    with together(world):  # checks all before the first
+        configs = [_config(recipe, said_of(flow, overrides or [])) for flow in flows_of(precision)]
+    if nproc is not None:
+        entry.start_ranks(nproc, configs[0])
+    for config in configs:
+        entry.require_alike(world, config)
+    folders, report = run_all(configs, sys.argv, world, out.print)
+    if report is None:
+        out.print(f"Stopped in the run {folders[-1].name}. Called again, the comparison starts from the beginning.")
+        raise SystemExit(130)
+    if not world.first:
+        return
     comparison([(loaded.precision, headline(loaded)) for loaded in load_runs(folders)], out)
     for folder in folders:
         out.print(f"  {folder / 'report.html'}", style="dim")
@@ -240,8 +213,8 @@ def compare(
 @app.command()
 def parity(
     model: Annotated[str, typer.Argument(
-        help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b. Default: the "
-        "quickstart's shape.",
+        help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b (of four layers: "
+        "random:qwen3-8b:4). Default: the quickstart's shape.",
     )] = "",
     precision: Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
@@ -251,17 +224,36 @@ def parity(
     new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens decoded for a sequence.")] = 24,
     chunk: Annotated[int, typer.Option(min=0, help="Tokens in a prefill chunk. 0: a fiftieth of the prompt.")] = 0,
     revision: Revision = None,
+    nproc: Ranks = None,
+    update: Annotated[str, typer.Option(
+        help="With several ranks, compare an update with one rank's: fp32 or bf16 masters and moments, or no "
+        "(default: fp32).",
+    )] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then."""
-    from jetrl.api import load_for_parity
-    from jetrl.parity import Workload, certify, page_size_of
-    from jetrl.report.certificate import print_certificate
+    """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then.
 
-    loaded, name, formats = load_for_parity(model, precision, device, kv_cache, revision)
-    work = Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size_of(loaded))
+    With several ranks also that they give the samples, log-probs and update of one.
+    """
+    from jetrl.parallel import launch
+
+    if nproc is not None:
+        from jetrl import entry
+
+        entry.start_ranks(nproc)
+    world = launch.join(device)
+    from jetrl.parity import Workload
+    from jetrl.parity_ranks import certified
+    from jetrl.report.certificate import print_certificate
+    from jetrl.subject import subject_of
+
+    def work_on(page_size: int) -> Workload:
+        return Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
+
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
-    certificate = certify(loaded, work, name, quiet)
+    certificate, formats = certified(
+        world, lambda: subject_of(model, precision, device, kv_cache, revision), work_on, update, quiet
+    )
     if as_json:
         typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))
     else:
@@ -304,13 +296,29 @@ def evaluate(
     recipe: Annotated[str | None, typer.Option(help="Recipe with task and sampling (default: the run's).")] = None,
     overrides: Overrides = None,
     revision: Revision = None,
+    nproc: Ranks = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
 ) -> None:
     """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
-    from jetrl.api import evaluate_checkpoint
-    from jetrl.config.shipped import find_recipe
+    from jetrl.parallel import launch
 
-    found = find_recipe(recipe) if recipe else None
-    folder, count, metrics = evaluate_checkpoint(checkpoint, found, overrides or [], revision)
+    world = launch.join()
+    from jetrl import entry
+    from jetrl.api import evaluate_checkpoint, evaluation_config
+    from jetrl.config.shipped import find_recipe
+    from jetrl.parallel.together import together
+
+    with together(world):
+        found = find_recipe(recipe) if recipe else None
+        config = evaluation_config(checkpoint, found, overrides or [], revision)
+    if nproc is not None:
+        entry.start_ranks(nproc, config)
+    entry.require_alike(world, config)
+    display = Output(stderr=True, highlight=False, soft_wrap=True) if as_json else None
+    folder, count, metrics = evaluate_checkpoint(checkpoint, found, overrides or [], revision, world, display)
+    if as_json:
+        typer.echo(json.dumps({"model": str(folder), "num_problems": count, "metrics": metrics}, indent=1))
+        return
     out.print(f"{folder}, {count} held-out problems")
     for key, value in metrics.items():
         if not key.endswith("pass@1"):  # the same number as avg@1

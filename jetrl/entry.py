@@ -13,9 +13,11 @@ from jetrl.errors import UserError
 from jetrl.parallel import launch
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from jetrl.parallel.world import World
 
-SEVERAL = ("train",)  # the commands that several ranks may run together
+SEVERAL = ("train", "eval", "compare", "parity")  # the commands that several ranks may run together
 
 
 def as_rank(app: Callable[[], object], told: Callable[[Exception], str | None], debug: bool) -> NoReturn:
@@ -25,20 +27,24 @@ def as_rank(app: Callable[[], object], told: Callable[[Exception], str | None], 
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         if int(os.environ["WORLD_SIZE"]) > 1 and command not in SEVERAL:
             raise UserError(
-                f"jetrl {command} runs in one process; {' and '.join(SEVERAL)} can run in several. Start it without "
-                "torchrun."
+                f"jetrl {command} runs in one process; {', '.join(SEVERAL[:-1])} and {SEVERAL[-1]} can run in several. "
+                "Start it without torchrun."
             )
         app()
 
     launch.as_rank(run, told, debug)
 
 
-def start_ranks(nproc: int, config: Config) -> NoReturn:
-    """Run this command line again in `nproc` ranks on this machine, and end with their status."""
+def start_ranks(nproc: int, config: Config | None = None) -> NoReturn:
+    """Run this command line again in `nproc` ranks on this machine, and end with their status.
+
+    Each has the config's `num_threads` CPU threads, or its part of the cores.
+    """
     from jetrl.parallel.spawn import spawn
 
     debug = ["--debug"] if "--debug" in sys.orig_argv else []  # `cli.main` has taken it out
-    raise SystemExit(spawn(nproc, [*without_nproc(sys.argv[1:]), *debug], num_threads=config.num_threads))
+    threads = None if config is None else config.num_threads
+    raise SystemExit(spawn(nproc, [*without_nproc(sys.argv[1:]), *debug], num_threads=threads))
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:
@@ -53,8 +59,8 @@ def without_nproc(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def require_alike(world: World, config: Config) -> None:
-    """UserError if the ranks have other versions, or another config. Collective."""
+def require_alike(world: World, config: Config, **more: object) -> None:
+    """UserError if the ranks have other versions, another config, or differ in `more`. Collective."""
     import torch
 
     from jetrl import __version__
@@ -62,7 +68,8 @@ def require_alike(world: World, config: Config) -> None:
     from jetrl.parallel.together import same_everywhere
 
     same_everywhere(
-        world, **{"jetrl's version": __version__, "the config's digest": digest(config), "torch": torch.__version__}
+        world, **{"jetrl's version": __version__, "the config's digest": digest(config), "torch": torch.__version__},
+        **more,
     )
 
 
@@ -103,3 +110,27 @@ def require_resumable(run_dir: Path) -> None:
         raise UserError(
             f"--resume: {run_dir} has {rows} rows of metrics but no checkpoint. Start under another name."
         )
+
+
+def summarize(run_dir: Path, console: Console) -> None:
+    """Print how a run went and what can be done with it."""
+    from shlex import quote
+
+    from jetrl.report.console import summary
+    from jetrl.report.run import headline, load_runs
+    from jetrl.train.checkpoint import newest
+
+    run = load_runs([run_dir])[0]
+    numbers = headline(run)
+    next_commands = [("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html"))]
+    if newest(run_dir / "checkpoints") is not None:
+        next_commands += [
+            ("certify the trained model, bit for bit", f"jetrl parity {quote(str(run_dir))}"),
+            ("write it as a Hugging Face folder", f"jetrl export {quote(str(run_dir))} my-model"),
+        ]
+    summary(
+        run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
+        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
+        warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
+        next_commands=next_commands,
+    )

@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.parallel import launch
@@ -314,10 +316,10 @@ def run_sft(config: Config) -> Path:
         )
 
 
-def evaluate_once(session: Session) -> dict[str, float]:
-    """Held-out accuracy of a built session, outside a run."""
+def evaluate_once(session: Session, console: Console | None = None) -> dict[str, float]:
+    """Held-out accuracy of a built session, outside a run; the display goes to `console`. A collective."""
     try:
-        with no_silent_exit(), Display(1, f"{session.config.name} eval") as display:
+        with no_silent_exit(), Display(1, f"{session.config.name} eval", console=console) as display:
             return evaluate(session, Clock(display))
     finally:
         session.close()

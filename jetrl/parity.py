@@ -6,6 +6,8 @@
 
     d  (on a GPU) decode in CUDA graphs, several steps in a row = training forward, for the drawn tokens' log-probs
 
+Several ranks add three links (`parity_ranks`).
+
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
 link a takes the shorter way of passes without gradients. Rows of a to c are compared as log-probs of all V tokens. When
 one of them fails, both paths run again under a tap, and the first layer and operator whose output differs at the first
@@ -45,6 +47,7 @@ class Certificate:
     model: str
     num_parameters: int
     links: tuple[LinkResult, ...]
+    ranks: int = 1
 
     @property
     def ok(self) -> bool:
@@ -69,7 +72,12 @@ class Workload:
 
 def page_size_of(model: Transformer) -> int:
     """Tokens in a page as in runs on the model's device: decoding takes its kernel by the page size."""
-    return 128 if model.head_weight.is_cuda else 16
+    return page_size_on(model.head_weight.device)
+
+
+def page_size_on(device: str | torch.device) -> int:
+    """The same of a device."""
+    return 128 if torch.device(device).type == "cuda" else 16
 
 
 def certify(model: Transformer, work: Workload, name: str, progress: Callable[[str], None]) -> Certificate:

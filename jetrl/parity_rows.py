@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,21 +16,26 @@ from torch import Tensor
 
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model.transformer import Tap, Transformer
+from jetrl.model.weights import published
 from jetrl.types import ForwardBatch, VarlenPlan
 
 _ROWS = 64  # rows of log-probs held at once
+_HASHED = 1 << 24  # elements hashed at once
 _BATCH = 49152  # tokens of a packed batch: its widest activation stays below 2**31 elements, as kernels index them
 
 
 @dataclass(frozen=True, slots=True)
 class LinkResult:
-    """Outcome of one link. `first_difference` names sequence, position, layer and operator; None if all rows agree."""
+    """Outcome of one link. `first_difference` names sequence, position, layer and operator; None if all rows agree.
+
+    `max_abs_diff` None: rows were compared by hashes alone, and some differ.
+    """
 
     link: str
     description: str
     rows: int
     rows_different: int
-    max_abs_diff: float
+    max_abs_diff: float | None
     seconds: float
     first_difference: str | None = None
 
@@ -88,9 +95,45 @@ class Packed:
 def row_hash(logprobs: Tensor) -> Tensor:
     """A 64-bit hash [R] of the bits of each row [R, V]: equal rows, equal hashes; -0.0 and 0.0 differ."""
     bits = logprobs.contiguous().view(torch.int32).to(torch.int64)
-    index = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device)
-    odd = (index * -7046029254386353131 + 1442695040888963407) | 1
-    return (bits * odd).sum(-1)
+    return (bits * _odd(bits.shape[-1], bits.device)).sum(-1)
+
+
+def _odd(count: int, device: torch.device) -> Tensor:
+    index = torch.arange(count, dtype=torch.int64, device=device)
+    return (index * -7046029254386353131 + 1442695040888963407) | 1
+
+
+def row_bits(values: Tensor) -> Tensor:
+    """A 64-bit hash [N] of the bits of each row of a tensor [N, ...] of any type, as `row_hash` makes it."""
+    rows = values.detach().reshape(len(values), prod(values.shape[1:]))
+    found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+    step = max(1, _HASHED // max(1, rows.shape[1]))
+    odd: Tensor | None = None
+    for start in range(0, len(rows), step):
+        bits = rows[start : start + step].contiguous().view(torch.uint8)
+        bits = (bits.view(torch.int32) if bits.shape[1] % 4 == 0 else bits).to(torch.int64)
+        odd = _odd(bits.shape[1], bits.device) if odd is None else odd
+        found[start : start + step] = (bits * odd).sum(-1)
+    return found
+
+
+def published_bits(model: Transformer) -> dict[str, Tensor]:
+    """`row_bits` of every published tensor of a model, by its Hugging Face name, on the host."""
+    found = {}
+    for name, tensor in published(model).items():
+        found[name] = row_bits(tensor.values).cpu()
+        if tensor.scales is not None:
+            found[f"{name} (scales)"] = row_bits(tensor.scales).cpu()
+    return found
+
+
+def fingerprint(model: Transformer) -> str:
+    """16 hexadecimal digits of the published weights: equal weights have equal digits."""
+    digest = hashlib.sha256()
+    for name, rows in published_bits(model).items():
+        digest.update(f"{name} {len(rows)}\n".encode())
+        digest.update(rows.numpy().data)
+    return digest.hexdigest()[:16]
 
 
 class Comparison:

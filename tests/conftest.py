@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped one by one, with the reason, where there is no GPU."""
+    """Tests marked `gpu` or `gpu2` are skipped one by one, with the reason, where there is no GPU or only one."""
+    if torch.cuda.device_count() < 2 and os.environ.get("JETRL_TEST_RANKS") != "cpu":
+        skipped = pytest.mark.skip(reason="needs two CUDA GPUs; run `make test-gpu2` on a Hopper machine")
+        for item in items:
+            if item.get_closest_marker("gpu2") is not None:
+                item.add_marker(skipped)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -21,22 +21,24 @@ from jetrl.parallel.world import ALONE
         ("train --nproc=4 r --resume", "train r --resume"),
         ("train --nproc 2 --nproc 3 r", "train r"),
         ("train r", "train r"),
+        ("parity m --nproc 2 --json", "parity m --json"),
     ],
 )
 def test_ranks_get_the_command_without_their_number(given: str, kept: str) -> None:
     assert without_nproc(given.split()) == kept.split()
 
 
-def test_only_train_runs_on_several_ranks(
+def test_a_command_that_knows_no_ranks_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["jetrl", "eval", "runs/x"])
+    monkeypatch.setattr(sys, "argv", ["jetrl", "export", "runs/x", "out"])
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit) as end:
         as_rank(lambda: pytest.fail("it ran"), str, False)
     assert end.value.code == 2
-    assert "jetrl eval runs in one process" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "jetrl export runs in one process; train, eval, compare and parity can run in several." in said
 
 
 def test_python_m_jetrl_is_the_command() -> None:

@@ -100,10 +100,11 @@ def build(
     """Build model, optimizer, engine, task and reward from a resolved config. A collective of the run's `world`.
 
     Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: a model
-    folder that is only sampled from; there are no masters and no optimizer then, and no ranks.
+    folder, on every rank's disk, that is only sampled from; there are no masters and no optimizer then, and each rank
+    reads all weights: it needs them whole.
     """
-    assert evaluates is None or world.alone
-    check_lanes(config, world)
+    if evaluates is None:
+        check_lanes(config, world)
     given, config = config, absolute_paths(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -115,8 +116,9 @@ def build(
         model = build_model(config, plan.spec, plan.recipe, weights=weights, world=world)
         learner = build_learner(config, model, world)
     else:
-        model = build_published(config, plan.spec, plan.recipe, evaluates)
-        learner = Learner(model, None)
+        with together(world):
+            model = build_published(config, plan.spec, plan.recipe, evaluates)
+        learner = Learner(model, None, world=world)
     with together(world):
         engine = build_engine(config, model, plan.tokenizer, plan.base_config)
     source = model_source(config)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import certificates
@@ -12,6 +16,8 @@ import pytest
 import torch
 from certificates import Case, expected_seconds, load, markdown
 
+from jetrl import cli
+from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.parity import Workload
 from jetrl.precision.recipe import build_recipe
@@ -103,3 +109,46 @@ def test_measure_certifies_each_case_and_reports_what_the_table_reads(
     assert rows[0]["precision"] == "fp8" and "bit-equal" in certificates.line(rows[0])
     assert " x 53 |" in markdown(rows) and "| fp8 kv8 |" in markdown(rows)
     assert "kv8" not in markdown(rows[:2])
+
+
+def test_certificates_of_ranks_are_asked_for_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command is run here, without its ranks: `tests/test_ranks_commands.py` starts those."""
+
+    def parity(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        words = command[3:]
+        assert words[:1] == ["parity"] and command[1:3] == ["-m", "jetrl.cli"]
+        for option, value in (("--nproc", "2"), ("--update", "bf16")):
+            place = words.index(option)
+            assert words[place + 1] == value
+            del words[place : place + 2]
+        said = io.StringIO()
+        with redirect_stdout(said):
+            try:
+                cli.app(words, standalone_mode=False)
+            except SystemExit as end:
+                status = end.code
+            except UserError:
+                status = 2
+        return subprocess.CompletedProcess(command, status, said.getvalue())
+
+    monkeypatch.setattr(certificates, "subprocess", SimpleNamespace(run=parity, PIPE=subprocess.PIPE))
+    path, sizes = tmp_path / "ranks.json", ["--sequences", "3", "--max-prompt", "12", "--new-tokens", "5"]
+    old = {"shape": "", "flow": "fp8", "masters": "bf16"}
+    certificates.write_json(path, {"rows": [old | {"ranks": 1}, old | {"ranks": 4}]})
+    assert certificates.run_ranks(2, [("", "fp8", "bf16")], path, "cpu", sizes)
+    rows = load(path)
+    assert [row["ranks"] for row in rows] == [4, 1], "the row of the same case is replaced"
+    assert rows[1]["bit_equal"] and "commit" in rows[1]["environment"] and rows[1]["seconds"] > 0
+    assert "update with bf16 masters: bit-equal; rows a " in capsys.readouterr().out
+    assert not certificates.run_ranks(2, [("none", "fp8", "bf16")], path, "cpu", sizes) and load(path) == rows
+    assert "none fp8 bf16: FAILED with status 2" in capsys.readouterr().out
+
+
+def test_a_certificate_of_ranks_says_what_differs() -> None:
+    links = [{"link": "e", "rows": 1200, "rows_different": 0}, {"link": "g", "rows": 7, "rows_different": 3}]
+    case = {"shape": "s", "flow": "fp8", "masters": "fp32", "ranks": 2}
+    assert certificates.rank_line(case | {"seconds": 9.6, "links": links, "bit_equal": False}) == (
+        "s fp8, 2 ranks, update with fp32 masters: NO CERTIFICATE; rows e 1,200, g 7 (3 DIFFERENT); 10 s"
+    )

@@ -11,9 +11,9 @@ from jetrl.parity_rows import LinkResult
 from jetrl.report.certificate import print_certificate
 
 
-def printed(*links: LinkResult) -> str:
+def printed(*links: LinkResult, ranks: int = 1) -> str:
     console = Console(file=io.StringIO(), width=200)
-    print_certificate(Certificate("fp8", "e4m3[1x16,pow2]", "cpu", "a model", 1_400_000, links), console)
+    print_certificate(Certificate("fp8", "e4m3[1x16,pow2]", "cpu", "a model", 1_400_000, links, ranks), console)
     return console.file.getvalue()
 
 
@@ -26,3 +26,14 @@ def test_a_certificate_and_none() -> None:
     text = printed(good, wrong)
     assert "DIFFERENT: 9 log-probs of drawn tokens, 0.2 s; 2 rows differ, largest gap 0.25" in text
     assert "sequence 1, position 3" in text and text.rstrip().endswith("No certificate.")
+
+
+def test_ranks() -> None:
+    links = [LinkResult(letter, "ranks", 12, 0, 0.0, 0.1) for letter in "efg"]
+    text = printed(*links, ranks=2)
+    assert "on cpu, each of 2 ranks" in text and "bit-equal: 12 drawn tokens with their log-probs" in text
+    assert text.rstrip().endswith("rollout and training agree bit for bit, and 2 ranks with one.")
+    assert printed(*links[:2], ranks=4).rstrip().endswith("and 4 ranks with one. The update was left out.")
+    text = printed(*links[:2], LinkResult("g", "update", 12, 3, None, 0.1, "rank 1: master x, row 7"), ranks=2)
+    assert "DIFFERENT: 12 metrics and rows of weights and moments, 0.1 s; 3 rows differ\n" in text
+    assert "rank 1: master x, row 7" in text and text.rstrip().endswith("No certificate.")

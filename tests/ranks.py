@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -15,20 +17,33 @@ import torch.multiprocessing as mp
 
 from jetrl.parallel.world import World
 
+# What a run loads in its first step. Ranks are forked from a process that has done so: it takes longer than most tests.
+HEAVY = ("torch._dynamo", "transformers.tokenization_utils_base", "jetrl.loop")
+
+
+def load_heavy() -> None:
+    """In a process that others will be forked from. It computes nothing, so there are no threads that a fork loses."""
+    for name in HEAVY:
+        importlib.import_module(name)
+
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0) -> list[Any]:
     """`function(world, *args)` in each of `size` processes; their results in rank order. An error in one is raised."""
+    multiprocessing.set_forkserver_preload([*HEAVY])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one, (size, port, seconds, folder, function, args), nprocs=size)
+        torch.save((function, args), f"{folder}/given.pt")  # tensors sent as arguments would each take a descriptor
+        mp.start_processes(_one, (size, port, seconds, folder, dict(os.environ)), size, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _one(rank: int, size: int, port: int, seconds: float, folder: str, function: Any, args: Any) -> None:
+def _one(rank: int, size: int, port: int, seconds: float, folder: str, environ: dict[str, str]) -> None:
+    os.environ.clear()  # that of the process which forks is as old as the first call
+    os.environ |= environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    function, args = torch.load(f"{folder}/given.pt", weights_only=False)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     try:
         torch.save(function(World(rank, size, rank), *args), f"{folder}/{rank}.pt")

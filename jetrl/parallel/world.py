@@ -32,6 +32,13 @@ _WAITS = itertools.count(1)  # of `await_all`: each has a counter of its own in 
 def collective(name: str) -> Iterator[None]:
     """Around every collective: counts it, and turns what the backend raises into `LostContact`."""
     PROGRESS.begin(name)
+    with contact(name):
+        yield
+
+
+@contextmanager
+def contact(name: str) -> Iterator[None]:
+    """What the backend raises inside is `LostContact`: around the end of a collective that has begun before."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -107,8 +114,14 @@ class World:
         received = whole.new_empty(senders * own, *whole.shape[1:])
         incoming = [own if r < senders else 0 for r in range(self.size)]
         outgoing = list(rows) if sends else [0] * self.size
-        work = dist.all_to_all_single(_plain(received), _plain(whole), incoming, outgoing, async_op=True)
-        return received.view(senders, own, *whole.shape[1:]), lambda: work.wait() and None
+        with collective("send_rows"):
+            work = dist.all_to_all_single(_plain(received), _plain(whole), incoming, outgoing, async_op=True)
+
+        def wait() -> None:
+            with contact("send_rows"):
+                work.wait()
+
+        return received.view(senders, own, *whole.shape[1:]), wait
 
     def gather_rows(self, whole: Tensor, rows: Sequence[int]) -> None:
         """Fill `whole` [sum(rows), ...] in place: rank r has its `rows[r]` rows there and gives them to all."""

@@ -217,14 +217,14 @@ def test_the_slurm_example_on_two_machines_of_two_ranks(straight: Path, tmp_path
     slurm = {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "some", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2",
         "PATH": f"{programs}:{os.environ['PATH']}", "NAME": "tiny", "OUTPUT": str(tmp_path / "runs"), "PORT": port,
-        "CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
     }
     script = ["bash", str(ROOT / "examples" / "slurm" / "train.sbatch"), str(recipe_in(tmp_path))]
     for steps in (2, 4):  # the second time it goes on
         done = subprocess.run(
             [*script, f"train.steps={steps}"], capture_output=True, text=True, timeout=200, env=environment() | slurm
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stderr[:3000]
     assert "step 2/4" not in done.stdout and done.stdout.count("step 4/4") == 1
     assert json.loads((tmp_path / "runs" / "tiny" / "env.json").read_text())["ranks"] == 4
     assert_same_run(tmp_path / "runs" / "tiny", straight)

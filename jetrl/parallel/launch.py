@@ -141,7 +141,9 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
     try:
         status = _ran(run)
     except BaseException as error:
-        raise SystemExit(_ended(error, told, debug)) from None
+        status = _ended(error, told, debug)
+        if (watch := _watch()) is not None:
+            watch.give_up(status)
     raise SystemExit(status)
 
 

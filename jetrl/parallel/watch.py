@@ -176,6 +176,20 @@ class Watch(threading.Thread):
         self._over.set()
         self.beat(left=True)
         self._left.set()
+        self._lock.acquire(timeout=GRACE)
+
+    def give_up(self, status: int) -> None:
+        """The process is about to end by an error: by itself, or else by force after `PATIENCE` seconds.
+
+        Python ends while this thread lives, and torch aborts a process that ends in the middle of a call to the store.
+        So there are no more: the connection's lock is taken for good. (Where the store does not answer, it cannot be.)
+        """
+        self._over.set()
+        self._lock.acquire(timeout=GRACE)
+        end = threading.Timer(PATIENCE, _exit, (status,))
+        end.daemon = True
+        end.start()
+        self._left.set()
 
     def _look(self, ranks: Iterable[int]) -> None:
         for r in [r for r in ranks if r != self.rank]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -16,6 +18,15 @@ import torch.multiprocessing as mp
 from jetrl.parallel import launch
 from jetrl.parallel.world import World
 
+# What a run loads in its first step. Ranks are forked from a process that has done so: it takes longer than most tests.
+HEAVY = ("torch._dynamo", "transformers.tokenization_utils_base", "jetrl.loop")
+
+
+def load_heavy() -> None:
+    """In a process that others will be forked from. It computes nothing, so there are no threads that a fork loses."""
+    for name in HEAVY:
+        importlib.import_module(name)
+
 
 def run_ranks(
     function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0, device: str = "cpu"
@@ -24,17 +35,24 @@ def run_ranks(
 
     On `device` "cuda" rank r has GPU r, and the ranks meet as those of a run do.
     """
+    multiprocessing.set_forkserver_preload([*HEAVY])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one, (size, port, seconds, folder, function, args, device), nprocs=size)
+        torch.save((function, args), f"{folder}/given.pt")  # tensors sent as arguments would each take a descriptor
+        given = (size, port, seconds, folder, dict(os.environ), device)
+        mp.start_processes(_one, given, size, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _one(rank: int, size: int, port: int, seconds: float, folder: str, function: Any, args: Any, device: str) -> None:
+def _one(
+    rank: int, size: int, port: int, seconds: float, folder: str, environ: dict[str, str], device: str
+) -> None:
+    os.environ.clear()  # that of the process which forks is as old as the first call
+    os.environ |= environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    function, args = torch.load(f"{folder}/given.pt", weights_only=False)
     if device == "cuda":
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         torch.save(function(launch.join(limit=seconds), *args), f"{folder}/{rank}.pt")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import load_heavy
 from tiny import tiny_config
 
 from jetrl import loop
@@ -86,6 +87,7 @@ def child(folder: Path, changes: dict[str, Any], how: str) -> int:
 
 def main() -> None:
     """Fork a process a case, one after the other. Torch has not run before, so forking is safe."""
+    load_heavy()
     root, ends = Path(sys.argv[1]), {}
     for name, (changes, how) in CASES.items():
         pid = os.fork()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -137,28 +138,91 @@ def test_a_signal_to_one_rank_stops_all_where_they_meet(straight: Path, tmp_path
     assert_same_run(tmp_path / "runs" / "tiny", straight)
 
 
-def train_by_command(recipe: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "jetrl", "train", str(recipe), "--nproc", "2", *more], capture_output=True, text=True,
-        timeout=200, env=clean | {"PYTHONPATH": str(ROOT)}, cwd=recipe.parent,
-    )
+# ---- the command, as users start it ---------------------------------------------------------------------------------
+
+SLOWLY = """\
+import time
+
+
+def reward(completions, answer, **_):
+    time.sleep(0.5)
+    return [len(set(c) & set(a)) / len(set(a)) for c, a in zip(completions, answer)]
+"""
+ONE_A_MACHINE = """\
+#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+"$@" & first=$!
+"$@" & second=$!
+wait $first; status=$?
+wait $second && exit $status
+"""
+
+
+def recipe_in(folder: Path) -> Path:
+    """The recipe of `straight`, with a reward that takes a while."""
+    recipe = folder / "tiny.toml"
+    recipe.write_text(to_toml(tiny_config(folder, FIXED)))
+    (folder / "reward.py").write_text(SLOWLY)
+    return recipe
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process id of a rank, by the launcher's."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    (found,) = (c for c in children if f"\0RANK={rank}\0".encode() in Path(f"/proc/{c}/environ").read_bytes())
+    return int(found)
 
 
 @pytest.mark.slow
-def test_the_command_starts_ranks_and_tells_a_mistake_once(straight: Path, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, FIXED | {"train.steps": 1, "eval.eval_interval": 0})
-    recipe = tmp_path / "tiny.toml"
-    recipe.write_text(to_toml(config))
-    done = train_by_command(recipe)
+def test_the_command_starts_ranks_survives_a_kill_and_goes_on(straight: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jetrl", "train", str(recipe_in(tmp_path)), "--nproc", "2"]
     run_dir = tmp_path / "runs" / "tiny"
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.count("step 1/1") == 1
-    assert json.loads((run_dir / "env.json").read_text())["ranks"] == 2
-    bad = tmp_path / "bad.py"
-    bad.write_text("def reward(completions, **_):\n    return [0.0] * (len(completions) - 1)\n")
-    done = train_by_command(recipe, f"task.reward={bad}:reward", "task.params.check_gold=false")
-    assert done.returncode == 2, done
-    assert done.stderr.startswith("jetrl: ") and done.stderr.count("bad.py") == 1, done.stderr
-    done = train_by_command(recipe, "train.stepps=3")
-    assert done.returncode == 2 and done.stderr.count("stepps") == 1, done.stderr
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None and any(line.startswith("step 1/4") for line in process.stdout)
+        pid = rank_process(process.pid, 1)
+        os.kill(pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
+    assert err == (
+        f"jetrl: rank 1 (process {pid}) was ended by SIGKILL. Most likely the machine ran out of memory.\n"
+    )
+    assert process.returncode == 1 and "step 4/4" not in out
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=200, env=environment())
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.count("step 4/4") == 1 and json.loads((run_dir / "env.json").read_text())["ranks"] == 2
+    assert_same_run(run_dir, straight)
+
+
+@pytest.mark.slow
+def test_the_slurm_example_on_two_machines_of_two_ranks(straight: Path, tmp_path: Path) -> None:
+    """Its whole script, with an `srun` that starts two torchruns here. It has the bits of one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (
+        ("srun", ONE_A_MACHINE), ("scontrol", "#!/bin/bash\necho 127.0.0.1\necho other\n"),
+        ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n'),
+    ):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "some", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2",
+        "PATH": f"{programs}:{os.environ['PATH']}", "NAME": "tiny", "OUTPUT": str(tmp_path / "runs"), "PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    script = ["bash", str(ROOT / "examples" / "slurm" / "train.sbatch"), str(recipe_in(tmp_path))]
+    for steps in (2, 4):  # the second time it goes on
+        done = subprocess.run(
+            [*script, f"train.steps={steps}"], capture_output=True, text=True, timeout=200, env=environment() | slurm
+        )
+        assert done.returncode == 0, done.stderr[:3000]
+    assert "step 2/4" not in done.stdout and done.stdout.count("step 4/4") == 1
+    assert json.loads((tmp_path / "runs" / "tiny" / "env.json").read_text())["ranks"] == 4
+    assert_same_run(tmp_path / "runs" / "tiny", straight)

@@ -46,6 +46,8 @@ def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = STA
     that did not come within `start_limit` seconds, or if two ranks have one GPU. From then on a collective may wait
     `limit` seconds for a rank. On ranks other than 0 standard output is closed: rank 0 speaks for all.
     """
+    if is_rank():  # read as torch loads: it warns of lost connections, and we tell the cause
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from jetrl.parallel.world import ALONE, World
 
     if not is_rank() or os.environ["WORLD_SIZE"] == "1":
@@ -147,7 +149,9 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
     try:
         status = _ran(run)
     except BaseException as error:
-        raise SystemExit(_ended(error, told, debug)) from None
+        status = _ended(error, told, debug)
+        if (watch := _watch()) is not None:
+            watch.give_up(status)
     raise SystemExit(status)
 
 
@@ -174,7 +178,7 @@ def _ran(run: Callable[[], object]) -> int:
 
 def _ended(error: BaseException, told: Callable[[Exception], str | None], debug: bool) -> int:
     """Tell of an error that ends this rank, unless another rank has the cause; returns the status."""
-    from jetrl.parallel.watch import Failure
+    from jetrl.parallel.watch import PERIOD, Failure
 
     rank = int(os.environ["RANK"])
     trace = "".join(traceback.format_exception(error))
@@ -190,10 +194,12 @@ def _ended(error: BaseException, told: Callable[[Exception], str | None], debug:
         try:
             cause = watch.lost_contact(error, trace) if came_by_lost_contact(error) else watch.post(failure)
         except RuntimeError as gone:  # the store is gone, and with it the launcher or rank 0
-            cause = failure if not came_by_lost_contact(error) else Failure(rank, "lost", f"rank {rank}: {gone}")
+            cause = failure if not came_by_lost_contact(error) else watch.store_lost(gone)
     if cause.rank != rank:
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    _tell(cause)
+    (_tell if watch is None else watch.tell_once)(cause)
+    if watch is not None and "server" in _HELD:
+        time.sleep(2.5 * PERIOD)  # for the others to read the cause from the store that ends with this process
     return cause.status
 
 

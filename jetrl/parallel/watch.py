@@ -6,7 +6,10 @@ at all ranks, the others at rank 0. The run cannot go on when
 - a rank has said nothing for `SILENCE` seconds: its process is gone, stopped or stuck,
 - a rank has not begun a collective that another began `limit` seconds ago. A collective cannot end before all have
   begun it, so this holds for every backend, also where calls return at once and the GPU waits,
-- the store is gone: the launcher, or rank 0, has ended.
+- the store is gone: the launcher, or rank 0, has ended,
+- the store does not answer for `SILENCE` seconds: its process is stopped, or its machine is gone. The thread that
+  waits for it cannot tell, so a second one looks after the first,
+- torch's launcher has ended, which started this rank and would end it: other machines have lost it already.
 A long phase is no hang: only a collective that others wait in has a limit.
 """
 
@@ -20,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from os import _exit  # the user's code runs under a guard that replaces `os._exit`
 from typing import Literal
 
 import torch.distributed as dist
@@ -27,7 +31,7 @@ import torch.distributed as dist
 from jetrl.parallel.calls import PROGRESS
 
 Kind = Literal["mistake", "bug", "lost", "interrupted", "status"]
-PERIOD, SILENCE, GRACE, PATIENCE = 1.0, 25.0, 3.0, 10.0  # seconds
+PERIOD, SILENCE, GRACE, PATIENCE = 1.0, 25.0, 3.0, 10.0  # seconds; all of them together stay below a minute
 _CAUSE = "cause"
 
 
@@ -77,8 +81,16 @@ class Watch(threading.Thread):
         self.beats = {r: _Beat(changed=time.monotonic()) for r in range(size) if r != rank}
         self.cause: Failure | None = None
         self._lock = threading.Lock()  # the connection serves one call at a time
-        self._over = threading.Event()
-        self._number = 0
+        self._over = threading.Event()  # no more beats
+        self._left = threading.Event()  # and the store is no longer needed
+        self._said = threading.Lock()  # taken by the one that tells
+        self._number, self._own = 0, ""  # of beats; the last one
+        self._turns = 0  # of the first thread: grows while the store answers
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    def start(self) -> None:
+        super().start()
+        threading.Thread(target=self._look_after, name="jetrl-watch-2", daemon=True).start()
 
     def run(self) -> None:
         while not self._over.wait(PERIOD):
@@ -89,11 +101,29 @@ class Watch(threading.Thread):
             except RuntimeError as error:  # of the connection
                 if self._over.is_set():
                     return
-                cause = Failure(self.rank, "lost", f"rank {self.rank} has lost the run's store ({_line(error)}): the "
-                                "launcher or rank 0 has ended.")
-                self.tell(cause)
+                cause = self.store_lost(error)
+            self._turns += 1
             if cause is not None:
                 self._end()
+
+    def tell_once(self, failure: Failure) -> None:
+        """The message of this process, unless it has given one: its threads meet the same end."""
+        if self._said.acquire(blocking=False):
+            self.tell(failure)
+
+    def store_lost(self, error: Exception | None = None) -> Failure:
+        """The cause where there is no store to ask: the connection has failed, or nothing answers. All ranks notice; of
+        those that torch's launcher has started, one on each machine tells."""
+        how = _line(error) if error else f"no answer for {SILENCE:.0f} s"
+        cause = Failure(self.rank, "lost", (
+            f"rank {self.rank} has lost the run's store ({how}): the launcher or rank 0 has ended"
+            f"{'.' if error else ' or is stopped, or its machine is gone.'}"
+        ))
+        if self._launcher is None or os.environ["LOCAL_RANK"] == "0":
+            self.tell_once(cause)
+        else:
+            self._said.acquire(blocking=False)
+        return cause
 
     def beat(self, left: bool = False) -> None:
         """Tell the others where this rank is."""
@@ -103,7 +133,8 @@ class Watch(threading.Thread):
             "calls": PROGRESS.calls, "left": left,
         }
         with self._lock:
-            self.store.set(f"beat/{self.rank}", json.dumps(said))
+            self._own = json.dumps(said)
+            self.store.set(f"beat/{self.rank}", self._own)
 
     def missing(self) -> list[int]:
         """The ranks that have never told anything."""
@@ -126,6 +157,8 @@ class Watch(threading.Thread):
 
     def lost_contact(self, error: BaseException, trace: str) -> Failure:
         """The cause of a failed collective: what another rank gives in the next seconds, or who has fallen silent."""
+        if self.cause is not None:
+            return self.cause
         self._look(self.beats)
         start = time.monotonic()
         while time.monotonic() - start < PATIENCE:
@@ -142,6 +175,21 @@ class Watch(threading.Thread):
         """The run is over for this rank."""
         self._over.set()
         self.beat(left=True)
+        self._left.set()
+        self._lock.acquire(timeout=GRACE)
+
+    def give_up(self, status: int) -> None:
+        """The process is about to end by an error: by itself, or else by force after `PATIENCE` seconds.
+
+        Python ends while this thread lives, and torch aborts a process that ends in the middle of a call to the store.
+        So there are no more: the connection's lock is taken for good. (Where the store does not answer, it cannot be.)
+        """
+        self._over.set()
+        self._lock.acquire(timeout=GRACE)
+        end = threading.Timer(PATIENCE, _exit, (status,))
+        end.daemon = True
+        end.start()
+        self._left.set()
 
     def _look(self, ranks: Iterable[int]) -> None:
         for r in [r for r in ranks if r != self.rank]:
@@ -152,6 +200,10 @@ class Watch(threading.Thread):
 
     def _judged(self) -> Failure | None:
         """The cause as this rank sees it, given to all; None while there is none."""
+        if self._launcher not in (None, os.getppid()):
+            return self._posted(Failure(self.rank, "lost", (
+                f"{who(self.rank, self._own)}: its launcher (process {self._launcher}) has ended."
+            )))
         now, here = time.monotonic(), [r for r, b in self.beats.items() if b.get("left") != "True"]
         judged = here if self.rank == 0 else [r for r in here if r == 0]
         if silent := [r for r in judged if now - self.beats[r].changed > SILENCE]:
@@ -178,15 +230,25 @@ class Watch(threading.Thread):
     def _posted(self, failure: Failure) -> Failure:
         cause = self.post(failure)
         if cause == failure:
-            self.tell(failure)
+            self.tell_once(failure)
         return cause
+
+    def _look_after(self) -> None:
+        """The second thread: while the first one waits for the store. It counts its own turns, not seconds: none pass
+        where this process itself was stopped."""
+        seen = since = 0
+        while not self._left.wait(PERIOD):
+            seen, since = self._turns, since + 1 if seen == self._turns else 0
+            if since * PERIOD > SILENCE:
+                self.store_lost()
+                self._end()
 
     def _end(self) -> None:
         """End this process. Its main thread gets a moment to do so itself; it may wait in a collective for ever."""
-        if not self._over.wait(GRACE):
+        if not self._left.wait(GRACE):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            _exit(1)
 
 
 def _line(error: BaseException) -> str:

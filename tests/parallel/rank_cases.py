@@ -44,6 +44,14 @@ def bug() -> None:
     world.barrier()
 
 
+def at_work() -> None:
+    """Says when all are there, then works for a minute without a collective."""
+    world = launch.join("cpu")
+    world.barrier()
+    print("ready", flush=True)
+    time.sleep(60)
+
+
 def computing() -> None:
     """Rank 0 has no collective to lose contact in, only its watch."""
     world = launch.join("cpu")
@@ -71,6 +79,9 @@ def late() -> None:
 
 def stopped() -> None:
     """A process that no longer runs, and does not hear SIGTERM."""
+    from jetrl.parallel import watch
+
+    watch.SILENCE = 6.0
     world = launch.join("cpu")
     launch.phase("update")
     if world.rank == 1:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from jetrl.parallel.watch import Failure, who
 from jetrl.parallel.world import ALONE
 
 CASES = Path(__file__).with_name("rank_cases.py")
+Spawned = Callable[..., tuple[int, str, str, float]]
 SPAWN = f"import sys; from jetrl.parallel.spawn import spawn; sys.exit(spawn(2, sys.argv[1:], program=['{CASES}']))"
 ROOT = Path(__file__).parents[2]
 
@@ -31,16 +33,23 @@ def environment() -> dict[str, str]:
     return clean | {"PYTHONPATH": str(ROOT)}
 
 
-def spawned(*case: str) -> tuple[int, str, str, float]:
-    """Status, output, error output and seconds of two ranks of a case."""
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", SPAWN, *case], capture_output=True, text=True, timeout=100, env=environment()
-    )
-    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+@pytest.fixture
+def spawned(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spawned:
+    """Status, output, error output and seconds of two ranks of a case. The launcher is this process."""
+
+    def run(*case: str) -> tuple[int, str, str, float]:
+        start, before = time.monotonic(), dict(os.environ)
+        for key in before.keys() - environment().keys():
+            monkeypatch.delenv(key)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        status = spawn(2, list(case), program=[str(CASES)])
+        out, err = capfd.readouterr()
+        return status, out, err, time.monotonic() - start
+
+    return run
 
 
-def test_two_ranks_run_and_one_speaks() -> None:
+def test_two_ranks_run_and_one_speaks(spawned: Spawned) -> None:
     status, out, err, _ = spawned("fine")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert (status, out, err) == (0, f"all {[(0, 0, threads, 3), (1, 1, threads, 3)]}\n", "")
@@ -64,7 +73,7 @@ def test_two_ranks_run_and_one_speaks() -> None:
         ("quits", 1, r"rank 1 \(process \d+\) ended with status 7 and no message\.\nIts last lines:\ncannot go on"),
     ],
 )
-def test_a_failure_is_one_message(case: str, status: int, message: str) -> None:
+def test_a_failure_is_one_message(case: str, status: int, message: str, spawned: Spawned) -> None:
     got, out, err, seconds = spawned(case)
     assert re.fullmatch(f"jetrl: {message}\n", err), err
     assert (got, out) == (status, "") and seconds < 60
@@ -77,7 +86,7 @@ def test_one_rank_is_a_run_in_one_process() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "1\n", "jetrl: rank 0: no such file.\n")
 
 
-def test_a_mistake_with_debug_has_its_traceback() -> None:
+def test_a_mistake_with_debug_has_its_traceback(spawned: Spawned) -> None:
     status, _, err, _ = spawned("mistake", "--debug")
     assert status == 2 and err.startswith("jetrl: rank 1: reward.py: no such function.\nTraceback (most recent call")
 
@@ -114,13 +123,34 @@ def torchrun(node: int, port: int, case: str) -> subprocess.Popen[str]:
     )
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_death_of_a_launcher_ends_the_ranks_of_all(killed: int) -> None:
+    """Its own ranks, which torch would leave running, and by them those of the other machine. One rank tells, or where
+    the run's store was in that launcher one a machine."""
+    port = free_port()
+    nodes = [torchrun(node, port, "at_work") for node in range(2)]
+    first = next(node for node in nodes if "ready" in node.stdout.readline())  # rank 0's: torch numbers the agents
+    start = time.monotonic()
+    (first if killed == 0 else next(node for node in nodes if node is not first)).kill()
+    told = "".join(node.communicate(timeout=60)[1] for node in nodes)
+    assert all(node.returncode for node in nodes) and time.monotonic() - start < 30
+    lines = [line for line in told.splitlines() if line.startswith("jetrl: ")]
+    ends = r"jetrl: rank \d.*(has lost the run's store|its launcher \(process \d+\) has ended).*"
+    assert 1 <= len(lines) <= 2 and all(re.fullmatch(ends, line) for line in lines), told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["fine", "mistake"])
 def test_two_agents_of_two_processes_each(case: str) -> None:
     """As on two machines. Of a mistake on one rank, one rank of all four tells (next to torchrun's own table)."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     nodes = [torchrun(node, port, case) for node in range(2)]
     told = [node.communicate(timeout=120) for node in nodes]
     out, err = "".join(o for o, _ in told), "".join(e for _, e in told)

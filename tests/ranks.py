@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
+from jetrl.model.sharding import whole_value
 from jetrl.parallel.world import World
 
 
@@ -24,6 +26,11 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_one, (size, port, seconds, folder, function, args), nprocs=size)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """`state_dict` with the rows of all ranks, in host memory, on every rank. Collective."""
+    return {name: whole_value(p, p.dtype).to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
 def _one(rank: int, size: int, port: int, seconds: float, folder: str, function: Any, args: Any) -> None:

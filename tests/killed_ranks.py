@@ -29,8 +29,8 @@ CASES: dict[str, tuple[int, str, int]] = {
     "its tensors are written, others' perhaps not": (1, "store.write", 2),
     "its model file is written": (1, "hf_write._write_file", 2),
     "not all of its files are hashed": (1, "store.sha256", 3),
-    "state.json is written": (0, "checkpoint.sync", 4),
-    "renamed, latest not": (0, "checkpoint.sync", 6),
+    "state.json is written": (0, "checkpoint.sync", 7),
+    "renamed, latest not": (0, "checkpoint.sync", 11),
 }
 SECTIONS = (128, 40, 128)
 NAMES = ("model.safetensors", "model-2.safetensors")

@@ -22,12 +22,12 @@ from jetrl.train import checkpoint, store
 write = store.write
 
 # name: (what is changed in the config, how it stops); after a count of `store.write` (the reference policy, then each
-# checkpoint's state) or of `sync`, which runs three times a checkpoint: state.json, the folder, latest
+# checkpoint's state) or of `sync`, which runs six times a checkpoint: state.json, three folders, latest, checkpoints
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "before the first checkpoint": ({}, "write 1"),
     "state written, meta not": ({"rl.kl_coef": 0.01}, "write 3"),
-    "meta written, not renamed": ({}, "sync 4"),
-    "renamed, latest not": ({}, "sync 6"),
+    "meta written, not renamed": ({}, "sync 7"),
+    "renamed, latest not": ({}, "sync 11"),
     "state half written": ({"rl.updates_per_step": 2}, "half file"),
     "row written, no checkpoint": ({"rl.updates_per_step": 2, "rl.kl_coef": 0.01}, "row 3"),
     "SIGTERM": ({"precision": "bf16", "train.master_dtype": "bfloat16"}, "SIGTERM 3"),

@@ -78,8 +78,8 @@ def save(
     def end() -> None:
         with told():
             (temporary / _META).write_text(json.dumps(asdict(replace(meta, files=files)), indent=1) + "\n")
-            sync(temporary / _META)
-        sync(temporary)
+            for path in (temporary / _META, temporary / _STATE, temporary / _MODEL, temporary):
+                sync(path)
         if final.exists():  # a run resumed from an earlier step writes this one again
             shutil.rmtree(final)
         os.replace(temporary, final)
@@ -173,3 +173,4 @@ def _replace_text(path: Path, text: str) -> None:
     temporary.write_text(text + "\n")
     sync(temporary)
     os.replace(temporary, path)
+    sync(path.parent)

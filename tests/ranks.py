@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
+from jetrl.model.sharding import whole_value
 from jetrl.parallel import launch
 from jetrl.parallel.world import World
 
@@ -44,6 +46,11 @@ def run_ranks(
         given = (size, port, seconds, folder, dict(os.environ), device)
         mp.start_processes(_one, given, size, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """`state_dict` with the rows of all ranks, in host memory, on every rank. Collective."""
+    return {name: whole_value(p, p.dtype).to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
 def _one(

@@ -13,20 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from ranks import load_heavy
 from tiny import tiny_config
 
 from jetrl import loop
 from jetrl.report.recorder import Recorder
-from jetrl.train import checkpoint
+from jetrl.train import checkpoint, store
 
-# name: (what is changed in the config, how it stops); `_sync` runs three times a checkpoint: state, meta, latest
+write = store.write
+
+# name: (what is changed in the config, how it stops); after a count of `store.write` (the reference policy, then each
+# checkpoint's state) or of `sync`, which runs six times a checkpoint: state.json, three folders, latest, checkpoints
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "before the first checkpoint": ({}, "sync 1"),
-    "state written, meta not": ({"rl.kl_coef": 0.01}, "sync 4"),
-    "meta written, not renamed": ({}, "sync 5"),
-    "renamed, latest not": ({}, "sync 6"),
+    "before the first checkpoint": ({}, "write 1"),
+    "state written, meta not": ({"rl.kl_coef": 0.01}, "write 3"),
+    "meta written, not renamed": ({}, "sync 7"),
+    "renamed, latest not": ({}, "sync 11"),
     "state half written": ({"rl.updates_per_step": 2}, "half file"),
     "row written, no checkpoint": ({"rl.updates_per_step": 2, "rl.kl_coef": 0.01}, "row 3"),
     "SIGTERM": ({"precision": "bf16", "train.master_dtype": "bfloat16"}, "SIGTERM 3"),
@@ -53,14 +55,12 @@ def after(function: Callable[..., Any], count: int, act: Callable[[], None]) -> 
     return wrapped
 
 
-def half_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def half_file(folder: Path, *rest: Any) -> None:
     """Write half of the second checkpoint's bytes, then die."""
-    from safetensors.torch import save
-
-    data = save(tensors)
-    second = path.parent.name.endswith("000002")
-    path.write_bytes(data[: len(data) // 2] if second else data)
-    if second:
+    write(folder, *rest)
+    if folder.parent.name.endswith("000002"):
+        for file in folder.iterdir():
+            os.truncate(file, file.stat().st_size // 2)
         die()
 
 
@@ -68,9 +68,11 @@ def arrange(how: str) -> None:
     """Make this process stop as `how` says."""
     kind, _, number = how.rpartition(" ")
     if how == "half file":
-        checkpoint.save_file = half_file
+        store.write = half_file
+    elif kind == "write":
+        store.write = after(store.write, int(number), die)
     elif kind == "sync":
-        checkpoint._sync = after(checkpoint._sync, int(number), die)
+        checkpoint.sync = after(checkpoint.sync, int(number), die)
     elif kind == "row":
         Recorder.write = after(Recorder.write, int(number) + 1, die)  # the first row is that of step 0
     else:  # a signal in the middle of a step

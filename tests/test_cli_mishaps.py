@@ -68,11 +68,13 @@ def test_a_damaged_warm_start_cache_is_named(jetrl: Cli, recipe: Path, tmp_path:
     warm = (recipe, "sft.steps=2", f"sft.cache_dir={tmp_path}/cache", "train.steps=1")
     assert jetrl("train", *warm)[0] == 0
     (cache,) = (tmp_path / "cache").iterdir()
-    whole = cache.read_bytes()
-    for damaged in (whole[:1000], whole[:-50] + bytes([whole[-50] ^ 64]) + whole[-49:]):
-        cache.write_bytes(damaged)
-        assert_refused(jetrl("train", *warm, "name=again"), re.escape(str(cache)), "Remove it")
-    cache.unlink()
+    for file in (cache / "files.json", *(cache / "tensors").iterdir()):
+        whole = file.read_bytes()
+        for damaged in (whole[:50], whole[:-50] + bytes([whole[-50] ^ 64]) + whole[-49:]):
+            file.write_bytes(damaged)
+            assert_refused(jetrl("train", *warm, "name=again"), re.escape(str(cache)), "Remove the cached warm start")
+        file.write_bytes(whole)
+    shutil.rmtree(cache)
     assert jetrl("train", *warm, "name=again")[0] == 0
 
 

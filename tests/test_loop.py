@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import numbers, tiny_run, weights_hash
+from tiny import numbers, saved, tiny_run, weights_hash
 
 from jetrl.errors import UserError
 from jetrl.kernels import pointwise
 from jetrl.report.recorder import read_samples
-from jetrl.train import checkpoint, reduction
+from jetrl.train import reduction, store
 
 PARITY = "parity/logprob_abs_diff_max"
 
@@ -166,13 +166,15 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(
     with pytest.raises(UserError, match=r"Step 3 stops the run: .*gradient norm inf") as raised:
         tiny_run(tmp_path)
     run_dir = tmp_path / "runs" / "tiny"
-    file = run_dir / "failed" / "step_000003.pt"
-    assert str(file) in str(raised.value)
-    data = torch.load(file, weights_only=False)
+    folder = run_dir / "failed" / "step_000003"
+    assert str(folder) in str(raised.value)
+    data = torch.load(folder / "batches.pt", weights_only=False)
     assert data["batches"][0].num_sequences == 16 and data["step"] == 3
-    _, saved = checkpoint.load(run_dir / "checkpoints" / "step_000002")
-    for name, value in data["model"].items():
-        assert torch.equal(value, saved[f"model.{name}"]), name
+    before = saved(run_dir, 2)
+    weights = store.whole(folder / "weights" / "tensors")
+    assert weights.keys() == {name.removeprefix("model.") for name in before if name.startswith("model.")}
+    for name, value in weights.items():
+        assert torch.equal(value, before[f"model.{name}"]), name
     monkeypatch.undo()
     resumed = numbers(tiny_run(tmp_path, {"checkpoint.resume": "auto"}))
     assert resumed == numbers(tiny_run(tmp_path / "b"))
@@ -182,10 +184,11 @@ def test_a_rollout_whose_logits_are_not_finite_stops_the_run_with_the_weights_sa
     with pytest.raises(UserError, match="stops the run") as raised:
         tiny_run(tmp_path, {"train.lr": 1e30, "train.steps": 6})
     run_dir = tmp_path / "runs" / "tiny"
-    (file,) = (run_dir / "failed").iterdir()
-    assert str(file) in str(raised.value)
-    data = torch.load(file, weights_only=False)
-    assert file.name == f"step_{data['step']:06d}.pt" and "embed.weight" in data["model"]
+    (folder,) = (run_dir / "failed").iterdir()
+    assert str(folder) in str(raised.value)
+    data = torch.load(folder / "batches.pt", weights_only=False)
+    assert folder.name == f"step_{data['step']:06d}"
+    assert "embed.weight" in store.stored(folder / "weights" / "tensors")
     assert (run_dir / "checkpoints" / "latest").is_file(), "the checkpoints must be intact"
 
 

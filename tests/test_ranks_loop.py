@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 from tiny import numbers, tiny_config, tiny_run, weights_hash
+from torch import Tensor
 
 from jetrl.config import to_toml
 from jetrl.loop import run
 from jetrl.parallel.world import World
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.rollout.engine import PagedEngine
-from jetrl.train import gather
+from jetrl.train import gather, store
 from jetrl.train.stopping import StopRequest
 
 FIXED: dict[str, Any] = {
@@ -69,20 +71,33 @@ def test_the_whole_run_has_the_bits_of_one_process(straight: Path, tmp_path: Pat
     (tmp_path / "ppo").mkdir()
     changes = [with_cache(FIXED, straight.parents[1]), with_cache(PPO, tmp_path / "ppo")]
     ppo = tiny_run(tmp_path / "ppo", changes[1])
-    changes[1]["sft"] = changes[1]["sft"] | {"cache_dir": str(tmp_path / "another")}  # made again, by a rank
+    changes[1]["sft"] = changes[1]["sft"] | {"cache_dir": str(tmp_path / "another")}  # made again, by all
     assert run_ranks(both_runs, size, tmp_path, changes) == [[True, True]] * size
     assert_same_run(tmp_path / "0" / "runs" / "tiny", straight)
     assert numbers(tmp_path / "1" / "runs" / "tiny") == numbers(ppo)
-    assert weights_of(tmp_path / "1" / "runs" / "tiny") == weights_of(ppo)
+    have, want = contents(tmp_path / "1" / "runs" / "tiny"), contents(ppo)
+    assert have.keys() == want.keys() and [name for name in want if have[name] != want[name]] == []
+    assert any(name.startswith("reference") for name in want) and any("critic_optimizer" in name for name in want)
+    cached = [store.whole(next((tmp_path / cache).iterdir()) / "tensors") for cache in ("ppo/cache", "another")]
+    assert {n: bits(v) for n, v in cached[0].items()} == {n: bits(v) for n, v in cached[1].items()}
     assert all(row["parity/logprob_abs_diff_max"] == 0.0 for row in numbers(straight)[1:])
     rows = read_metrics(tmp_path / "0" / "runs" / "tiny")[1:]
     assert all(row["perf/communication_s"] > 0 and "perf/rank_idle_max_s" in row for row in rows)
     assert not any("communication" in key or "rank" in key for row in read_metrics(straight) for key in row)
 
 
-def weights_of(run_dir: Path) -> list[bytes]:
-    """The files of masters, moments and reference policy."""
-    return [file.read_bytes() for file in sorted((run_dir / "checkpoints").rglob("*.safetensors"))]
+def contents(run_dir: Path) -> dict[str, Any]:
+    """All that is saved: masters, moments and reference policy, whoever wrote which rows; the model's files as they
+    are."""
+    folder, found = run_dir / "checkpoints", {}
+    for path in [*folder.glob("step_*/state"), folder / "reference" / "tensors"]:
+        found |= {f"{path.relative_to(folder)} {name}": bits(value) for name, value in store.whole(path).items()}
+    found |= {str(file.relative_to(folder)): file.read_bytes() for file in folder.glob("step_*/model/*")}
+    return found
+
+
+def bits(value: Tensor) -> bytes:
+    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def one_more_step(world: World, folder: Path, changes: dict[str, Any]) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetrl.config import Config, parse_config, resolve
 from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_metrics
+from jetrl.train import store
 
 ARCH: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 40, "intermediate_size": 136, "num_hidden_layers": 2,
@@ -77,6 +79,15 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def saved(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """A checkpoint's masters and optimizer state, whole, whoever wrote them."""
+    return store.whole(run_dir / "checkpoints" / f"step_{step:06d}" / "state")
+
+
 def weights_hash(run_dir: Path, step: int) -> str:
-    """SHA-256 of a checkpoint's masters and optimizer state, as the checkpoint records (and resume verifies) it."""
-    return json.loads((run_dir / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())["sha256"]
+    """SHA-256 of a checkpoint's masters and optimizer state: names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, value in sorted(saved(run_dir, step).items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -238,7 +238,8 @@ class TrainConfig(Section):
     offload_optimizer: bool = Field(
         default=False, description="Keep Adam's moments in host memory, streamed through the GPU. CPU: no change.")
     activation_checkpointing: bool = Field(
-        default=False, description="Recompute layers in the backward pass, and the weights that it reads transposed, to save memory.")
+        default=False,
+        description="Recompute layers in the backward pass, and transposed FP8 weights, to save memory.")
     collective_timeout: float = Field(
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
         "before the run ends. One process: no meaning.")

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm, logprob
 from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
-from jetrl.model.sharding import shard_like
+from jetrl.model.sharding import fill, shard_like
 from jetrl.model.transformer import Published, Transformer
 from jetrl.types import ForwardBatch
 
@@ -51,16 +51,18 @@ class Critic(nn.Module):
         super().__init__()
         master = policy.head_weight.dtype
         self.body: Transformer | None = None
-        if not shared:
-            spec = replace(policy.spec, tie_embeddings=True)  # no lm_head: nothing reads it
-            self.body = Transformer(
-                spec, policy.recipe, master_dtype=master, dtype=policy.dtype,
-                activation_checkpointing=policy.activation_checkpointing,
-            )
-        self.head = Published((1, policy.spec.hidden_size), master, policy.dtype)
-        nn.init.zeros_(self.head.weight)
+        with torch.device("meta"):  # a rank makes its own rows only
+            if not shared:
+                spec = replace(policy.spec, tie_embeddings=True)  # no lm_head: nothing reads it
+                self.body = Transformer(
+                    spec, policy.recipe, master_dtype=master, dtype=policy.dtype,
+                    activation_checkpointing=policy.activation_checkpointing,
+                )
+            self.head = Published((1, policy.spec.hidden_size), master, policy.dtype)
         shard_like(self, policy)
-        self.to(policy.head_weight.device)
+        device = policy.head_weight.device
+        fill(self, ((name, torch.zeros(p.shape, device=device)) for name, p in self.named_parameters()), device)
+        self.to(device)
         self.start_from(policy)
 
     @torch.no_grad()

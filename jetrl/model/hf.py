@@ -5,10 +5,11 @@ Names are in `names.py`, `config.json` in `hf_config.py`, writing in `hf_write.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,7 @@ from jetrl.model.hf_files import TOKENIZER_FILES as TOKENIZER_FILES
 from jetrl.model.hf_tokenizer import check_vocab as check_vocab
 from jetrl.model.hf_tokenizer import load_tokenizer_from as load_tokenizer_from
 from jetrl.model.hf_write import save_model as save_model
+from jetrl.model.hf_write import save_shards as save_shards
 from jetrl.model.hf_write import write_folder as write_folder
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
@@ -69,9 +71,12 @@ def load_state(folder: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
     return dict(parameters_of(folder, spec))
 
 
-def parameters_of(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def parameters_of(
+    folder: str | Path, spec: ModelSpec, rows: Mapping[str, tuple[int, int]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """What `load_state` gives, one parameter at a time, in model order: the memory of one is enough.
 
+    `rows`: by our name, from which row to which (not included) of a parameter is read; nothing else of the file is.
     A value may lie in the file itself, mapped into memory; it is valid until the next one is requested.
     """
     folder = Path(folder)
@@ -82,8 +87,11 @@ def parameters_of(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Te
             if name not in handles[file].keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 raise UserError(f"{folder / file} lacks the tensor {name}, although {INDEX} lists it there. {AGAIN}")
 
-        def read(name: str) -> Tensor:
-            tensor = handles[files[name]].get_tensor(name)
+        def read(piece: Piece, start: int, stop: int) -> Tensor:
+            name, handle = piece.name, handles[files[piece.name]]
+            _check_shape(folder, piece, handle.get_slice(name).get_shape())
+            whole = stop - start == piece.shape[0]
+            tensor = handle.get_tensor(name) if whole else handle.get_slice(name)[start:stop]
             if tensor.dtype not in READ_DTYPES:
                 raise UserError(
                     f"{folder / files[name]}: {name} is stored as {tensor.dtype}; jetrl starts from bfloat16, "
@@ -93,11 +101,15 @@ def parameters_of(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Te
                 raise UserError(f"{folder / files[name]}: {name} holds values that are not finite. {AGAIN}")
             return tensor.to(READ_DTYPES[tensor.dtype])
 
-        yield from _assemble(folder, spec, files, read)
+        yield from _assemble(folder, spec, files, read, rows or {})
+
+
+class _Read(Protocol):
+    def __call__(self, piece: Piece, start: int, stop: int) -> Tensor: ...
 
 
 def _assemble(
-    folder: Path, spec: ModelSpec, names: Iterable[str], read: Callable[[str], Tensor]
+    folder: Path, spec: ModelSpec, names: Iterable[str], read: _Read, rows: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[str, Tensor]]:
     table = tensor_table(spec)
     wanted = {piece.name for pieces in table.values() for piece in pieces}
@@ -112,24 +124,34 @@ def _assemble(
             "weights out would change the model. Check that config.json and the weights belong together."
         )
     for ours, pieces in table.items():
-        value = _join(folder, [(piece, read(piece.name)) for piece in pieces])
-        if ours == "embed.weight" and tied_head and not torch.equal(read("lm_head.weight"), value):
-            raise UserError(
-                f"{folder}: config.json says tie_word_embeddings = true, but lm_head.weight differs from "
-                "model.embed_tokens.weight. Set tie_word_embeddings to false to use both."
-            )
+        start, stop = rows.get(ours, (0, sum(piece.shape[0] for piece in pieces)))
+        value = _join(pieces, start, stop, read)
+        if ours == "embed.weight" and tied_head:
+            head = read(Piece("lm_head.weight", pieces[0].shape), start, stop)
+            if not torch.equal(head, value):
+                raise UserError(
+                    f"{folder}: config.json says tie_word_embeddings = true, but lm_head.weight differs from "
+                    "model.embed_tokens.weight. Set tie_word_embeddings to false to use both."
+                )
+            del head
         yield ours, value
         del value  # before the next one is read
 
 
-def _join(folder: Path, parts: list[tuple[Piece, Tensor]]) -> Tensor:
-    for piece, tensor in parts:
-        if tuple(tensor.shape) != piece.shape:
-            raise UserError(
-                f"{folder}: {piece.name} has shape {list(tensor.shape)}, but config.json asks for {list(piece.shape)}. "
-                "Check that config.json and the weights belong together."
-            )
-    return parts[0][1] if len(parts) == 1 else torch.cat([tensor for _, tensor in parts])
+def _join(pieces: tuple[Piece, ...], start: int, stop: int, read: _Read) -> Tensor:
+    """Rows `start` to `stop` of the pieces, one below the other."""
+    edges = list(accumulate((piece.shape[0] for piece in pieces), initial=0))
+    cuts = [(p, max(start - edge, 0), min(stop - edge, p.shape[0])) for p, edge in zip(pieces, edges, strict=False)]
+    parts = [read(*cut) for cut in cuts if cut[1] < cut[2]] or [read(pieces[0], 0, 0)]  # no rows, but a type
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_shape(folder: Path, piece: Piece, shape: list[int]) -> None:
+    if tuple(shape) != piece.shape:
+        raise UserError(
+            f"{folder}: {piece.name} has shape {shape}, but config.json asks for {list(piece.shape)}. "
+            "Check that config.json and the weights belong together."
+        )
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

@@ -8,6 +8,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from jetrl.errors import UserError
 from jetrl.model import trained
 from jetrl.model.hf_config import hf_config
 from jetrl.model.hf_files import GENERIC_TOKENIZERS, INDEX, SINGLE, TOKENIZER_FILES, read_json, some
-from jetrl.model.names import to_hf
+from jetrl.model.names import tensor_table, to_hf
+from jetrl.parallel.together import by_all, by_first
+from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
+MAX_SHARD_BYTES = 5 * 10**9
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", INDEX, *TOKENIZER_FILES)
 
 
@@ -32,7 +37,7 @@ def save_model(
     state: Mapping[str, Tensor],
     tokenizer: Any = None,
     dtype: torch.dtype = torch.bfloat16,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     base_config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
     trained_with: Recipe | None = None,
@@ -42,18 +47,73 @@ def save_model(
     `base_config` is the config.json that the model came from: its other keys (token ids, initializer_range) stay. The
     token ids of a model without one are the tokenizer's. `trained_with` is noted in the new one.
     """
-    config = hf_config(spec, base_config, dtype=str(dtype).removeprefix("torch."), tokenizer=tokenizer)
-    if trained_with is not None:
-        config[trained.KEY] = trained.record(trained_with)
-
-    def extras(target: Path) -> None:
-        if tokenizer is not None:
-            _save_tokenizer(tokenizer, target)
-        if generation_config is not None:
-            _write_json(target / "generation_config.json", generation_config)
-
+    config = _config(spec, tokenizer, dtype, base_config, trained_with)
     tensors = {name: (tensor, dtype) for name, tensor in to_hf(spec, state).items()}
-    write_folder(folder, config, tensors, extras, max_shard_bytes)
+    write_folder(folder, config, tensors, lambda target: _extras(target, tokenizer, generation_config), max_shard_bytes)
+
+
+def save_shards(
+    folder: Path, spec: ModelSpec, whole: Callable[[str], Tensor], world: World, *, tokenizer: Any = None,
+    dtype: torch.dtype = torch.bfloat16, max_shard_bytes: int = MAX_SHARD_BYTES,
+    base_config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None,
+    trained_with: Recipe | None = None, around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Fill the existing `folder` with what `save_model` writes, by all ranks: file i is written by rank i % n.
+
+    `whole(our name)` gives a parameter with the rows of all ranks; a collective, as this is. A rank's host memory is
+    that of its file at hand. `around()` is a context of whatever writes. Everything is synced to the disk.
+    """
+    table = tensor_table(spec)
+    sizes = {piece.name: prod(piece.shape) * dtype.itemsize for pieces in table.values() for piece in pieces}
+    files = _layout(sizes, max_shard_bytes)
+    number = {name: i for i, names in enumerate(files.values()) for name in names}
+
+    def begin() -> None:
+        with around():
+            _write_json(folder / "config.json", _config(spec, tokenizer, dtype, base_config, trained_with))
+            _write_index(folder, files, sizes)
+            _extras(folder, tokenizer, generation_config)
+            for path in folder.iterdir():
+                sync(path)
+
+    def flush() -> None:
+        with around():
+            for file in names[first : first + world.size]:  # of these one is this rank's, if any
+                if file in held:
+                    _write_file(folder / file, held.pop(file))
+
+    by_first(world, begin)
+    held: dict[str, dict[str, Tensor]] = {}
+    names, first = list(files), 0  # the first file that is not written yet
+    for ours, pieces in table.items():
+        while number[pieces[0].name] >= first + world.size:  # a file for each rank is complete
+            by_all(world, flush)
+            first += world.size
+        value = whole(ours)
+        for piece, part in zip(pieces, value.split([piece.shape[0] for piece in pieces]), strict=True):
+            if number[piece.name] % world.size == world.rank:
+                file = names[number[piece.name]]
+                held.setdefault(file, {})[piece.name] = part.to("cpu", dtype, copy=True).contiguous()
+        del value, part
+    while first < len(names):
+        by_all(world, flush)
+        first += world.size
+
+
+def _config(
+    spec: ModelSpec, tokenizer: Any, dtype: torch.dtype, base: Mapping[str, Any] | None, recipe: Recipe | None
+) -> dict[str, Any]:
+    config = hf_config(spec, base, dtype=str(dtype).removeprefix("torch."), tokenizer=tokenizer)
+    if recipe is not None:
+        config[trained.KEY] = trained.record(recipe)
+    return config
+
+
+def _extras(target: Path, tokenizer: Any, generation_config: Mapping[str, Any] | None) -> None:
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, target)
+    if generation_config is not None:
+        _write_json(target / "generation_config.json", generation_config)
 
 
 def _save_tokenizer(tokenizer: Any, target: Path) -> None:
@@ -68,7 +128,7 @@ def write_folder(
     config: Mapping[str, Any],
     tensors: Mapping[str, tuple[Tensor, torch.dtype]],
     extras: Callable[[Path], None],
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write config.json, tensors (cast to their dtypes) and `extras(folder)` to a temporary folder, then rename it."""
     folder = Path(folder).absolute()
@@ -81,8 +141,8 @@ def write_folder(
         extras(temporary)
         mode = (temporary / "config.json").stat().st_mode
         for path in temporary.iterdir():
-            path.chmod(mode)  # safetensors makes files that only their owner reads
-            _sync(path)
+            path.chmod(mode)
+            sync(path)
         temporary.chmod(0o755)  # mkdtemp makes folders that only their owner reads
         if folder.exists():
             # Two renames: no folder can be renamed onto a filled one. A crash between them leaves both folders there.
@@ -92,7 +152,7 @@ def write_folder(
             shutil.rmtree(old)
         else:
             temporary.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # there is nothing left to remove after the rename
 
@@ -113,6 +173,16 @@ def _require_replaceable(folder: Path) -> None:
 
 def _write_tensors(folder: Path, tensors: Mapping[str, tuple[Tensor, torch.dtype]], max_shard_bytes: int) -> None:
     sizes = {name: tensor.numel() * dtype.itemsize for name, (tensor, dtype) in tensors.items()}
+    files = _layout(sizes, max_shard_bytes)
+    for file, names in files.items():
+        # A copy of one shard at a time: safetensors refuses views of one storage, which fused rows are.
+        shard = {name: tensors[name][0].detach().to("cpu", tensors[name][1], copy=True).contiguous() for name in names}
+        _write_file(folder / file, shard)
+    _write_index(folder, files, sizes)
+
+
+def _layout(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
+    """The tensors of each file: in order, until a file would grow beyond the limit."""
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, size in sizes.items():
@@ -122,12 +192,19 @@ def _write_tensors(folder: Path, tensors: Mapping[str, tuple[Tensor, torch.dtype
         shards[-1].append(name)
         room -= size
     files = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
-    for file, names in zip(files, shards, strict=True):
-        # A copy of one shard at a time: safetensors refuses views of one storage, which fused rows are.
-        shard = {name: tensors[name][0].detach().to("cpu", tensors[name][1], copy=True).contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    return dict(zip(files, shards, strict=True))
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a shard to the disk. safetensors makes files that only their owner reads; this one, all do."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod((path.parent / "config.json").stat().st_mode)
+    sync(path)
+
+
+def _write_index(folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> None:
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
         _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
 
@@ -139,7 +216,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

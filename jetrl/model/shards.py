@@ -9,6 +9,7 @@ to the bits that the whole matrix would have there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ from jetrl.kernels.qtensor import QTensor, blocks_of
 from jetrl.kernels.quantize import quantize_weight
 from jetrl.parallel.world import World
 from jetrl.precision.formats import BLOCK
+
+
+class Part(NamedTuple):
+    """What a rank holds of a tensor: the rows from `start` on of a whole with shape `size`; perhaps no rows, or all."""
+
+    value: Tensor
+    size: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +56,14 @@ class Shard:
             edge += size
         return tuple(size for size in found if size > 0)
 
+    @property
+    def start(self) -> int:
+        """The first of this rank's rows."""
+        return sum(self.rows[: self.world.rank])
+
     def own(self, whole: Tensor) -> Tensor:
         """This rank's rows of a whole matrix, as a view."""
-        return whole.narrow(0, sum(self.rows[: self.world.rank]), self.rows[self.world.rank])
+        return whole.narrow(0, self.start, self.rows[self.world.rank])
 
 
 def shard(sections: tuple[int, ...], world: World) -> Shard:
@@ -64,6 +78,14 @@ def shard(sections: tuple[int, ...], world: World) -> Shard:
 def shard_of(param: Tensor) -> Shard | None:
     """How `sharding.shard_model` has cut this parameter; None for vectors, and where it has not run."""
     return getattr(param, "shard", None)
+
+
+def part_of(param: Tensor) -> Part:
+    """A parameter as this rank's part: all of it, if it is not cut."""
+    cut, value = shard_of(param), param.detach()
+    if cut is None or not cut.split:
+        return Part(value, tuple(param.shape), 0)
+    return Part(value, (cut.num_rows, *param.shape[1:]), cut.start)
 
 
 def gathered(cut: Shard, held: Tensor | None, local: Tensor, dtype: torch.dtype) -> Tensor:

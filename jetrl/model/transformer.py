@@ -78,7 +78,8 @@ class Transformer(nn.Module):
             self.embed.weight.num_sources = 2  # type: ignore[attr-defined]  # of its gradient: head and look-up
         else:
             self.lm_head = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
-        cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position)
+        with torch.device("cpu"):  # also where the parameters are only shapes
+            cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
@@ -100,14 +101,13 @@ class Transformer(nn.Module):
         """Fill the masters with `random_values`, or publish these where there are no masters."""
         if not self.holds_masters:
             return self.publish_values(self.random_values(seed))
-        assert all(shard_of(p) is None for p in self.parameters()), "draw weights first, then shard them"
         for (_, value), parameter in zip(self.random_values(seed), self.parameters(), strict=True):
             parameter.copy_(value)
         return self.publish()
 
     def random_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """By parameter, one at a time, FP32 on the CPU: Normal(0, 0.02) matrices (those that write the residual scaled
-        by 1/sqrt(2 L)), zero biases, unit norms."""
+        by 1/sqrt(2 L)), zero biases, unit norms. Of a sharded matrix the whole is drawn, and this rank's rows given."""
         generator = torch.Generator().manual_seed(seed)
         writers = {
             f"layers.{layer}.{block}.{role}.weight"
@@ -115,12 +115,14 @@ class Transformer(nn.Module):
             for (block, role), linear in linears_of(self.spec, layer).items()
             if linear.writes_residual
         }
-        for name, shape in [(name, p.shape) for name, p in self.named_parameters()]:
+        for name, shape, cut in [(name, p.shape, shard_of(p)) for name, p in self.named_parameters()]:
             if len(shape) == 1:
                 yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
                 continue
             std = 0.02 / (2 * self.spec.num_layers) ** 0.5 if name in writers else 0.02
-            yield name, torch.randn(shape, generator=generator) * std
+            whole = torch.randn((shape[0] if cut is None else cut.num_rows, *shape[1:]), generator=generator).mul_(std)
+            yield name, whole if cut is None else cut.own(whole)
+            del whole  # before the next one is drawn
 
     def publish(self) -> Transformer:
         """Refresh every forward copy from its master: the last part of an optimizer step."""

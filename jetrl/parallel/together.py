@@ -118,6 +118,24 @@ def by_each(world: World, make: Callable[[], T]) -> T:
     return made[0]
 
 
+def by_all(world: World, make: Callable[[], T]) -> list[T]:
+    """`make()` on every rank at once; what each has made, in rank order, on all of them.
+
+    No rank has a time limit: for the disk. A mistake is raised on all. No collective may stand in `make`.
+    """
+    if world.alone:
+        return [make()]
+    made: T | None = None
+    mistake: BaseException | None = None
+    try:
+        made = make()
+    except MISTAKES as error:
+        mistake = error
+    world.await_all()
+    agree(world, mistake)
+    return world.gather(made)
+
+
 def common(error: UserError) -> UserError:
     """`error`, which every rank is about to raise alike: it is told as the run's, not as one rank's."""
     PROGRESS.common = True

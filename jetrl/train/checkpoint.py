@@ -1,33 +1,40 @@
-"""Checkpoints that survive a kill at any moment, and resume to the same bits.
+"""Checkpoints that survive a kill at any moment, and resume to the same bits, on any number of ranks.
 
 A checkpoint is a folder `checkpoints/step_000100`:
 
-    model/            Hugging Face folder (BF16), for `eval`, `export` and other programs
-    state.safetensors master weights and optimizer state, to the bit
-    state.json        step, counters, flow digest, settings, SHA-256 of state.safetensors and of the model's weights;
-                      its presence makes the folder complete
+    model/       Hugging Face folder (BF16), for `eval`, `export` and other programs
+    state/       master weights and optimizer state, to the bit: safetensors with each rank's rows (`train/store.py`)
+    state.json   step, counters, flow digest, settings, SHA-256 of every safetensors file; its presence makes the folder
+                 complete
 
-It is written under another name, synced and renamed; `latest` (a file with the folder's name) is replaced last.
+All ranks write it under another name. When all of their files are synced, the first rank adds state.json and renames
+the folder; `latest` (a file with the folder's name) is replaced last.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from jetrl.errors import UserError, disk_full
+from jetrl.errors import UserError
+from jetrl.model.hf_write import sync
+from jetrl.model.shards import Part
+from jetrl.parallel.together import by_all, by_first, together
+from jetrl.parallel.world import ALONE, World
+from jetrl.train import store
 
-_STATE, _META = "state.safetensors", "state.json"
+_STATE, _MODEL, _META = "state", "model", "state.json"
+Told = Callable[[], AbstractContextManager[None]]
+_ANOTHER = "Resume from another step of the run (checkpoint.resume = PATH)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,42 +48,56 @@ class Meta:
     paths: dict[str, Any]  # by full key: those of them that are paths, absolute
     initial_accuracy: float | None = None
     num_prompts: int = 0  # taken from the training stream so far
-    sha256: str = ""
-    model_sha256: dict[str, str] | None = None  # by file name
+    files: dict[str, str] | None = None  # SHA-256 by path in the checkpoint
 
 
 def save(
-    folder: Path, meta: Meta, tensors: Mapping[str, Tensor], write_model: Callable[[Path], Any], keep: int
+    folder: Path, meta: Meta, parts: Mapping[str, Part], write_model: Callable[[Path, Told], None], keep: int,
+    world: World = ALONE,
 ) -> Path:
-    """Write `folder/step_NNNNNN` atomically, point `folder/latest` at it, and remove all but the newest `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write `folder/step_NNNNNN` atomically, point `folder/latest` at it, and remove all but the newest `keep`.
+
+    Every rank gives its `parts`. `write_model(folder, told)`, with `told()` around what writes, is a collective, and so
+    is this.
+    """
     final, temporary = folder / f"step_{meta.step:06d}", folder / f".writing_step_{meta.step:06d}"
-    try:
+    told = partial(store.told_if_full, f"the checkpoint {final}", folder, lambda: (
+        f"{left(folder)} Free some space, then continue with --resume."
+    ))
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        write_model(temporary / "model")
-        save_file({k: t.contiguous() for k, t in tensors.items()}, temporary / _STATE)
-        _sync(temporary / _STATE)
-        weights = {p.name: _sha256(p) for p in sorted((temporary / "model").glob("*.safetensors"))}
-        record = asdict(meta) | {"sha256": _sha256(temporary / _STATE), "model_sha256": weights}
-        (temporary / _META).write_text(json.dumps(record, indent=1) + "\n")
-        _sync(temporary / _META)
+        with told():
+            (temporary / _MODEL).mkdir(parents=True)
+
+    def write_state() -> None:
+        with told():
+            store.write(temporary / _STATE, parts, world)
+
+    def end() -> None:
+        with told():
+            (temporary / _META).write_text(json.dumps(asdict(replace(meta, files=files)), indent=1) + "\n")
+            for path in (temporary / _META, temporary / _STATE, temporary / _MODEL, temporary):
+                sync(path)
         if final.exists():  # a run resumed from an earlier step writes this one again
             shutil.rmtree(final)
         os.replace(temporary, final)
-        _replace_text(folder / "latest", final.name)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if disk_full(error):
-            free = shutil.disk_usage(folder).free / 2**20
-            raise UserError(
-                f"No disk space for the checkpoint {final}: {free:.0f} MiB are free. {left(folder)} Free some space, "
-                "then continue with --resume."
-            ) from error
-        raise
-    others = [p for p in complete(folder) if p != final]  # a run resumed from an earlier step may find later ones here
-    for old in others[: max(0, len(others) - keep + 1)]:
-        shutil.rmtree(old)
+        with told():
+            _replace_text(folder / "latest", final.name)
+        others = [p for p in complete(folder) if p != final]  # as there, later ones may be here
+        for old in others[: max(0, len(others) - keep + 1)]:
+            shutil.rmtree(old)
+
+    try:
+        by_first(world, begin)
+        write_model(temporary / _MODEL, told)
+        by_all(world, write_state)
+        files = store.hashes(temporary, world)
+        by_first(world, end)
+    finally:
+        if world.first:
+            shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 
@@ -101,18 +122,26 @@ def left(folder: Path) -> str:
     return "There is no checkpoint yet, so a resumed run starts over." if last is None else f"{last} is intact."
 
 
-def load(path: Path) -> tuple[Meta, dict[str, Tensor]]:
-    """Read a checkpoint and verify its hash."""
-    meta = _read_meta(path)
-    if not (path / _STATE).is_file() or _sha256(path / _STATE) != meta.sha256:
-        raise UserError(
-            f"{path / _STATE} does not have the hash in {_META} ({meta.sha256[:16]}...): the file was damaged "
-            "or changed. Resume from another step of the run (checkpoint.resume = PATH)."
-        )
-    try:
-        return meta, load_file(path / _STATE)
-    except SafetensorError as error:  # unreachable unless the hash was made of a broken file
-        raise UserError(f"{path / _STATE} cannot be read: {error}.") from error
+def load(path: Path, world: World = ALONE) -> Meta:
+    """Read state.json and verify the hashes of the state's files; `read` reads these. Collective."""
+    meta = by_first(world, lambda: _read_meta(path))
+    store.verify(path / _STATE, _below(_STATE, meta), _ANOTHER, world)
+    return meta
+
+
+def read(path: Path, parts: Callable[[store.Stored], Mapping[str, Part]], world: World = ALONE) -> None:
+    """Fill `parts(what the checkpoint holds)` in place, on each rank its own. After `load`. Collective."""
+    with together(world):
+        try:
+            store.read(path / _STATE, parts(store.stored(path / _STATE)))
+        except (ValueError, SafetensorError) as error:  # unreachable unless the hashes were made of broken files
+            raise UserError(f"{path / _STATE} cannot be read: {error}. {_ANOTHER}") from error
+
+
+def _below(folder: str, meta: Meta) -> dict[str, str]:
+    """The hashes of a folder's files, by path in it."""
+    files, prefix = meta.files or {}, folder + "/"
+    return {name.removeprefix(prefix): digest for name, digest in files.items() if name.startswith(prefix)}
 
 
 def _read_meta(path: Path) -> Meta:
@@ -120,11 +149,13 @@ def _read_meta(path: Path) -> Meta:
         raise UserError(f"{path} is not a complete checkpoint: {_META} is missing. Choose another step or a new run.")
     try:
         record = json.loads((path / _META).read_text())
-        if isinstance(record, dict) and "config_digest" in record:
+        if isinstance(record, dict) and record.keys() & {"config_digest", "sha256"}:
             raise UserError(f"{path} was written by an older version of jetrl and cannot be resumed. Start a new run.")
         meta = Meta(**record)
         if not isinstance(meta.step, int) or not isinstance(meta.weight_version, int):
             raise ValueError("step and weight_version must be integers")
+        if not isinstance(meta.files, dict):
+            raise ValueError("files must hold hashes")
     except UserError:
         raise
     except (ValueError, TypeError) as error:
@@ -134,26 +165,12 @@ def _read_meta(path: Path) -> Meta:
 
 def verify_model(path: Path) -> None:
     """Check the hashes of a checkpoint's `model/` weights, for callers that read only these."""
-    for name, expected in (_read_meta(path).model_sha256 or {}).items():
-        file = path / "model" / name
-        if not file.is_file() or _sha256(file) != expected:
-            raise UserError(
-                f"{file} does not have the hash in {_META}: it was damaged. Use another checkpoint."
-            )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    store.verify(path / _MODEL, _below(_MODEL, _read_meta(path)), "Use another checkpoint.")
 
 
 def _replace_text(path: Path, text: str) -> None:
     temporary = path.with_name("." + path.name)
     temporary.write_text(text + "\n")
-    _sync(temporary)
+    sync(temporary)
     os.replace(temporary, path)
+    sync(path.parent)

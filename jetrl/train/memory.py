@@ -126,7 +126,8 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     tokens = min(train.max_tokens_per_gpu, _step_tokens(config))
     held: dict[str, int] = dict(
         masters=master * sum(owned), moments=0 if train.offload_optimizer else moments,
-        published=published_on_gpu(sizes, train.master_dtype, ranks, not train.activation_checkpointing), tables=_tables(spec), others=others,
+        published=published_on_gpu(sizes, train.master_dtype, ranks, not train.activation_checkpointing),
+        tables=_tables(spec), others=others,
     )
     slots = SLOTS * 2 * _BYTES.get(train.optimizer_dtype, 0) * min(PIECE, max(owned))
     cache, sequences, wanted = _cache(config, spec, recipe, ranks, capacity - sum(held.values()))
@@ -174,8 +175,8 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
 def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
     """What `publish` and the first backward pass leave on a GPU.
 
-    FP8 codes with scales, the same again `transposed` where training computes in FP8, and BF16 values: in one process of
-    all weights (the masters themselves, where they are BF16); of several ranks only where a side reads them, whole.
+    FP8 codes with scales, the same again `transposed` where training computes in FP8, and BF16 values: in one process
+    of all weights (the masters themselves, where they are BF16); of several ranks only where a side reads them, whole.
     """
     alias = master_dtype == "bfloat16"
     total = 0 if alias else 2 * sum(sizes.vectors)
@@ -214,8 +215,8 @@ def _moments(elements: int, config: Config) -> int:
 
 
 def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
-    """Whole gradients next to the sum of the owned rows (`train/reduction.py`): of all matrices while a lane has several
-    micro-batches, and of the largest ones, which are on their way."""
+    """Whole gradients next to the sum of the owned rows (`train/reduction.py`): of all matrices while a lane has
+    several micro-batches, and of the largest ones, which are on their way."""
     train = config.train
     if ranks == 1 and train.reduction == "fast":
         return 0

@@ -8,7 +8,7 @@ compute in BF16; `MixedAdamW` computes in FP32, keeps the moments as `optimizer_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -100,16 +100,29 @@ class MixedAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if not state:
-                    state.update(step=0, exp_avg=self._zeros(param), exp_avg_sq=self._zeros(param))
+                    state.update(step=0, exp_avg=self.moment(param), exp_avg_sq=self.moment(param))
                 state["step"] += 1
                 betas = tuple(group["betas"])
                 numbers = AdamWStep(group["lr"], betas, group["eps"], group["weight_decay"], state["step"])
                 yield Update(param, param.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], numbers)
 
-    def _zeros(self, param: Tensor) -> Tensor:
+    def moment(self, param: Tensor) -> Tensor:
+        """Zeros for one moment of `param`, where this optimizer keeps them."""
         if self.host is not None:
             return self.host.zeros(param, self.state_dtype)
         return torch.zeros_like(param, dtype=self.state_dtype)
+
+    def take(self, state: Mapping[int, dict[str, Any]]) -> None:
+        """Go on with this state, by the parameter's number: moments from `moment`, which are kept, and `step`, an int.
+
+        As `load_state_dict`, without a copy.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, slots in state.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                held = slots[key]
+                assert (held.shape, held.dtype) == (params[number].shape, self.state_dtype), key
+            self.state[params[number]] = slots
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -125,7 +138,7 @@ class MixedAdamW(torch.optim.Optimizer):
                     self.state[param][key] = int(value)
                 else:
                     assert value.shape == param.shape, f"{key}: {value.shape} for a parameter {param.shape}"
-                    self.state[param][key] = self._zeros(param).copy_(value)
+                    self.state[param][key] = self.moment(param).copy_(value)
 
 
 def build_optimizer(

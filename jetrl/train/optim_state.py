@@ -1,89 +1,107 @@
-"""An optimizer's state as whole tensors by name, from the ranks' rows, and back: for checkpoints.
+"""An optimizer's state as this rank's parts of whole tensors, by name, and back: for checkpoints.
 
-Of a sharded parameter (`model.shards`) each rank holds moments of its own rows, and nothing where it owns none. Whole
-moments are those of one process, so a checkpoint does not know how many ranks wrote it. The first rank always owns rows
-(`Shard` cuts so) and says what there is.
+Of a sharded parameter (`model.shards`) each rank holds moments of its own rows, and nothing where it owns none. Put
+together they are those of one process, so a checkpoint does not depend on how many ranks wrote it. The first rank
+always owns rows (`Shard` cuts so), so it has what is not cut: the counts of steps and the tables of 8-bit codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from jetrl.model.shards import Shard, shard_of
-from jetrl.parallel.world import World
+from jetrl.model.shards import Part, Shard, shard_of
+from jetrl.train.optim import MixedAdamW
+
+_UNCUT = ("step", "qmap")  # the last word of keys whose entries have no part for each row
 
 
-def full_optimizer_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Tensor]:
-    """`NUMBER.KEY` of every entry of the state, whole, in host memory: on rank 0; the others get {}. Collective."""
-    state, cuts = optimizer.state_dict()["state"], _cuts(optimizer)
-    if world.alone:
-        return {f"{i}.{k}": _host(v) for i, slots in state.items() for k, v in slots.items()}
-    found: dict[str, Tensor] = {}
-    for number, key, like in world.share([
-        (number, key, (value.shape, value.dtype) if _is_cut(key, value, cuts[number]) else None)
-        for number, slots in state.items() for key, value in slots.items()
-    ]):
-        held = state.get(number, {}).get(key)
-        cut = cuts[number]
-        whole = held
-        if cut is not None and like is not None:
-            whole = _gathered(cut, held, like[0], like[1], _device(optimizer))
-        if world.first:
-            found[f"{number}.{key}"] = _host(whole)
+def optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+    """`NUMBER.KEY` of every entry of the state that this rank has. Numbers become tensors, of shape [1]."""
+    found: dict[str, Part] = {}
+    params = _params(optimizer)
+    for number, slots in optimizer.state_dict()["state"].items():
+        for key, value in slots.items():
+            tensor = torch.as_tensor(value).detach()
+            tensor = tensor if tensor.ndim else tensor.reshape(1)
+            cut = _cut(params[number], key)
+            found[f"{number}.{key}"] = _part(tensor, cut) if cut else Part(tensor, tuple(tensor.shape), 0)
     return found
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse, from the whole tensors on every rank: each takes its rows. Not collective."""
-    full, cuts = optimizer.state_dict(), _cuts(optimizer)
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> tuple[dict[str, Part], Callable[[], None]]:
+    """Places for the entries that are `stored` (shape and type of the whole, by name), as parts for this rank's rows.
+
+    Fill them, then call the function: the optimizer has this state then. Not collective.
+    """
+    params, parts = _params(optimizer), dict[str, Part]()
     state: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        index, key = name.split(".", 1)
-        cut = cuts[int(index)]
-        if cut is not None and not cut.rows[cut.world.rank]:
+    for name, (size, dtype) in stored.items():
+        number, _, key = name.partition(".")
+        param = params[int(number)]
+        cut, whole = _cut(param, key), shard_of(param)
+        if whole is not None and not whole.rows[whole.world.rank]:
             continue
-        if cut is not None and _is_cut(key, value, cut):
-            value = _own(cut, value)
-        state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
+        shape = size if cut is None else _own_shape(size, cut)
+        value = _place(optimizer, param, key, shape, dtype)
+        state.setdefault(int(number), {})[key] = value
+        parts[name] = Part(value, size, 0) if cut is None else _part(value, cut)
+
+    def take() -> None:
+        if isinstance(optimizer, MixedAdamW):
+            optimizer.take({number: {**slots, "step": int(slots["step"])} for number, slots in state.items()})
+            return
+        for slots in state.values():
+            slots["step"] = slots["step"].reshape(())
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    return parts, take
 
 
-def _cuts(optimizer: torch.optim.Optimizer) -> list[Shard | None]:
-    """How each parameter is cut, by its number in `state_dict`; None: whole on this rank."""
-    found = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
-    return [cut if cut is not None and cut.split else None for cut in found]
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """By their number in `state_dict`."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _is_cut(key: str, value: Any, cut: Shard | None) -> bool:
-    """Whether an entry has a part for each row; not so the count of steps, and the table of 8-bit codes."""
-    return cut is not None and isinstance(value, Tensor) and value.ndim > 0 and not key.endswith(".qmap")
+def _cut(param: Tensor, key: str) -> Shard | None:
+    """How an entry of this parameter is cut; None: whole on this rank."""
+    cut = shard_of(param)
+    return cut if cut is not None and cut.split and key.split(".")[-1] not in _UNCUT else None
 
 
-def _device(optimizer: torch.optim.Optimizer) -> torch.device:
-    return optimizer.param_groups[0]["params"][0].device  # type: ignore[no-any-return]
+def _part(value: Tensor, cut: Shard) -> Part:
+    """An entry in rows [N, K], or flat with as many elements a row everywhere."""
+    own = cut.rows[cut.world.rank]
+    if value.ndim > 1:
+        return Part(value, (cut.num_rows, *value.shape[1:]), cut.start)
+    return Part(value, (value.numel() * cut.num_rows // own,), value.numel() * cut.start // own)
 
 
-def _gathered(cut: Shard, held: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The whole of an entry with `shape` on rank 0: as many elements a row everywhere, in rows [N, K] or flat."""
-    lengths = [rows * shape.numel() // cut.rows[0] for rows in cut.rows]
-    flat = torch.empty(sum(lengths), dtype=dtype, device=device)
-    if held is not None:
-        flat.split(lengths)[cut.world.rank].copy_(held.reshape(-1))
-    cut.world.gather_rows(flat, lengths)
-    return flat.view(cut.num_rows, *shape[1:]) if len(shape) > 1 else flat
+def _own_shape(size: tuple[int, ...], cut: Shard) -> tuple[int, ...]:
+    own = cut.rows[cut.world.rank]
+    return (own, *size[1:]) if len(size) > 1 else (size[0] * own // cut.num_rows,)
 
 
-def _own(cut: Shard, whole: Tensor) -> Tensor:
-    """A copy of this rank's part: a view would keep the whole."""
-    if whole.ndim > 1:
-        return cut.own(whole).clone()
-    ends = [sum(cut.rows[:r]) * whole.numel() // cut.num_rows for r in (cut.world.rank, cut.world.rank + 1)]
-    return whole[ends[0] : ends[1]].clone()
+def _place(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    if key == "step":
+        return torch.empty(shape, dtype=dtype)
+    if isinstance(optimizer, MixedAdamW):  # where they stay, perhaps in locked host memory
+        return optimizer.moment(param)
+    return torch.empty(shape, dtype=dtype, device=param.device)
 
 
-def _host(value: Any) -> Tensor:
-    return torch.as_tensor(value).detach().cpu().contiguous()
+def prefixed(prefix: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts under `prefix.NAME`."""
+    return {f"{prefix}.{name}": part for name, part in parts.items()}
+
+
+def with_prefix(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Those named `prefix.NAME`, without the prefix."""
+    return {name[len(prefix) + 1 :]: one for name, one in found.items() if name.startswith(f"{prefix}.")}

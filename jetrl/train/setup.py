@@ -17,7 +17,7 @@ from jetrl.kernels.support import require
 from jetrl.model import hf
 from jetrl.model.critic import Critic
 from jetrl.model.hub import model_folder
-from jetrl.model.sharding import shard_like, shard_model
+from jetrl.model.sharding import fill, own_rows, shard_like, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.queue import Queues
 from jetrl.parallel.together import by_each, together
@@ -263,26 +263,25 @@ def build_model(
 ) -> Transformer:
     """The policy with its initial weights, published. Without `weights` they are zeros: the caller loads others.
 
-    Each rank makes the whole model on its host, and keeps its rows. A collective.
+    Each rank makes its own rows, on the device, one parameter after the other. A collective.
     """
     device = torch.device(config.device)
     assert DEVICE_OF[config.kernels] == device.type, "resolve() pairs devices with kernels"
     select(config.kernels)
-    model = Transformer(
-        spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
-        activation_checkpointing=config.train.activation_checkpointing,
-    )
+    with torch.device("meta"):
+        model = Transformer(
+            spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
+            activation_checkpointing=config.train.activation_checkpointing,
+        )
+    shard_model(model, world)
     source = by_each(world, lambda: model_source(config, weights=True)) if weights else None
     with together(world):
         if source is not None:
-            load_weights(model, source)
+            load_weights(model, source, device)
         elif weights:
-            model.init_random(config.model.init_seed)
+            fill(model, model.random_values(config.model.init_seed), device)
         else:
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.zero_()
-    shard_model(model, world)
+            fill(model, ((name, torch.zeros(p.shape, device=device)) for name, p in model.named_parameters()), device)
     model.to(device).publish()
     accumulate_in(model, getattr(torch, config.train.grad_dtype))
     return model
@@ -303,17 +302,19 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe, folder: str
     return model.publish_values(hf.parameters_of(source, spec))
 
 
-def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Fill the master weights from a Hugging Face folder."""
-    state = hf.load_state(folder, model.spec)
-    dtype = model.head_weight.dtype
-    model.load_state_dict({k: v.to(dtype) for k, v in state.items()})
+def load_weights(model: Transformer, folder: str | Path, device: torch.device | None = None) -> None:
+    """Fill the master weights from a Hugging Face folder, of which a rank reads its own rows, one parameter at a time.
+
+    `device`: of parameters that are on the meta device until now.
+    """
+    fill(model, hf.parameters_of(folder, model.spec, own_rows(model)), device)
 
 
 def reference_of(model: Transformer) -> Transformer:
     """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
-    copy = Transformer(model.spec, model.recipe, master_dtype=model.head_weight.dtype)
+    device = model.head_weight.device
+    with torch.device("meta"):
+        copy = Transformer(model.spec, model.recipe, master_dtype=model.head_weight.dtype)
     shard_like(copy, model)
-    copy.to(model.head_weight.device)
-    copy.load_state_dict(model.state_dict())
-    return copy.requires_grad_(False).publish()
+    fill(copy, model.named_parameters(), device)
+    return copy.to(device).requires_grad_(False).publish()

@@ -1,47 +1,49 @@
 """The warm start: supervised training on a task's worked solutions (`jetrl sft`), cached by what determines it.
 
-It runs in BF16 whatever the run's precision is, so that `jetrl compare` starts all flows from the same weights.
+It runs in BF16 whatever the run's precision is, so that `jetrl compare` starts all flows from the same weights. All
+ranks train it, each with its rows of masters and moments. Gradients are added in one order for any number of ranks
+(`train/reduction.py`, fixed), and so the weights do not depend on that number.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from jetrl import __version__
 from jetrl.config import Config
 from jetrl.errors import UserError
-from jetrl.model.sharding import full_state, load_rows
+from jetrl.model.sharding import digest, fill, parts_of, shard_model
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.together import by_first, together
+from jetrl.parallel.together import by_first, common, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
 from jetrl.tasks.messages import TurnEncoder, encode_solution
 from jetrl.tasks.task import Task, encode_problem, holds_out
+from jetrl.train import store
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import pack_in_order
 from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, optimizer_step
-from jetrl.types import MicroBatch, Problem, Segment, Trajectory
+from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
 
-def cache_path(config: Config, model: Transformer, start: Mapping[str, Tensor] | None = None) -> Path:
-    """Where these warm-started weights are kept: a hash over initial weights (`start`; None: the model's own), task and
-    settings. The initial weights are the masters: the same in every precision flow."""
+def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path:
+    """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task
+    and the settings. The initial weights are the masters: the same in every precision flow. Collective."""
     settings = {
-        "version": __version__, "start": _state_hash(model.state_dict() if start is None else start),
+        "version": __version__, "start": digest(model, world),
         "spec": asdict(model.spec), "seed": config.seed,
         "task": config.task.model_dump(mode="json"), "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
@@ -51,15 +53,7 @@ def cache_path(config: Config, model: Transformer, start: Mapping[str, Tensor] |
     if not holds_out(config):
         settings["holds_out"] = False  # then it may train on every row
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return Path(config.sft.cache_dir).expanduser() / f"{key}.safetensors"
-
-
-def _state_hash(state: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        digest.update(name.encode())
-        digest.update(value.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return Path(config.sft.cache_dir).expanduser() / key
 
 
 def warm_start(
@@ -68,63 +62,45 @@ def warm_start(
 ) -> Path:
     """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`.
 
-    Of several ranks the first one trains, as one process does, to the same bits; all read the file. A collective.
+    The model is cut for `world`; each rank trains, writes and reads its rows. A collective.
     """
-    start = full_state(model)
-
-    def made() -> Path:
-        path = cache_path(config, model, start)
-        if path.is_file():
+    path = world.share(cache_path(config, model, world))
+    if by_first(world, path.is_dir):
+        if world.first:
             tell(f"warm start loaded from {path}")
-            return path
-        state = train_sft(model, config, task, tokenizer, progress, start)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        save_file(state, temporary, metadata={"sha256": _state_hash(state)})
-        temporary.replace(path)
-        return path
-
-    path = by_first(world, made)
-    with together(world):
-        load_rows(model, _read_cache(path))
+        with together(world):
+            if not path.is_dir():
+                raise UserError(
+                    f"The warm start {path} is not on this machine. Set sft.cache_dir to a folder that all share."
+                )
+        store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
+    else:
+        student = train_sft(model, config, task, tokenizer, progress, world)
+        fill(model, student.named_parameters())
+        by_first(world, lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        store.seal(path, parts_of(model), world, mark=f"_{world.share(os.getpid())}")
     model.publish()
     return path
 
 
-def _read_cache(path: Path) -> dict[str, Tensor]:
-    """The cached weights, verified."""
-    if not path.is_file():
-        raise UserError(f"The warm start {path} is not on this machine. Set sft.cache_dir to a folder that all share.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            expected = (file.metadata() or {}).get("sha256")
-    except SafetensorError as error:
-        raise UserError(f"The cached warm start {path} is damaged ({error}). Remove it; it is remade.") from error
-    if expected != _state_hash(state):
-        raise UserError(f"The cached warm start {path} does not have the hash it states. Remove it; it is remade.")
-    return state
-
-
 def train_sft(
     model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
-    start: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Minimise the mean negative log-prob of the solutions' policy tokens, from the masters `start` of a model like
-    this; returns the trained master weights."""
-    sft = config.sft
-    student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
-    student.to(model.head_weight.device)
-    student.load_state_dict({k: v.to(torch.float32) for k, v in start.items()})
-    student.publish()
+    world: World = ALONE,
+) -> Transformer:
+    """Minimise the mean negative log-prob of the solutions' policy tokens, from the masters of `model`; returns a model
+    with the trained masters, FP32, cut as that one. Collective."""
+    sft, device = config.sft, model.head_weight.device
+    with torch.device("meta"):
+        student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
+    shard_model(student, world)
+    fill(student, model.named_parameters(), device)
+    student.to(device).publish()
     fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
     settings = config.train.model_copy(update={"lr": sft.lr} | fp32)
     optimizer = build_optimizer(student.named_parameters(), settings)
     for step in range(1, sft.steps + 1):
-        first = (step - 1) * sft.batch_size
-        index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
-        solved = [solved_trajectory(task.problem(i), tokenizer, config) for i in index]
-        batch = pack_in_order(solved, config.train.max_tokens_per_gpu)
+        with together(world):
+            batch = _batch(step, config, task, tokenizer)
         factor = schedule_factor(step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps)
 
         def loss_of(micro: MicroBatch, count: int = batch.num_loss_tokens) -> tuple[Tensor, Stats]:
@@ -133,16 +109,23 @@ def train_sft(
         try:
             stats = optimizer_step(
                 list(student.parameters()), optimizer, batch.micro_batches, loss_of, lr=sft.lr * factor,
-                max_grad_norm=config.train.max_grad_norm,
+                max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
             )
         except NonFiniteError as error:
-            raise UserError(
+            raise common(UserError(
                 f"The warm start stops at step {step}: {error}. Lower sft.lr, or set sft.warmup_steps."
-            ) from error
+            )) from error
         student.publish()
         progress(step, stats["loss"])
-    dtype = model.head_weight.dtype
-    return {k: v.to(dtype).contiguous() for k, v in student.state_dict().items()}
+    return student
+
+
+def _batch(step: int, config: Config, task: Task, tokenizer: Any) -> PackedBatch:
+    """The solutions of one step, the same on every rank."""
+    sft, first = config.sft, (step - 1) * config.sft.batch_size
+    index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
+    return pack_in_order([solved_trajectory(task.problem(i), tokenizer, config) for i in index],
+                         config.train.max_tokens_per_gpu)
 
 
 def solved_trajectory(problem: Problem, tokenizer: Any, config: Config) -> Trajectory:

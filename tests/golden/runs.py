@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 SAMPLE_KEYS = ("step", "group", "prompt", "answer", "completion", "tokens", "logprobs", "reward", "advantage",
@@ -70,12 +69,14 @@ def record_of(run_dir: Path) -> dict[str, Any]:
     """The hashes of a finished run: metrics and samples row by row, all tensors of its last checkpoint, its flow."""
     from tiny import numbers
 
+    from jetrl.train import store
+
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     samples: dict[int, list[Any]] = {}
     for row in rows:
         samples.setdefault(row["step"], []).append([row[key] for key in SAMPLE_KEYS])
     last = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    tensors = load_file(last / "state.safetensors")
+    tensors = store.whole(last / "state")
     # by content, not by name: moving a parameter to another module changes no bit
     weights = sorted(sha(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for t in tensors.values())
     return {

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny import ARCH, numbers, tiny_run, weights_hash
+from tiny import ARCH, numbers, saved, tiny_run, weights_hash
 from torch import nn
 
 from jetrl.train import offload
@@ -108,7 +107,7 @@ def test_the_run_repeats_and_resumes_to_the_bit(changes: dict[str, Any], tmp_pat
     assert [row["parity/logprob_abs_diff_max"] for row in rows[1:]] == [0.0] * 4
     assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
     assert rows == numbers(second) and weights_hash(first, 4) == weights_hash(second, 4)
-    kept = load_file(first / "checkpoints" / "step_000004" / "state.safetensors")
+    kept = saved(first, 4)
     assert any(name.endswith("exp_avg.codes") for name in kept) is eight
     tiny_run(tmp_path / "stopped", GPU | changes | {"train.steps": 2})
     resumed = tiny_run(tmp_path / "stopped", GPU | changes | {"checkpoint.resume": "auto"})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jetrl.kernels.gradient import accumulate_in, grad_dtype, num_sources
 from jetrl.model.critic import Critic
-from jetrl.model.sharding import full_state, load_rows, shard_like, shard_model
+from jetrl.model.sharding import digest, fill, own_rows, parts_of, shard_like, shard_model, whole_value
 from jetrl.model.shards import shard_of
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World
@@ -80,8 +80,7 @@ def test_alone_nothing_changes_but_that_sections_are_known() -> None:
     assert all(p is before[name] for name, p in model.named_parameters()) and model.addresses() == published
     cut = shard_of(model.get_parameter("layers.0.attn.qkv.weight"))
     assert cut is not None and cut.sections == (64, 32, 32) and not cut.split
-    state = full_state(model)
-    assert all(torch.equal(state[k], v) and state[k].data_ptr() != v.data_ptr() for k, v in model.state_dict().items())
+    assert all(whole_value(p, p.dtype).data_ptr() == p.data_ptr() for p in model.parameters())
 
 
 def test_a_critic_and_a_reference_are_cut_as_the_policy() -> None:
@@ -99,18 +98,49 @@ def test_a_critic_and_a_reference_are_cut_as_the_policy() -> None:
     assert all(shard_of(p) is None for p in plain.parameters())
 
 
-def test_rows_of_whole_weights_are_loaded_and_others_refused() -> None:
-    model, whole = model_of(), {name: value + 1 for name, value in model_of().state_dict().items()}
+def test_a_model_is_cut_as_shapes_and_filled_with_its_rows() -> None:
+    """What is made of shapes is what a whole model is after it was cut: values, flags, tables; and nothing more."""
+    whole = model_of(torch.bfloat16)
+    shard_model(whole, Pretend(1, 2))
+    with torch.device("meta"):
+        model = Transformer(SPEC, build_recipe("fp8", 1), master_dtype=torch.bfloat16)
+    accumulate_in(model, torch.float32)
     shard_model(model, Pretend(1, 2))
-    load_rows(model, whole)
+    assert {p.device.type for p in model.parameters()} == {"meta"} and own_rows(model) == own_rows(whole)
+    fill(model, model.random_values(0), torch.device("cpu"))
     for name, p in model.named_parameters():
-        cut = shard_of(p)
-        assert torch.equal(p, whole[name] if cut is None else cut.own(whole[name])), name
-    with pytest.raises(ValueError, match=r"embed.weight is \(44, 40\), the model has \(300, 40\)"):
-        load_rows(model, whole | {"embed.weight": whole["embed.weight"][256:]})
-    with pytest.raises(ValueError, match=r"missing or unknown weights: \['norm.weight', 'other'\]"):
-        load_rows(model, {k: v for k, v in whole.items() if k != "norm.weight"} | {"other": torch.zeros(1)})
-    with pytest.raises(AssertionError, match="draw weights first"):
-        model.init_random(0)
+        want = whole.get_parameter(name)
+        assert torch.equal(p, want) and p.dtype == want.dtype and p.requires_grad, name
+        assert p.untyped_storage().nbytes() == 2 * p.numel() and shard_of(p) == shard_of(want), name
+        assert num_sources(p) == num_sources(want) and grad_dtype(p) == torch.float32
+    assert torch.equal(model.cos, whole.cos) and model.cos.device.type == "cpu"
+    assert parts_of(model)["embed.weight"].start == 256 and parts_of(model)["embed.weight"].size == (300, 40)
+    model.init_random(1)
+    assert torch.equal(model.embed.weight, model_of(torch.bfloat16).init_random(1).embed.weight[256:])
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    model, whole = model_of(), {name: value + 1 for name, value in model_of().state_dict().items()}
+    fill(model, whole.items())
+    assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+    shard_model(model, Pretend(1, 2))
+    with pytest.raises(ValueError, match=r"embed.weight is \(300, 40\), the model has \(44, 40\) there"):
+        fill(model, whole.items())
+    with pytest.raises(ValueError, match=r"other is \(1,\), the model has nothing there"):
+        fill(model, [("other", torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"no values for \['embed.weight', 'layers"):
+        fill(model, [("norm.weight", whole["norm.weight"])])
     with pytest.raises(AssertionError, match="sharded already"):
         shard_model(model, Pretend(1, 3))
+
+
+def test_the_digest_is_of_names_types_and_values() -> None:
+    def of(model: Transformer) -> str:
+        shard_model(model, ALONE)
+        return digest(model, ALONE)
+
+    first = of(model_of())
+    assert of(model_of()) == first != of(model_of(torch.bfloat16))
+    changed = model_of()
+    changed.get_parameter("layers.0.mlp.gate_up.weight").data[-1, -1] += 1
+    assert of(changed) != first

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.train import checkpoint
+from jetrl.model.shards import Part
+from jetrl.train import checkpoint, store
 from jetrl.train.checkpoint import Meta
 
 
@@ -25,28 +29,40 @@ def tensors(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
         "model.a": torch.randn(7, 5, generator=generator), "model.b": torch.randn(9, generator=generator).bfloat16(),
-        "optimizer.0.step": torch.tensor(step), "model.odd": torch.tensor([float("nan"), -0.0, 1e-45]),
+        "optimizer.0.step": torch.tensor([step]), "model.odd": torch.tensor([float("nan"), -0.0, 1e-45]),
         "model.view": torch.randn(6, 4, generator=generator).T,
     }
 
 
+def write_model(folder: Path, told: checkpoint.Told) -> None:
+    with told():
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+
 def write(folder: Path, step: int, keep: int = 2) -> Path:
-    return checkpoint.save(folder, meta(step), tensors(step), lambda path: path.mkdir(), keep)
+    parts = {name: Part(value, tuple(value.shape), 0) for name, value in tensors(step).items()}
+    return checkpoint.save(folder, meta(step), parts, write_model, keep)
 
 
 def test_what_was_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
     path = write(tmp_path / "c", 3)
     assert path.name == "step_000003" and (path / "model").is_dir()
-    loaded, state = checkpoint.load(path)
-    assert replace(loaded, sha256="", model_sha256=None) == meta(3)
-    assert state.keys() == tensors(3).keys()
+    loaded = checkpoint.load(path)
+    assert replace(loaded, files=None) == meta(3)
+    places = {name: torch.empty_like(value) for name, value in tensors(3).items()}
+    checkpoint.read(path, lambda stored: {name: Part(places[name], size, 0) for name, (size, _) in stored.items()})
     for name, value in tensors(3).items():
-        assert_bitwise_equal(state[name], value.contiguous(), name)
+        assert_bitwise_equal(places[name], value, name)
+        assert_bitwise_equal(store.whole(path / "state")[name], value, name)
 
 
-def test_equal_state_has_an_equal_hash(tmp_path: Path) -> None:
-    hashes = [checkpoint.load(write(tmp_path / name, 3))[0].sha256 for name in "ab"]
-    assert hashes[0] == hashes[1] != checkpoint.load(write(tmp_path / "a", 4))[0].sha256
+def test_hashes_are_of_all_files(tmp_path: Path) -> None:
+    files = checkpoint.load(write(tmp_path, 3)).files
+    assert files == {
+        str(p.relative_to(tmp_path / "step_000003")): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in (tmp_path / "step_000003").rglob("*.safetensors")
+    }
+    assert [name.split("/")[0] for name in files] == ["model", "state"]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
@@ -87,7 +103,7 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rubbish(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(store, "write", fail)
     with pytest.raises(UserError if error.errno == errno.ENOSPC else OSError) as raised:
         write(tmp_path, 2)
     assert (error.errno == errno.ENOSPC) == ("MiB are free" in str(raised.value))
@@ -95,36 +111,63 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rubbish(
     assert checkpoint.newest(tmp_path) == tmp_path / "step_000001"
 
 
-def test_a_full_disk_says_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = checkpoint.save_file
-
+@pytest.mark.parametrize("place", ["store.write", "checkpoint.sync", "model"])
+def test_a_full_disk_says_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def full_model(folder: Path, told: checkpoint.Told) -> None:
+        with told():
+            full()
+
     for expected in ("There is no checkpoint yet, so a resumed run starts over", "step_000001 is intact"):
-        monkeypatch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(UserError, match=expected):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=expected):
+            patch.setattr(*{
+                "store.write": (store, "write", full), "checkpoint.sync": (checkpoint, "sync", full),
+                "model": (sys.modules[__name__], "write_model", full_model),
+            }[place])
             write(tmp_path, 2)
-        monkeypatch.setattr(checkpoint, "save_file", right)
+        assert not list(tmp_path.glob(".writing*"))
         write(tmp_path, 1)
 
 
-def test_damage_is_seen(tmp_path: Path) -> None:
+def test_damage_is_seen_and_the_file_named(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    state, data = path / "state.safetensors", (path / "state.safetensors").read_bytes()
+    (state,) = (path / "state").iterdir()
+    data = state.read_bytes()
+    named = re.escape(str(state)) + " does not have the hash"
     for damaged in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), data + b"x", b""):
         state.write_bytes(damaged)
-        with pytest.raises(UserError, match="does not have the hash"):
+        with pytest.raises(UserError, match=named):
             checkpoint.load(path)
     state.unlink()
-    with pytest.raises(UserError, match="does not have the hash"):
+    with pytest.raises(UserError, match=named):
         checkpoint.load(path)
     state.write_bytes(data)
+    (path / "state" / "more.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match=r"more\.safetensors is not one of the files"):
+        checkpoint.load(path)
+    (path / "state" / "more.safetensors").unlink()
     text = (path / "state.json").read_text()
-    for broken in ("{", json.dumps({"step": 1}), json.dumps(json.loads(text) | {"new": 1})):
+    for broken in ("{", json.dumps({"step": 1}), json.dumps(json.loads(text) | {"new": 1}),
+                   json.dumps(json.loads(text) | {"files": None})):
         (path / "state.json").write_text(broken)
         with pytest.raises(UserError, match=r"state\.json cannot be read"):
             checkpoint.load(path)
+    (path / "state.json").write_text(json.dumps(json.loads(text) | {"sha256": "0"}))
+    with pytest.raises(UserError, match="written by an older version"):
+        checkpoint.load(path)
     (path / "state.json").unlink()
     with pytest.raises(UserError, match="not a complete checkpoint"):
         checkpoint.load(path)
+
+
+def test_what_is_asked_for_must_be_there(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    for name, value, message in (
+        ("model.c", torch.empty(7, 5), "lacks model.c"),
+        ("model.a", torch.empty(7, 6), r"holds \(7, 5\) in torch.float32 as model.a"),
+        ("model.a", torch.empty(7, 5, dtype=torch.bfloat16), r"holds \(7, 5\) in torch.float32 as model.a"),
+    ):
+        with pytest.raises(UserError, match=message):
+            checkpoint.read(path, lambda _, n=name, v=value: {n: Part(v, tuple(v.shape), 0)})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import ARCH, numbers, tiny_run, weights_hash
+from tiny import ARCH, numbers, saved, tiny_run, weights_hash
 from torch import nn
 
 from jetrl.errors import UserError
@@ -145,7 +145,7 @@ def test_it_learns_like_fp32_moments() -> None:
 def test_a_resumed_run_ends_with_the_same_bits(changes: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     straight = tiny_run(tmp_path / "straight", TINY | changes)
-    kept = load_file(straight / "checkpoints" / "step_000004" / "state.safetensors")
+    kept = saved(straight, 4)
     assert sum(name.endswith("exp_avg.codes") for name in kept) == 8  # four projections of two layers
     tiny_run(tmp_path / "stopped", TINY | changes | {"train.steps": 2})
     run_dir = tiny_run(tmp_path / "stopped", TINY | changes | {"checkpoint.resume": "auto"})

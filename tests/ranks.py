@@ -1,4 +1,4 @@
-"""`run_ranks(function, size)`: call a module-level function in `size` processes on this machine, by gloo or NCCL."""
+"""`run_ranks(function, size)`: call a module-level function in `size` gloo processes on this machine."""
 
 from __future__ import annotations
 
@@ -13,33 +13,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from jetrl.parallel import launch
 from jetrl.parallel.world import World
 
 
-def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0, device: str = "cpu"
-) -> list[Any]:
-    """`function(world, *args)` in each of `size` processes; their results in rank order. An error in one is raised.
-
-    On `device` "cuda" rank r has GPU r, and the ranks meet as those of a run do.
-    """
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0) -> list[Any]:
+    """`function(world, *args)` in each of `size` processes; their results in rank order. An error in one is raised."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one, (size, port, seconds, folder, function, args, device), nprocs=size)
+        mp.spawn(_one, (size, port, seconds, folder, function, args), nprocs=size)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _one(rank: int, size: int, port: int, seconds: float, folder: str, function: Any, args: Any, device: str) -> None:
+def _one(rank: int, size: int, port: int, seconds: float, folder: str, function: Any, args: Any) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if device == "cuda":
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        torch.save(function(launch.join(limit=seconds), *args), f"{folder}/{rank}.pt")
-        launch.leave()
-        return
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     try:
         torch.save(function(World(rank, size, rank), *args), f"{folder}/{rank}.pt")

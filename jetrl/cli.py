@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -187,10 +188,8 @@ def compare(
 
     world = launch.join()
     from jetrl import entry
-    from jetrl.compare import flows_of, run_all, said_of
+    from jetrl.compare import flows_of, run_all, said_of, tell
     from jetrl.parallel.together import together
-    from jetrl.report.console import comparison
-    from jetrl.report.run import headline, load_runs
 
     with together(world):  # checks all before the first
         configs = [_config(recipe, said_of(flow, overrides or [])) for flow in flows_of(precision)]
@@ -199,15 +198,9 @@ def compare(
     for config in configs:
         entry.require_alike(world, config)
     folders, report = run_all(configs, sys.argv, world, out.print)
-    if report is None:
-        out.print(f"Stopped in the run {folders[-1].name}. Called again, the comparison starts from the beginning.")
-        raise SystemExit(130)
-    if not world.first:
-        return
-    comparison([(loaded.precision, headline(loaded)) for loaded in load_runs(folders)], out)
-    for folder in folders:
-        out.print(f"  {folder / 'report.html'}", style="dim")
-    out.print(f"\nSide by side (open in a browser): {report}")
+    if world.first:
+        tell(folders, report, out)
+    raise SystemExit(0 if report is not None else 130)
 
 
 @app.command()
@@ -247,9 +240,7 @@ def parity(
     from jetrl.report.certificate import print_certificate
     from jetrl.subject import subject_of
 
-    def work_on(page_size: int) -> Workload:
-        return Workload(sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50), page_size)
-
+    work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
     quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
     certificate, formats = certified(
         world, lambda: subject_of(model, precision, device, kv_cache, revision), work_on, update, quiet

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from jetrl import entry
 from jetrl.config import Config, switched_off
 from jetrl.config.toml import split_override
@@ -12,7 +14,9 @@ from jetrl.errors import UserError
 from jetrl.loop import StopRequest, run
 from jetrl.parallel.together import by_first
 from jetrl.parallel.world import World
+from jetrl.report.console import comparison
 from jetrl.report.html import write_report
+from jetrl.report.run import headline, load_runs
 from jetrl.train.pin import pinned
 
 
@@ -47,6 +51,17 @@ def run_all(
                 return folders, None
     target = folders[0].parent / f"{configs[0].name}-compare.html"
     return folders, by_first(world, lambda: write_report(folders, target))
+
+
+def tell(folders: Sequence[Path], report: Path | None, console: Console) -> None:
+    """Print what came of `run_all`."""
+    if report is None:
+        console.print(f"Stopped in the run {folders[-1].name}. Called again, the comparison starts from the beginning.")
+        return
+    comparison([(loaded.precision, headline(loaded)) for loaded in load_runs(folders)], console)
+    for folder in folders:
+        console.print(f"  {folder / 'report.html'}", style="dim")
+    console.print(f"\nSide by side (open in a browser): {report}")
 
 
 def _named(config: Config) -> Config:

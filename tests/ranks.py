@@ -1,4 +1,4 @@
-"""`run_ranks(function, size)`: call a module-level function in `size` processes on this machine, by gloo or NCCL."""
+"""`run_ranks(function, size)`: call a module-level function in `size` gloo processes on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from jetrl.model.sharding import whole_value
-from jetrl.parallel import launch
 from jetrl.parallel.world import World
 
 # What a run loads in its first step. Ranks are forked from a process that has done so: it takes longer than most tests.
@@ -30,21 +29,15 @@ def load_heavy() -> None:
         importlib.import_module(name)
 
 
-def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0, device: str = "cpu"
-) -> list[Any]:
-    """`function(world, *args)` in each of `size` processes; their results in rank order. An error in one is raised.
-
-    On `device` "cuda" rank r has GPU r, and the ranks meet as those of a run do.
-    """
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0) -> list[Any]:
+    """`function(world, *args)` in each of `size` processes; their results in rank order. An error in one is raised."""
     multiprocessing.set_forkserver_preload([*HEAVY])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         torch.save((function, args), f"{folder}/given.pt")  # tensors sent as arguments would each take a descriptor
-        given = (size, port, seconds, folder, dict(os.environ), device)
-        mp.start_processes(_one, given, size, start_method="forkserver")
+        mp.start_processes(_one, (size, port, seconds, folder, dict(os.environ)), size, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
@@ -53,18 +46,11 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole_value(p, p.dtype).to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
-def _one(
-    rank: int, size: int, port: int, seconds: float, folder: str, environ: dict[str, str], device: str
-) -> None:
+def _one(rank: int, size: int, port: int, seconds: float, folder: str, environ: dict[str, str]) -> None:
     os.environ.clear()  # that of the process which forks is as old as the first call
     os.environ |= environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     function, args = torch.load(f"{folder}/given.pt", weights_only=False)
-    if device == "cuda":
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        torch.save(function(launch.join(limit=seconds), *args), f"{folder}/{rank}.pt")
-        launch.leave()
-        return
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     try:
         torch.save(function(World(rank, size, rank), *args), f"{folder}/{rank}.pt")

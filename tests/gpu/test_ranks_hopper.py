@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_ranks import run_gpu_ranks
 from ranks import run_ranks
 from test_ranks_loop import assert_same_run, plain
 from tiny import ARCH, tiny_config, tiny_data
@@ -98,7 +99,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     folder = tmp_path_factory.mktemp("ranks")
     for rank in range(SIZE):
         tiny_data(folder / "data" / str(rank))
-    return folder, run_ranks(everything, SIZE, folder / "data", folder, seconds=900.0, device=DEVICE)
+    start = run_gpu_ranks if DEVICE == "cuda" else run_ranks
+    return folder, start(everything, SIZE, folder / "data", folder, seconds=900.0)
 
 
 @pytest.mark.parametrize("name", CASES)

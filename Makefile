@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints-cpu.txt
+WORKERS ?= 2
 
 .PHONY: train test test-gpu test-gpu2 check ci smollm2 clean
 
 train: $(VENV)/.installed
 	$(BIN)/jetrl train quickstart
 
-test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+test: $(VENV)/.installed-dev  # in two processes, a file in one; `pytest -q` runs the same in one
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]
 	$(PYTHON) -m pytest -q -m gpu tests/gpu

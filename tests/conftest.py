@@ -1,4 +1,4 @@
-"""What all tests share: the seed, the number of threads, and the GPU marker."""
+"""What all tests share: the number of threads, the order of files, and the GPU marker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from jetrl.tasks import user_code
 
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
-        torch.set_num_threads(min(2, torch.get_num_threads()))
+        alone = "PYTEST_XDIST_WORKER" not in os.environ
+        torch.set_num_threads(min(2 if alone else 1, torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` or `gpu2` are skipped one by one, with the reason, where there is no GPU or only one."""
+    """Files with slow tests come first, so that two processes that share the files end together. Tests marked
+    `gpu` or `gpu2` are skipped one by one, with the reason, where there is no GPU or only one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.device_count() < 2 and os.environ.get("JETRL_TEST_RANKS") != "cpu":
         skipped = pytest.mark.skip(reason="needs two CUDA GPUs; run `make test-gpu2` on a Hopper machine")
         for item in items:

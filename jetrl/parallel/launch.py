@@ -152,6 +152,7 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
         status = _ended(error, told, debug)
         if (watch := _watch()) is not None:
             watch.give_up(status)
+        raise SystemExit(status) from None
     raise SystemExit(status)
 
 

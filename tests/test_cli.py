@@ -224,13 +224,13 @@ def full_disk(*_: Any) -> None:
 def test_no_disk_space_for_a_checkpoint(
     jetrl: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = checkpoint.save_file, []
+    real, calls = checkpoint.store.write, []
 
     def later(*arguments: Any) -> None:
         calls.append(1)
         (real if len(calls) == 1 else full_disk)(*arguments)
 
-    monkeypatch.setattr(checkpoint, "save_file", later)
+    monkeypatch.setattr(checkpoint.store, "write", later)
     assert_refused(jetrl("train", recipe), "[Nn]o disk space", "MiB", "step_000002", "--resume")
     folder = tmp_path / "runs" / "tiny" / "checkpoints"
     assert {p.name for p in folder.iterdir()} == {"latest", "step_000000"}

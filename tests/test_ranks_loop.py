@@ -227,5 +227,6 @@ def test_the_slurm_example_on_two_machines_of_two_ranks(straight: Path, tmp_path
     )
     assert done.returncode == 0, done.stderr[:3000]
     assert "step 2/4" not in done.stdout and done.stdout.count("step 4/4") == 1
-    assert json.loads((tmp_path / "runs" / "tiny" / "env.json").read_text())["ranks"] == 4
+    (again,) = json.loads((tmp_path / "runs" / "tiny" / "env.json").read_text())["resumed"]
+    assert again["ranks"] == 4 and again["after_step"] == 2
     assert_same_run(tmp_path / "runs" / "tiny", straight)

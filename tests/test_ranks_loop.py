@@ -215,7 +215,8 @@ def test_the_command_starts_ranks_survives_a_kill_and_goes_on(straight: Path, tm
 
 @pytest.mark.slow
 def test_the_slurm_example_on_two_machines_of_two_ranks(straight: Path, tmp_path: Path) -> None:
-    """Its whole script, with an `srun` that starts two torchruns here. It has the bits of one process."""
+    """Its whole script, with an `srun` that starts two torchruns here. It goes on from a checkpoint of one process, as
+    a job does that is put back into the queue, and has the bits of one process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -233,11 +234,12 @@ def test_the_slurm_example_on_two_machines_of_two_ranks(straight: Path, tmp_path
         "OMP_NUM_THREADS": "1",
     }
     script = ["bash", str(ROOT / "examples" / "slurm" / "train.sbatch"), str(recipe_in(tmp_path))]
-    for steps in (2, 4):  # the second time it goes on
-        done = subprocess.run(
-            [*script, f"train.steps={steps}"], capture_output=True, text=True, timeout=200, env=environment() | slurm
-        )
-        assert done.returncode == 0, done.stderr[:3000]
+    tiny_run(tmp_path, FIXED | {"train.steps": 2})
+    done = subprocess.run(
+        [*script, "train.steps=4"], capture_output=True, text=True, timeout=200, env=environment() | slurm
+    )
+    assert done.returncode == 0, done.stderr[:3000]
     assert "step 2/4" not in done.stdout and done.stdout.count("step 4/4") == 1
-    assert json.loads((tmp_path / "runs" / "tiny" / "env.json").read_text())["ranks"] == 4
+    (again,) = json.loads((tmp_path / "runs" / "tiny" / "env.json").read_text())["resumed"]
+    assert again["ranks"] == 4 and again["after_step"] == 2
     assert_same_run(tmp_path / "runs" / "tiny", straight)

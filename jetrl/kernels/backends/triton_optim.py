@@ -52,13 +52,16 @@ def _add_kernel(grad, x, size, B: tl.constexpr):
 def _sum_kernel(total, parts, size, count, FIRST: tl.constexpr, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < size
+    place = at  # in `parts`, in 64 bits
     if FIRST:
-        held = tl.load(parts + at, mask=inside, other=0.0)
+        held = tl.load(parts + place, mask=inside, other=0.0)
+        place += size
     else:
         held = tl.load(total + at, mask=inside, other=0.0)
-    for number in range(1 if FIRST else 0, count):
-        part = tl.load(parts + number * size.to(tl.int64) + at, mask=inside, other=0.0)
+    for _ in range(1 if FIRST else 0, count):
+        part = tl.load(parts + place, mask=inside, other=0.0)
         held = (held.to(tl.float32) + part.to(tl.float32)).to(held.dtype)
+        place += size
     tl.store(total + at, held, mask=inside)
 
 

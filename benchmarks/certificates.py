@@ -143,13 +143,14 @@ def run_ranks(ranks: int, cases: list[Case], path: Path, device: str = "cuda", s
              "--update", masters, "--device", device, "--nproc", str(ranks), "--json", *sizes],
             stdout=subprocess.PIPE, text=True,
         )
-        if not done.stdout:
+        text = "".join(done.stdout.partition("{")[1:])  # NCCL prints its version there if NCCL_DEBUG is set
+        if not text:
             ok = False
             print(f"{shape} {precision} {masters}: FAILED with status {done.returncode}", flush=True)
             continue
         row = {
             "shape": shape, "flow": precision, "masters": masters, "seconds": time.perf_counter() - started,
-            **json.loads(done.stdout), "environment": environment(),
+            **json.loads(text), "environment": environment(),
         }
         keys = ("shape", "flow", "masters", "ranks")
         kept = [r for r in load(path) if any(r[key] != row[key] for key in keys)]

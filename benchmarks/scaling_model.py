@@ -32,12 +32,13 @@ from jetrl.model.names import tensor_table
 from jetrl.precision.blocks import linears_of
 from jetrl.spec import SHAPES, ModelSpec
 
-# Measured on H200s (scaling.json, table.json): one GPU, Qwen3-8B's shape, FP8 with an FP8 cache
-UPDATE_S = 7.2e-15  # seconds a token and parameter of an update: 4.63 s for 78,000 tokens and 8.19e9 parameters
-ROLLOUT = 14_950.0  # tokens a second of a rollout of 64 answers, short prompts
-QUANTIZE_S = 2.5e-12  # seconds a parameter to round and quantize: 21 ms for 8.19e9
-CALL = 60e-6  # seconds a small collective
-HOST_S = 2.4e-4  # seconds an answer of 1,200 tokens that every rank packs
+# Measured on H200s (scaling.json): one GPU, Qwen3-8B's shape, FP8 with an FP8 cache, 64 answers of 1,024 tokens
+UPDATE_S = 7.5e-15  # seconds a token and parameter of an update: 4.80 s for 78,000 tokens and 8.19e9 parameters
+ROLLOUT = 17_550.0  # tokens a second of a rollout, prompts counted: 4.45 s for 78,000
+QUANTIZE_S = 2e-12  # seconds a parameter to round and quantize: 14 to 20 ms for 8.19e9
+CALL = 1e-4  # seconds a small collective
+HOST_S = 2.4e-4  # seconds an answer of 1,200 tokens that every rank unpacks and packs
+REST_S = 0.15  # seconds of a step outside of its phases
 GBPS = 1e9
 
 
@@ -94,7 +95,7 @@ def step(
     publish += sizes.calls * CALL if ranks > 1 else 0.0
     host = HOST_S * answers * tokens / 1200 * ranks
     return {"rollout": rollout, "update": update, "exchange": exchange, "exposed": exposed, "publish": publish,
-            "host": host, "step": rollout + update + exposed + publish + host}
+            "host": host + REST_S, "step": rollout + update + exposed + publish + host + REST_S}
 
 
 def predicted(spec: ModelSpec, args: argparse.Namespace) -> list[dict[str, Any]]:

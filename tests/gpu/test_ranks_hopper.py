@@ -13,8 +13,8 @@ import pytest
 import torch
 from gpu_ranks import run_gpu_ranks
 from ranks import run_ranks
-from test_ranks_loop import assert_same_run, plain
-from tiny import ARCH, tiny_config, tiny_data
+from test_ranks_loop import assert_same_run
+from tiny import ARCH, numbers, tiny_config, tiny_data
 
 from jetrl import loop
 from jetrl.parallel.world import ALONE, World
@@ -111,7 +111,7 @@ def test_a_run_with_fixed_sums_has_the_bits_of_one_rank(name: str, ran: tuple[Pa
         assert all(one["ended"] for one in result[name].values())
     assert_same_run(folder / name / "alone1", folder / name / "alone0")
     assert_same_run(folder / name / "fixed", folder / name / "alone0")
-    rows = plain(folder / name / "fixed")
+    rows = numbers(folder / name / "fixed")
     assert [row["parity/logprob_abs_diff_max"] for row in rows[1:]] == [0.0] * 3
     assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
 
@@ -120,9 +120,9 @@ def test_a_run_with_fixed_sums_has_the_bits_of_one_rank(name: str, ran: tuple[Pa
 def test_a_run_with_fast_sums_repeats_to_the_bit(name: str, ran: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, _ = ran
     assert_same_run(folder / name / "again", folder / name / "fast")
-    rows = plain(folder / name / "fast")
+    rows = numbers(folder / name / "fast")
     assert [row["parity/logprob_abs_diff_max"] for row in rows[1:]] == [0.0] * 3
-    assert rows[1]["reward/mean"] == plain(folder / name / "fixed")[1]["reward/mean"], "step 1 samples the same"
+    assert rows[1]["reward/mean"] == numbers(folder / name / "fixed")[1]["reward/mean"], "step 1 samples the same"
 
 
 @pytest.mark.parametrize("name", CASES)

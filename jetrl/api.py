@@ -15,7 +15,7 @@ from jetrl import arguments
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe, shipped
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import select
+from jetrl.kernels.dispatch import require_experts, select
 from jetrl.model import export as export_module
 from jetrl.model import hf, hub, trained
 from jetrl.model.linear import FlowLinear
@@ -91,7 +91,7 @@ def load_model(
     path: str | Path, precision: str = "", device: str = "auto", *, kv_cache: str = "", revision: str | None = None,
     masters: bool = False,
 ) -> Policy:
-    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
 
     `path` may also be a name on the hub, such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
     `kv_cache` is `quant.kv_cache`: bf16 or fp8. Whatever you leave out is taken from the folder, if jetrl wrote it: its
@@ -279,6 +279,8 @@ def random_model(
     model_table = {"model": {"arch": {"shape": shape}, "tokenizer": "builtin:arithmetic"}}
     config = _config_for(model_table | _chosen(None, "", precision, kv_cache)[0], device)
     select(config.kernels)
+    if spec.experts is not None:
+        require_experts(config.kernels)
     with torch.device(config.device):
         model = Transformer(spec, recipe_of(config, spec), master_dtype=torch.bfloat16 if masters else None)
         generator = torch.Generator(config.device).manual_seed(0)

@@ -183,14 +183,15 @@ class FlowLinear(nn.Module):
         held = self._operands.get(name)
         if held is not None and name not in self._stale:
             return held
-        if name == "bf16":
-            fresh = gemm.prepare_bf16(self.published, held)
-        else:
-            assert self.quantized is not None, "publish() has not run"
-            fresh = (gemm.prepare_fp8 if name == "fp8" else gemm.prepare_fp8_t)(self.quantized, held)
-        self._operands[name] = fresh
+        fresh = self._operands[name] = self._prepare(name, held)
         self._stale.discard(name)
         return fresh
+
+    def _prepare(self, name: str, held: Any) -> Any:
+        if name == "bf16":
+            return gemm.prepare_bf16(self.published, held)
+        assert self.quantized is not None, "publish() has not run"
+        return (gemm.prepare_fp8 if name == "fp8" else gemm.prepare_fp8_t)(self.quantized, held)
 
     def fp8_operand(self) -> Any:
         return self._operand("fp8")

@@ -33,6 +33,7 @@ from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.engines import build_engine, engine_class
 from jetrl.train.optim import build_optimizer
+from jetrl.train.routing import check_routing
 from jetrl.train.step import Learner
 from jetrl.types import Engine
 
@@ -176,6 +177,7 @@ def prepare(config: Config) -> Prepared:
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
+    check_routing(config.train, spec)
     if spec.experts is not None:
         require_experts(config.kernels)
     engine_class(config.rollout.engine)

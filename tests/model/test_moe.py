@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.gradient import accumulate_in, sent_to
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model import hf, moe
 from jetrl.model.block import Routes
@@ -170,6 +172,22 @@ def test_a_router_with_nan_ends_in_the_named_error() -> None:
         certify(model, WORK, "test", lambda text: None)
 
 
+@pytest.mark.parametrize(
+    ("precision", "want"), [("bf16", "199cae6f63f6261c fcd782c7e513af49"), ("fp8", "f32d3945b04164a0 bcf401d0aaf42fbc")]
+)
+def test_bits_on_any_machine(precision: str, want: str) -> None:
+    """Weights made of integers, no random generator: log-probs and published weights have these hashes."""
+    model = Transformer(SPEC, build_recipe(precision, SPEC.num_layers))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            values = (torch.arange(p.numel(), dtype=torch.int64) * 48271 + 7919 * i) % 2003 - 1001
+            p.copy_((values.double() / 8008 if p.ndim == 2 else 1 + values.double() / 4004).view_as(p))
+        hidden = model.publish()(varlen([torch.arange(25) * 17 % 53, torch.arange(15) * 11 % 53]))
+        logprobs = log_softmax(model.logits(hidden)).numpy()
+    digest = hashlib.sha256(np.ascontiguousarray(logprobs, dtype="<f4").tobytes()).hexdigest()[:16]
+    assert f"{digest} {checksum(published(model))}" == want
+
+
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +247,32 @@ def test_gradients_added_in_place_are_those_of_autograd(precision: str) -> None:
     accumulate_in(model, torch.float32)
     for name, grad in gradients(model, tokens).items():
         assert_bitwise_equal(grad, plain[name], name)
+
+
+class Sink:
+    """Takes gradients as ranks do: whole matrices, and word when each is complete."""
+
+    def __init__(self) -> None:
+        self.held: dict[Tensor, Tensor] = {}
+        self.complete: list[Tensor] = []
+
+    def buffer(self, master: Tensor) -> Tensor:
+        return self.held.setdefault(master, torch.zeros(master.shape))
+
+    def done(self, master: Tensor) -> None:
+        self.complete.append(master)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_sink_gets_each_matrix_once_and_hears_of_it(precision: str) -> None:
+    tokens, model, sink = tokens_of(40), model_of(precision), Sink()
+    plain = gradients(model, tokens)
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    with sent_to(sink, matrices.values()):
+        assert gradients(model, tokens).keys() == plain.keys() - matrices.keys()
+    for name, p in matrices.items():
+        assert_bitwise_equal(sink.held[p], plain[name], name)
+        assert sum(other is p for other in sink.complete) == 1, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

@@ -1,8 +1,8 @@
 """Ops of mixture-of-experts layers with their gradients: checks, then the backend. Definitions: `reference_moe.py`.
 
 `group` gives every (token, rank) a row of the grouped matrices [R, ...], in which an expert's rows lie together
-(`types.Groups`). A backend may pad groups (R is then a bound that the host knows, and nobody waits for the counts);
-padding is never read as a result.
+(`types.Groups`). A backend may pad groups: R is then a bound that the host knows, and nobody waits for the counts.
+`dispatch` and `combine_backward` fill padding with zeros, which change no scale and no sum.
 """
 
 from __future__ import annotations

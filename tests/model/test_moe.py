@@ -6,6 +6,7 @@ import hashlib
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.kernels.gradient import accumulate_in, sent_to
 from jetrl.kernels.logprob import log_softmax
+from jetrl.kernels.reference import dequantize
 from jetrl.model import hf, moe
 from jetrl.model.block import Routes
 from jetrl.model.export import export, quantization_config
@@ -339,6 +341,14 @@ def test_experts_are_exported_in_fp8_with_the_codes_that_were_published(tmp_path
         assert held.scales is not None
         assert_bitwise_equal(held.values.view(torch.uint8), file[name].view(torch.uint8), name)
         assert_bitwise_equal(held.scales, file[name + "_scale_inv"], name)
+    if find_spec("accelerate"):  # transformers needs it to load FP8 folders; it joins a layer's experts
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16, device_map="cpu")
+        want = model.layers[1].mlp.gate_up.quantized
+        assert torch.equal(
+            theirs.get_parameter("model.layers.1.mlp.experts.gate_up_proj").flatten(0, 1), dequantize(want).bfloat16()
+        )
     router = "model.layers.0.mlp.gate"
     assert file[f"{router}.weight"].dtype == torch.bfloat16 and published(model)[f"{router}.weight"].scales is None
     assert router in quantization_config(spec, model.recipe)["modules_to_not_convert"]

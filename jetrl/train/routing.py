@@ -2,7 +2,8 @@
 rollout's flow chooses the same experts as the learner.
 
 The last is for `train.compare_routing`: the rollout's function is computed once more, over the whole sequences of the
-update and with the weights that sampled them. Where the certificate holds, these are the engine's own choices.
+update and with the weights that sampled them. These are our engine's own choices, bit for bit, in `fp8_rollout` too:
+what the rollout's flow gives a token does not depend on pages, chunks or batches.
 """
 
 from __future__ import annotations

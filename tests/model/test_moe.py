@@ -16,6 +16,7 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
+from jetrl.api import random_model
 from jetrl.errors import UserError
 from jetrl.kernels.gradient import accumulate_in, sent_to
 from jetrl.kernels.logprob import log_softmax
@@ -124,6 +125,12 @@ def test_rollout_equals_training_bit_for_bit(precision: str, spec: ModelSpec, mo
     """Packed against alone, prefill in chunks through pages, decoding with preemption."""
     result = certify(model_of(precision, spec, **more), WORK, "test", lambda text: None)
     assert result.ok and [link.link for link in result.links] == ["a", "b", "c"], result.links
+
+
+def test_a_random_shape_has_a_certificate() -> None:
+    """What `jetrl parity random:tiny-moe` does."""
+    model = random_model("tiny-moe", "fp8", "cpu", layers=1, masters=False)
+    assert certify(model, WORK, "random:tiny-moe", lambda text: None).ok and model.spec.experts is not None
 
 
 def test_fp8_rollout_is_told_apart_and_routes_some_tokens_elsewhere() -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
+from torch import Tensor
 
+from jetrl.api import random_model
 from jetrl.errors import UserError
+from jetrl.model.block import Routes
 from jetrl.model.hf import spec_from_hf
+from jetrl.model.transformer import Transformer
+from jetrl.parity import NoText
+from jetrl.parity_rows import varlen
+from jetrl.rollout.engine import PagedEngine
+from jetrl.rollout.runner import ModelRunner
 from jetrl.train.routing import KEYS, check_routing
 from jetrl.train.setup import build
 from jetrl.train.sft import cache_path
+from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 
 EXPERTS: dict[str, Any] = {
     "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 6, "model.arch.num_experts_per_tok": 2,
@@ -52,6 +63,42 @@ def test_in_two_precisions_other_experts_are_chosen(tmp_path: Path) -> None:
     rows = numbers(tiny_run(tmp_path, EXPERTS | {"precision": "fp8_rollout", "train.compare_routing": True}))[1:]
     assert all(1e-4 < row[PARITY] for row in rows)
     assert all(0.001 < row[ROUTING] < 0.5 for row in rows), [row[ROUTING] for row in rows]
+
+
+@torch.no_grad()
+def test_what_is_compared_are_the_engines_own_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded in a mixed batch from pages of 4, against the rollout's flow over whole sequences, as in `Routing`."""
+    model, plans, seen = random_model("tiny-moe", "fp8_rollout", "cpu", layers=2), [], {}
+    run, forward = ModelRunner.run, Transformer.forward
+
+    def watched_run(self: ModelRunner, plan: Any, *args: Any) -> Any:
+        plans.append(plan)
+        return run(self, plan, *args)
+
+    def watched_forward(self: Transformer, batch: ForwardBatch, tap: Any = None, routes: Any = None) -> Tensor:
+        noted = routes or Routes()
+        hidden = forward(self, batch, tap, noted)
+        if isinstance(batch.plan, PagedPlan):
+            columns = (plans[-1].sample_rows, plans[-1].sample_requests, plans[-1].sample_positions)
+            for row, request, position in zip(*(c.tolist() for c in columns), strict=True):
+                seen[request, position] = [x[row] for x in noted.chosen.values()]
+        return hidden
+
+    monkeypatch.setattr(ModelRunner, "run", watched_run)
+    monkeypatch.setattr(Transformer, "forward", watched_forward)
+    engine = PagedEngine(model, NoText(), "test", page_size=4, max_num_seqs=3, max_tokens_per_step=8)
+    engine.load(WeightSet(0, "test", {}))
+    requests = [Request(i, tuple(range(i, 2 * i + 3)), SamplingParams(9, seed=1)) for i in range(5)]
+    differ = 0
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        batch, sides = varlen([torch.tensor([*request.tokens, *completion.tokens])]), (Routes(), Routes())
+        for side, routes in zip(("rollout", "train"), sides, strict=True):
+            model(replace(batch, side=side), routes=routes)
+        for at in range(len(request.tokens), len(request.tokens) + 9):
+            rollout, train = ([x[at - 1] for x in routes.chosen.values()] for routes in sides)
+            assert all(map(torch.equal, seen[request.id, at], rollout))
+            differ += not all(map(torch.equal, seen[request.id, at], train))
+    assert 0 < differ < 45
 
 
 def test_what_is_only_measured_changes_no_bit(plain: Path, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 from jetrl.precision.block import Block, Linear
 from jetrl.precision.formats import FP32
 from jetrl.precision.mlp import MLP
+from jetrl.precision.pen import BACK_X, BOX_H, BOX_W, WGRAD_X
 from jetrl.precision.recipe import Role
+from jetrl.precision.svg import class_of
 from jetrl.spec import ExpertSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -91,16 +93,43 @@ class MoE(Block):
         pen.operator(graph, x, "swiglu", "gate_up", "gate_up", "silu(gate) · up")
         pen.linear(graph, x, "down", "swiglu")
         pen.operator(graph, x, "combine", "y", "down", "Σ weight · y")
+        away = 1 if graph is pen.rollout else -1  # from the residual line
+        for above, below, slot, lane in (("mlp_norm", "dispatch", "x", 104), ("route", "combine", "weights", 112)):
+            name = f"{below}.{slot}"
+            kind = class_of(graph.edge(name).format, name in pen.differs)
+            y0, y1, side = pen.rows[above], pen.rows[below], x + away * BOX_W / 2
+            pen.canvas.arrow([(side, y0), (x + away * lane, y0), (x + away * lane, y1), (side, y1)], kind)
         return "combine"
 
     def draw_backward(self, pen: Pen, below: str) -> str:
+        """Experts on the spine; the router next to it, from `combine` past them to the norm."""
         below = pen.gradient("combine", "combine.dgrad", "dy", below)
+        self._draw_beside(pen, "combine", "combine.wgrad", "dy · y")
+        c, y, half = pen.canvas, pen.rows, BOX_H / 2
+        dy = class_of(pen.backward.edge("combine.wgrad.dy").format)
+        fork = y["combine"] + half + 10
+        c.arrow([(BACK_X, fork), (WGRAD_X, fork), (WGRAD_X, y["combine"] + half)], dy)
         below = pen.linear_backward("down", below, "swiglu")
         below = pen.gradient("swiglu", "swiglu.dgrad", "dy", below)
         below = pen.linear_backward("gate_up", below, "dispatch")
         below = pen.gradient("dispatch", "dispatch.dgrad", "dy", below)
-        below = pen.gradient("route", "route.dgrad", "dy", below)
-        return pen.linear_backward("router", below, "mlp_norm")
+        self._draw_beside(pen, "route", "route.dgrad", "gradient")
+        side, fp32 = WGRAD_X + BOX_W / 2, class_of(pen.backward.edge("route.dgrad.dy").format)
+        lane = [(side, y["combine"]), (side + 12, y["combine"]), (side + 12, y["route"]), (side, y["route"])]
+        c.arrow(lane, fp32)
+        self._draw_beside(pen, "router", "router.dgrad", "dy @ W")
+        pen.arrow_up(WGRAD_X, "route", "router", pen.backward.edge("router.dgrad.dy"))
+        self._draw_beside(pen, "mlp_norm", "router.wgrad", "dW = dyᵀ @ x")
+        pen.arrow_up(WGRAD_X, "router", "mlp_norm", pen.backward.edge("router.wgrad.dy"), "dy ")
+        below = pen.gradient("router", "dispatch.grad", "x", below, "dx of both")
+        routed = class_of(pen.backward.edge("dispatch.grad.y").format)
+        c.arrow([(WGRAD_X - BOX_W / 2, y["router"]), (BACK_X + BOX_W / 2, y["router"])], routed)
+        return below
+
+    def _draw_beside(self, pen: Pen, row: str, name: str, formula: str) -> None:
+        node = pen.backward.node(name)
+        tip = f"{node.name}: {node.rounding}"
+        pen.canvas.box(WGRAD_X, pen.rows[row], BOX_W, BOX_H, name, f"{formula} → {node.out}", "", tip)
 
 
 def _experts(spec: ModelSpec) -> ExpertSpec:

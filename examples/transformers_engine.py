@@ -39,8 +39,19 @@ class TransformersEngine:
     def load(self, weights):
         """Copy every tensor: the next update of the trainer overwrites the ones we are given."""
         for name, tensor in weights.tensors.items():  # a tied lm_head is not among them: it is the embedding
-            self.model.get_parameter(name).copy_(dequantized(tensor))
+            self.parameter(name).copy_(dequantized(tensor))
         self.version, self.flow_digest = weights.version, weights.flow_digest
+
+    def parameter(self, name):
+        """Where transformers keeps a tensor: under its name, except that all experts of a layer are one tensor."""
+        owner, found, rest = name.partition(".mlp.experts.")
+        if not found:
+            return self.model.get_parameter(name)
+        expert, projection, _ = rest.split(".")  # 3.gate_proj.weight
+        if projection == "down_proj":
+            return self.model.get_parameter(f"{owner}{found}down_proj")[int(expert)]
+        gate, up = self.model.get_parameter(f"{owner}{found}gate_up_proj")[int(expert)].chunk(2)
+        return gate if projection == "gate_proj" else up
 
     def add(self, requests):
         for request in requests:

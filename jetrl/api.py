@@ -99,7 +99,7 @@ def load_model(
     path: str | Path, precision: str = "", device: str = "auto", *, kv_cache: str = "", revision: str | None = None,
     masters: bool = False,
 ) -> Policy:
-    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, SmolLM2) in a precision flow: bf16, fp8 or fp8_rollout.
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) as bf16, fp8 or fp8_rollout.
 
     `path` may also be a name on the hub, such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
     `kv_cache` is `quant.kv_cache`: bf16 or fp8. Whatever you leave out is taken from the folder, if jetrl wrote it: its

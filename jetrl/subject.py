@@ -13,7 +13,7 @@ from torch import Tensor
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe, shipped
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import select
+from jetrl.kernels.dispatch import require_experts, select
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.model import export, hf, hub, trained
 from jetrl.model.sharding import shard_model
@@ -131,6 +131,8 @@ def _drawn(config: Config, spec: ModelSpec, recipe: Recipe, master_dtype: torch.
     With masters, publish it afterwards.
     """
     select(config.kernels)
+    if spec.experts is not None:
+        require_experts(config.kernels)
     with torch.device(config.device):
         model = Transformer(spec, recipe, master_dtype=master_dtype)
         generator = torch.Generator(config.device).manual_seed(0)

@@ -32,6 +32,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "state half written": ({"rl.updates_per_step": 2}, "half file"),
     "row written, no checkpoint": ({"rl.updates_per_step": 2, "rl.kl_coef": 0.01}, "row 3"),
     "SIGTERM": ({"precision": "bf16", "train.master_dtype": "bfloat16"}, "SIGTERM 3"),
+    "SIGTERM, experts": (
+        {"model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 5, "model.arch.num_experts_per_tok": 2,
+         "model.arch.moe_intermediate_size": 72, "train.router_aux_loss_coef": 0.05}, "SIGTERM 3"),
     "Ctrl-C": ({"precision": "fp8_rollout", "rl.updates_per_step": 2}, "SIGINT 1"),
 }
 

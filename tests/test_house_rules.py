@@ -57,6 +57,7 @@ REACHED_THROUGH = {
     "kernels/backends/hopper_scaled_mm": "kernels/dispatch",
     "kernels/backends/operands": "kernels/backends/scaled_mm",
     "kernels/backends/triton_launch": "kernels/backends/triton_pointwise",
+    "kernels/reference_moe": "kernels/backends/reference",
     "model/attention": "model/blocks",
     "model/mlp": "model/blocks",
     "model/hf_files": "model/hf",
@@ -177,7 +178,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 
 def test_no_op_file_is_without_a_test() -> None:
-    plumbing = {"__init__", "qtensor", "reference", "reference_attention"}  # tested through the ops
+    plumbing = {"__init__", "qtensor", "reference", "reference_attention", "reference_moe"}  # tested through the ops
     for path in (PACKAGE / "kernels").glob("*.py"):
         assert path.stem in plumbing or (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").is_file(), path.stem
 

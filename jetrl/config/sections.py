@@ -243,6 +243,15 @@ class TrainConfig(Section):
     collective_timeout: float = Field(
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
         "before the run ends. One process: no meaning.")
+    router_aux_loss_coef: float = Field(
+        default=0.0, ge=0, description="Mixtures of experts: weight of the loss that evens the experts' load out, "
+        "within each sequence (1 where the load is even), in the warm start too. 0: off.")
+    router_z_loss_coef: float = Field(
+        default=0.0, ge=0, description="Mixtures of experts: weight of the mean of logsumexp(router logits)^2, in the "
+        "warm start too. 0: off.")
+    compare_routing: bool = Field(
+        default=False, description="Mixtures of experts: log parity/frac_routing_different, the share of routers that "
+        "choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
 
     def problems(self) -> Iterator[str]:
         if self.grad_dtype == "bfloat16" and self.master_dtype == "float32":

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.kernels.support import require
 
 BACKENDS = {
@@ -30,6 +31,13 @@ OPS = (
     "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
     "add_in_order",
 )
+# Of mixture-of-experts layers; a backend may lack them all, and is refused for models with experts then.
+EXPERT_OPS = (
+    "router_backward", "route", "route_backward", "group", "dispatch", "dispatch_quantize", "dispatch_backward",
+    "combine", "combine_backward", "prepare_experts_fp8", "prepare_experts_fp8_t", "prepare_experts_bf16",
+    "grouped_fp8_gemm", "grouped_bf16_gemm", "grouped_bf16_dgrad", "quantize_rows_t", "grouped_wgrad_into",
+    "grouped_bf16_wgrad_into",
+)
 
 
 @cache
@@ -44,6 +52,19 @@ def load_backend(name: str) -> ModuleType:
     return module
 
 
+@cache
+def require_experts(name: str) -> ModuleType:
+    """The backend `name`, if it has kernels for mixtures of experts; UserError else."""
+    module = load_backend(name)
+    if missing := [op for op in EXPERT_OPS if not hasattr(module, op)]:
+        assert len(missing) == len(EXPERT_OPS), f"backend {name} lacks {missing}"
+        raise UserError(
+            f'kernels = "{name}" cannot compute mixtures of experts yet: set device = "cpu" and kernels = "reference", '
+            "or take a dense model."
+        )
+    return module
+
+
 def select(name: str) -> None:
     """From now on `name` serves its type of device, in the whole process: with two runs at once, the last call wins."""
     load_backend(name)
@@ -52,7 +73,16 @@ def select(name: str) -> None:
 
 def backend_of(x: Tensor) -> ModuleType:
     """The backend that serves the device of `x`."""
+    return load_backend(_name_for(x))
+
+
+def experts_backend_of(x: Tensor) -> ModuleType:
+    """The same, for the ops of `EXPERT_OPS`."""
+    return require_experts(_name_for(x))
+
+
+def _name_for(x: Tensor) -> str:
     name = _serving.get(x.device.type)
     if name is None:
         raise ValueError(f"no kernels for device {x.device}; supported: {', '.join(_serving)}")
-    return load_backend(name)
+    return name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
 from jetrl.precision import block as precision
-from jetrl.precision.recipe import Recipe, Role
+from jetrl.precision.recipe import LinearRecipe, Recipe, Role
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, Side
 
@@ -38,12 +38,28 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Routes:
+    """What the routers of one forward pass did, by layer: `logits` [T, E] FP32, with gradients if the pass has them,
+    and the `chosen` experts [T, k] int64 by rank."""
+
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
+        """Keep a layer's; a layer that activation checkpointing computes again adds nothing."""
+        self.logits.setdefault(layer, logits)
+        self.chosen.setdefault(layer, chosen)
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all blocks of a forward pass share: the batch, and the whole cos and sin tables of the rotary embedding."""
+    """What all blocks of a forward pass share: the batch, the whole cos and sin tables of the rotary embedding, and
+    where routers note what they do (None: nowhere)."""
 
     batch: ForwardBatch
     tables: tuple[Tensor, Tensor]
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +83,14 @@ class Build:
     def linear(self, role: Role) -> FlowLinear:
         """The linear that the block declares for this role, in the recipe's precision for each side."""
         shape = self.block.linears(self.spec)[role]
+        return FlowLinear(
+            shape.in_size, shape.sections, shape.bias, self.recipes(role), self.master_dtype, self.dtype
+        )
+
+    def recipes(self, role: Role) -> dict[Side, LinearRecipe | None]:
+        """The precision of a linear on each side."""
         sides: tuple[Side, Side] = ("train", "rollout")
-        recipes = {side: self.recipe.linear(self.layer, role, side) for side in sides}
-        return FlowLinear(shape.in_size, shape.sections, shape.bias, recipes, self.master_dtype, self.dtype)
+        return {side: self.recipe.linear(self.layer, role, side) for side in sides}
 
 
 class Block(nn.Module, ABC):

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Build, Context, Tap
 from jetrl.model.mlp import MLP
+from jetrl.model.moe import MoE
 from jetrl.precision.blocks import blocks_of
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
-MODULES: dict[str, type[Block]] = {"attention": Attention, "mlp": MLP}
+MODULES: dict[str, type[Block]] = {"attention": Attention, "mlp": MLP, "moe": MoE}
 
 
 class Layer(nn.Module):

@@ -75,8 +75,9 @@ def _linear_weights(spec: ModelSpec, layer: int) -> list[str]:
 def quantization_config(spec: ModelSpec, recipe: Recipe) -> dict[str, Any]:
     """The `quantization_config` of the export; loaders differ in the name they read the list of BF16 modules from."""
     table, converted = hf.tensor_table(spec), set(fp8_weights(spec, recipe))
-    linears = [name for layer in range(spec.num_layers) for name in _linear_weights(spec, layer)]
-    kept = [piece.name for ours in linears if ours not in converted for piece in table[ours]]
+    # routers of experts, too, are matrices of a layer that stay as they are
+    matrices = [ours for ours, pieces in table.items() if ours.startswith("layers.") and len(pieces[0].shape) == 2]
+    kept = [piece.name for ours in matrices if ours not in converted for piece in table[ours]]
     modules = ["lm_head", *(name.removesuffix(".weight") for name in kept)]
     return {
         "quant_method": "fp8",

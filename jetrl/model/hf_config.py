@@ -12,7 +12,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.model import trained
-from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.spec import ExpertSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Family:
     qk_norm: bool = False
     head_dim: int | None = None  # if the key is absent; None: hidden_size / num_attention_heads
     kv_heads_optional: bool = False  # an absent num_key_value_heads means num_attention_heads
+    experts: bool = False
     hidden_act: str = "silu"
 
 
@@ -34,6 +35,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", 2048, _NO_BIAS | {"mlp_bias": False}, kv_heads_optional=True),
     "qwen2": Family("Qwen2ForCausalLM", 32768, _NO_WINDOW, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, head_dim=128),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", 32768, _NO_BIAS | _NO_WINDOW, qk_norm=True, experts=True),
 }
 
 # Read into the spec.
@@ -42,6 +44,15 @@ _SPEC_KEYS = frozenset(
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta rope_scaling "
     "rope_parameters layer_types".split()
 )
+# Likewise, in families with experts. transformers 5 writes num_experts as num_local_experts.
+_EXPERT_KEYS = frozenset(
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step "
+    "mlp_only_layers".split()
+)
+# Of a training loss, whose weight is a key of the recipe here: train.router_aux_loss_coef.
+_EXPERT_HARMLESS = frozenset("router_aux_loss_coef output_router_logits".split())
+# How other families name the number of experts; whoever has one is a mixture of experts.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # The only value with which jetrl computes the right model, and what another value would mean.
 _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "attention_bias": (False, "a bias on the attention projections"),
@@ -77,7 +88,8 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model of a `config.json`; UserError for any key that would make it another model."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise UserError(f"model_type = {family!r} is not supported; jetrl runs {', '.join(FAMILIES)} models.")
+        which, known = _supported(config)
+        raise UserError(f"model_type = {family!r}{which} is not supported; jetrl runs {known} models.")
     _refuse_other_models(config, family)
     facts = FAMILIES[family]
     num_heads = _size(config, "num_attention_heads")
@@ -101,7 +113,41 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         tie_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=facts.qkv_bias,
         qk_norm=facts.qk_norm,
+        experts=_experts(config) if facts.experts else None,
     )
+
+
+def _supported(config: Mapping[str, Any]) -> tuple[str, str]:
+    """For the refusal of a family: what it is, if that can be said, and what takes its place."""
+    if any(config.get(key) for key in _EXPERT_COUNTS):
+        return ", a mixture of experts,", ", ".join(name for name, facts in FAMILIES.items() if facts.experts) + \
+            " and, without experts, " + ", ".join(name for name, facts in FAMILIES.items() if not facts.experts)
+    return "", ", ".join(FAMILIES)
+
+
+def _experts(config: Mapping[str, Any]) -> ExpertSpec:
+    """The experts of a config.json; absent keys have the defaults of transformers' Qwen3MoeConfig."""
+    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(counts) > 1:
+        raise UserError(f"num_experts = {config['num_experts']} and num_local_experts = {config['num_local_experts']} "
+                        "differ; both mean the number of experts. Keep the one that the model was trained with.")
+    count = _size({"num_experts": counts.pop() if counts else None}, "num_experts", 128)
+    per_token = _size(config, "num_experts_per_tok", 8)
+    if per_token > count:
+        raise UserError(f"num_experts_per_tok = {per_token} is more than num_experts = {count}; a token runs through "
+                        "different experts, so it can have at most all of them.")
+    layers, dense = _size(config, "num_hidden_layers"), config.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise UserError(f"mlp_only_layers = {dense!r} must be a list of layers from 0 to {layers - 1}.")
+    experts = ExpertSpec(
+        count=count, per_token=per_token, intermediate_size=_size(config, "moe_intermediate_size", 768),
+        normalized=_flag(config, "norm_topk_prob"), step=_size(config, "decoder_sparse_step", 1),
+        dense_layers=tuple(sorted(set(dense))),
+    )
+    if not any(experts.in_layer(i) for i in range(layers)):
+        raise UserError(f"decoder_sparse_step = {experts.step} and mlp_only_layers = {list(dense)} leave no layer with "
+                        "experts. Use model_type = 'qwen3' for a dense model.")
+    return experts
 
 
 def hf_config(
@@ -138,6 +184,11 @@ def hf_config(
         rope_scaling=_rope_scaling(spec.rope),
         rope_parameters={"rope_theta": spec.rope.theta, **(_rope_scaling(spec.rope) or {"rope_type": "default"})},
     )
+    if (e := spec.experts) is not None:
+        config.update(
+            num_experts=e.count, num_experts_per_tok=e.per_token, moe_intermediate_size=e.intermediate_size,
+            norm_topk_prob=e.normalized, decoder_sparse_step=e.step, mlp_only_layers=list(e.dense_layers),
+        )
     return config | dict(FAMILIES[spec.family].written)
 
 
@@ -165,6 +216,8 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         raise UserError(f"layer_types has {len(layer_types)} entries for num_hidden_layers = "
                         f"{config.get('num_hidden_layers')}.")
     known = _SPEC_KEYS | required.keys() | _HARMLESS_KEYS | {"quantization_config"}
+    if facts.experts:
+        known |= _EXPERT_KEYS | _EXPERT_HARMLESS
     # A key that is off (null, false, zero, empty) asks for nothing.
     if unknown := sorted(key for key, value in config.items() if key not in known and value):
         raise UserError(

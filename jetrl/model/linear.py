@@ -184,14 +184,15 @@ class FlowLinear(nn.Module):
         held = self._operands.get(name)
         if held is not None and name not in self._stale:
             return held
-        if name == "bf16":
-            fresh = gemm.prepare_bf16(self.published, held)
-        else:
-            assert self.quantized is not None, "publish() has not run"
-            fresh = (gemm.prepare_fp8 if name == "fp8" else gemm.prepare_fp8_t)(self.quantized, held)
-        self._operands[name] = fresh
+        fresh = self._operands[name] = self._prepare(name, held)
         self._stale.discard(name)
         return fresh
+
+    def _prepare(self, name: str, held: Any) -> Any:
+        if name == "bf16":
+            return gemm.prepare_bf16(self.published, held)
+        assert self.quantized is not None, "publish() has not run"
+        return (gemm.prepare_fp8 if name == "fp8" else gemm.prepare_fp8_t)(self.quantized, held)
 
     def fp8_operand(self) -> Any:
         return self._operand("fp8")
@@ -199,7 +200,7 @@ class FlowLinear(nn.Module):
     def fp8_operand_t(self) -> Any:
         if not self.keeps_transposed:
             assert self.quantized is not None, "publish() has not run"
-            return gemm.prepare_fp8_t(self.quantized)
+            return self._prepare("fp8_t", None)
         return self._operand("fp8_t")
 
     def bf16_operand(self) -> Any:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.errors import UserError
 from jetrl.kernels import gemm, logprob, pointwise
-from jetrl.model.block import Context, no_tap
+from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
 from jetrl.model.linear import FlowLinear
@@ -180,9 +180,12 @@ class Transformer(nn.Module):
         """Every module that holds a forward copy, in a fixed order."""
         return (m for m in self.modules() if isinstance(m, Published | FlowLinear))
 
-    def forward(self, batch: ForwardBatch, tap: Tap | None = None) -> Tensor:
-        """Final hidden states [T, D]. `tap(name, tensor)` sees the output of every operator (no checkpointing then)."""
-        see, context = tap or no_tap, Context(batch, (self.cos, self.sin))
+    def forward(self, batch: ForwardBatch, tap: Tap | None = None, routes: Routes | None = None) -> Tensor:
+        """Final hidden states [T, D]. `tap(name, tensor)` sees the output of every operator (no checkpointing then).
+
+        `routes`, if given, is filled with what the routers of layers with experts do.
+        """
+        see, context = tap or no_tap, Context(batch, (self.cos, self.sin), routes)
         x, residual = self.embed(batch.tokens), None
         see("embed", x)
         grad = torch.is_grad_enabled()

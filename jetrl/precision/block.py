@@ -24,13 +24,20 @@ if TYPE_CHECKING:
 class Linear:
     """One linear of a block: W [sum(sections), in_size], the projections of `sections` fused in one GEMM.
 
-    `writes_residual`: its output is the branch's output, so its initial weights are scaled by the depth.
+    `writes_residual`: its output is the branch's output, so its initial weights are scaled by the depth. `experts`:
+    W holds that many matrices, one below the other, and `sections` those of all of them; 0 is a plain linear.
     """
 
     sections: tuple[int, ...]
     in_size: int
     bias: bool = False
     writes_residual: bool = False
+    experts: int = 0
+
+    @property
+    def out_sections(self) -> tuple[int, ...]:
+        """The sections of the output: those of one expert."""
+        return self.sections[: len(self.sections) // max(1, self.experts)]
 
 
 class Block(ABC):

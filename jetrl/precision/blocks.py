@@ -11,12 +11,13 @@ from collections.abc import Callable
 from jetrl.precision.attention import Attention
 from jetrl.precision.block import Block, Linear
 from jetrl.precision.mlp import MLP
+from jetrl.precision.moe import MoE
 from jetrl.precision.recipe import Role
 from jetrl.spec import ModelSpec
 
 Layout = Callable[[ModelSpec, int], tuple[Block, ...]]
 
-ATTENTION, DENSE_MLP = Attention(), MLP()
+ATTENTION, DENSE_MLP, EXPERTS = Attention(), MLP(), MoE()
 
 
 def dense(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
@@ -24,7 +25,12 @@ def dense(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
     return (ATTENTION, DENSE_MLP)
 
 
-LAYOUTS: dict[str, Layout] = {"llama": dense, "qwen2": dense, "qwen3": dense}
+def mixture(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """Attention, and experts or an MLP as the spec says for this layer."""
+    return (ATTENTION, EXPERTS if layer in spec.expert_layers else DENSE_MLP)
+
+
+LAYOUTS: dict[str, Layout] = {"llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture}
 
 
 def blocks_of(spec: ModelSpec, layer: int) -> tuple[Block, ...]:

@@ -111,18 +111,20 @@ class _Backward(_Builder):
         self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", "weight_sum", inputs, FP32))
         return self.op(f"{name}.dgrad", "rms_norm_backward", inputs | {"weight": self.leaf(f"{name}.weight")})
 
-    def fp8_linear(self, name: str, linear: LinearRecipe, dy: str, x: str, sections: tuple[int, ...]) -> str:
+    def fp8_linear(
+        self, name: str, linear: LinearRecipe, dy: str, x: str, sections: tuple[int, ...], op: str = "gemm"
+    ) -> str:
         assert linear.saved_activation == linear.wgrad.right, "backward keeps x in the format that wgrad reads"
         dy_q = self.op(f"{name}.quantize_dy", "quantize", {"x": dy}, linear.dgrad.left, {"sections": sections})
         weight = self.saved(f"{name}.quantize_weight", linear.dgrad.right)
         dy_t = self.op(f"{name}.quantize_dy_t", "quantize", {"x": dy}, linear.wgrad.left)
         x_t = self.op(f"{name}.quantize_x_t", "quantize", {"x": x}, linear.saved_activation)
-        self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", "gemm", {"dy": dy_t, "x": x_t}, FP32))
-        return self.op(f"{name}.dgrad", "gemm", {"dy": dy_q, "weight": weight}, linear.grad)
+        self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", op, {"dy": dy_t, "x": x_t}, FP32))
+        return self.op(f"{name}.dgrad", op, {"dy": dy_q, "weight": weight}, linear.grad)
 
-    def bf16_linear(self, name: str, weight: str, dy: str, x: str) -> str:
-        self.weight_gradient(weight, self.op(f"{name}.wgrad", "gemm", {"dy": dy, "x": x}, FP32))
-        return self.op(f"{name}.dgrad", "gemm", {"dy": dy, "weight": self.leaf(weight)})
+    def bf16_linear(self, name: str, weight: str, dy: str, x: str, op: str = "gemm") -> str:
+        self.weight_gradient(weight, self.op(f"{name}.wgrad", op, {"dy": dy, "x": x}, FP32))
+        return self.op(f"{name}.dgrad", op, {"dy": dy, "weight": self.leaf(weight)})
 
 
 class _Scope:
@@ -152,6 +154,11 @@ class BlockForward(_Scope):
         """RMSNorm with its own weight."""
         return self._builder.norm(self.at(name), x)
 
+    def router(self, name: str, x: str, size: int) -> str:
+        """A GEMM of `size` rows in BF16 under every recipe, whose FP32 sums are not rounded again."""
+        inputs = {"x": x, "weight": self._builder.leaf(self.at(f"{name}.weight"))}
+        return self.op(name, "gemm", inputs, FP32, out_sections=(size,), in_size=self.spec.hidden_size)
+
     def linear(self, role: Role, x: str) -> str:
         """The GEMM of a role, after the quantizers that the recipe puts there, and its bias."""
         shape, builder = self.block.linears(self.spec)[role], self._builder
@@ -163,7 +170,10 @@ class BlockForward(_Scope):
             weight = self.op(f"{role}.quantize_weight", "quantize", inputs, linear.fprop.right, sections=shape.sections)
         out = BF16 if linear is None else linear.out
         inputs = {"x": x, "weight": weight}
-        y = self.op(role, "gemm", inputs, out, out_sections=shape.sections, in_size=shape.in_size)
+        sizes: dict[str, Attribute] = {"out_sections": shape.out_sections, "in_size": shape.in_size}
+        op = "grouped_gemm" if shape.experts else "gemm"
+        sizes |= {"experts": shape.experts} if shape.experts else {}
+        y = self.op(role, op, inputs, out, **sizes)
         if shape.bias:
             y = self.op(f"{role}_bias", "add", {"x": y, "bias": builder.leaf(self.at(f"{role}.bias"))})
         return y
@@ -189,6 +199,14 @@ class BlockBackward(_Scope):
             wgrad = self.op(f"{role}_bias.wgrad", "weight_sum", {"dy": dy}, FP32)
             builder.weight_gradient(f"{name}.bias", wgrad)
         linear = self.recipe.linear(self.layer, role, self.side)
+        op = "grouped_gemm" if shape.experts else "gemm"
         if linear is None:
-            return builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x))
-        return builder.fp8_linear(name, linear, dy, self.saved(x), shape.sections)
+            return builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x), op)
+        return builder.fp8_linear(name, linear, dy, self.saved(x), shape.out_sections, op)
+
+    def router(self, name: str, dy: str, x: str) -> str:
+        """The gradients of the router `name`, from that of its FP32 logits; FP32 sums. Returns that of x's gradient."""
+        builder, full = self._builder, self.at(name)
+        wgrad = self.op(f"{name}.wgrad", "gemm", {"dy": dy, "x": self.saved(x)}, FP32)
+        builder.weight_gradient(f"{full}.weight", wgrad)
+        return self.op(f"{name}.dgrad", "gemm", {"dy": dy, "weight": builder.leaf(f"{full}.weight")})

@@ -31,6 +31,7 @@ ROUNDING: Mapping[str, str] = {
     "rms_norm": "bf16 after x * inv_rms, bf16 after * weight",
     "quantize": f"scale amax / 448, one fp32 division, half to even ({QUANTIZER_RULE})",
     "gemm": "fp32 sum over K, rounded once to the output",
+    "grouped_gemm": "as a gemm, each row by its expert's matrix",
     "add": "fp32 addition, rounded once to bf16",
     "logprob": "fp32 logits / temperature; float64 log-sum-exp, rounded once to fp32",
     "logprob_backward": "fp32 logits made again; gradient of the logits rounded once to bf16",

@@ -61,7 +61,10 @@ class Pen:
         kind = "quantizer" if node.op == "quantize" else ""
         if graph is self.rollout and name in self.differs:
             kind += " differs"
-        words = {"gemm": "x @ Wᵀ", "add": "residual + y", "rms_norm": "RMSNorm", "quantize": "quantize"}
+        words = {
+            "gemm": "x @ Wᵀ", "grouped_gemm": "x @ (its expert's W)ᵀ", "add": "residual + y", "rms_norm": "RMSNorm",
+            "quantize": "quantize",
+        }
         sub = f"{formula or words.get(node.op, node.op)} → {node.out}"
         self.canvas.box(x, y, width, BOX_H, title or name, sub, kind, f"{node.name}: {node.rounding}")
 

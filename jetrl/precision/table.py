@@ -95,9 +95,10 @@ def _operators(graph: FlowGraph) -> dict[str, tuple[str, object]]:
 
 def _formula(node: FlowNode, inputs: Sequence[FlowEdge]) -> str:
     formats = [short(edge.format) for edge in inputs]
-    if node.op != "gemm":
+    product = node.op in ("gemm", "grouped_gemm")
+    if not product:
         formats = list(dict.fromkeys(formats))
-    return f"{' @ '.join(formats) if node.op == 'gemm' else ', '.join(formats)} -> {short(node.out)}"
+    return f"{(' @ ' if product else ', ').join(formats)} -> {short(node.out)}"
 
 
 def short(format: Format) -> str:

@@ -11,7 +11,7 @@ import torch
 from jetrl.config import Config
 from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import DEVICE_OF, select
+from jetrl.kernels.dispatch import DEVICE_OF, require_experts, select
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.kernels.support import require
 from jetrl.model import hf
@@ -33,6 +33,7 @@ from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.engines import build_engine, engine_class
 from jetrl.train.optim import build_optimizer
+from jetrl.train.routing import check_routing
 from jetrl.train.step import Learner
 from jetrl.types import Engine
 
@@ -193,6 +194,9 @@ def prepare(config: Config) -> Prepared:
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
+    check_routing(config.train, spec)
+    if spec.experts is not None:
+        require_experts(config.kernels)
     engine_class(config.rollout.engine)
     recipe = recipe_of(config, spec)
     if recipe.name != "fp8_rollout":
@@ -295,6 +299,8 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe, folder: str
     """
     assert DEVICE_OF[config.kernels] == torch.device(config.device).type, "resolve() pairs devices with kernels"
     select(config.kernels)
+    if spec.experts is not None:
+        require_experts(config.kernels)
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
     source = folder or model_source(config, weights=True)
     if source is None:

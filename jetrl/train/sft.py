@@ -31,7 +31,8 @@ from jetrl.tasks.messages import TurnEncoder, encode_solution
 from jetrl.tasks.task import Task, encode_problem, holds_out
 from jetrl.train import store
 from jetrl.train.optim import build_optimizer, schedule_factor
-from jetrl.train.packing import pack_in_order
+from jetrl.train.packing import denominators, pack_in_order
+from jetrl.train.routing import Routing
 from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
@@ -44,12 +45,14 @@ def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path
     and the settings. The initial weights are the masters: the same in every precision flow. Collective."""
     settings = {
         "version": __version__, "start": digest(model, world),
-        "spec": asdict(model.spec), "seed": config.seed,
+        "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v}, "seed": config.seed,
         "task": config.task.model_dump(mode="json"), "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
         "stop": config.rollout.stop, "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
     }
+    if model.spec.experts is not None:
+        settings["routers"] = [config.train.router_aux_loss_coef, config.train.router_z_loss_coef]
     if not holds_out(config):
         settings["holds_out"] = False  # then it may train on every row
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -103,8 +106,13 @@ def train_sft(
             batch = _batch(step, config, task, tokenizer)
         factor = schedule_factor(step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps)
 
-        def loss_of(micro: MicroBatch, count: int = batch.num_loss_tokens) -> tuple[Tensor, Stats]:
-            return -forward_rows(student, micro, 1.0).logprobs.sum() / count, {}
+        shares = denominators(batch, config.rollout.max_response_length)
+        routing = Routing(student, config.train, shares)
+
+        def loss_of(micro: MicroBatch, routing: Routing = routing) -> tuple[Tensor, Stats]:
+            rows = forward_rows(student, micro, 1.0, routes := routing.routes())
+            loss = -rows.logprobs.sum() / routing.shares.num_loss_tokens
+            return routing.add_to(loss, {}, routes, rows.index, micro.sequence_ids)
 
         try:
             stats = optimizer_step(

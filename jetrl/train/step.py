@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jetrl.config import Config
+from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World
@@ -15,6 +16,7 @@ from jetrl.rl import losses, mismatch
 from jetrl.rl.objective import Inputs, objective
 from jetrl.train.optim import lr_at
 from jetrl.train.packing import denominators
+from jetrl.train.routing import Routing
 from jetrl.train.trainer import optimizer_step
 from jetrl.types import ForwardBatch, MicroBatch, PackedBatch, VarlenPlan
 
@@ -55,9 +57,11 @@ def forward_batch(micro: MicroBatch) -> ForwardBatch:
     return ForwardBatch(micro.tokens, micro.positions, VarlenPlan(micro.cu_seqlens, micro.lengths), "train")
 
 
-def forward_rows(model: Transformer, micro: MicroBatch, temperature: float) -> Rows:
+def forward_rows(
+    model: Transformer, micro: MicroBatch, temperature: float, routes: Routes | None = None
+) -> Rows:
     """Training forward of one micro-batch; log-probs and entropy of the rows whose target is the policy's token."""
-    hidden = model(forward_batch(micro))
+    hidden = model(forward_batch(micro), routes=routes)
     index = micro.loss_mask.nonzero()[:, 0]
     rows = hidden[index]
     logprobs, entropy = model.token_logprobs(rows, micro.targets[index], temperature)
@@ -104,15 +108,18 @@ def _policy_update(
     single: bool,
 ) -> dict[str, float]:
     gap, model, temperature = mismatch.MismatchAccumulator(), learner.model, config.rollout.temperature
+    routing = Routing(model, config.train, shares)
     shared = learner.critic if learner.critic_optimizer is None else None
     parameters = [*model.parameters(), *(shared.parameters() if shared is not None else ())]
 
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
-        rows = forward_rows(model, micro, temperature)
+        rows = forward_rows(model, micro, temperature, routes := routing.routes())
         if on_policy:
             gap.add(rows.logprobs, micro.rollout_logprobs[rows.index])
+            routing.compare(forward_batch(micro), routes, rows.index)
         values = shared.values(rows.hidden) if shared is not None else None
-        return objective(inputs_of(micro, rows, values, single), config.rl, shares)
+        loss, part = objective(inputs_of(micro, rows, values, single), config.rl, shares)
+        return routing.add_to(loss, part, routes, rows.index, micro.sequence_ids)
 
     lr = lr_at(step - 1, config.train)
     stats = optimizer_step(
@@ -121,6 +128,7 @@ def _policy_update(
         lanes=config.train.reduction_lanes,
     )
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
+    stats |= routing.metrics(learner.world)
     return stats | (mismatch.merged(learner.world.gather(gap)).metrics() if on_policy else {})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.model import hf
-from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.spec import SHAPES, ExpertSpec, ModelSpec, RopeSpec
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -56,7 +56,20 @@ QWEN3_4B: dict[str, Any] = {
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }
-MODELS = {"llama": LLAMA_32_1B, "smollm2": SMOLLM2, "qwen2": QWEN25_05B, "qwen3": QWEN3_4B}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MODELS = {
+    "llama": LLAMA_32_1B, "smollm2": SMOLLM2, "qwen2": QWEN25_05B, "qwen3": QWEN3_4B, "qwen3_moe": QWEN3_30B_A3B,
+}
 
 TINY = ModelSpec(
     family="qwen2", vocab_size=40, hidden_size=24, intermediate_size=36, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -67,6 +80,10 @@ FAMILIES = {
     "qwen2": TINY,
     "qwen3": replace(TINY, family="qwen3", qkv_bias=False, qk_norm=True, head_dim=10, tie_embeddings=False),
     "llama": replace(TINY, family="llama", qkv_bias=False, rope=RopeSpec(5e5, 8.0, 1.0, 4.0, 32)),
+    "qwen3_moe": replace(
+        TINY, family="qwen3_moe", qkv_bias=False, qk_norm=True, num_layers=3,
+        experts=ExpertSpec(count=3, per_token=2, intermediate_size=20, normalized=True, step=2, dense_layers=(0,)),
+    ),
 }
 
 
@@ -97,6 +114,9 @@ def test_specs_of_published_configs() -> None:
     qwen3 = hf.spec_from_hf(QWEN3_4B)
     assert (qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm) == (128, False, True)
     assert qwen3.qkv_sections == (4096, 1024, 1024)
+    moe = hf.spec_from_hf(QWEN3_30B_A3B)
+    assert moe == SHAPES["qwen3-30b-a3b"]
+    assert moe.experts == ExpertSpec(count=128, per_token=8, intermediate_size=768, normalized=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,6 +179,18 @@ def test_base_config_keeps_its_other_keys() -> None:
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("qwen3", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+        ("qwen3", {"num_experts": 8}, "num_experts = 8 is not known"),
+        ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok = 8 is more than num_experts = 4"),
+        ("qwen3_moe", {"num_local_experts": 64}, "num_experts = 128 and num_local_experts = 64 differ"),
+        ("qwen3_moe", {"mlp_only_layers": [48]}, "mlp_only_layers = .* from 0 to 47"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 49}, "leave no layer with experts"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1 must be true or false"),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts = 1"),
+        ("qwen3_moe", {"model_type": "mixtral", "num_local_experts": 8},
+         "'mixtral', a mixture of experts, is not supported; jetrl runs qwen3_moe and, without experts, llama, qwen2"),
+        ("qwen3_moe", {"model_type": "deepseek_v3", "num_experts": None, "n_routed_experts": 256},
+         "'deepseek_v3', a mixture of experts"),
     ],
 )
 def test_other_models_are_refused_by_name(base: str, changes: dict[str, Any], named: str) -> None:
@@ -238,7 +270,8 @@ def test_names_are_those_of_transformers(tmp_path: Path) -> None:
         (tmp_path / family).mkdir()
         (tmp_path / family / "config.json").write_text(json.dumps(hf.hf_config(spec)))
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / family))
-        theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        model.save_pretrained(tmp_path / family)  # in files experts are apart, in memory one tensor
+        theirs = {name: tuple(p.shape) for name, p in load_file(tmp_path / family / hf.SINGLE).items()}
         ours = {piece.name: piece.shape for pieces in hf.tensor_table(spec).values() for piece in pieces}
         assert ours == theirs
 

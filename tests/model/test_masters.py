@@ -30,6 +30,7 @@ from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.train import setup
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 72}
 BIASED = {"model_type": "qwen2", "tie_word_embeddings": False, "num_attention_heads": 4}  # Q, K, V with a bias
 RECIPES = [
     build_recipe("bf16", 2), build_recipe("fp8", 2), build_recipe("fp8_rollout", 2),
@@ -58,7 +59,7 @@ def trained_twin(spec: ModelSpec, recipe: Recipe, folder: Path, master: torch.dt
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.name}-{r.kv_cache.is_quantized}")
-@pytest.mark.parametrize("arch", [{}, BIASED], ids=["tied", "biased"])
+@pytest.mark.parametrize("arch", [{}, BIASED, EXPERTS], ids=["tied", "biased", "experts"])
 def test_published_bits_are_those_of_training(recipe: Recipe, arch: dict[str, object], tmp_path: Path) -> None:
     spec = spec_of(**arch)
     folder = folder_of(spec, tmp_path / "m", torch.float32)

@@ -10,14 +10,15 @@ from flow_shape import SPEC
 
 from jetrl.precision.attention import Attention
 from jetrl.precision.block import Linear
-from jetrl.precision.blocks import ATTENTION, DENSE_MLP, LAYOUTS, blocks_of, linears_of, roles_of
+from jetrl.precision.blocks import ATTENTION, DENSE_MLP, EXPERTS, LAYOUTS, blocks_of, linears_of, roles_of
 from jetrl.precision.builder import build_flow
 from jetrl.precision.draw import flow_svg
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.graph import ROUNDING
 from jetrl.precision.mlp import MLP
+from jetrl.precision.moe import MoE
 from jetrl.precision.recipe import Role, build_recipe
-from jetrl.spec import ModelSpec
+from jetrl.spec import ExpertSpec, ModelSpec
 
 
 def test_linears_of_a_layer() -> None:
@@ -35,6 +36,12 @@ def test_linears_of_a_layer() -> None:
 def test_every_family_has_its_layers() -> None:
     for family in ("llama", "qwen2", "qwen3"):
         assert blocks_of(replace(SPEC, family=family), 0) == (ATTENTION, DENSE_MLP)
+    experts = ExpertSpec(count=4, per_token=2, intermediate_size=64, normalized=True, step=2)
+    mixed = replace(SPEC, family="qwen3_moe", experts=experts)
+    assert [blocks_of(mixed, i)[1] for i in range(4)] == [DENSE_MLP, EXPERTS, DENSE_MLP, EXPERTS]
+    assert linears_of(mixed, 1)["mlp", "gate_up"] == Linear((64, 64) * 4, 256, experts=4)
+    assert linears_of(mixed, 1)["mlp", "down"] == Linear((256,) * 4, 64, writes_residual=True, experts=4)
+    assert Linear((64, 64) * 4, 256, experts=4).out_sections == Linear((64, 64), 256).out_sections == (64, 64)
     with pytest.raises(AssertionError, match="no layout for the family 'mamba'; there are llama, qwen2, qwen3"):
         blocks_of(replace(SPEC, family="mamba"), 0)
     with pytest.raises(AssertionError, match="layer 4 of 4"):
@@ -42,10 +49,12 @@ def test_every_family_has_its_layers() -> None:
 
 
 def test_no_block_redefines_where_a_common_operator_rounds() -> None:
-    for block in (ATTENTION, DENSE_MLP):
+    experts = ExpertSpec(count=4, per_token=2, intermediate_size=64, normalized=True)
+    mixed = replace(SPEC, family="qwen3_moe", experts=experts)
+    for block, spec in ((ATTENTION, SPEC), (DENSE_MLP, SPEC), (EXPERTS, mixed)):
         assert not block.roundings.keys() & ROUNDING.keys()
         assert block.roundings.keys() <= {n.op for view in ("rollout", "train_backward")
-                                          for n in build_flow(SPEC, build_recipe("fp8", 4), view).nodes}
+                                          for n in build_flow(spec, build_recipe("fp8", 4), view).nodes}
 
 
 class Second(MLP):
@@ -72,6 +81,11 @@ class Second(MLP):
 
     def draw_backward(self, pen, below):
         return pen.linear_backward("up_2", pen.linear_backward("down_2", below, "up_2_bias"), "extra_norm")
+
+
+def test_a_block_of_experts_stands_where_the_mlp_does() -> None:
+    assert MoE.name == MLP.name and MoE.kind != MLP.kind
+    assert MoE.roundings["swiglu"] == MLP.roundings["swiglu"]
 
 
 def test_layers_may_differ_and_have_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

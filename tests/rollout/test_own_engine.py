@@ -52,7 +52,7 @@ class Watch:
 
             def watched_add(requests: list[Request]) -> None:
                 names = session.engine.names
-                held = content({name: engine.inner.model.get_parameter(name) for name in names})
+                held = content({name: engine.inner.parameter(name) for name in names})
                 self.held[requests[0].id // STEP_STRIDE] = held
                 add(requests)
 
@@ -74,12 +74,20 @@ class Watch:
         monkeypatch.setattr(loop, "publish", watched_publish)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+EXPERTS = {
+    "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 4, "model.arch.num_experts_per_tok": 2,
+    "model.arch.moe_intermediate_size": 72,
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precision": "bf16"}, {"precision": "fp8"}, EXPERTS], ids=["bf16", "fp8", "experts"]
+)
 def test_a_run_samples_each_step_with_the_weights_published_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     watch = Watch(monkeypatch)
-    run_dir = tiny_run(tmp_path, ENGINE | {"precision": precision, "eval.eval_interval": 0})
+    run_dir = tiny_run(tmp_path, ENGINE | {"eval.eval_interval": 0} | changes)
     assert watch.held == {1: watch.published[0], 2: watch.published[1]}
     assert len(set(watch.published.values())) == 3, "each update changes what is published"
     rows = numbers(run_dir)

@@ -47,6 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, tied": {"train.activation_checkpointing": True},
     UNTIED: WIDE | QWEN2 | {"rl.updates_per_step": 2},
     LANES: WIDE | {"train.reduction_lanes": 5},
+    # more matrices of experts than blocks that one rank owns; an expert may get no token
+    "fp8, experts": {
+        "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 6, "model.arch.num_experts_per_tok": 2,
+        "model.arch.moe_intermediate_size": 72, "train.router_aux_loss_coef": 0.05, "train.router_z_loss_coef": 0.01,
+        "train.compare_routing": True},
     "bf16, bf16 masters": WIDE | {
         "precision": "bf16", "train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16"},
     "ppo, bf16 gradients, offload": {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
+from jetrl.kernels import reference_moe
 from jetrl.kernels.decode import DecodeState
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
@@ -17,8 +20,22 @@ from jetrl.kernels.reference_attention import attend as attend
 from jetrl.kernels.reference_attention import attend_backward as attend_backward
 from jetrl.kernels.reference_attention import attend_cached as attend_cached
 from jetrl.kernels.reference_attention import write_cache
+from jetrl.kernels.reference_moe import combine as combine
+from jetrl.kernels.reference_moe import combine_backward as combine_backward
+from jetrl.kernels.reference_moe import dispatch as dispatch
+from jetrl.kernels.reference_moe import dispatch_backward as dispatch_backward
+from jetrl.kernels.reference_moe import group as group
+from jetrl.kernels.reference_moe import grouped_bf16_dgrad as grouped_bf16_dgrad
+from jetrl.kernels.reference_moe import grouped_bf16_gemm as grouped_bf16_gemm
+from jetrl.kernels.reference_moe import grouped_bf16_wgrad_into as grouped_bf16_wgrad_into
+from jetrl.kernels.reference_moe import grouped_fp8_gemm as grouped_fp8_gemm
+from jetrl.kernels.reference_moe import grouped_wgrad_into as grouped_wgrad_into
+from jetrl.kernels.reference_moe import quantize_rows_t as quantize_rows_t
+from jetrl.kernels.reference_moe import route as route
+from jetrl.kernels.reference_moe import route_backward as route_backward
+from jetrl.kernels.reference_moe import router_backward as router_backward
 from jetrl.kernels.squares import ROW
-from jetrl.types import LayerCache, PagedPlan, VarlenPlan
+from jetrl.types import Groups, LayerCache, PagedPlan, VarlenPlan
 
 __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once
@@ -76,6 +93,23 @@ def prepare_fp8_t(q: QTensor, held: PreparedFP8 | None = None) -> PreparedFP8:
 
 def prepare_bf16(w: Tensor, held: PreparedBF16 | None = None) -> PreparedBF16:
     return PreparedBF16(w)
+
+
+def prepare_experts_fp8(q: QTensor, count: int, held: Any = None) -> list[PreparedFP8]:
+    return reference_moe.prepare_experts_fp8(q, count)
+
+
+def prepare_experts_fp8_t(q: QTensor, count: int, held: Any = None) -> list[PreparedFP8]:
+    return reference_moe.prepare_experts_fp8_t(q, count)
+
+
+def prepare_experts_bf16(w: Tensor, count: int, held: Any = None) -> list[PreparedBF16]:
+    return reference_moe.prepare_experts_bf16(w, count)
+
+
+def dispatch_quantize(x: Tensor, groups: Groups, pow2: bool) -> QTensor:
+    q, at = quantize_act(x, pow2), groups.tokens
+    return QTensor(q.codes.view(torch.uint8)[at].view(q.codes.dtype), q.scale[at], "1x128", (len(at),), q.col_sections)
 
 
 def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,232 @@
+"""The mixture-of-experts block: a router chooses k of E small MLPs for each token; their outputs, weighted and added.
+
+Legend: `T` tokens, `D` model, `F` an expert's feed-forward, `R` rows of tokens grouped by expert (`types.Groups`). What
+is rounded where is said by `kernels/reference_moe.py`. No token is ever dropped: groups have the size that they need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels import gemm, moe, pointwise
+from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize import quantize_act
+from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
+from jetrl.model.linear import FlowLinear
+from jetrl.model.published import Published
+from jetrl.precision.recipe import LinearRecipe, Role
+from jetrl.spec import ModelSpec
+from jetrl.types import Groups, Side
+
+
+class _FP8Experts(torch.autograd.Function):
+    """The three grouped FP8 GEMMs, as `linear._FP8Linear` has them for one matrix; wgrad along each expert's rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, master: Tensor, layer: ExpertLinear, recipe: LinearRecipe, groups: Groups, keep: bool
+    ) -> Tensor:
+        ctx.layer, ctx.recipe, ctx.groups, ctx.keep = layer, recipe, groups, keep
+        if keep:
+            ctx.save_for_backward(*moe.quantize_rows_t(x, groups, recipe.saved_activation.pow2))
+        x_q = quantize_act(x, recipe.fprop.left.pow2)
+        return moe.grouped_fp8_gemm(x_q, layer.fp8_operand(), groups, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        layer, recipe, groups, dy = ctx.layer, ctx.recipe, ctx.groups, dy.contiguous()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dy_q = quantize_act(dy, recipe.dgrad.left.pow2, layer.out_sections)
+            dx = moe.grouped_fp8_gemm(dy_q, layer.fp8_operand_t(), groups, dy.dtype)
+        if ctx.keep:
+            codes, scale = ctx.saved_tensors
+            dy_t = moe.quantize_rows_t(dy, groups, recipe.wgrad.left.pow2)
+            grad, dw = _target(layer.weight)
+            moe.grouped_wgrad_into(dy_t, (codes, scale), groups, grad)
+            dw = _finished(layer.weight, dw)
+        return dx, dw, None, None, None, None
+
+
+class _BF16Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, master: Tensor, layer: ExpertLinear, groups: Groups) -> Tensor:
+        ctx.layer, ctx.groups = layer, groups
+        ctx.save_for_backward(x)
+        return moe.grouped_bf16_gemm(x, layer.bf16_operand(), groups, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        layer, groups, dy, dw = ctx.layer, ctx.groups, dy.contiguous(), None
+        dx = moe.grouped_bf16_dgrad(dy, layer.published, groups) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            grad, dw = _target(layer.weight)
+            moe.grouped_bf16_wgrad_into(dy, x, groups, grad)
+            dw = _finished(layer.weight, dw)
+        return dx, dw, None, None
+
+
+def _target(master: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Where to add a gradient: in place, or in zeros, which autograd gets (the second, then)."""
+    grad = grad_in_place(master)
+    if grad is not None:
+        return grad, None
+    fresh = torch.zeros(master.shape, dtype=torch.float32, device=master.device)
+    return fresh, fresh
+
+
+def _finished(master: Tensor, fresh: Tensor | None) -> Tensor | None:
+    """The gradient is added: what autograd gets of it."""
+    if fresh is not None:
+        return fresh.to(grad_dtype(master))
+    grad_done(master)
+    return None
+
+
+class ExpertLinear(FlowLinear):
+    """`y = x @ W_e.T` for rows x [R, K] grouped by expert e -> [R, N], in the precision of each side.
+
+    The weight [E * N, K] has the experts' matrices one below the other, each with sections of its own: it is published,
+    quantized, cut into ranks' rows and optimized as any matrix.
+    """
+
+    def __init__(
+        self, in_features: int, sections: tuple[int, ...], experts: int, recipes: dict[Side, LinearRecipe | None],
+        master_dtype: torch.dtype | None, dtype: torch.dtype,
+    ) -> None:
+        super().__init__(in_features, sections, False, recipes, master_dtype, dtype)
+        self.experts, self.out_sections = experts, sections[: len(sections) // experts]
+
+    def _prepare(self, name: str, held: Any) -> Any:
+        if name == "bf16":
+            return moe.prepare_bf16(self.published, self.experts, held)
+        assert self.quantized is not None, "publish() has not run"
+        return (moe.prepare_fp8 if name == "fp8" else moe.prepare_fp8_t)(self.quantized, self.experts, held)
+
+    def infer_rows(self, x: Tensor | QTensor, groups: Groups, side: Side) -> Tensor:
+        """`rows` without a gradient; an FP8 layer also takes rows that are quantized already."""
+        recipe = self.recipes[side]
+        if recipe is None:
+            assert isinstance(x, Tensor), "this layer is BF16: it takes no quantized input"
+            return moe.grouped_bf16_gemm(x, self.bf16_operand(), groups, self.dtype)
+        x_q = x if isinstance(x, QTensor) else quantize_act(x, recipe.fprop.left.pow2)
+        return moe.grouped_fp8_gemm(x_q, self.fp8_operand(), groups, self.dtype)
+
+    def rows(self, x: Tensor, groups: Groups, side: Side) -> Tensor:
+        """`x` [R, K] -> [R, N]."""
+        if not torch.is_grad_enabled():
+            return self.infer_rows(x, groups, side)
+        recipe = self.recipes[side]
+        if recipe is not None:
+            return _FP8Experts.apply(x, self.weight, self, recipe, groups, self.weight.requires_grad)
+        return _BF16Experts.apply(x, self.weight, self, groups)
+
+
+class Router(Published):
+    """The table [E, D] whose product with a token is the logits of its experts, FP32; BF16 under every recipe."""
+
+    def __init__(self, shape: tuple[int, ...], master_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+        super().__init__(shape, master_dtype, dtype)
+        self._operand: Any = None
+
+    def publish(self) -> None:
+        super().publish()
+        if self._operand is not None:  # a captured decode step reads it directly
+            self._operand = gemm.prepare_bf16(self.published, self._operand)
+
+    def publish_value(self, kind: str, value: Tensor) -> None:
+        super().publish_value(kind, value)
+        self._operand = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        self._operand = None
+        super()._apply(fn, recurse)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [T, E] of `x` [T, D]."""
+        if self._operand is None:
+            self._operand = gemm.prepare_bf16(self.published)
+        return moe.router_logits(x, self.weight, self.published, self._operand)
+
+
+class MoE(Block):
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        experts = build.spec.experts
+        assert experts is not None
+        self.experts, self.layer = experts, build.layer
+        self.router = Router((experts.count, build.spec.hidden_size), build.master_dtype, build.dtype)
+        self.gate_up, self.down = (self._linear(build, role) for role in ("gate_up", "down"))
+
+    @staticmethod
+    def _linear(build: Build, role: Role) -> ExpertLinear:
+        shape = build.block.linears(build.spec)[role]
+        return ExpertLinear(
+            shape.in_size, shape.sections, shape.experts, build.recipes(role), build.master_dtype, build.dtype
+        )
+
+    def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Groups]:
+        """The weights [T, k] of each token's experts, by rank, and where its rows lie."""
+        logits = self.router(y)
+        tap(f"{self.at}.router", logits)
+        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized)
+        tap(f"{self.at}.route", weights)
+        if context.routes is not None:
+            context.routes.add(self.layer, logits, chosen)
+        return weights, moe.group(chosen, self.experts.count)
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
+        side = context.batch.side
+        y, residual = self.add_norm(x, residual, tap)
+        weights, groups = self._routed(y, context, tap)
+
+        def see(name: str, rows: Tensor) -> None:
+            if tap is not no_tap:  # a tap sees the rows of a token side by side, by rank
+                tap(f"{self.at}.{name}", rows[groups.rows].flatten(1))
+
+        rows = moe.dispatch(y, groups)
+        see("dispatch", rows)
+        rows = self.gate_up.rows(rows, groups, side)
+        see("gate_up", rows)
+        rows = pointwise.swiglu(rows)
+        see("swiglu", rows)
+        rows = self.down.rows(rows, groups, side)
+        see("down", rows)
+        y = moe.combine(rows, weights, groups)
+        tap(f"{self.at}.combine", y)
+        return y, residual
+
+    def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        side = context.batch.side
+        y, residual = self._normed(x, residual)  # the router reads it in BF16
+        weights, groups = self._routed(y, context, no_tap)
+        into, out = self.gate_up.recipes[side], self.down.recipes[side]
+        rows: Tensor | QTensor
+        if into is None:
+            rows = moe.dispatch(y, groups)
+        else:
+            rows = moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
+        hidden = self.gate_up.infer_rows(rows, groups, side)
+        act = pointwise.swiglu(hidden) if out is None else pointwise.swiglu_quantize(hidden, out.fprop.left.pow2)
+        return moe.combine(self.down.infer_rows(act, groups, side), weights, groups), residual
+
+    @staticmethod
+    def checkpoint_names(spec: ModelSpec, layer: int) -> dict[str, tuple[Piece, ...]]:
+        assert spec.experts is not None
+        D, F, E, at = spec.hidden_size, spec.experts.intermediate_size, spec.experts.count, f"model.layers.{layer}."
+        experts = [f"{at}mlp.experts.{e}." for e in range(E)]
+        return {
+            "norm.weight": (Piece(f"{at}post_attention_layernorm.weight", (D,)),),
+            "router.weight": (Piece(f"{at}mlp.gate.weight", (E, D)),),
+            "gate_up.weight": tuple(Piece(f"{e}{x}_proj.weight", (F, D)) for e in experts for x in ("gate", "up")),
+            "down.weight": tuple(Piece(f"{e}down_proj.weight", (D, F)) for e in experts),
+        }

@@ -275,11 +275,32 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """The keys that each part of a packed batch sees, where parts share the rows of their beginning (a prompt).
+
+    Part i sees `cu_seqlens[i]:cu_seqlens[i+1]` of K copied rows of `k` and `v`: those of its stem, if it has one, then
+    its own. `later` says which keys are further copies of a row: entry n has those that the (n + 1)th part of each stem
+    sees, as (rows [S], places among the K keys [S]).
+    """
+
+    rows: Tensor  # [K] int64, the row of k and v that each key is
+    cu_seqlens: Tensor  # [B+1] int32
+    lengths: tuple[int, ...]
+    own: Tensor  # [T] int64, the place of each row among the keys of its own part
+    later: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Attention over packed whole sequences: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are sequence i, causal."""
+    """Causal attention over packed parts: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are part i.
+
+    Without `keys`, a part is a whole sequence, which sees itself. With them, its queries are the last ones over the
+    keys that it sees. `kernels.attention.varlen_plan` makes both.
+    """
 
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
+    keys: SharedKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +341,10 @@ class MicroBatch:
 
     `loss_mask[t]` is 1 where `targets[t]` is the policy's; the other rows hold zeros in every column. The columns from
     `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
+
+    The rows are parts, `cu_seqlens[i]:cu_seqlens[i+1]` of `lengths[i]`. Without `stems` each is a whole trajectory. With
+    them, `stems[i]` is the number of the part that part i goes on from, or -1: a stem has all tokens of a prompt but the
+    last, and no loss; each of its trajectories goes on with the prompt's last token.
     """
 
     tokens: Tensor  # [T] int64
@@ -328,9 +353,10 @@ class MicroBatch:
     loss_mask: Tensor  # [T] float32, 0 or 1
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    sequence_ids: Tensor  # [T] int64, number of the trajectory within the whole PackedBatch
+    sequence_ids: Tensor  # [T] int64, number of the trajectory within the whole PackedBatch; -1 in a stem
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
+    stems: tuple[int, ...] = ()
     old_logprobs: Tensor | None = None  # [T] float32, of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy
     values: Tensor | None = None  # [T] float32, the critic's before the step's first update

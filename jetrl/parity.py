@@ -8,9 +8,9 @@
     e  a prompt's rows shared by its samples, as `train.share_prompts` packs them = training forward
 
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
-link a takes the shorter way of passes without gradients. Rows of all links but d are compared as log-probs of all V tokens. When
-one of them fails, both paths run again under a tap, and the first layer and operator whose output differs at the first
-differing row is named.
+link a takes the shorter way of passes without gradients. Rows of all links but d are compared as log-probs of all V
+tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output differs
+at the first differing row is named.
 """
 
 from __future__ import annotations

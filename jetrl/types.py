@@ -276,11 +276,10 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class SharedKeys:
-    """The keys that each part of a packed batch sees, where parts share the rows of their beginning (a prompt).
+    """The keys that each part of a packed batch sees, where parts share a stem (the rows of their prompt).
 
-    Part i sees `cu_seqlens[i]:cu_seqlens[i+1]` of K copied rows of `k` and `v`: those of its stem, if it has one, then
-    its own. `later` says which keys are further copies of a row: entry n has those that the (n + 1)th part of each stem
-    sees, as (rows [S], places among the K keys [S]).
+    Part i sees `cu_seqlens[i]:cu_seqlens[i+1]` of K copied rows of `k` and `v`: its stem's, if it has one, then its
+    own. Entry n of `later`: rows [S] of all stems with an n-th part, and their places [S] among that part's keys.
     """
 
     rows: Tensor  # [K] int64, the row of k and v that each key is
@@ -292,11 +291,8 @@ class SharedKeys:
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Causal attention over packed parts: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are part i.
-
-    Without `keys`, a part is a whole sequence, which sees itself. With them, its queries are the last ones over the
-    keys that it sees. `kernels.attention.varlen_plan` makes both.
-    """
+    """Causal attention over packed parts: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are part i, a whole sequence or,
+    with `keys`, perhaps the end of one. `kernels.attention.varlen_plan` makes both."""
 
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
@@ -342,9 +338,8 @@ class MicroBatch:
     `loss_mask[t]` is 1 where `targets[t]` is the policy's; the other rows hold zeros in every column. The columns from
     `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
 
-    The rows are parts, `cu_seqlens[i]:cu_seqlens[i+1]` of `lengths[i]`. Without `stems` each is a whole trajectory. With
-    them, `stems[i]` is the number of the part that part i goes on from, or -1: a stem has all tokens of a prompt but the
-    last, and no loss; each of its trajectories goes on with the prompt's last token.
+    Part i, rows `cu_seqlens[i]:cu_seqlens[i+1]`, is a whole trajectory where `stems` is empty or -1. Else it goes on
+    from part `stems[i]`, which has all tokens of the prompt but the last, and no loss.
     """
 
     tokens: Tensor  # [T] int64

@@ -80,8 +80,8 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H], `k`, `v` [T, G, H] (after RoPE) -> [T, N, H], rounded once.
 
-    `VarlenPlan`: each part attends to its stem and to itself, differentiable. `PagedPlan`: keys and values are written to the cache
-    of `layer`, then each row attends to its sequence's keys up to its own position; no gradient.
+    `VarlenPlan`: each part attends to its stem and to itself, differentiable. `PagedPlan`: keys and values are written
+    to the cache of `layer`, then each row attends to its sequence's keys up to its own position; no gradient.
     """
     if q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2] or k.shape != v.shape:
         raise ValueError(f"attention shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jetrl.errors import UserError
 from jetrl.rl.losses import policy_loss, token_weights
+from jetrl.train import packing
 from jetrl.train.packing import (
     bin_pack,
     by_trajectory,
@@ -177,6 +178,19 @@ def test_share_bins_by_hand():
     assert len(alone) == 4 and share_bins(small, alone, 1000) == alone
 
 
+@pytest.mark.parametrize(
+    ("prompt", "limit", "rows", "shared"),
+    [(512, 32768, 12288, [8711]), (2048, 32768, 24576, [10247]), (8192, 73728, 73728, [16391]),
+     (8192, 16384, 73728, [15366, 9216])],
+)
+def test_rows_of_docs_memory(prompt: int, limit: int, rows: int, shared: list[int]):
+    eight = solutions((1,) * prompt, *[1024] * 8)
+    bins = bin_pack([t.length for t in eight], limit)
+    assert sum(map(len, bins)) * (prompt + 1024) == rows
+    batch = packing.packed(eight, [True] * 8, share_bins(eight, bins, limit), "", 0, share_prompts=True)
+    assert [len(m.tokens) for m in batch.micro_batches] == shared
+
+
 @settings(max_examples=40, deadline=None)
 @given(some_groups(), st.integers(25, 60))
 def test_sharing_prompts_never_costs_more(groups: list[Group], limit: int):
@@ -305,7 +319,7 @@ def test_an_update_without_loss_tokens_is_visible():
 @settings(max_examples=25, deadline=None)
 @given(some_groups(), st.integers(25, 40), st.sampled_from(AGGREGATIONS), st.booleans())
 def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_agg: str, share: bool):
-    """The losses of all micro-batches add up to the same number for any `max_tokens_per_gpu`, with shared prompts too."""
+    """The losses of all micro-batches add up to the same number for any `max_tokens_per_gpu`, prompts shared or not."""
 
     def total(capacity: int, share: bool) -> float:
         (batch,) = packed(groups, capacity, share_prompts=share)

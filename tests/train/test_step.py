@@ -28,7 +28,9 @@ from jetrl.train.step import forward_rows, inputs_of, update
 from jetrl.types import PackedBatch
 
 
-def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096, **options: Any) -> tuple[Session, list[PackedBatch]]:
+def sampled(
+    folder: Path, changes: dict[str, Any], max_tokens: int = 4096, **options: Any
+) -> tuple[Session, list[PackedBatch]]:
     """A session and the packed samples of its first step."""
     threads = torch.get_num_threads()
     config = tiny_config(folder, changes)

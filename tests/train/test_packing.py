@@ -124,8 +124,8 @@ def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncate
                 assert number not in here
                 here[number] = (parts[-1], [(micro.targets[r].item(), micro.advantages[r].item(),
                                              micro.rollout_logprobs[r].item()) for r in rows])
-            begun = [tuple(p) for p, stem in zip(parts, stems, strict=True) if stem == -1]
-            assert not share or len({p[: len(p) - 1] for p in begun}) == len(begun), "a prompt twice in a micro-batch"
+            shared = [tuple(parts[i]) for i in set(stems) - {-1}]
+            assert len(set(shared)) == len(shared), "a prompt twice in a micro-batch"
             off = micro.loss_mask == 0
             assert not micro.advantages[off].any() and not micro.rollout_logprobs[off].any()
         assert sorted(here) == list(range(batch.num_sequences))

@@ -67,11 +67,14 @@ def expected_seconds(case: Case) -> float:
     tokens, drawn = sum(lengths), work.num_sequences * work.new_tokens
     heads = spec.num_heads * spec.head_dim
     a_layer = spec.hidden_size * (sum(spec.qkv_sections) + 3 * spec.intermediate_size + heads)
-    passes = 10  # packed and alone (a), packed and chunked (b), packed and about four with preemption (c), two (d)
+    # packed and alone (a), packed and chunked (b), packed and about four with preemption (c), two (d); two packed and a
+    # shared one of the two longest (e), which hold most of the tokens of "long" alone
+    most = name == "long"
+    passes = 13 if most else 10
     linear = passes * tokens * 2 * spec.num_layers * a_layer / (0.6e15 if precision == "bf16" else 0.9e15)
     attention = passes * sum(2 * n * n for n in lengths) * heads * spec.num_layers / 0.45e15
     forwards = sum(1 + -(-n // work.chunk) for n in lengths) + 6 * work.new_tokens
-    rows = 2 * tokens + 2 * drawn
+    rows = (3 if most else 2) * tokens + 2 * drawn
     return linear + attention + forwards * spec.num_layers * 3e-4 + rows * spec.vocab_size * 2.3e-10
 
 
@@ -175,7 +178,7 @@ def load(path: Path) -> Rows:
 
 
 def counts(row: dict[str, Any]) -> tuple[int, int, int]:
-    """Rows of log-probs compared (a to c), drawn tokens compared (d), and how many of either differ."""
+    """Rows of log-probs compared (all links but d), drawn tokens compared (d), and how many of either differ."""
     compared = {link["link"]: link["rows"] for link in row["links"]}
     drawn = compared.pop("d", 0)
     return sum(compared.values()), drawn, sum(link["rows_different"] for link in row["links"])

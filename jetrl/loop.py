@@ -186,7 +186,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         batches = pack(
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
-            updates_per_step=config.rl.updates_per_step,
+            updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
         )
     WAITS.start()
     with clock("update", len(batches)):

@@ -5,13 +5,14 @@
     c  decode through the engine: mixed batch, shared prompts, forced preemption and re-admission = training forward
 
     d  (on a GPU) decode in CUDA graphs, several steps in a row = training forward, for the drawn tokens' log-probs
+    s  a prompt's rows shared by its samples, as `train.share_prompts` packs them = training forward
 
 Several ranks add three links (`parity_ranks`).
 
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
-link a takes the shorter way of passes without gradients. Rows of a to c are compared as log-probs of all V tokens. When
-one of them fails, both paths run again under a tap, and the first layer and operator whose output differs at the first
-differing row is named.
+link a takes the shorter way of passes without gradients. Rows of all links but d are compared as log-probs of all V
+tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output differs
+at the first differing row is named.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,28 @@ from torch import Tensor
 
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model.transformer import Transformer
-from jetrl.parity_rows import Comparison, LinkResult, Packed, row_hash, tapped, varlen
+from jetrl.parity_rows import Comparison, LinkResult, Packed, learners_forward, row_hash, tapped, varlen
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.kv_cache import KVCache
 from jetrl.rollout.plan import Plan
 from jetrl.rollout.runner import ModelRunner
 from jetrl.rollout.sampler import SamplingTable
-from jetrl.types import Completion, ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
+from jetrl.train.packing import pack, to_device
+from jetrl.train.step import forward_batch
+from jetrl.types import (
+    Completion,
+    ForwardBatch,
+    Group,
+    MicroBatch,
+    PagedPlan,
+    Problem,
+    Prompt,
+    Request,
+    SamplingParams,
+    Segment,
+    Trajectory,
+    WeightSet,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +102,7 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
     links = []
     sequences = random_sequences(model, work)
     graphs = (graph_link,) if model.head_weight.is_cuda else ()
-    for link in (packed_link, chunked_link, decode_link, *graphs):
+    for link in (packed_link, chunked_link, decode_link, *graphs, shared_link):
         progress(link.__doc__ or "")
         with torch.no_grad():
             links.append(link(model, sequences, work))
@@ -303,3 +320,47 @@ def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> L
             first = first or f"sequence {i}, position {len(prompt) + unequal[0]}"
     description = (graph_link.__doc__ or "").split(": ", 1)[1]
     return LinkResult("d", description, rows, different, worst, time.perf_counter() - start, first)
+
+
+# ---- link s ---------------------------------------------------------------------------------------------------------
+
+
+def shared_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
+    """s: a prompt's rows shared by two samples = packed whole sequences (training forward)"""
+    compare = Comparison("s", shared_link.__doc__ or "")
+    device, groups, firsts = sequences[0].device, [], []
+    for tokens, prompt in list(zip(sequences, prompts_of(sequences, work), strict=True))[-2:]:
+        tail = tokens[len(prompt) :].tolist() or prompt
+        groups.append(group_of(prompt, [tail, tail[len(tail) // 2 :]]))
+        firsts += [0, len(prompt) - 1]  # the rows that are shared are compared once
+    samples = [[*chain.from_iterable(s.tokens for s in t.segments)] for g in groups for t in g.trajectories]
+    trained = Packed(model, [torch.tensor(tokens, device=device) for tokens in samples])
+    limit = max(16384, len(sequences[-1]) + work.new_tokens + 2)  # both samples of a prompt fit
+    (packed,) = pack(groups, max_tokens_per_gpu=limit, flow_digest="", weight_version=0, share_prompts=True)
+    for host in packed.micro_batches:
+        batch = forward_batch(to_device(host, device))
+        hidden = learners_forward(model, batch)
+        for i, rows in rows_of(host).items():
+            positions = range(firsts[i], len(rows))
+            row = compare.rows(model, i, positions, trained.hidden[i][firsts[i] :], hidden[rows[firsts[i] :]])
+            if row is not None:
+                at = positions[row]
+                compare.locate(i, at, trained.tapped(i, at), tapped(partial(model, batch), rows[at]))
+    return compare.result()
+
+
+def group_of(prompt: list[int], answers: list[list[int]]) -> Group:
+    """Trajectories of one prompt, as a rollout gives them, with log-probs 0."""
+    opening = Segment("environment", tuple(prompt), "")
+    turns = [Segment("policy", tuple(answer), "", (0.0,) * len(answer)) for answer in answers]
+    trajectories = tuple(Trajectory((opening, turn), "stop", 0, "") for turn in turns)
+    return Group(Prompt(0, Problem("", "", ""), opening.tokens), trajectories)
+
+
+def rows_of(micro: MicroBatch) -> dict[int, list[int]]:
+    """The rows of each trajectory of a micro-batch, by its number: those of its stem first."""
+    parts = [part.tolist() for part in torch.arange(len(micro.tokens)).split(micro.lengths)]
+    stems = micro.stems or (-1,) * len(parts)
+    whole = [(parts[s] if s >= 0 else []) + part for s, part in zip(stems, parts, strict=True)]
+    ids = [int(micro.sequence_ids[part[0]]) for part in parts]
+    return {i: rows for i, rows in zip(ids, whole, strict=True) if i >= 0}

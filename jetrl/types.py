@@ -275,11 +275,28 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """The keys that each part of a packed batch sees, where parts share a stem (the rows of their prompt).
+
+    Part i sees `cu_seqlens[i]:cu_seqlens[i+1]` of K copied rows of `k` and `v`: its stem's, if it has one, then its
+    own. Entry n of `later`: rows [S] of all stems with an n-th part, and their places [S] among that part's keys.
+    """
+
+    rows: Tensor  # [K] int64, the row of k and v that each key is
+    cu_seqlens: Tensor  # [B+1] int32
+    lengths: tuple[int, ...]
+    own: Tensor  # [T] int64, the place of each row among the keys of its own part
+    later: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Attention over packed whole sequences: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are sequence i, causal."""
+    """Causal attention over packed parts: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are part i, a whole sequence or,
+    with `keys`, perhaps the end of one. `kernels.attention.varlen_plan` makes both."""
 
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
+    keys: SharedKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +351,9 @@ class MicroBatch:
 
     `loss_mask[t]` is 1 where `targets[t]` is the policy's; the other rows hold zeros in every column. The columns from
     `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
+
+    Part i, rows `cu_seqlens[i]:cu_seqlens[i+1]`, is a whole trajectory where `stems` is empty or -1. Else it goes on
+    from part `stems[i]`, which has all tokens of the prompt but the last, and no loss.
     """
 
     tokens: Tensor  # [T] int64
@@ -342,9 +362,10 @@ class MicroBatch:
     loss_mask: Tensor  # [T] float32, 0 or 1
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    sequence_ids: Tensor  # [T] int64, number of the trajectory within the whole PackedBatch
+    sequence_ids: Tensor  # [T] int64, number of the trajectory within the whole PackedBatch; -1 in a stem
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
+    stems: tuple[int, ...] = ()
     old_logprobs: Tensor | None = None  # [T] float32, of the policy before the step's first update
     ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy
     values: Tensor | None = None  # [T] float32, the critic's before the step's first update

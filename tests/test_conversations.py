@@ -60,7 +60,7 @@ def changes(folder: Path, params: dict[str, Any] | None = None, **more: Any) -> 
     "more",
     [{"precision": "fp8"}, {"precision": "bf16"}, {"quant__kv_cache": "fp8", "rollout__page_size": 3},
      {"rollout__kv_cache_tokens": 96, "rollout__page_size": 3, "rollout__max_tokens_per_step": 5},
-     {"rl__algo": "ppo", "rl__critic_lr": 1e-3}, {"rl__algo": "reinforce_pp"}],
+     {"rl__algo": "ppo", "rl__critic_lr": 1e-3, "train__share_prompts": True}, {"rl__algo": "reinforce_pp"}],
     ids=str,
 )
 def test_parity_is_zero_over_all_turns(tmp_path: Path, more: dict[str, Any]) -> None:

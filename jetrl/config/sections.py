@@ -219,6 +219,10 @@ class TrainConfig(Section):
     adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
     max_tokens_per_gpu: int = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
+    share_prompts: bool = Field(
+        default=False,
+        description="Compute a prompt once for all its samples in a micro-batch, in every pass of the update. "
+        "Log-probs keep their bits; gradients are added in another order. The warm start stays as it is.")
     master_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type of the optimizer's weights.")
     grad_dtype: Literal["float32", "bfloat16"] = Field(

@@ -5,6 +5,7 @@ Definition: `reference_attention.py`.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,41 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.qtensor import QTensor
-from jetrl.types import PagedPlan, VarlenPlan
+from jetrl.types import PagedPlan, SharedKeys, VarlenPlan
+
+
+def varlen_plan(cu_seqlens: Tensor, lengths: tuple[int, ...], stems: tuple[int, ...] = ()) -> VarlenPlan:
+    """The plan of packed parts, of which part i goes on from part `stems[i]` (-1: from nothing; none: whole sequences).
+
+    A stem comes before its parts and has no stem itself. The plan's tensors are on `cu_seqlens`' device.
+    """
+    if all(stem < 0 for stem in stems):
+        return VarlenPlan(cu_seqlens, lengths)
+    starts, device = [0, *accumulate(lengths)], cu_seqlens.device
+    rows, own, ends = [], [], [0]
+    later: list[tuple[list[Tensor], list[Tensor]]] = []
+    seen = [0] * len(stems)
+    for part, (stem, length) in enumerate(zip(stems, lengths, strict=True)):
+        first = ends[-1]
+        if stem >= 0:
+            if stem >= part or stems[stem] >= 0:
+                raise ValueError(f"part {part} cannot go on from part {stem}, which is later or has a stem itself")
+            copied = torch.arange(starts[stem], starts[stem + 1])
+            later += [([], [])] if seen[stem] == len(later) else []
+            for held, values in zip(later[seen[stem]], (copied, copied - starts[stem] + first), strict=True):
+                held.append(values)
+            seen[stem] += 1
+            rows.append(copied)
+            first += lengths[stem]
+        rows.append(torch.arange(starts[part], starts[part + 1]))
+        own.append(torch.arange(first, first + length))
+        ends.append(first + length)
+    keys = SharedKeys(
+        torch.cat(rows).to(device), torch.tensor(ends, dtype=torch.int32, device=device),
+        tuple(end - start for start, end in zip(ends[:-1], ends[1:], strict=True)), torch.cat(own).to(device),
+        tuple((torch.cat(of).to(device), torch.cat(places).to(device)) for of, places in later),
+    )
+    return VarlenPlan(cu_seqlens, lengths, keys)
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -45,8 +80,8 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
     """`q` [T, N, H], `k`, `v` [T, G, H] (after RoPE) -> [T, N, H], rounded once.
 
-    `VarlenPlan`: each sequence attends to itself, differentiable. `PagedPlan`: keys and values are written to the cache
-    of `layer`, then each row attends to its sequence's keys up to its own position; no gradient.
+    `VarlenPlan`: each part attends to its stem and to itself, differentiable. `PagedPlan`: keys and values are written
+    to the cache of `layer`, then each row attends to its sequence's keys up to its own position; no gradient.
     """
     if q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2] or k.shape != v.shape:
         raise ValueError(f"attention shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")

@@ -10,6 +10,9 @@ For one query row with keys j = 0..p:
 The last sum is exact too: each value row is aligned (18 bits, unit u_j), its unit is folded into the weight,
 `w_j = e_j * u_j`, and the weights of the row are aligned to 24 bits. A masked key has e_j = 0 and changes no bit, so
 sequences may be padded to any length. Keys are taken in chunks of 2048, counted from position 0.
+
+Where packed sequences share a prompt (`VarlenPlan.keys`), a row has the same keys, so the same bits. The gradient of a
+shared key or value is the sum, in FP32, of what its own part and then each of the parts that go on from it give.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from jetrl.kernels import exact
 from jetrl.kernels import reference as ref
-from jetrl.types import LayerCache, PagedPlan, VarlenPlan
+from jetrl.types import LayerCache, PagedPlan, SharedKeys, VarlenPlan
 
 VALUE_BITS, WEIGHT_BITS, SUM_BITS = 18, 24, 32
 _CHUNK_ELEMENTS = 1 << 22  # scores held at once
@@ -51,14 +54,32 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> Tensor:
     out = torch.empty_like(q)
-    starts = plan.cu_seqlens.tolist()
-    lengths = list(plan.lengths)
-    for members, width, _ in _similar(lengths, lengths, q.shape[1]):
-        rows, positions = _query_rows(members, width, starts, lengths)
-        index = rows.clamp_min(0)
-        o = _dense(q[index], k[index], v[index], positions, scale)
+    starts, key_starts, depths = plan.cu_seqlens.tolist(), *_seen(plan)
+    if plan.keys is not None:
+        k, v = k[plan.keys.rows], v[plan.keys.rows]
+    for members, width, depth in _similar(list(plan.lengths), depths, q.shape[1]):
+        rows, positions = _query_rows(members, width, starts, depths)
+        keys = _query_rows(members, depth, key_starts, depths)[0].clamp_min(0)
+        o = _dense(q[rows.clamp_min(0)], k[keys], v[keys], positions, scale)
         out[rows[rows >= 0]] = o[rows >= 0]
     return out
+
+
+def _seen(plan: VarlenPlan) -> tuple[list[int], list[int]]:
+    """Where the keys that each part sees begin (one entry more than parts), and how many they are."""
+    keys = plan if plan.keys is None else plan.keys
+    return keys.cu_seqlens.tolist(), list(keys.lengths)
+
+
+def add_shared(grad: Tensor, keys: SharedKeys, dtype: torch.dtype) -> Tensor:
+    """The gradient [T, G, H] of rows from those of the keys [K, G, H] that are their copies, rounded once to `dtype`.
+
+    FP32 sums in one order: the part that has the row, then the parts that go on from it as they are packed.
+    """
+    total = grad.index_select(0, keys.own).to(torch.float32)
+    for rows, places in keys.later:  # rows are distinct, so nothing races
+        total[rows] += grad.index_select(0, places)
+    return total.to(dtype)
 
 
 def write_cache(k: Tensor, v: Tensor, slots: Tensor, cache: LayerCache) -> None:
@@ -166,27 +187,31 @@ def attend_backward(
 
     With P the softmax: dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K * scale; dK = dS^T Q * scale.
     """
+    dtypes, shared = (q.dtype, k.dtype, v.dtype), plan.keys
+    if shared is not None:
+        k, v = k[shared.rows], v[shared.rows]
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32) for t in (q, k, v))
-    starts, lengths = plan.cu_seqlens.tolist(), list(plan.lengths)
-    group = q.shape[1] // k.shape[1]
-    for members, width, _ in _similar(lengths, lengths, q.shape[1]):
-        rows, positions = _query_rows(members, width, starts, lengths)
-        index, real = rows.clamp_min(0), rows >= 0
+    starts, key_starts, depths = plan.cu_seqlens.tolist(), *_seen(plan)
+    groups, group = k.shape[1], q.shape[1] // k.shape[1]
+    for members, width, depth in _similar(list(plan.lengths), depths, q.shape[1]):
+        rows, positions = _query_rows(members, width, starts, depths)
+        keys = _query_rows(members, depth, key_starts, depths)[0]
 
-        def split(t: Tensor, index: Tensor = index, real: Tensor = real) -> Tensor:  # [B, G, L*N/G, H] in FP32
-            x = t[index].to(torch.float32).masked_fill_(~real[..., None, None], 0.0)
+        def split(t: Tensor, index: Tensor) -> Tensor:  # [B, G, L*N/G, H] in FP32
+            x = t[index.clamp_min(0)].to(torch.float32).masked_fill_((index < 0)[..., None, None], 0.0)
             b, length, heads, h = x.shape
-            g = k.shape[1]
-            return x.view(b, length, g, heads // g, h).permute(0, 2, 1, 3, 4).reshape(b, g, -1, h)
+            return x.view(b, length, groups, heads // groups, h).permute(0, 2, 1, 3, 4).reshape(b, groups, -1, h)
 
-        qs, ks, vs, gs = split(q), split(k), split(v), split(grad)
-        s = (qs @ ks.mT).mul_(scale).masked_fill_(_masked(positions, group, width), float("-inf"))
+        qs, ks, vs, gs = split(q, rows), split(k, keys), split(v, keys), split(grad, rows)
+        s = (qs @ ks.mT).mul_(scale).masked_fill_(_masked(positions, group, depth), float("-inf"))
         p = torch.softmax(s, -1)
         dp = gs @ vs.mT
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        back = {"q": ds @ ks * scale, "k": ds.mT @ qs * scale, "v": p.mT @ gs}
-        for target, value in ((dq, back["q"]), (dk, back["k"]), (dv, back["v"])):
+        back = ((dq, rows, ds @ ks * scale), (dk, keys, ds.mT @ qs * scale), (dv, keys, p.mT @ gs))
+        for target, index, value in back:
             b, g, _, h = value.shape
-            dense = value.view(b, g, width, -1, h).permute(0, 2, 1, 3, 4).reshape(b, width, -1, h)
-            target[rows[real]] = dense[real]
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            dense = value.view(b, g, index.shape[1], -1, h).permute(0, 2, 1, 3, 4).reshape(b, index.shape[1], -1, h)
+            target[index[index >= 0]] = dense[index >= 0]
+    if shared is not None:
+        return dq.to(dtypes[0]), add_shared(dk, shared, dtypes[1]), add_shared(dv, shared, dtypes[2])
+    return dq.to(dtypes[0]), dk.to(dtypes[1]), dv.to(dtypes[2])

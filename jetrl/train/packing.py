@@ -2,6 +2,11 @@
 
 Letters: T packed tokens of a micro-batch, B trajectories of a micro-batch, R rows that carry loss, P policy tokens of a
 trajectory. Everything is decided by order, length and index: equal groups give equal batches on every machine.
+
+Shared prompts: trajectories of a micro-batch with the same prompt are a family. Its first part, the stem, has the
+prompt without its last token, once; then comes a part for each trajectory, from the prompt's last token on. That token
+is repeated because its row carries a loss of each trajectory: so every loss row belongs to one trajectory, as it does
+without sharing. A trajectory alone with its prompt, and a prompt of one token, have no stem.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -31,6 +36,12 @@ class _Sequence:
     in_loss: bool
 
 
+# What one more micro-batch costs, in rows. Computed, not measured: to read and write the FP32 gradient of each weight
+# once more, 8 bytes at 4 TB/s, takes as long as its 6 operations for each of 230 rows at 700 TFLOP/s; other costs of a
+# pass that do not grow with its rows are taken to be about as much.
+_ROWS_OF_A_MICRO_BATCH = 512
+
+
 def pack(
     groups: Sequence[Group],
     *,
@@ -39,6 +50,7 @@ def pack(
     weight_version: int,
     mask_truncated: bool = False,
     updates_per_step: int = 1,
+    share_prompts: bool = False,
 ) -> list[PackedBatch]:
     """Pack groups, one `PackedBatch` an update, micro-batches of at most `max_tokens_per_gpu` tokens.
 
@@ -46,6 +58,8 @@ def pack(
       split. With fewer groups than updates (dynamic sampling may drop some) there are only as many updates as groups,
       and none for no groups.
     - `mask_truncated`: a trajectory that ran into a limit stays in the batch with loss mask 0.
+    - `share_prompts`: trajectories of a micro-batch with the same prompt have its rows together, and are packed so that
+      this helps (`share_bins`).
     - Advantages are zeros here; `fill` writes them.
 
     Raises UserError for a trajectory longer than `max_tokens_per_gpu`; ValueError for one of another precision flow or
@@ -62,7 +76,9 @@ def pack(
         trajectories = [t for group in groups[start:end] for t in group.trajectories]
         in_loss = [not (mask_truncated and t.truncated) for t in trajectories]
         bins = bin_pack([t.length for t in trajectories], max_tokens_per_gpu)
-        batches.append(packed(trajectories, in_loss, bins, flow_digest, weight_version))
+        if share_prompts:
+            bins = share_bins(trajectories, bins, max_tokens_per_gpu)
+        batches.append(packed(trajectories, in_loss, bins, flow_digest, weight_version, share_prompts))
     return batches
 
 
@@ -81,7 +97,7 @@ def pack_in_order(trajectories: Sequence[Trajectory], max_tokens_per_gpu: int) -
 
 def packed(
     trajectories: Sequence[Trajectory], in_loss: Sequence[bool], bins: Sequence[Sequence[int]], flow_digest: str,
-    weight_version: int,
+    weight_version: int, share_prompts: bool = False,
 ) -> PackedBatch:
     """The batch with a micro-batch for each of `bins`, which hold places in `trajectories`.
 
@@ -90,7 +106,7 @@ def packed(
     """
     sequences = [_Sequence(i, t, kept) for i, (t, kept) in enumerate(zip(trajectories, in_loss, strict=True))]
     return PackedBatch(
-        micro_batches=tuple(_micro_batch([sequences[index] for index in chosen]) for chosen in bins),
+        micro_batches=tuple(_micro_batch([sequences[index] for index in chosen], share_prompts) for chosen in bins),
         num_sequences=len(sequences),
         num_loss_tokens=sum(s.trajectory.num_policy_tokens for s in sequences if s.in_loss),
         flow_digest=flow_digest,
@@ -118,6 +134,44 @@ def bin_pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         bins[place].append(index)
         room[place] -= length
     return [sorted(chosen) for chosen in bins]
+
+
+def share_bins(trajectories: Sequence[Trajectory], bins: list[list[int]], capacity: int) -> list[list[int]]:
+    """Bins of `trajectories` for sharing prompts: `bins`, or others that keep families together and cost less.
+
+    A family is packed as one piece, or as few pieces if it does not fit. What a packing costs is its rows, and
+    `_ROWS_OF_A_MICRO_BATCH` for each bin: so it is never more than that of `bins` without sharing.
+    """
+    families = _families(trajectories)
+    pieces, sizes = [], []
+    for members in families:
+        shared = _shared(trajectories[members[0]])
+        own = [trajectories[index].length - shared for index in members]
+        for chosen in bin_pack(own, capacity - shared):
+            pieces.append([members[place] for place in chosen])
+            sizes.append(shared + sum(own[place] for place in chosen))
+    together = [sorted(chain.from_iterable(pieces[p] for p in chosen)) for chosen in bin_pack(sizes, capacity)]
+    family_of = {index: number for number, members in enumerate(families) for index in members}
+
+    def cost(of: list[list[int]]) -> int:
+        """Every trajectory's own rows are computed once anyway; what differs are bins, and stems in them."""
+        stems = [{family_of[index]: _shared(trajectories[index]) for index in chosen} for chosen in of]
+        return sum(_ROWS_OF_A_MICRO_BATCH + sum(rows.values()) for rows in stems)
+
+    return min(together, bins, key=cost)
+
+
+def _families(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """The places of trajectories with the same prompt, in the order of first members."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place, trajectory in enumerate(trajectories):
+        found.setdefault(trajectory.segments[0].tokens, []).append(place)
+    return list(found.values())
+
+
+def _shared(trajectory: Trajectory) -> int:
+    """How many of its rows other trajectories with the same prompt may share."""
+    return len(trajectory.segments[0].tokens) - 1
 
 
 def denominators(
@@ -208,38 +262,71 @@ def _loss_rows(batch: PackedBatch) -> Iterator[tuple[int, int, Tensor]]:
     for number, micro in enumerate(batch.micro_batches):
         edges = micro.cu_seqlens.tolist()
         for start, end in zip(edges[:-1], edges[1:], strict=True):
-            rows = start + micro.loss_mask[start:end].nonzero()[:, 0]
-            yield number, int(micro.sequence_ids[start]), rows
+            if (sequence := int(micro.sequence_ids[start])) >= 0:
+                yield number, sequence, start + micro.loss_mask[start:end].nonzero()[:, 0]
 
 
-def _micro_batch(sequences: Sequence[_Sequence]) -> MicroBatch:
-    lengths = [sequence.trajectory.length for sequence in sequences]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a micro-batch: tokens of one trajectory from place `first` to `end`. `sequence` None: a stem's."""
+
+    trajectory: Trajectory
+    first: int
+    end: int
+    stem: int
+    sequence: _Sequence | None
+
+    def tokens(self) -> Iterator[int]:
+        every = chain.from_iterable(s.tokens for s in self.trajectory.segments)
+        return every if self.sequence is not None and not self.first else islice(every, self.first, self.end)
+
+
+def _parts(sequences: Sequence[_Sequence], share_prompts: bool) -> list[_Part]:
+    if not share_prompts:
+        return [_Part(s.trajectory, 0, s.trajectory.length, -1, s) for s in sequences]
+    parts: list[_Part] = []
+    for members in _families([s.trajectory for s in sequences]):
+        family = [sequences[place] for place in members]
+        shared, stem = _shared(family[0].trajectory) if len(family) > 1 else 0, -1
+        if shared:
+            stem = len(parts)
+            parts.append(_Part(family[0].trajectory, 0, shared, -1, None))
+        parts += [_Part(s.trajectory, shared, s.trajectory.length, stem, s) for s in family]
+    return parts
+
+
+def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBatch:
+    parts = _parts(sequences, share_prompts)
+    lengths = [part.end - part.first for part in parts]
     edges = torch.tensor([0, *lengths]).cumsum(0)
-    starts, count = edges[:-1].repeat_interleave(edges.diff()), int(edges[-1])
-    segments = [segment for sequence in sequences for segment in sequence.trajectory.segments]
-    tokens = _tensor(chain.from_iterable(s.tokens for s in segments), np.int64, count)
+    starts, count = edges[:-1], int(edges[-1])
+    tokens = _tensor(chain.from_iterable(part.tokens() for part in parts), np.int64, count)
     targets = tokens.roll(-1)
     targets[edges[1:] - 1] = 0
     loss_mask, advantages, logprobs = (torch.zeros(count, dtype=torch.float32) for _ in range(3))
-    for sequence, start in zip(sequences, edges.tolist(), strict=False):
-        first = start - 1
-        for segment in sequence.trajectory.segments if sequence.in_loss else ():
+    for part, start in zip(parts, starts.tolist(), strict=True):
+        first = start - part.first - 1
+        for segment in part.trajectory.segments if part.sequence is not None and part.sequence.in_loss else ():
             rows = slice(first, first + len(segment.tokens))
             if segment.author == "policy":
                 loss_mask[rows] = 1.0
                 if segment.logprobs:  # worked solutions of the warm start were not sampled
                     logprobs[rows] = _tensor(segment.logprobs, np.float32, len(segment.logprobs))
             first = rows.stop
+    ids = torch.tensor([-1 if part.sequence is None else part.sequence.index for part in parts])
+    begins = starts - torch.tensor([part.first for part in parts])  # where position 0 of each would be
+    stems = tuple(part.stem for part in parts)
     return MicroBatch(
         tokens=tokens,
-        positions=torch.arange(count) - starts,
+        positions=torch.arange(count) - begins.repeat_interleave(edges.diff()),
         targets=targets,
         loss_mask=loss_mask,
         advantages=advantages,
         rollout_logprobs=logprobs,
-        sequence_ids=torch.tensor([s.index for s in sequences]).repeat_interleave(edges.diff()),
+        sequence_ids=ids.repeat_interleave(edges.diff()),
         cu_seqlens=edges.to(torch.int32),
         lengths=tuple(lengths),
+        stems=stems if max(stems) >= 0 else (),
     )
 
 

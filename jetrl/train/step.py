@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jetrl.config import Config
+from jetrl.kernels.attention import varlen_plan
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
@@ -18,7 +19,7 @@ from jetrl.train.optim import lr_at
 from jetrl.train.packing import denominators
 from jetrl.train.routing import Routing
 from jetrl.train.trainer import optimizer_step
-from jetrl.types import ForwardBatch, MicroBatch, PackedBatch, VarlenPlan
+from jetrl.types import ForwardBatch, MicroBatch, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ class Rows:
 
 def forward_batch(micro: MicroBatch) -> ForwardBatch:
     """The training forward's input."""
-    return ForwardBatch(micro.tokens, micro.positions, VarlenPlan(micro.cu_seqlens, micro.lengths), "train")
+    return ForwardBatch(
+        micro.tokens, micro.positions, varlen_plan(micro.cu_seqlens, micro.lengths, micro.stems), "train"
+    )
 
 
 def forward_rows(

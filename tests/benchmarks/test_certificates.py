@@ -78,7 +78,7 @@ def test_nothing_is_begun_that_would_not_end_in_time(tmp_path: Path, monkeypatch
 
 def test_expected_seconds_grow_with_the_model_and_fit_in_a_slice_of_device_time() -> None:
     cases = [(m, p, w) for m in certificates.MODELS for p in certificates.PRECISIONS for w in certificates.WORKLOADS]
-    assert all(0.5 < expected_seconds(case) < 25 for case in cases)
+    assert all(0.5 < expected_seconds(case) < 30 for case in cases)
     assert expected_seconds(("qwen3-8b", "bf16", "long")) > expected_seconds(FP8_LONG)
     assert expected_seconds(FP8_LONG) > 2 * expected_seconds(("qwen3-1.7b", "fp8", "long"))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference_attention as ref
+from jetrl.kernels.attention import varlen_plan
 from jetrl.kernels.dispatch import load_backend
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
@@ -214,6 +215,59 @@ def test_gradients_match_and_repeat(ops, n: int, g: int, h: int) -> None:
     assert torch.equal(out, ops.attend(*on[1:], varlen(lengths), 0, h**-0.5)), "asking for the log-sum-exp changes bits"
     again = ops.attend_backward(*on, varlen(lengths), h**-0.5, out, lse)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+# (stem, its samples' own rows) of each family; without a stem, a whole sequence
+SHORT = ((64, (20, 130, 1)), (129, (257, 64)), (0, (77,)))
+FAMILIES = [SHORT, ((511, (300, 1025, 7, 64)), (0, (1,)), (1000, (778, 5)))]
+
+
+def shared(families: tuple, device: str = CUDA) -> tuple[VarlenPlan, Tensor, VarlenPlan]:
+    """The plan with shared prompts; which of its rows make the packed whole sequences; the plan of these."""
+    lengths, stems, rows, whole, start = [], [], [], [], 0
+    for stem, samples in families:
+        place, prompt = len(lengths), list(range(start, start + stem))
+        if stem:
+            lengths.append(stem), stems.append(-1)
+        start += stem
+        for own in samples:
+            lengths.append(own), stems.append(place if stem else -1), whole.append(stem + own)
+            rows += prompt + list(range(start, start + own))
+            start += own
+    cu = varlen(tuple(lengths), device).cu_seqlens
+    plan = varlen_plan(cu, tuple(lengths), tuple(stems))
+    return plan, torch.tensor(rows, device=device), varlen(tuple(whole), device)
+
+
+@pytest.mark.parametrize(("n", "g", "h"), HEADS)
+@pytest.mark.parametrize("families", FAMILIES, ids=["short", "long"])
+def test_shared_prompts_equal_packed_whole_sequences(ops, n: int, g: int, h: int, families: tuple) -> None:
+    plan, rows, packed = shared(families)
+    assert plan.keys is not None and plan.keys.rows.is_cuda
+    q, k, v = (x.to(CUDA) for x in make(plan.lengths, n, g, h))
+    want, lse = ops.attend_varlen(q[rows], k[rows], v[rows], packed, h**-0.5, True)
+    got, own_lse = ops.attend_varlen(q, k, v, plan, h**-0.5, True)
+    assert torch.equal(got[rows], want) and torch.equal(own_lse[:, rows], lse)
+    assert torch.equal(ops.attend(q, k, v, plan, 0, h**-0.5), got), "asking for the log-sum-exp changes bits"
+
+
+@pytest.mark.parametrize(("n", "g", "h"), [(9, 3, 64), (32, 8, 128), (4, 4, 64)])
+@pytest.mark.parametrize("families", FAMILIES, ids=["short", "long"])
+def test_gradients_of_shared_prompts(ops, n: int, g: int, h: int, families: tuple) -> None:
+    """By the definition, the same bits again, and dq with the bits of packed whole sequences."""
+    (plan, rows, packed), host = shared(families), shared(families, "cpu")[0]
+    q, k, v = make(plan.lengths, n, g, h)
+    grad = make(plan.lengths, n, g, h)[0].flip(0)
+    want = ref.attend_backward(grad, q, k, v, host, h**-0.5)
+    on = [x.to(CUDA) for x in (grad, q, k, v)]
+    got = ops.attend_backward(*on, plan, h**-0.5)
+    for name, a, b in zip("qkv", got, want, strict=True):
+        error = ((a.cpu().double() - b.double()).norm() / b.double().norm()).item()
+        assert a.dtype == b.dtype and error < 1e-2, f"d{name}: {error}"
+    again = ops.attend_backward(*on, plan, h**-0.5, *ops.attend_varlen(*on[1:], plan, h**-0.5, True))
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    whole = ops.attend_backward(*(x[rows].contiguous() for x in on), packed, h**-0.5)
+    assert torch.equal(got[0][rows], whole[0])
 
 
 def test_a_broken_sequence_leaves_its_neighbours_alone(ops) -> None:

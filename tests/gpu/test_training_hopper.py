@@ -25,7 +25,9 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
         {"quant.kv_cache": "fp8"},
         {"quant.kv_cache": "fp8", "model.arch": ARCH | {"hidden_size": 128, "head_dim": 128}},
         {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 16},
-        {"rl.updates_per_step": 2, "train.max_tokens_per_gpu": 60}, {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
+        {"rl.updates_per_step": 2, "train.max_tokens_per_gpu": 60}, {"train.share_prompts": True, "rl.kl_coef": 0.1},
+        {"train.share_prompts": True, "train.max_tokens_per_gpu": 60, "quant.kv_cache": "fp8"},
+        {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
     ],
     ids=str,
 )

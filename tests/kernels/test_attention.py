@@ -11,7 +11,8 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels import reference
-from jetrl.kernels.attention import attend
+from jetrl.kernels.attention import attend, varlen_plan
+from jetrl.kernels.reference_attention import add_shared
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 H = 16
@@ -187,3 +188,72 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, v = inputs(4, 6, 4)
     with pytest.raises(ValueError, match=r"q \(4, 6, 16\), k \(4, 4, 16\)"):
         attend(q, k, v, plan_of((4,)), 0, SCALE)
+
+
+# a stem of 9 with three samples, a whole sequence, a stem of 33 with two, of which one is a single token
+PARTS, STEMS = (9, 5, 20, 1, 7, 33, 1, 12), (-1, 0, 0, 0, -1, -1, 5, 5)
+
+
+def shared_plan() -> VarlenPlan:
+    return varlen_plan(plan_of(PARTS).cu_seqlens, PARTS, STEMS)
+
+
+def whole_rows() -> tuple[Tensor, tuple[int, ...], Tensor]:
+    """Whole sequences of the parts: their rows one after the other, their lengths, and where each row is found last."""
+    rows = torch.arange(sum(PARTS)).split(PARTS)
+    whole = [torch.cat([rows[s], r]) if s >= 0 else r for i, (r, s) in enumerate(zip(rows, STEMS, strict=True))
+             if i not in STEMS]
+    index = torch.cat(whole)
+    place = torch.empty(sum(PARTS), dtype=torch.int64)
+    place[index] = torch.arange(len(index))
+    return index, tuple(map(len, whole)), place
+
+
+def test_shared_prompts_equal_packed_whole_sequences() -> None:
+    """Bit for bit, in every copy of a shared row and with a gradient asked or not."""
+    q, k, v = inputs(sum(PARTS))
+    index, lengths, _ = whole_rows()
+    packed = attend(q[index], k[index], v[index], plan_of(lengths), 0, SCALE)
+    assert_bitwise_equal(attend(q, k, v, shared_plan(), 0, SCALE)[index], packed)
+    assert_bitwise_equal(attend(q.requires_grad_(), k, v, shared_plan(), 0, SCALE)[index], packed)
+    assert varlen_plan(plan_of(PARTS).cu_seqlens, PARTS, (-1,) * len(PARTS)).keys is None, "nothing is shared"
+
+
+def test_gradients_of_shared_prompts() -> None:
+    """A shared row's gradient is the sum over the sequences that have it: by float64, and dq as if packed."""
+    tensors = inputs(sum(PARTS))
+    dy = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    index, lengths, place = whole_rows()
+
+    def spread(*leaves: Tensor) -> Tensor:
+        return plain(*(x[index] for x in leaves), lengths)[place]
+
+    results = {}
+    for name, dtype in (("ours", torch.bfloat16), ("baseline", torch.bfloat16), ("exact", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        y = attend(*leaves, shared_plan(), 0, SCALE) if name == "ours" else spread(*leaves)
+        results[name] = torch.autograd.grad(y, leaves, dy.to(dtype))
+    for what, *triple in zip("qkv", results["ours"], results["baseline"], results["exact"], strict=True):
+        assert_at_most_twice(*triple, f"d{what}")
+    again = [t.requires_grad_() for t in inputs(sum(PARTS))]
+    for one, two in zip(results["ours"], torch.autograd.grad(attend(*again, shared_plan(), 0, SCALE), again, dy),
+                        strict=True):
+        assert_bitwise_equal(one, two, "the same bits again")
+
+
+def test_gradients_of_copies_are_added_in_fp32_in_the_order_of_parts() -> None:
+    keys = varlen_plan(torch.tensor([0, 1, 2, 4], dtype=torch.int32), (1, 1, 2), (-1, 0, 0)).keys
+    assert keys is not None and keys.rows.tolist() == [0, 0, 1, 0, 2, 3] and keys.lengths == (1, 2, 3)
+    assert keys.cu_seqlens.tolist() == [0, 1, 3, 6] and keys.own.tolist() == [0, 2, 4, 5]
+    assert [(a.tolist(), b.tolist()) for a, b in keys.later] == [([0], [1]), ([0], [3])]
+    copies = torch.tensor([2.0**24, 1.0, 5.0, -(2.0**24), 6.0, 7.0]).view(6, 1, 1)
+    assert add_shared(copies, keys, torch.float32).flatten().tolist() == [0.0, 5.0, 6.0, 7.0]  # 2^24 + 1 has no FP32
+    copies[[0, 3]] = torch.tensor([256.0, -256.0]).view(2, 1, 1)
+    rounded = add_shared(copies.bfloat16(), keys, torch.bfloat16)  # 257 has no BF16: the sum is in FP32
+    assert rounded.dtype == torch.bfloat16 and rounded.flatten().tolist() == [1.0, 5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize("stems", [(1, -1, -1), (-1, 0, 1), (0, -1, -1)])
+def test_a_stem_comes_first_and_has_no_stem(stems: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"part [02] cannot go on from part [01]"):
+        varlen_plan(plan_of((3, 2, 2)).cu_seqlens, (3, 2, 2), stems)

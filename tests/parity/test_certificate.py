@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequ
 from jetrl.parity_rows import Packed, row_hash, varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.types import ForwardBatch, MicroBatch
 
 SPEC = ModelSpec(
     family="qwen3", vocab_size=53, hidden_size=72, intermediate_size=136, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -43,10 +45,10 @@ def certificate(precision: str, work: Workload = WORK, **options: Any) -> Certif
 def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict[str, Any]) -> None:
     result = certificate(precision, **options)
     assert result.ok, result.links
-    assert [link.link for link in result.links] == ["a", "b", "c"]
+    assert [link.link for link in result.links] == ["a", "b", "c", "s"]
     assert all(link.max_abs_diff == 0.0 and link.first_difference is None for link in result.links)
     lengths = [link.rows for link in result.links]
-    assert lengths[0] == lengths[1] > 40 and lengths[2] > 20, "the links have compared too little"
+    assert lengths[0] == lengths[1] > 40 and lengths[2] > 20 and lengths[3] > 45, "the links have compared too little"
     written = json.loads(json.dumps(result.to_json()))
     assert written["bit_equal"] is True
     assert written["kv_cache"] == ("e4m3[1x16,pow2]" if "kv_cache" in options else "bf16")
@@ -60,8 +62,8 @@ def test_chunks_of_any_size(chunk: int) -> None:
 
 def test_fp8_rollout_differs_and_the_first_operator_is_named() -> None:
     result = certificate("fp8_rollout")
-    packed, chunked, decode = result.links
-    assert packed.ok, "training is BF16 in all of link a"
+    packed, chunked, decode, shared = result.links
+    assert packed.ok and shared.ok, "training is BF16 in all of links a and e"
     assert not result.ok and not chunked.ok and not decode.ok
     assert 1e-4 < chunked.max_abs_diff < 5 and chunked.rows_different > chunked.rows / 2
     for link in (chunked, decode):
@@ -97,6 +99,28 @@ def test_an_operator_that_depends_on_the_batch_is_named(op: str, names: str, mon
     assert f"first operator that differs is {names}" in packed.first_difference, packed.first_difference
 
 
+@pytest.mark.parametrize(("wrong", "names"), [("rows", "layers.0.attention"), ("positions", "layers.0.rope_q")])
+def test_an_error_of_shared_prompts_alone_is_found_by_its_link(
+    wrong: str, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = parity.forward_batch
+
+    def broken(micro: MicroBatch) -> ForwardBatch:  # a sample that sees another row, or counts from a wrong place
+        batch = real(micro)
+        keys = batch.plan.keys
+        assert keys is not None, "link s shares nothing"
+        changed = {"rows": keys.rows, "positions": batch.positions}[wrong].clone()
+        changed[-3] -= 1
+        if wrong == "positions":
+            return replace(batch, positions=changed)
+        return replace(batch, plan=replace(batch.plan, keys=replace(keys, rows=changed)))
+
+    monkeypatch.setattr(parity, "forward_batch", broken)
+    *others, shared = certificate("fp8").links
+    assert all(link.ok for link in others) and not shared.ok
+    assert f"first operator that differs is {names}" in str(shared.first_difference), shared.first_difference
+
+
 def test_an_error_of_decoding_alone_is_found_by_the_last_link(monkeypatch: pytest.MonkeyPatch) -> None:
     right, calls = backend.swiglu, {"decode": 0}
 
@@ -114,7 +138,7 @@ def test_training_over_keys_and_values_that_are_not_rounded_loses_the_certificat
     """An FP8 cache in the rollout alone, as other systems have it."""
     right = pointwise.norm_rope
     monkeypatch.setattr(pointwise, "norm_rope", lambda *args: right(*args[:-1], False))
-    packed, chunked, decode = certificate("fp8", kv_cache="fp8", head_dim=SPEC.head_dim).links
+    packed, chunked, decode, _ = certificate("fp8", kv_cache="fp8", head_dim=SPEC.head_dim).links
     assert not packed.ok and not chunked.ok and not decode.ok
     assert min(link.max_abs_diff for link in (packed, chunked, decode)) > 1e-3
 
@@ -199,5 +223,5 @@ def test_the_packed_forward_is_the_one_that_is_differentiated(monkeypatch: pytes
         return real(*args) * 1.01
 
     monkeypatch.setattr(linear._FP8Linear, "forward", staticmethod(off))
-    links = certificate("fp8").links
-    assert not any(link.ok for link in links)
+    *others, shared = certificate("fp8").links
+    assert not any(link.ok for link in others) and shared.ok, "link s has the learner's functions on both sides"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jetrl.errors import UserError
 from jetrl.rl.losses import policy_loss, token_weights
+from jetrl.train import packing
 from jetrl.train.packing import (
     bin_pack,
     by_trajectory,
@@ -19,6 +20,7 @@ from jetrl.train.packing import (
     fill,
     pack,
     pack_in_order,
+    share_bins,
     to_device,
     with_rows,
 )
@@ -95,27 +97,35 @@ def test_layout_by_hand():
 
 
 @settings(max_examples=60, deadline=None)
-@given(some_groups(), st.integers(25, 60), st.integers(1, 4), st.booleans())
-def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncated: bool):
+@given(some_groups(), st.integers(25, 60), st.integers(1, 4), st.booleans(), st.booleans())
+def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncated: bool, share: bool):
     """Every token of the policy appears exactly once, behind what came before it, with its advantage and log-prob, in
     its group's update; tokens of the environment are in no loss."""
-    batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask_truncated)
+    batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask_truncated, share_prompts=share)
     found = []
     for batch in batches:
         here, num_loss_tokens = {}, 0
         for micro in batch.micro_batches:
             assert micro.tokens.numel() == sum(micro.lengths) <= limit
-            edges = micro.cu_seqlens.tolist()
-            for start, end in zip(edges[:-1], edges[1:], strict=True):
+            edges, parts = micro.cu_seqlens.tolist(), []
+            stems = micro.stems or (-1,) * len(micro.lengths)
+            for start, end, stem in zip(edges[:-1], edges[1:], stems, strict=True):
                 (number,) = set(micro.sequence_ids[start:end].tolist())
-                assert number not in here
                 rows = torch.nonzero(micro.loss_mask[start:end])[:, 0] + start
+                before = parts[stem] if stem >= 0 else []
                 tokens = micro.tokens[start:end].tolist()
-                assert micro.positions[start:end].tolist() == list(range(end - start))
+                assert micro.positions[start:end].tolist() == list(range(len(before), len(before) + end - start))
                 assert micro.targets[start : end - 1].tolist() == tokens[1:] and micro.loss_mask[end - 1] == 0
-                here[number] = (tokens, [(micro.targets[r].item(), micro.advantages[r].item(),
-                                          micro.rollout_logprobs[r].item()) for r in rows])
+                parts.append(before + tokens)
                 num_loss_tokens += len(rows)
+                if number == -1:
+                    assert share and not len(rows) and stem == -1 and stems.count(len(parts) - 1) > 1
+                    continue
+                assert number not in here
+                here[number] = (parts[-1], [(micro.targets[r].item(), micro.advantages[r].item(),
+                                             micro.rollout_logprobs[r].item()) for r in rows])
+            shared = [tuple(parts[i]) for i in set(stems) - {-1}]
+            assert len(set(shared)) == len(shared), "a prompt twice in a micro-batch"
             off = micro.loss_mask == 0
             assert not micro.advantages[off].any() and not micro.rollout_logprobs[off].any()
         assert sorted(here) == list(range(batch.num_sequences))
@@ -128,6 +138,66 @@ def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncate
             rows = [(token, adv, lp) for s in t.turns for token, lp in zip(s.tokens, s.logprobs, strict=True)]
             expected.append(([token for s in t.segments for token in s.tokens], [] if masked else rows))
     assert found == expected, "sequences in the order of the groups, updates one after the other"
+
+
+def test_shared_prompts_by_hand():
+    """Both answers of the first group go on from its prompt's first token; a prompt of one token has no stem."""
+    (batch,) = packed(EXAMPLE, limit=16, share_prompts=True)
+    (micro,) = batch.micro_batches
+    assert micro.lengths == (1, 2, 4, 2, 2) and micro.stems == (-1, 0, 0, -1, -1)
+    assert micro.tokens.tolist() == [10, 11, 30, 11, 31, 32, 33, 20, 30, 20, 30]
+    assert micro.positions.tolist() == [0, 1, 2, 1, 2, 3, 4, 0, 1, 0, 1]
+    assert micro.targets.tolist() == [0, 30, 0, 31, 32, 33, 0, 30, 0, 30, 0]
+    assert micro.loss_mask.tolist() == [0, 1, 0, 1, 1, 1, 0, 1, 0, 1, 0]
+    assert micro.advantages.tolist() == [0, 1.5, 0, -1.5, -1.5, -1.5, 0, 0.25, 0, 0.75, 0]
+    assert micro.rollout_logprobs.tolist() == [0, -0.5, 0, -1, -2, -3, 0, -0.5, 0, -0.5, 0]
+    assert micro.sequence_ids.tolist() == [-1, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
+    assert micro.cu_seqlens.tolist() == [0, 1, 3, 7, 9, 11]
+    assert (batch.num_sequences, batch.num_loss_tokens) == (4, 6)
+    (apart,) = packed(EXAMPLE, limit=5, share_prompts=True)  # the first group's answers do not fit together
+    assert [m.stems for m in apart.micro_batches] == [(), (), ()]
+
+
+def solutions(prompt: tuple[int, ...], *answers: int) -> list[Trajectory]:
+    return [Trajectory((environment(*prompt), policy((1,) * n, ())), "stop", 0, "") for n in answers]
+
+
+def test_share_bins_by_hand():
+    many = solutions((7,) * 400, 100, 100, 100, 100) + solutions((8,) * 600, 50, 50)
+    alone = bin_pack([t.length for t in many], 1500)
+    assert alone == [[4, 5], [0, 1, 2], [3]]
+    # families have 399 + 4 * 101 = 803 and 599 + 2 * 51 = 701 rows: 1504 do not fit 1500, but do fit 1504
+    assert share_bins(many, alone, 1500) == [[0, 1, 2, 3], [4, 5]]
+    assert share_bins(many, alone, 1504) == [[0, 1, 2, 3, 4, 5]]
+    # 399 + 101 * n rows fit 700 with n = 2: the family in two pieces, not in four
+    first = many[:4]
+    assert share_bins(first, bin_pack([500] * 4, 700), 700) == [[0, 1], [2, 3]]
+    # families of 4 + 6 * 96 = 580 rows would be alone in their bins; of whole sequences ten fit, so four bins do
+    small = [t for i in range(6) for t in solutions((i,) * 5, 95, 95, 95, 95, 95, 95)]
+    alone = bin_pack([t.length for t in small], 1000)
+    assert len(alone) == 4 and share_bins(small, alone, 1000) == alone
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "rows", "shared"),
+    [(512, 32768, 12288, [8711]), (2048, 32768, 24576, [10247]), (8192, 73728, 73728, [16391]),
+     (8192, 16384, 73728, [15366, 9216])],
+)
+def test_rows_of_docs_memory(prompt: int, limit: int, rows: int, shared: list[int]):
+    eight = solutions((1,) * prompt, *[1024] * 8)
+    bins = bin_pack([t.length for t in eight], limit)
+    assert sum(map(len, bins)) * (prompt + 1024) == rows
+    batch = packing.packed(eight, [True] * 8, share_bins(eight, bins, limit), "", 0, share_prompts=True)
+    assert [len(m.tokens) for m in batch.micro_batches] == shared
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_groups(), st.integers(25, 60))
+def test_sharing_prompts_never_costs_more(groups: list[Group], limit: int):
+    (alone,), (shared,) = packed(groups, limit), packed(groups, limit, share_prompts=True)
+    rows = [sum(len(m.tokens) for m in b.micro_batches) for b in (alone, shared)]
+    bins = [len(b.micro_batches) for b in (alone, shared)]
+    assert rows[1] <= rows[0] and rows[1] + 512 * bins[1] <= rows[0] + 512 * bins[0]
 
 
 @pytest.mark.parametrize(
@@ -247,12 +317,12 @@ def test_an_update_without_loss_tokens_is_visible():
 
 
 @settings(max_examples=25, deadline=None)
-@given(some_groups(), st.integers(25, 40), st.sampled_from(AGGREGATIONS))
-def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_agg: str):
-    """The losses of all micro-batches add up to the same number for any `max_tokens_per_gpu`."""
+@given(some_groups(), st.integers(25, 40), st.sampled_from(AGGREGATIONS), st.booleans())
+def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_agg: str, share: bool):
+    """The losses of all micro-batches add up to the same number for any `max_tokens_per_gpu`, prompts shared or not."""
 
-    def total(capacity: int) -> float:
-        (batch,) = packed(groups, capacity)
+    def total(capacity: int, share: bool) -> float:
+        (batch,) = packed(groups, capacity, share_prompts=share)
         shares = denominators(batch, 9)
         return sum(
             policy_loss(
@@ -263,7 +333,7 @@ def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_a
             for m in batch.micro_batches
         )
 
-    assert total(limit) == pytest.approx(total(10_000), rel=1e-12, abs=1e-13)
+    assert total(limit, share) == pytest.approx(total(10_000, False), rel=1e-12, abs=1e-13)
 
 
 def test_a_conversation_by_hand():
@@ -283,10 +353,12 @@ def test_a_conversation_by_hand():
 
 
 @settings(max_examples=40, deadline=None)
-@given(some_groups(), st.integers(25, 60), st.integers(1, 3), st.booleans())
-def test_columns_of_passes_come_back_by_trajectory(groups: list[Group], limit: int, updates: int, mask: bool):
+@given(some_groups(), st.integers(25, 60), st.integers(1, 3), st.booleans(), st.booleans())
+def test_columns_of_passes_come_back_by_trajectory(
+    groups: list[Group], limit: int, updates: int, mask: bool, share: bool
+):
     """What a pass computes for the loss rows is found again, token by token, in the order of the trajectories."""
-    batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask)
+    batches = packed(groups, limit, updates_per_step=updates, mask_truncated=mask, share_prompts=share)
     rows = [[m.rollout_logprobs[m.loss_mask > 0] * 2 for m in b.micro_batches] for b in batches]
     batches = [with_rows(b, "values", r) for b, r in zip(batches, rows, strict=True)]
     trajectories = [t for g in groups for t in g.trajectories]

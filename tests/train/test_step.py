@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 from rich.console import Console
 from tiny import tiny_config
+from tolerances import assert_at_most_twice
 from torch import Tensor
 
 from jetrl.loop import Clock
+from jetrl.model.transformer import Transformer
+from jetrl.precision.recipe import build_recipe
 from jetrl.report.console import Display
 from jetrl.rl.objective import objective
 from jetrl.train import reduction, trainer
 from jetrl.train.gather import gather
-from jetrl.train.packing import denominators, pack
+from jetrl.train.packing import by_trajectory, denominators, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build, keeps_bits
@@ -24,7 +28,9 @@ from jetrl.train.step import forward_rows, inputs_of, update
 from jetrl.types import PackedBatch
 
 
-def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096) -> tuple[Session, list[PackedBatch]]:
+def sampled(
+    folder: Path, changes: dict[str, Any], max_tokens: int = 4096, **options: Any
+) -> tuple[Session, list[PackedBatch]]:
     """A session and the packed samples of its first step."""
     threads = torch.get_num_threads()
     config = tiny_config(folder, changes)
@@ -34,7 +40,7 @@ def sampled(folder: Path, changes: dict[str, Any], max_tokens: int = 4096) -> tu
     kept = gather(session, Clock(Display(1, "test", console=Console(quiet=True))), 1).learnt
     batches = pack(
         kept, max_tokens_per_gpu=max_tokens, flow_digest=session.flow_digest, weight_version=0,
-        updates_per_step=config.rl.updates_per_step,
+        updates_per_step=config.rl.updates_per_step, **options,
     )
     _, batches, _ = estimate(kept, batches, session.learner, None, config, session.unified)
     return session, batches
@@ -95,6 +101,33 @@ def test_micro_batches_add_up_to_one_large_batch(tmp_path: Path, loss_agg: str) 
     assert float(many["loss"]) == pytest.approx(float(one["loss"]), rel=1e-5, abs=1e-7)
     for name in one.keys() - {"loss"}:
         assert float((one[name] - many[name]).norm() / one[name].norm()) < 2e-3, name
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 50], ids=["whole groups", "groups in pieces"])
+def test_shared_prompts_are_packed_whole_sequences(tmp_path: Path, max_tokens: int) -> None:
+    """Log-probs bit for bit. Gradients as far as FP32 goes; in BF16, as near to those of FP32 as without sharing."""
+    changes = {"precision": "fp8", "quant.kv_cache": "fp8", "rollout.prompts_per_step": 6}
+    session, (packed,) = sampled(tmp_path, changes, max_tokens)
+    _, (shared,) = sampled(tmp_path, changes, max_tokens, share_prompts=True)
+    rows = [sum(len(m.tokens) for m in b.micro_batches) for b in (packed, shared)]
+    assert rows[1] < 0.85 * rows[0] and any(m.stems for m in shared.micro_batches)
+    assert (len(shared.micro_batches) == 1) == (max_tokens == 4096)
+    lengths = list(denominators(packed, 10).sequence_tokens)
+    every = [
+        by_trajectory([with_rows(b, "ref_logprobs", logprob_pass(session.model, b, 1.0))], "ref_logprobs", lengths)
+        for b in (packed, shared)
+    ]
+    assert sum(lengths) > 40
+    assert all((one == two).all() for one, two in zip(*every, strict=True)), "log-probs differ"
+    masters, results = session.model.state_dict(), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Transformer(session.model.spec, build_recipe("bf16", 2), dtype=dtype)
+        model.load_state_dict(masters)
+        session.learner = replace(session.learner, model=model.publish())
+        results[dtype] = [gradient(session, batch) for batch in (packed, shared)]
+    for name, exact in results[torch.float32][0].items():
+        assert float((results[torch.float32][1][name] - exact).norm()) <= 1e-5 * float(exact.norm()), name
+        assert_at_most_twice(results[torch.bfloat16][1][name], results[torch.bfloat16][0][name], exact, name, 1e-7)
 
 
 def test_the_gradient_is_that_of_the_policy_gradient_formula(tmp_path: Path) -> None:

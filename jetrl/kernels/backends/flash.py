@@ -22,6 +22,7 @@ from jetrl.kernels.backends import gluon_attention
 from jetrl.kernels.backends.triton_cache import read_cache, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.reference_attention import add_shared
 from jetrl.kernels.support import broken, flash_cache
 from jetrl.precision.formats import BLOCK
 from jetrl.types import PagedPlan, VarlenPlan
@@ -52,14 +53,25 @@ def _check(q: Tensor) -> None:
 def attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed sequences: `q` [T, N, H], `k`, `v` [T, G, H] -> (output [T, N, H], log-sum-exp [N, T] FP32 if asked)."""
+    """Packed sequences: `q` [T, N, H], `k`, `v` [T, G, H] -> (output [T, N, H], log-sum-exp [N, T] FP32 if asked).
+
+    With shared prompts each part's keys and values are first copied side by side.
+    """
     _check(q)
-    longest = max(plan.lengths, default=0)
+    k, v = _copied(k, v, plan)
+    keys = plan if plan.keys is None else plan.keys
     out = _flash_attn_fwd(
-        q, k, v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest,
-        max_seqlen_k=longest, softmax_scale=scale, causal=True, num_splits=1, return_lse=need_lse,
+        q, k, v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=keys.cu_seqlens, max_seqlen_q=max(plan.lengths, default=0),
+        max_seqlen_k=max(keys.lengths, default=0), softmax_scale=scale, causal=True, num_splits=1, return_lse=need_lse,
     )
     return out[0], out[1]
+
+
+def _copied(k: Tensor, v: Tensor, plan: VarlenPlan) -> tuple[Tensor, Tensor]:
+    """The keys and values that the parts see: `k` and `v` themselves, or copies [K, G, H]."""
+    if plan.keys is None:
+        return k, v
+    return k.index_select(0, plan.keys.rows), v.index_select(0, plan.keys.rows)
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
@@ -121,12 +133,19 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float,
     out: Tensor | None = None, lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Deterministic gradients; `out` and `lse` come from forward, else forward runs again (with the same bits)."""
+    """Deterministic gradients; `out` and `lse` come from forward, else forward runs again (with the same bits).
+
+    Copies of shared keys and values get BF16 gradients each, which `add_shared` adds in FP32.
+    """
     if out is None or lse is None:
         out, lse = attend_varlen(q, k, v, plan, scale, True)
-    longest = max(plan.lengths, default=0)
+    k, v = _copied(k, v, plan)
+    keys = plan if plan.keys is None else plan.keys
     dq, dk, dv = _flash_attn_bwd(
         q, k, v, out, grad, lse, softmax_scale=scale, causal=True, cu_seqlens_q=plan.cu_seqlens,
-        cu_seqlens_k=plan.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, deterministic=DETERMINISTIC_BACKWARD,
+        cu_seqlens_k=keys.cu_seqlens, max_seqlen_q=max(plan.lengths, default=0),
+        max_seqlen_k=max(keys.lengths, default=0), deterministic=DETERMINISTIC_BACKWARD,
     )
-    return dq, dk, dv
+    if plan.keys is None:
+        return dq, dk, dv
+    return dq, add_shared(dk, plan.keys, k.dtype), add_shared(dv, plan.keys, v.dtype)

@@ -69,7 +69,6 @@ REACHED_THROUGH = {
     "report/files": "report/recorder",
     "rl/gae": "rl/advantage",
     "rl/sequences": "rl/mismatch",
-    "rollout/limits": "rollout/scheduler",
     "rollout/prompts": "rollout/scheduler",
     "rollout/slots": "rollout/scheduler",
     "rollout/turns": "rollout/scheduler",

@@ -12,6 +12,7 @@ from jetrl.config.base import Rule, Section
 from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
+from jetrl.config.vllm import VLLMConfig, vllm_problems
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -149,9 +150,10 @@ class RolloutConfig(Section):
     """How completions are sampled, and the sizes of the engine."""
 
     section: ClassVar[str] = "rollout"
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("page_size",), "engine", ("vllm",)),)
     engine: str = Field(
-        default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. Or your own, as "
-        "module:Class or path/to/file.py:Class (CONTRIBUTING.md).",
+        default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. vllm: vLLM, which "
+        "does not (docs/ENGINES.md). Or your own, as module:Class or path/to/file.py:Class.",
     )
     prompts_per_step: int = Field(default=16, ge=1, description="Prompts in a training step.")
     group_size: int = Field(
@@ -324,6 +326,7 @@ class Config(Section):
     section: ClassVar[str] = ""
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(tuple(f"quant.{key}" for key in QuantConfig.model_fields), "precision", ("bf16",)),
+        Rule(tuple(f"vllm.{key}" for key in VLLMConfig.model_fields), "rollout.engine", ("jetrl",)),
     )
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")
     seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
@@ -338,6 +341,7 @@ class Config(Section):
     quant: QuantConfig = Field(default=QuantConfig(), description="FP8 details.")
     task: TaskConfig = Field(description="Problems and rewards.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
+    vllm: VLLMConfig = Field(default=VLLMConfig(), description="vLLM as the rollout's engine.")
     environment: EnvironmentConfig = Field(default=EnvironmentConfig(), description="Conversations.")
     rl: RLConfig = Field(default=RLConfig(), description="Objective.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
@@ -360,6 +364,7 @@ class Config(Section):
 
     def problems(self) -> Iterator[str]:
         rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+        yield from vllm_problems(self)
         sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -222,6 +223,8 @@ class VllmEngine:
         tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
         if list(output.logprobs.token_ids) != tokens:
             raise RuntimeError(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} sampled tokens")
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(f"vLLM gives request {live.request.id} a log-prob that is NaN or infinite")
         stopped = output.finish_reason == "stop"
         if output.finish_reason not in (None, "stop", "length"):
             raise RuntimeError(f"vLLM ended request {live.request.id} as {output.finish_reason!r}")

@@ -457,6 +457,17 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
         build(tiny_config(tmp_path, BASE), world=Two())  # type: ignore[arg-type]
 
 
+def test_a_diverged_model_is_reported_as_such_and_its_steps_are_saved(tmp_path: Path) -> None:
+    """As with jetrl's own engine: not as a bug of the engine."""
+    session, llm = session_of(tmp_path)
+    with torch.no_grad():
+        session.model.norm.weight.fill_(float("nan"))
+    session.engine.load(loop.publish(session.model, 8, session.flow_digest))
+    session.engine.add([request(3, temperature=0.0)])
+    with pytest.raises(FloatingPointError, match="vLLM gives request 3 a log-prob that is NaN"):
+        finish(session.engine)
+
+
 @pytest.mark.parametrize("finish_reason", ["abort", "error"])
 def test_what_vllm_gives_up_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish_reason: str) -> None:
     session, llm = session_of(tmp_path)

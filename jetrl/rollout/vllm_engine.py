@@ -28,7 +28,7 @@ from jetrl.rollout import vllm_scales, vllm_weights
 from jetrl.rollout.limits import RefusedRequest, check_vocabulary, most_tokens
 from jetrl.rollout.sampler import check_params
 from jetrl.rollout.stopper import Stopper, Tokenizer
-from jetrl.rollout.vllm_start import ENGINE, apart, imported, longest_sequence, started, untried
+from jetrl.rollout.vllm_start import ENGINE, apart, fp32_logits, imported, longest_sequence, started, untried
 from jetrl.types import Completion, FinishReason, Request, SamplingParams, StepReport, WeightSet
 
 AWAKE, NO_CACHE, ASLEEP = "awake", "no cache", "asleep"  # what vLLM has in memory: all, its weights, nothing
@@ -97,6 +97,8 @@ class VllmEngine:
         if layout.widened:
             weights += f"; {len(layout.widened)} FP8 weights are code * scale in BF16 there (vllm.partial_blocks)"
         differs = "its kernels round and add up in other places and orders than training's"
+        if not fp32_logits(self.version):
+            differs += ", its logits are rounded to BF16"
         if fp8_cache:
             differs += ", and its KV cache is FP8 while training does not round keys and values"
         lines = [

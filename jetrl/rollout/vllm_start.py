@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import Version
 
 from jetrl.config import Config
 from jetrl.errors import UserError
@@ -100,6 +101,11 @@ def untried(version: str) -> str:
     return f"vLLM {version} was not tried with jetrl; {told} were. Begin with vllm.check_weights = true."
 
 
+def fp32_logits(version: str) -> bool:
+    """Whether this vLLM can leave a BF16 model's logits in FP32, as the learner does; older ones round them to BF16."""
+    return Version(version) >= Version("0.32")
+
+
 def longest_sequence(config: Config) -> int:
     """The most tokens that a sequence of this run may reach."""
     answer = max(config.rollout.max_response_length, config.eval.max_response_length or 0)
@@ -146,7 +152,8 @@ def started(
     (folder / "config.json").write_text(json.dumps(dict(model_config), indent=1))
     with apart(), _process_kept():
         try:
-            return vllm.LLM(**options(config, spec, folder))
+            head = {"hf_overrides": {"head_dtype": "float32"}} if fp32_logits(vllm.__version__) else {}
+            return vllm.LLM(**options(config, spec, folder), **head)
         except Exception as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(

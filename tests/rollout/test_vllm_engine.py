@@ -396,10 +396,12 @@ def test_the_start_says_what_is_exact(tmp_path: Path, capsys: pytest.CaptureFixt
         return engine.about
 
     about = about_of(whole)
+    assert fake.engines[-1].options["hf_overrides"] == {"head_dtype": "float32"} and "rounded to BF16" not in about
     assert "its weights are the published FP8 codes and scales" in about and "was not tried" not in about
     assert fake.__version__ in TRIED
     fake.__version__ = "0.30.1+cu130"
     about = about_of(whole | {"vllm.kv_cache": "fp8"})
+    assert "hf_overrides" not in fake.engines[-1].options and "its logits are rounded to BF16" in about
     assert "its KV cache is FP8" in about and "vLLM 0.30.1+cu130 was not tried with jetrl; 0.24.0 on a GPU" in about
     about = about_of({"precision": "fp8", "vllm.partial_blocks": "bf16"})
     assert "14 FP8 weights are code * scale in BF16 there" in about

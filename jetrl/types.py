@@ -102,7 +102,8 @@ class StepReport:
 
 
 class Engine(Protocol):
-    """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours. One with a server may have `close()`.
+    """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours. Optional: `close()`, at the end of a
+    run; `about`, a text for its start; `take_metrics()`, numbers for a step's row.
 
     Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
     those that the learner's forward computes with the same weights; if not, the learner makes its own pass.

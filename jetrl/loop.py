@@ -126,6 +126,8 @@ def _run(
         opened = Recorder(run_dir, resume) if world.first else NoRecorder()
     with opened as recorder, display:
         clock = Clock(display, stop)
+        if told := getattr(session.engine, "about", ""):
+            clock.message(told)
         with together(world):
             if world.first:
                 recorder.write_config(to_toml(session.given))
@@ -171,7 +173,7 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
         session.engine.load(weights)
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
-        recorder.write(0, metrics | clock.take())
+        recorder.write(0, metrics | clock.take() | session.engine_metrics())
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
         state.save(session, run_dir)
@@ -208,7 +210,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             if due(config.eval.eval_interval, step, config):
                 metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever happens to its evaluation
-            metrics |= clock.take()
+            metrics |= clock.take() | session.engine_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt)
     clock.display.step({"step": step} | metrics)
     if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):

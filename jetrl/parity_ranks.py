@@ -26,7 +26,7 @@ from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.config.rl import RLConfig
-from jetrl.config.sections import TrainConfig
+from jetrl.config.train import TrainConfig
 from jetrl.entry import require_alike
 from jetrl.errors import UserError
 from jetrl.model.shards import Shard, shard_of

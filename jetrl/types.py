@@ -102,7 +102,8 @@ class StepReport:
 
 
 class Engine(Protocol):
-    """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours. One with a server may have `close()`.
+    """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours. Optional: `close()`, at the end of a
+    run; `about`, a text for its start; `take_metrics()`, numbers for a step's row.
 
     Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
     those that the learner's forward computes with the same weights; if not, the learner makes its own pass.
@@ -329,20 +330,6 @@ class ForwardBatch:
     positions: Tensor  # [T] int64, 0-based within the sequence
     plan: VarlenPlan | PagedPlan
     side: Side  # whose precision flow applies
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Where the rows of tokens lie in matrices [R, ...] that are grouped by expert; k rows of each token.
-
-    `counts[e]` rows from `starts[e]` on are expert e's. What lies between groups, if a backend pads them, is no
-    token's.
-    """
-
-    rows: Tensor  # [T, k] int64, the row of a token's j-th expert
-    tokens: Tensor  # [R] int64, the token of a row
-    starts: Tensor  # [E + 1] int64
-    counts: Tensor  # [E] int64
 
 
 @dataclass(frozen=True, slots=True)

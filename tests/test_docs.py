@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jetrl"
 NAMES = (
     "docs/ARCHITECTURE.md", "docs/ENVIRONMENTS.md", "docs/MODELS_AND_DATA.md", "docs/DECISIONS.md", "docs/INSTALL.md",
+    "docs/ENGINES.md",
     "CONTRIBUTING.md",
 )
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}

@@ -90,7 +90,7 @@ class RLConfig(Section):
     updates_per_step: int = Field(
         default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
     rollout_is: RolloutIS = Field(
-        default="none", description="Truncated importance weights between sampler and learner (for fp8_rollout).")
+        default="none", description="Truncated importance weights between sampler and learner (for fp8_rollout, vllm).")
     rollout_is_threshold: float = Field(default=2.0, gt=0, description="Importance weights are capped at this value.")
     rollout_rs: RolloutRS = Field(
         default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
@@ -100,6 +100,9 @@ class RLConfig(Section):
         default="inverse", description="Ratios below this (less than 1) are masked. inverse: below 1 / "
         "rollout_rs_threshold. 0: none, a one-sided mask, as in TRL's default.",
     )
+    rollout_veto: float | None = Field(
+        default=None, gt=0, lt=1, description="Leave out an answer if the learner gives one of its tokens less than "
+        "this times the sampler's probability, such as 1e-4. none: off.")
     dynamic_sampling: DynamicSampling = Field(
         default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. "
         "refill: also sample further prompts, until prompts_per_step groups carry a signal.",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jetrl.choices import CacheKind, Precision, Reduction, ScaleKind
+from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule
 from jetrl.config.base import Rule, Section
 from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
-
-Schedule = Literal["constant", "linear", "cosine"]
+from jetrl.config.train import TrainConfig
+from jetrl.config.vllm import VLLMConfig, vllm_problems
 
 
 class ModelConfig(Section):
@@ -149,9 +149,10 @@ class RolloutConfig(Section):
     """How completions are sampled, and the sizes of the engine."""
 
     section: ClassVar[str] = "rollout"
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("page_size",), "engine", ("vllm",)),)
     engine: str = Field(
-        default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. Or your own, as "
-        "module:Class or path/to/file.py:Class (CONTRIBUTING.md).",
+        default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. vllm: vLLM, which "
+        "does not (docs/ENGINES.md). Or your own, as module:Class or path/to/file.py:Class.",
     )
     prompts_per_step: int = Field(default=16, ge=1, description="Prompts in a training step.")
     group_size: int = Field(
@@ -199,74 +200,6 @@ class EnvironmentConfig(Section):
         default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
         "environment has given so far, or 0.",
     )
-
-
-class TrainConfig(Section):
-    """The optimizer (AdamW) and its schedule."""
-
-    section: ClassVar[str] = "train"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("min_lr_ratio",), "lr_schedule", ("constant",)), Rule(("reduction_lanes",), "reduction", ("fast",)),
-    )
-    steps: int = Field(default=100, ge=1, description="Training steps; each samples, scores and updates.")
-    lr: float = Field(default=1e-6, gt=0, le=1e30, description="Peak learning rate.")
-    lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Last learning rate as a share of the peak.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay.")
-    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.95), description="Decay of Adam's two moments.")
-    adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
-    max_tokens_per_gpu: int = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
-    share_prompts: bool = Field(
-        default=False,
-        description="Compute a prompt once for all its samples in a micro-batch, in every pass of the update. "
-        "Log-probs keep their bits; gradients are added in another order. The warm start stays as it is.")
-    master_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Type of the optimizer's weights.")
-    grad_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Type in which gradients are added up over micro-batches.")
-    reduction: Reduction = Field(
-        default="fast",
-        description="Order in which gradients of micro-batches are added. fast: each GPU adds its own up, then the "
-        "GPUs' sums are added; each GPU holds whole gradients. fixed: in an order that does not depend on the number "
-        "of GPUs, which gives the same bits on any number of them.")
-    reduction_lanes: int | None = Field(
-        default=None, ge=1,
-        description="For fixed: micro-batch i is added up in lane i % reduction_lanes, and then the lanes, which the "
-        "GPUs share. 8 on 8 GPUs costs no more time and memory than fast. Not set: a lane for each micro-batch, which "
-        "takes the least memory, and all gradients travel for each micro-batch.")
-    optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
-        default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
-    offload_optimizer: bool = Field(
-        default=False, description="Keep Adam's moments in host memory, streamed through the GPU. CPU: no change.")
-    activation_checkpointing: bool = Field(
-        default=False,
-        description="Recompute layers in the backward pass, and transposed FP8 weights, to save memory.")
-    collective_timeout: float = Field(
-        default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
-        "before the run ends. One process: no meaning.")
-    router_aux_loss_coef: float = Field(
-        default=0.0, ge=0, description="Mixtures of experts: weight of the loss that evens the experts' load out, "
-        "within each sequence (1 where the load is even), in the warm start too. 0: off.")
-    router_z_loss_coef: float = Field(
-        default=0.0, ge=0, description="Mixtures of experts: weight of the mean of logsumexp(router logits)^2, in the "
-        "warm start too. 0: off.")
-    compare_routing: bool = Field(
-        default=False, description="Mixtures of experts: log parity/frac_routing_different, the share of routers that "
-        "choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
-
-    def problems(self) -> Iterator[str]:
-        if self.grad_dtype == "bfloat16" and self.master_dtype == "float32":
-            yield 'train.grad_dtype: bfloat16 is for train.master_dtype = "bfloat16"; FP32 masters have FP32 gradients'
-        if self.offload_optimizer and self.optimizer_dtype == "8bit":
-            yield 'train.offload_optimizer: does not work with train.optimizer_dtype = "8bit"; take one of the two'
-        if self.warmup_steps > self.steps:
-            yield (
-                f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}; for a short "
-                "run add train.warmup_steps=0"
-            )
 
 
 class SFTConfig(Section):
@@ -341,6 +274,7 @@ class Config(Section):
     section: ClassVar[str] = ""
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(tuple(f"quant.{key}" for key in QuantConfig.model_fields), "precision", ("bf16",)),
+        Rule(tuple(f"vllm.{key}" for key in VLLMConfig.model_fields), "rollout.engine", ("jetrl",)),
     )
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")
     seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
@@ -355,6 +289,7 @@ class Config(Section):
     quant: QuantConfig = Field(default=QuantConfig(), description="FP8 details.")
     task: TaskConfig = Field(description="Problems and rewards.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
+    vllm: VLLMConfig = Field(default=VLLMConfig(), description="vLLM as the rollout's engine.")
     environment: EnvironmentConfig = Field(default=EnvironmentConfig(), description="Conversations.")
     rl: RLConfig = Field(default=RLConfig(), description="Objective.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
@@ -377,6 +312,7 @@ class Config(Section):
 
     def problems(self) -> Iterator[str]:
         rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+        yield from vllm_problems(self)
         sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '

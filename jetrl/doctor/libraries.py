@@ -18,6 +18,7 @@ _FOR = {
     "math": "the reward that checks mathematics", "gym": "reasoning-gym's tasks",
     "data": "data sets by name, parquet files",
     "optim8": "the 8-bit optimizer", "smollm2": "jetrl fetch smollm2", "track": "TensorBoard",
+    "vllm": 'rollout.engine = "vllm"',
 }
 _NOT_SHOWN = ("hopper", "dev")  # shown with the GPU; for work on jetrl itself
 

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import experts_backend_of
 from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.groups import Groups
 from jetrl.kernels.qtensor import QTensor
-from jetrl.types import Groups
 
 
 class _Router(torch.autograd.Function):

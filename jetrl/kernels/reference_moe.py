@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
+from jetrl.kernels.groups import Groups
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8
-from jetrl.types import Groups
 
 
 def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm, moe, pointwise
 from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.groups import Groups
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize import quantize_act
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
@@ -21,7 +22,7 @@ from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
 from jetrl.precision.recipe import LinearRecipe, Role
 from jetrl.spec import ModelSpec
-from jetrl.types import Groups, Side
+from jetrl.types import Side
 
 
 class _FP8Experts(torch.autograd.Function):

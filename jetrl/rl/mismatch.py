@@ -1,8 +1,8 @@
 """The gap between the learner's and the sampler's log-probs: how large it is, and the usual corrections for it.
 
 With one precision flow on both sides all metrics are exactly their ideal values (0, and 1 for
-`token_mult_prob_error`) and no correction is needed. The corrections exist for `precision = "fp8_rollout"` and for
-comparison. Nothing here carries a gradient.
+`token_mult_prob_error`) and no correction is needed. The corrections exist for `precision = "fp8_rollout"`, for engines
+that do not keep the bits, such as vLLM, and for comparison. Nothing here carries a gradient.
 
 Letters: T packed tokens. With d_t = trainer_t - rollout_t, the ratio of token t is exp(d_t) = pi_trainer / pi_rollout.
 """
@@ -10,7 +10,7 @@ Letters: T packed tokens. With d_t = trainer_t - rollout_t, the ratio of token t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -216,6 +216,53 @@ def rejection_mask(
     high = math.log(threshold)
     low = -high if lower == "inverse" else _log_lower(lower)
     return ((diff >= low) & (diff <= high) & active).double()
+
+
+@torch.no_grad()
+def veto_mask(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, sequence_ids: Tensor, threshold: float | None
+) -> Tensor:
+    """1 for the loss tokens of sequences without a catastrophic token, one with exp(d_t) < `threshold`; else 0.
+
+    All inputs [T]; [T] float64, detached. None: every loss token is kept. Source: the token veto of verl, in J. Liu et
+    al., "When speed kills stability" (2025): one token that the learner finds all but impossible spoils its sequence.
+    """
+    active = loss_mask > 0
+    if threshold is None:
+        return active.double()
+    if not 0 < threshold < 1:
+        raise UserError(f"rl.rollout_veto = {threshold} must be above 0 and below 1 (common: 1e-4)")
+    bad = _log_ratio(trainer_logprobs, rollout_logprobs, active) < math.log(threshold)
+    return ((per_sequence(bad.double(), active, sequence_ids)[0] == 0) & active).double()
+
+
+def correction_stats(
+    weights: Tensor, kept: Tensor, vetoed: Tensor, rollout_is: RolloutIS, cap: float, num_loss_tokens: int
+) -> dict[str, Tensor]:
+    """What the corrections did, as shares that add up over micro-batches; `with_sample_size` finishes them.
+
+    `weights` [R] of `importance_weights`, `kept` [R] after rejection and veto, `vetoed` [R]; all loss tokens.
+    """
+    final = weights * kept
+    values = {
+        "weight_mean": final, "weight_square_mean": final.square(), "frac_rejected": 1 - kept, "frac_vetoed": vetoed,
+    }
+    if rollout_is != "none":
+        values["frac_truncated"] = (weights >= cap).double()
+    return {f"correction/{key}": value.sum() / num_loss_tokens for key, value in values.items()}
+
+
+def with_sample_size(stats: Mapping[str, float]) -> dict[str, float]:
+    """The summed statistics with `correction/effective_sample_size` in place of the mean of squared weights.
+
+    `(mean w)^2 / mean w^2` over all loss tokens: 1 where all weights are equal, and the share of tokens that would say
+    as much with equal weights; 0 where every token was rejected. Source: Kish (1965).
+    """
+    found = dict(stats)
+    if (squares := found.pop("correction/weight_square_mean", None)) is not None:
+        mean = found["correction/weight_mean"]
+        found["correction/effective_sample_size"] = mean**2 / squares if squares else 0.0
+    return found
 
 
 def _log_lower(lower: float) -> float:

@@ -65,6 +65,9 @@ class ObjectiveConfig(Protocol):
     def rollout_rs_lower(self) -> float | Literal["inverse"]: ...
 
     @property
+    def rollout_veto(self) -> float | None: ...
+
+    @property
     def value_clip(self) -> float | None: ...
 
     @property
@@ -99,14 +102,15 @@ def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> 
     with its additive statistics. The micro-batches' shares add up to the loss of one large batch.
     """
     ids, mask = inputs.sequence_ids, torch.ones_like(inputs.logprobs)
+    is_weights, corrected = _corrections(inputs, mask, config, shares)
     loss, stats = losses.policy_loss(
         inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask, ids, clip_ratio_low=config.clip_ratio_low,
         clip_ratio_high=config.clip_ratio_high, clip_ratio_c=config.clip_ratio_c, loss_agg=config.loss_agg,
-        denominators=shares, is_weights=_corrections(inputs, mask, config), ratio=config.ratio,
+        denominators=shares, is_weights=is_weights, ratio=config.ratio,
         surrogate=config.surrogate,
     )
     bonus, more = losses.entropy_bonus(inputs.entropy, mask, ids, loss_agg=config.loss_agg, denominators=shares)
-    stats = stats | more
+    stats = stats | more | corrected
     if config.entropy_coef:
         loss = loss - config.entropy_coef * bonus
     if inputs.ref_logprobs is not None:
@@ -127,16 +131,22 @@ def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> 
     return loss, stats
 
 
-def _corrections(inputs: Inputs, mask: Tensor, config: ObjectiveConfig) -> Tensor | None:
-    """Importance weights and rejection mask [R], where the config asks for one of them.
+def _corrections(
+    inputs: Inputs, mask: Tensor, config: ObjectiveConfig, shares: Denominators
+) -> tuple[Tensor | None, Stats]:
+    """Importance weights times rejection mask and veto [R], with their statistics, where the config asks for any.
 
     They compare learner and sampler as they were before this step's first update.
     """
-    if config.rollout_is == "none" and config.rollout_rs == "none":
-        return None
+    if config.rollout_is == "none" and config.rollout_rs == "none" and config.rollout_veto is None:
+        return None, {}
     learned = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    sampled, ids = inputs.rollout_logprobs, inputs.sequence_ids
-    weights = mismatch.importance_weights(learned, sampled, mask, ids, config.rollout_is, config.rollout_is_threshold)
-    return weights * mismatch.rejection_mask(
-        learned, sampled, mask, ids, config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_lower
+    pair = learned, inputs.rollout_logprobs, mask, inputs.sequence_ids
+    cap = config.rollout_is_threshold
+    weights = mismatch.importance_weights(*pair, config.rollout_is, cap)
+    unvetoed = mismatch.veto_mask(*pair, config.rollout_veto)
+    kept = unvetoed * mismatch.rejection_mask(
+        *pair, config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_lower
     )
+    stats = mismatch.correction_stats(weights, kept, 1 - unvetoed, config.rollout_is, cap, shares.num_loss_tokens)
+    return weights * kept, stats

@@ -1,7 +1,7 @@
-"""A rollout engine that the user names, with each call and each completion checked.
+"""A rollout engine that is not our own, with each call and each completion checked.
 
-What goes wrong in it is the user's to fix, so it ends the run with one message that names the call; the loop saves the
-steps before. `FloatingPointError` passes through: the loop keeps that step's data for replay.
+What goes wrong in it ends the run with one message that names the call; the loop saves the steps before.
+`FloatingPointError` passes through: the loop keeps that step's data for replay.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from jetrl.errors import UserError, disk_full
 from jetrl.tasks.user_code import user_code
 from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
 
+_USERS = "Fix the engine"
+
 
 @contextmanager
-def blamed(name: str, call: str) -> Iterator[None]:
-    """Turns an exception in the user's engine (`rollout.engine = name`) into a UserError with its place."""
+def blamed(name: str, call: str, cure: str = _USERS) -> Iterator[None]:
+    """Turns an exception in the engine (`rollout.engine = name`) into a UserError with its place and the cure."""
     try:
         with user_code(f"rollout.engine = {name}: {call}"):
             yield
@@ -31,46 +33,50 @@ def blamed(name: str, call: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
         raise UserError(
-            f"rollout.engine = {name}: {call} raised {type(error).__name__}: {error}{place}. Fix the engine."
+            f"rollout.engine = {name}: {call} raised {type(error).__name__}: {error}{place}. {cure}."
         ) from error
 
 
 class CheckedEngine:
-    """`types.Engine` around the user's, named `name`. UserError where it raises or breaks the contract."""
+    """`types.Engine` around one that is named `name`. UserError where it raises or breaks the contract; `cure` says
+    what to do about that.
 
-    def __init__(self, engine: Engine, name: str, vocab_size: int) -> None:
-        self.inner, self.name, self.vocab_size = engine, name, vocab_size
+    Three optional parts of an engine are passed on: `about`, `take_metrics` and `close`.
+    """
+
+    def __init__(self, engine: Engine, name: str, vocab_size: int, cure: str = _USERS) -> None:
+        self.inner, self.name, self.vocab_size, self.cure = engine, name, vocab_size, cure
         self.keeps_bits = engine.keeps_bits
         self._open: dict[int, Request] = {}
         self._version, self._flow_digest = 0, ""
 
     @property
     def has_work(self) -> bool:
-        with blamed(self.name, "has_work"):
+        with self._blamed("has_work"):
             has_work = bool(self.inner.has_work)
         if self._open and not has_work:
             raise self._broken("has_work", f"no work left, but {len(self._open)} requests have no completion")
         return has_work
 
     def load(self, weights: WeightSet) -> None:
-        with blamed(self.name, "load"):
+        with self._blamed("load"):
             self.inner.load(weights)
         self._version, self._flow_digest = weights.version, weights.flow_digest
 
     def add(self, requests: Sequence[Request]) -> None:
-        with blamed(self.name, "add"):
+        with self._blamed("add"):
             self.inner.add(requests)
         self._open |= {request.id: request for request in requests}
 
     def step(self) -> StepReport:
-        with blamed(self.name, "step"):
+        with self._blamed("step"):
             report = self.inner.step()
         if not isinstance(report, StepReport):
             raise self._broken("step", f"must return a StepReport, got {type(report).__name__}")
         return report
 
     def collect(self) -> list[Completion]:
-        with blamed(self.name, "collect"):
+        with self._blamed("collect"):
             completions: Any = self.inner.collect()
         if not isinstance(completions, list):
             raise self._broken("collect", f"must return a list, got {type(completions).__name__}")
@@ -85,12 +91,30 @@ class CheckedEngine:
     def forget(self, ids: Collection[int]) -> None:
         for i in ids:
             self._open.pop(i, None)
-        with blamed(self.name, "forget"):
+        with self._blamed("forget"):
             self.inner.forget(ids)
 
     def release(self) -> None:
-        with blamed(self.name, "release"):
+        with self._blamed("release"):
             self.inner.release()
+
+    @property
+    def about(self) -> str:
+        """What the user should know about the engine at the start of a run; empty if there is nothing."""
+        with self._blamed("about"):
+            return str(getattr(self.inner, "about", ""))
+
+    def take_metrics(self) -> dict[str, float]:
+        """The engine's own metrics since the last call."""
+        with self._blamed("take_metrics"):
+            return dict(getattr(self.inner, "take_metrics", dict)())
+
+    def close(self) -> None:
+        if callable(close := getattr(self.inner, "close", None)):
+            close()
+
+    def _blamed(self, call: str) -> AbstractContextManager[None]:
+        return blamed(self.name, call, self.cure)
 
     def _wrong_with(self, completion: Any) -> str:
         """What part of the contract a completion breaks; empty if it keeps it."""
@@ -120,4 +144,4 @@ class CheckedEngine:
         return ""
 
     def _broken(self, call: str, what: str) -> UserError:
-        return UserError(f"rollout.engine = {self.name}: {call}: {what}. Fix the engine (jetrl.types.Engine).")
+        return UserError(f"rollout.engine = {self.name}: {call}: {what}. {self.cure} (jetrl.types.Engine).")

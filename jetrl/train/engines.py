@@ -1,4 +1,4 @@
-"""Which engine does the rollout: our own over the trainer's model, or one that the user names (`rollout.engine`)."""
+"""Which engine does the rollout (`rollout.engine`): our own over the trainer's model, vLLM, or the user's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from jetrl.errors import UserError
 from jetrl.model import hf
 from jetrl.model.hub import model_folder
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.world import World
 from jetrl.precision.flow import flow_digest
+from jetrl.precision.recipe import Recipe
 from jetrl.rollout.engine import PagedEngine
+from jetrl.rollout.vllm_engine import VllmEngine
+from jetrl.rollout.vllm_start import require_installed
+from jetrl.rollout.vllm_weights import layout
+from jetrl.spec import ModelSpec
 from jetrl.tasks.importing import import_attribute
 from jetrl.train.checked_engine import CheckedEngine, blamed
 from jetrl.types import Engine
@@ -45,7 +51,25 @@ def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config
         config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
         eos_ids(tokenizer, source),
     )
+    if config.rollout.engine == "vllm":
+        return _vllm_engine(context)
     return paged_engine(context) if engine_class(config.rollout.engine) is None else _users_engine(context)
+
+
+def require_engine(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
+    """What can be known of the engine without the model's weights: UserError if it is missing or cannot run it."""
+    if engine_class(config.rollout.engine) is None and config.rollout.engine == "vllm":
+        layout(spec, recipe, config.vllm.partial_blocks, config.device)
+        require_installed()
+
+
+def check_engine(config: Config, world: World) -> None:
+    """Refuse an engine that does not run in several processes."""
+    if config.rollout.engine == "vllm" and not world.alone:
+        raise UserError(
+            f'rollout.engine = "vllm" runs in one process on one GPU, and this run has {world.size}. Start it without '
+            '--nproc, or set rollout.engine = "jetrl".'
+        )
 
 
 def paged_engine(context: EngineContext) -> PagedEngine:
@@ -60,11 +84,12 @@ def paged_engine(context: EngineContext) -> PagedEngine:
 
 
 def engine_class(name: str) -> Any:
-    """The class that `rollout.engine` names, checked as far as possible without an instance; None for our own."""
-    if name == "jetrl":
+    """The class that `rollout.engine` names, checked as far as possible without an instance; None for jetrl and vllm,
+    which are built in."""
+    if name in ("jetrl", "vllm"):
         return None
     if ":" not in name:
-        raise UserError(f"rollout.engine = {name!r}: write jetrl, module:Class or path/to/file.py:Class.")
+        raise UserError(f"rollout.engine = {name!r}: write jetrl, vllm, module:Class or path/to/file.py:Class.")
     kind = import_attribute(name, "rollout.engine", "class")
     if missing := [method for method in _METHODS if not callable(getattr(kind, method, None))]:
         raise UserError(f"rollout.engine = {name}: it has no {', '.join(missing)}; see jetrl.types.Engine.")
@@ -73,6 +98,15 @@ def engine_class(name: str) -> Any:
     except TypeError as error:
         raise UserError(f"rollout.engine = {name}: write {kind.__name__}.__init__(self, context): {error}.") from error
     return kind
+
+
+def _vllm_engine(context: EngineContext) -> Engine:
+    engine = VllmEngine(
+        context.config, context.model, context.tokenizer, context.base_config, context.flow_digest,
+        context.eos_token_ids,
+    )
+    cure = "This is a bug in vLLM or in how jetrl drives it: please report it, with both versions"
+    return CheckedEngine(engine, "vllm", context.model.spec.vocab_size, cure)
 
 
 def _users_engine(context: EngineContext) -> Engine:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from jetrl.config.sections import TrainConfig
+from jetrl.config.train import TrainConfig
 from jetrl.errors import UserError
 from jetrl.model.block import Routes
 from jetrl.model.transformer import Transformer

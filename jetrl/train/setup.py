@@ -31,7 +31,7 @@ from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
 from jetrl.tasks.tokenizer import load_tokenizer
-from jetrl.train.engines import build_engine, engine_class
+from jetrl.train.engines import build_engine, check_engine, require_engine
 from jetrl.train.optim import build_optimizer
 from jetrl.train.routing import check_routing
 from jetrl.train.step import Learner
@@ -79,6 +79,11 @@ class Session:
         if callable(close := getattr(self.engine, "close", None)):
             close()
 
+    def engine_metrics(self) -> dict[str, float]:
+        """What an engine that has `take_metrics` tells about itself since the last call."""
+        take = getattr(self.engine, "take_metrics", None)
+        return take() if callable(take) else {}
+
     def check_settings(self, error: Exception) -> None:
         """Reports an error caused by an environment that changed torch's settings as such."""
         if self.conversations is not None and not isinstance(error, UserError):
@@ -106,6 +111,7 @@ def build(
     """
     if evaluates is None:
         check_lanes(config, world)
+    check_engine(config, world)
     given, config = config, absolute_paths(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -197,8 +203,8 @@ def prepare(config: Config) -> Prepared:
     check_routing(config.train, spec)
     if spec.experts is not None:
         require_experts(config.kernels)
-    engine_class(config.rollout.engine)
     recipe = recipe_of(config, spec)
+    require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
     named = import_reward(config.task)

@@ -130,6 +130,7 @@ def _policy_update(
         world=learner.world, reduction=config.train.reduction,
         lanes=config.train.reduction_lanes,
     )
+    stats = mismatch.with_sample_size(stats)
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
     stats |= routing.metrics(learner.world)
     return stats | (mismatch.merged(learner.world.gather(gap)).metrics() if on_policy else {})

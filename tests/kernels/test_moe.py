@@ -14,8 +14,8 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.kernels import dispatch, gemm, moe
 from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.groups import Groups
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
-from jetrl.types import Groups
 
 E, K, D, F = 5, 2, 136, 72  # experts, of a token, width and feed-forward (no multiples of 128)
 f32 = np.float32

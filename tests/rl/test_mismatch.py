@@ -12,7 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jetrl.errors import UserError
-from jetrl.rl.mismatch import ExactSum, MismatchAccumulator, importance_weights, mismatch_metrics, rejection_mask
+from jetrl.rl.mismatch import (
+    ExactSum,
+    MismatchAccumulator,
+    correction_stats,
+    importance_weights,
+    mismatch_metrics,
+    rejection_mask,
+    veto_mask,
+    with_sample_size,
+)
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TRAINER = [math.log(0.5), math.log(0.25), math.log(0.8), math.log(0.1)]
@@ -219,3 +228,29 @@ def test_bad_rs_threshold_and_names():
         importance_weights(LEARNER, BASE, MASK, IDS, "geometric", 2.0)
     with pytest.raises(UserError, match='rollout_rs is "word"'):
         rejection_mask(LEARNER, BASE, MASK, IDS, "word", 2.0)
+
+
+def test_one_catastrophic_token_vetoes_its_sequence_by_hand():
+    """Ratios: sequence 4 has 1 and 1e-3, sequence 7 has 0.5 and 2 (and a masked 1e-9), sequence 9 just at the limit."""
+    ratios = torch.tensor([1.0, 1e-3, 0.5, 2.0, 1e-9, 0.01], dtype=torch.float64)
+    ids, mask = torch.tensor([4, 4, 7, 7, 7, 9]), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    pair = ratios.log(), torch.zeros(6, dtype=torch.float64), mask, ids
+    assert veto_mask(*pair, 0.0099).tolist() == [0, 0, 1, 1, 0, 1]
+    assert veto_mask(*pair, 1e-4).tolist() == veto_mask(*pair, None).tolist() == mask.tolist()
+    assert veto_mask(*pair, 0.6).tolist() == [0] * 6
+    with pytest.raises(UserError, match="rollout_veto = 1.0"):
+        veto_mask(*pair, 1.0)
+
+
+def test_the_effective_sample_size_by_hand():
+    """Weights 2 (capped), 1, 0 (rejected), 1 of 4 tokens: mean 1, mean square 6/4, so (1^2) / 1.5."""
+    weights, kept = torch.tensor([2.0, 1.0, 1.5, 1.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    shares = correction_stats(weights, kept, torch.zeros(4), "token", 2.0, 4)
+    stats = with_sample_size({key: value.item() for key, value in shares.items()} | {"policy/kl": 3.0})
+    assert stats == pytest.approx({
+        "policy/kl": 3.0, "correction/weight_mean": 1.0, "correction/frac_rejected": 0.25, "correction/frac_vetoed": 0,
+        "correction/frac_truncated": 0.25, "correction/effective_sample_size": 2 / 3,
+    })
+    nothing = correction_stats(weights, torch.zeros(4), torch.zeros(4), "none", 2.0, 4)
+    assert with_sample_size({k: v.item() for k, v in nothing.items()})["correction/effective_sample_size"] == 0.0
+    assert "correction/frac_truncated" not in nothing and with_sample_size({"policy/kl": 1.0}) == {"policy/kl": 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -100,7 +101,7 @@ def settings(**changes) -> SimpleNamespace:
         "ratio": "token", "surrogate": "clip", "loss_agg": "token_mean", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
         "clip_ratio_c": None, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "loss",
         "rollout_is": "none", "rollout_is_threshold": 2.0, "rollout_rs": "none", "rollout_rs_threshold": 1.3,
-        "rollout_rs_lower": "inverse",
+        "rollout_rs_lower": "inverse", "rollout_veto": None,
         "value_clip": 0.2, "value_coef": 0.5,
     }
     assert set(changes) <= set(values)
@@ -157,8 +158,10 @@ def test_the_default_parts_keep_their_bits(loss_agg: str, dual: float | None, co
         loss, stats, grads = run(objective, inputs, config, den)
         old_loss, old_stats, old_grads = run(frozen_objective, inputs, config, den)
         assert torch.equal(loss, old_loss) and loss.dtype == old_loss.dtype == torch.float32
-        assert list(stats) == list(old_stats)
-        for key in stats:
+        corrected = {key: value for key, value in stats.items() if key.startswith("correction/")}
+        assert bool(corrected) == bool({"rollout_is", "rollout_rs"} & set(corrections))
+        assert [key for key in stats if key not in corrected] == list(old_stats)
+        for key in old_stats:
             assert torch.equal(stats[key], old_stats[key]) and stats[key].dtype == old_stats[key].dtype, key
         assert torch.equal(grads["logprobs"], old_grads["logprobs"]) and grads["logprobs"].any()
         if config.entropy_coef:
@@ -221,7 +224,7 @@ def test_micro_batches_add_up(ratio: str, surrogate: str):
     inputs, den = make(3, torch.float64)
     config = settings(
         ratio=ratio, surrogate=surrogate, loss_agg="seq_mean_token_mean", entropy_coef=0.01, rollout_is="sequence",
-        rollout_rs="token", clip_ratio_c=2.0,
+        rollout_rs="token", rollout_veto=0.5, clip_ratio_c=2.0,
     )
     loss, stats, grads = run(objective, inputs, config, den)
     total, sums, slopes = 0.0, dict.fromkeys(stats, 0.0), []
@@ -267,3 +270,25 @@ def test_trls_default_correction_by_its_own_formula(loss_agg: str):
     two_sided, _ = objective(inputs, SimpleNamespace(**vars(config) | {
         "rollout_rs_lower": "inverse"}), den)
     assert abs(float(two_sided - loss)) > 1e-6
+
+
+def test_a_veto_takes_whole_sequences_out_of_the_loss_and_is_counted():
+    """Against gradients by hand: with the default ratio the gradient of a token is -A_t w_t / N."""
+    inputs, den = make(dtype=torch.float64)
+    inputs = replace(inputs, **NO_CRITIC, ref_logprobs=None, old_logprobs=None)
+    gap = inputs.logprobs - inputs.rollout_logprobs
+    worst = torch.stack([gap[inputs.sequence_ids == s].min() for s in range(7)])
+    limit = float(worst.sort().values[2:4].mean())  # three of seven sequences have a token below it
+    bad = (worst < limit)[inputs.sequence_ids]
+    assert bad.any() and not bad.all()
+    config = settings(rollout_veto=math.exp(limit), rollout_is="token", rollout_is_threshold=1.1)
+    _, stats, grads = run(objective, inputs, config, den)
+    weight = gap.exp().clamp(max=1.1) * ~bad
+    torch.testing.assert_close(grads["logprobs"], -inputs.advantages * weight / den.num_loss_tokens)
+    shares = {
+        "frac_vetoed": bad, "frac_rejected": bad, "frac_truncated": gap > math.log(1.1), "weight_mean": weight,
+        "weight_square_mean": weight**2,
+    }
+    assert {k: v.item() for k, v in stats.items() if k.startswith("correction/")} == pytest.approx(
+        {f"correction/{key}": values.double().sum().item() / den.num_loss_tokens for key, values in shares.items()}
+    )

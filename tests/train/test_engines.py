@@ -100,8 +100,8 @@ def test_an_engine_that_is_none_is_refused_before_the_run(tmp_path: Path, code: 
     if "constructor" not in message and "keeps_bits" not in message:  # a dry run makes no engine
         with pytest.raises(UserError, match=rf"rollout\.engine.*{message}"):
             prepare(tiny_config(tmp_path, changes))
-    with pytest.raises(UserError, match="write jetrl, module:Class or"):
-        tiny_run(tmp_path, changes | {"rollout.engine": "vllm"})
+    with pytest.raises(UserError, match="write jetrl, vllm, module:Class or"):
+        tiny_run(tmp_path, changes | {"rollout.engine": "sglang"})
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,25 @@ def test_what_had_finished_of_conversations_given_up_is_dropped(tmp_path: Path) 
     assert not engine.inner.has_work, "it has finished, and is not collected yet"
     engine.forget([5])
     assert engine.collect() == [] and not engine.has_work
+
+
+def test_what_an_engine_says_and_measures_reaches_the_run_and_it_is_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = named(tmp_path, True)
+    (tmp_path / "own.py").write_text(GOOD + """
+    about = "borrowed plumes"
+
+    def take_metrics(self):
+        return {"own/loads": 1.0}
+
+    def close(self):
+        print("own closed")
+""")
+    rows = numbers(tiny_run(tmp_path, changes))
+    assert [row["own/loads"] for row in rows] == [1.0, 1.0]
+    said = capsys.readouterr().out
+    assert 0 <= said.index("borrowed plumes") < said.index("step 0/1") < said.index("own closed")
 
 
 def test_settings_reach_engine_model_and_packer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

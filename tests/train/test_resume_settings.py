@@ -63,6 +63,10 @@ def test_what_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_some_settings_are_free_or_not_beside_others(tmp_path: Path) -> None:
+    vllm = tiny_config(tmp_path, {"rollout.engine": "vllm"})
+    free = {"rollout.engine": "vllm", "vllm.sleep": False, "vllm.check_weights": True}
+    assert told(vllm, tiny_config(tmp_path, free)) == ""
+    assert "vllm.kv_cache = " in told(vllm, tiny_config(tmp_path, {"rollout.engine": "vllm", "vllm.kv_cache": "fp8"}))
     bf16 = {"train.master_dtype": "bfloat16"}
     assert told(tiny_config(tmp_path, bf16), tiny_config(tmp_path, bf16 | {"train.offload_optimizer": True})) == ""
     linear = {"train.lr_schedule": "linear"}

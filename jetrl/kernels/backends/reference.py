@@ -10,6 +10,7 @@ from torch import Tensor
 from jetrl.kernels import reference as ref
 from jetrl.kernels import reference_moe
 from jetrl.kernels.decode import DecodeState
+from jetrl.kernels.groups import Groups
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
 from jetrl.kernels.reference import adamw_step_ as adamw_step_
@@ -35,7 +36,7 @@ from jetrl.kernels.reference_moe import route as route
 from jetrl.kernels.reference_moe import route_backward as route_backward
 from jetrl.kernels.reference_moe import router_backward as router_backward
 from jetrl.kernels.squares import ROW
-from jetrl.types import Groups, LayerCache, PagedPlan, VarlenPlan
+from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once

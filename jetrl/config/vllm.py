@@ -1,0 +1,59 @@
+"""The section `[vllm]`: what only `rollout.engine = "vllm"` reads, and which other settings do not go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from jetrl.choices import CacheKind
+from jetrl.config.base import Rule, Section
+
+if TYPE_CHECKING:
+    from jetrl.config.sections import Config
+
+LOWEST_TEMPERATURE = 0.01  # vLLM samples at this one where a lower one (not 0) is asked for
+
+
+class VLLMConfig(Section):
+    """vLLM as the rollout's engine (docs/ENGINES.md)."""
+
+    section: ClassVar[str] = "vllm"
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("kv_scale_tokens",), "kv_cache", ("bf16",)),)
+    kv_cache: CacheKind = Field(
+        default="bf16", description="vLLM's KV cache. fp8: one scale each for the queries, keys and values of a layer, "
+        "measured again at every step. Training does not round keys and values.")
+    kv_scale_tokens: int = Field(
+        default=8192, ge=1, description="Tokens of the last rollout, prompts and answers, that these scales are "
+        "measured on.")
+    partial_blocks: Literal["refuse", "bf16"] = Field(
+        default="refuse", description="FP8 weights with a size that is no multiple of 128, which vLLM does not take. "
+        "refuse: so does jetrl. bf16: vLLM computes these linears in BF16, from code * scale.")
+    sleep: bool = Field(
+        default=True, description="Give vLLM's memory to training between rollouts; weights are sent again then. On a "
+        "CPU: no change.")
+    enforce_eager: bool = Field(
+        default=False, description="No CUDA graphs and no torch.compile: starts faster, runs slower.")
+    check_weights: bool = Field(
+        default=False, description="For debugging: after each sending, read all weights back from vLLM and compare "
+        "their checksum with that of the published ones. On a GPU.")
+
+
+def vllm_problems(config: Config) -> Iterator[str]:
+    """What in a config does not go with its engine, as lines for `Section.problems`."""
+    rollout = config.rollout
+    if ":" in rollout.engine and (given := sorted(config.vllm.model_fields_set)):
+        yield f'vllm.{given[0]}: has no effect while rollout.engine = "{rollout.engine}"; remove this key'
+    if rollout.engine != "vllm":
+        return
+    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(rollout, key) != off:
+            yield (f"rollout.{key}: vLLM then gives log-probs of the truncated distribution, which the learner does "
+                   f'not have; set {off:g}, or rollout.engine = "jetrl"')
+    if rollout.temperature < LOWEST_TEMPERATURE:
+        yield (f"rollout.temperature: vLLM samples at {LOWEST_TEMPERATURE} or above, got {rollout.temperature}; raise "
+               'it, or set rollout.engine = "jetrl"')
+    if config.quant.kv_cache == "fp8":
+        yield ("quant.kv_cache: is how training rounds keys and values for jetrl's cache, and vLLM's has other scales; "
+               "set vllm.kv_cache instead")

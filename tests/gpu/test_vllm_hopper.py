@@ -1,0 +1,65 @@
+"""rollout.engine = "vllm" with the real vLLM on a Hopper GPU: weights in both formats, sleep, the FP8 cache, exports.
+
+    python -m pytest -q -m gpu tests/gpu/test_vllm_hopper.py        # in an environment with jetrl[hopper] and vLLM 0.24
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (docs/ENGINES.md)"),
+]
+GAP = "parity/logprob_abs_diff_max"
+ARCH: dict[str, object] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 256,
+}
+BASE: dict[str, object] = {"device": "cuda", "train.steps": 3, "vllm.check_weights": True, "vllm.enforce_eager": True}
+FP8 = {"precision": "fp8"}
+POW2 = {"quant.weight_scale": "pow2", "quant.activation_scale": "pow2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({"precision": "bf16"}, 0.1),
+        ({"precision": "bf16", "vllm.enforce_eager": False}, 0.1),
+        (FP8, 0.3),
+        (FP8 | POW2, 0.3),
+        (FP8 | {"vllm.enforce_eager": False, "vllm.kv_cache": "fp8"}, 0.5),
+        (FP8 | {"vllm.sleep": False, "quant.num_first_layers_in_bf16": 1}, 0.3),
+        ({"precision": "fp8_rollout", "rl.rollout_is": "token", "vllm.kv_cache": "fp8", "rl.rollout_veto": 1e-4}, 0.5),
+    ],
+    ids=str,
+)
+def test_each_step_samples_with_what_was_published(tmp_path: Path, changes: dict[str, Any], most: float) -> None:
+    """vllm.check_weights compares checksums at every sending; the learner's log-probs say the same of the forward."""
+    rows, _ = vllm_cases.run(tmp_path, BASE | changes, ARCH)
+    assert all(0 < row[GAP] < most for row in rows[1:]), [row.get(GAP) for row in rows]
+    assert all(row["perf/vllm_check_s"] > 0 for row in rows)
+    assert ("perf/vllm_sleep_s" in rows[1]) == changes.get("vllm.sleep", True)
+    if changes.get("vllm.kv_cache") == "fp8":
+        scales = [row["vllm/k_scale_max"] for row in rows]
+        assert len(set(scales)) > 1 and min(scales) > 0, "measured again at every step"
+
+
+def test_conversations_and_a_resumed_run(tmp_path: Path) -> None:
+    changes = BASE | {"precision": "bf16", "checkpoint.save_interval": 1} | vllm_cases.talking(tmp_path)
+    rows, _ = vllm_cases.run(tmp_path, changes, ARCH)
+    assert all(0 < row[GAP] < 0.1 and row["environment/turns_mean"] == 3.0 for row in rows[1:])
+    rows, _ = vllm_cases.run(tmp_path, changes | {"train.steps": 3, "checkpoint.resume": "auto"}, ARCH)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and 0 < rows[3][GAP] < 0.1
+
+
+@pytest.mark.parametrize(("fp8", "tied"), [(False, False), (False, True), (True, False)])
+def test_an_exported_folder_says_the_same_in_vllm_and_transformers(tmp_path: Path, fp8: bool, tied: bool) -> None:
+    """Greedy tokens; where they part, the logits are as close as rounding (of activations too, in FP8)."""
+    share, lost, error = vllm_cases.greedy_in_both(vllm_cases.exported(tmp_path, fp8, tied), "cuda")
+    assert share > (0.8 if fp8 else 0.9) and lost < 2 * error, (share, lost, error)

@@ -1,0 +1,119 @@
+"""Programs that tests of the real vLLM run, on a CPU or a GPU, each in a process of its own: vLLM sets up threads,
+memory pools and process groups that other tests should not inherit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.model import hf
+from jetrl.model.export import export
+from jetrl.model.transformer import Transformer
+from jetrl.precision.recipe import Recipe
+from jetrl.spec import ModelSpec, RopeSpec
+
+ROOT = Path(__file__).parents[1]
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=60, hidden_size=256, intermediate_size=384, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_dim=64, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4), max_position=64, tie_embeddings=False, qkv_bias=False,
+    qk_norm=True,
+)
+PROMPTS = [[1, 2, 3], list(range(5, 25)), [9], [50, 7, 50, 7]]
+NEW = 24
+TALK = (
+    "class Talk:\n"
+    "    def reset(self, problem):\n        self.turns = 0\n        return '1+1='\n"
+    "    def step(self, action):\n        self.turns += 1\n        return '2', len(set(action)), self.turns == 3\n"
+)
+_RUN = """\
+import json, sys
+from pathlib import Path
+import tiny
+from jetrl.report.recorder import read_metrics, read_samples
+tiny.ARCH.update(json.loads(sys.argv[3]))
+run_dir = tiny.tiny_run(Path(sys.argv[1]), {"rollout.engine": "vllm", **json.loads(sys.argv[2])})
+print("FOUND " + json.dumps([read_metrics(run_dir), list(read_samples(run_dir))]))
+"""
+_GREEDY = """\
+import json, os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+               "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+from vllm import LLM, SamplingParams
+llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", generation_config="vllm", enforce_eager=True,
+          max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=1 << 27, gpu_memory_utilization=0.3)
+params = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[3]), ignore_eos=True, detokenize=False)
+prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
+print("FOUND " + json.dumps([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]))
+"""
+
+
+def found(code: str, *arguments: str) -> Any:
+    """What a program in a process of its own says after FOUND."""
+    path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=570
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(lines[-1].removeprefix("FOUND "))
+
+
+def run(folder: Path, changes: dict[str, object], arch: dict[str, object]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The rows and samples of a tiny run with vLLM."""
+    rows, samples = found(_RUN, str(folder), json.dumps(changes), json.dumps(arch))
+    return rows, samples
+
+
+def talking(folder: Path) -> dict[str, object]:
+    """Settings of a run whose problems are conversations of three turns."""
+    (folder / "talk.py").write_text(TALK)
+    return {
+        "task.name": "environment", "task.params": {}, "task.reward": None, "environment.max_turn_tokens": 4,
+        "rollout.max_response_length": 30, "environment.name": f"{folder}/talk.py:Talk", "train.steps": 2,
+    }
+
+
+def exported(folder: Path, fp8: bool, tied: bool = False) -> Path:
+    """A folder by `jetrl export` of a random model, whose most probable tokens stand out."""
+    spec, recipe = replace(SPEC, tie_embeddings=tied), Recipe(name="fp8", num_layers=SPEC.num_layers)
+    model = Transformer(spec, recipe).init_random(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    hf.save_model(folder / "model", spec, model.state_dict(), dtype=torch.float32)
+    return export(folder / "model", folder / "out", fp8=fp8, recipe=recipe)
+
+
+@torch.no_grad()
+def greedy_in_both(folder: Path, device: str) -> tuple[float, float, float]:
+    """vLLM's greedy tokens of `PROMPTS` against transformers: the share that is greedy there too, the most that one of
+    them lies below the best in FP32, and the largest error of transformers' own logits, from rounding to the folder's
+    formats. Two programs with such errors may part where logits are closer than twice that.
+    """
+    from transformers import AutoModelForCausalLM
+
+    theirs = found(_GREEDY, str(folder), json.dumps(PROMPTS), str(NEW))
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).eval()
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cpu").float().eval()
+
+    def logits(model: Any, tokens: list[int], start: int) -> Tensor:
+        rows = model(torch.tensor([tokens], device=model.device)).logits[0, start - 1 : -1]
+        return rows.float().cpu()
+
+    lost, errors, same = 0.0, 0.0, 0
+    for prompt, tokens in zip(PROMPTS, theirs, strict=True):
+        assert len(tokens) == NEW
+        rows, other = (logits(model, prompt + tokens, len(prompt)) for model in (exact, rounded))
+        below = rows.max(-1).values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        lost, errors = max(lost, float(below.max())), max(errors, float((rows - other).abs().max()))
+        same += int((other.argmax(-1) == torch.tensor(tokens)).sum())
+    return same / (NEW * len(PROMPTS)), lost, errors

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tiny import tiny_config
 import jetrl
 from jetrl import cli, loop
 from jetrl.config import to_toml
-from jetrl.parallel import launch, watch
+from jetrl.parallel import watch
 from jetrl.rollout.engine import PagedEngine
 from jetrl.train import gather, reduction
 
@@ -149,7 +148,6 @@ def rank_of(case: Case, rank: int, words: list[str], log: Path) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    launch.join = partial(launch.join, limit=case.limit)
     if act := case.fails.get(rank):
         act()
     sys.argv = ["jetrl", "train", *words]
@@ -225,7 +223,8 @@ def main() -> None:
 
 def prepared(folder: Path, case: Case) -> Path:
     """The folder of a case, with its recipe and the user's files."""
-    changes = {k: v.format(folder=folder) if isinstance(v, str) else v for k, v in case.changes.items()}
+    changes: dict[str, Any] = {"train.collective_timeout": case.limit}
+    changes |= {k: v.format(folder=folder) if isinstance(v, str) else v for k, v in case.changes.items()}
     config = tiny_config(folder, changes)
     for file, text in FILES.items():
         (folder / file).write_text(text)

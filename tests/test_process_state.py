@@ -110,8 +110,6 @@ def test_settings_of_the_users_code_change_no_bit_of_the_run(name: str, plain: P
     reward = reward_file(tmp_path / "hostile.py", *HOSTILE[name])
     run_dir = tiny_run(tmp_path, {"train.steps": 2, "task.reward": reward})
     assert numbers(run_dir) == numbers(plain) and list(read_samples(run_dir)) == list(read_samples(plain))
-    tensors = [checkpoint.load(d / "checkpoints" / "step_000002")[1] for d in (run_dir, plain)]
-    assert all(torch.equal(tensors[0][k], tensors[1][k]) for k in tensors[1])
     assert weights_hash(run_dir, 2) == weights_hash(plain, 2)
 
 

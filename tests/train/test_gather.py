@@ -70,7 +70,7 @@ def test_the_bound_with_some_groups_and_with_none(tmp_path: Path, capsys: pytest
     none = changes(tmp_path, 100_000, rl__max_refill_rounds=2)
     with pytest.raises(UserError, match=r"none of 12 prompts in 3 rounds .*Make the task easier or harder"):
         tiny_run(tmp_path / "b", none)
-    saved, _ = checkpoint.load(tmp_path / "b" / "runs" / "tiny" / "checkpoints" / "step_000000")
+    saved = checkpoint.load(tmp_path / "b" / "runs" / "tiny" / "checkpoints" / "step_000000")
     assert saved.step == 0 and saved.num_prompts == 0, "the step that found nothing is not counted"
 
 

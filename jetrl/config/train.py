@@ -32,7 +32,7 @@ class TrainConfig(Section):
     share_prompts: bool = Field(
         default=False,
         description="Compute a prompt once for all its samples in a micro-batch, in every pass of the update. "
-        "Log-probs keep their bits; gradients are added in another order. The warm start stays as it is.")
+        "Log-probs keep their bits; gradients are those of the same loss, rounded elsewhere. Not in the warm start.")
     master_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type of the optimizer's weights.")
     grad_dtype: Literal["float32", "bfloat16"] = Field(
@@ -45,8 +45,8 @@ class TrainConfig(Section):
     reduction_lanes: int | None = Field(
         default=None, ge=1,
         description="For fixed: micro-batch i is added up in lane i % reduction_lanes, and then the lanes, which the "
-        "GPUs share. 8 on 8 GPUs costs no more time and memory than fast. Not set: a lane for each micro-batch, which "
-        "takes the least memory, and all gradients travel for each micro-batch.")
+        "GPUs share; each holds whole gradients, as with fast, and sends them once for each of its lanes. Not set: a "
+        "lane for each micro-batch, which takes the least memory, and all gradients travel for each micro-batch.")
     optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
         default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
     offload_optimizer: bool = Field(

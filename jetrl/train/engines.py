@@ -59,8 +59,8 @@ def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config
 def require_engine(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
     """What can be known of the engine without the model's weights: UserError if it is missing or cannot run it."""
     if engine_class(config.rollout.engine) is None and config.rollout.engine == "vllm":
-        layout(spec, recipe, config.vllm.partial_blocks, config.device)
         require_installed()
+        layout(spec, recipe, config.vllm.partial_blocks, config.device)
 
 
 def check_engine(config: Config, world: World) -> None:

@@ -49,6 +49,8 @@ def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path
         "task": config.task.model_dump(mode="json"), "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
+        "data": _file_hash(config.task.train_file),
+        "tokenizer": [config.model.tokenizer, config.model.tokenizer_revision],
         "stop": config.rollout.stop, "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
     }
     if model.spec.experts is not None:
@@ -84,6 +86,11 @@ def warm_start(
         store.seal(path, parts_of(model), world, mark=f"_{world.share(os.getpid())}")
     model.publish()
     return path
+
+
+def _file_hash(file: str | None) -> str | None:
+    """What the solutions are read from, as far as the config names a file; data of the hub are bound to a commit."""
+    return store.sha256(Path(file)) if file is not None else None
 
 
 def train_sft(

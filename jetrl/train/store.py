@@ -173,7 +173,9 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
         if extra := sorted(found - expected.keys()):
             raise UserError(f"{folder / extra[0]} is not one of the files that were written there. {advice}")
         for name in sorted(expected)[world.rank :: world.size]:
-            if name not in found or sha256(folder / name) != expected[name]:
+            if name not in found:
+                raise UserError(f"{folder / name} is missing: the file was removed or renamed. {advice}")
+            if sha256(folder / name) != expected[name]:
                 raise UserError(
                     f"{folder / name} does not have the hash that was written down ({expected[name][:16]}...): the "
                     f"file was damaged or changed. {advice}"

@@ -74,6 +74,18 @@ def test_what_determines_the_weights_names_the_file(tmp_path: Path, change: dict
     assert paths[0] != paths[1]
 
 
+def test_the_content_of_a_data_file_names_the_file_too(tmp_path: Path) -> None:
+    data, paths = tmp_path / "t.jsonl", []
+    change = {"task.name": "file", "task.train_file": str(data), "task.reward": "jetrl.tasks.gsm8k:gsm8k_reward",
+              "eval.eval_interval": 0, "task.params": {}}
+    for solution in ("12", "11"):
+        rows = [f'{{"prompt": "{i}+1=", "answer": "{solution}", "solution": "{solution}"}}' for i in range(8)]
+        data.write_text("\n".join(rows) + "\n")
+        session = session_of(tmp_path, change)
+        paths.append(cache_path(session.config, session.model))
+    assert paths[0] != paths[1]
+
+
 def test_what_does_not_determine_them_does_not(tmp_path: Path) -> None:
     plain = session_of(tmp_path, {})
     for change in ({"train.steps": 9}, {"rollout.group_size": 2}, {"train.lr": 1e-6}, {"rl.kl_coef": 0.5}):

@@ -1,8 +1,9 @@
 """GEMMs of experts by DeepGEMM: each row by its expert's matrix with the bits of the dense kernels.
 
 The kernels read on the device where groups end (`PaddedGroups.ends`), so rows beyond cost nothing and the host waits
-for no count. For weight gradients DeepGEMM also takes the groups' sizes as a list of the host; it reads it for the sum and
-to choose a tile, never for an address, so it gets an even split (`_even`) next to the true sizes on the device.
+for no count. For weight gradients DeepGEMM also takes the groups' sizes as a list of the host. It reads only their sum
+and their largest, to check shapes and choose a tile, so it gets an even split (`_even`) next to the true sizes on the
+device.
 
 Legend: `R` rows, `E` experts, `N`, `K` output and reduction size of an expert's matrix; a prime marks a padded size.
 """

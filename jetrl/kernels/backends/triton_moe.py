@@ -4,8 +4,8 @@ Grouped matrices [R, ...] have rows of padding (`triton_route.PaddedGroups`). `d
 zeros there up to the end of the last group, so that a sum over an expert's rows is unharmed; kernels that rollouts run
 neither read nor write them: a GEMM's row depends on no other row. Nothing reads the rows beyond the last group.
 
-Legend: `T` tokens, `k` experts of a token, `R` rows, `E` experts, `D` model, `F` feed-forward, `C` columns. FP fusion is
-off: `combine` rounds each product and each sum.
+Legend: `T` tokens, `k` experts of a token, `R` rows, `E` experts, `D` model, `F` feed-forward, `C` columns. FP fusion
+is off: `combine` rounds each product and each sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

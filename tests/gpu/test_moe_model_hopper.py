@@ -1,4 +1,4 @@
-"""Models with experts on a GPU: one sequence alone = packed = chunked = decoded, gradients, and certificates.
+"""Models with experts on a GPU: one sequence alone = packed = chunked = decoded, gradients, and certificates."""
 
 from __future__ import annotations
 

@@ -185,6 +185,10 @@ def test_what_the_kernels_cannot_do_is_refused(ops) -> None:
     x = matrix(len(groups.tokens), 128, 1)
     with pytest.raises(ValueError, match="writes BF16"):
         ops.grouped_bf16_gemm(x, ops.prepare_experts_bf16(matrix(6 * 64, 128, 2), 6), groups, torch.float32)
+    with pytest.raises(ValueError, match="multiples of 8, got 100"):
+        ops.prepare_experts_bf16(matrix(6 * 64, 100, 2), 6)
+    with pytest.raises(ValueError, match="multiples of 8, got 100"):
+        ops.prepare_experts_fp8(ops.quantize_weight(matrix(6 * 64, 100, 2), False, (64,) * 6), 6)
     assert not any(hasattr(load_backend("hopper_scaled_mm"), op) for op in ("route", "grouped_fp8_gemm"))
 
 

@@ -57,8 +57,15 @@ def _widened(x: Tensor, width: int) -> Tensor:
 # ---- operands -------------------------------------------------------------------------------------------------------
 
 
+def _require_multiple_of_8(cols: int) -> None:
+    """Of K, which is the other matrix's N: rows of BF16 must be multiples of 16 bytes."""
+    if cols % 8:
+        raise ValueError(f"GEMMs of experts on Hopper need sizes that are multiples of 8, got {cols}")
+
+
 def _experts(q: QTensor, count: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Codes [E, N, K'], scales [E, blocks(N), blocks(K)] and the sections of one matrix."""
+    _require_multiple_of_8(q.codes.shape[1])
     sections = q.row_sections[: len(q.row_sections) // count]
     assert sections * count == q.row_sections, "the matrices of experts have the same sections"
     return whole_rows(q.codes).unflatten(0, (count, -1)), q.scale.unflatten(0, (count, -1)), sections
@@ -97,6 +104,7 @@ def prepare_experts_fp8_t(q: QTensor, count: int, held: PreparedFP8 | None = Non
 
 def prepare_experts_bf16(w: Tensor, count: int, held: PreparedExperts | None = None) -> PreparedExperts:
     """The operand of `grouped_bf16_gemm`: the weight itself, or a copy with whole steps along K."""
+    _require_multiple_of_8(w.shape[1])
     matrices = w.unflatten(0, (count, -1))
     rows, cols = matrices.shape[1:]
     if held is None and not (rows % 8 or cols % _WIDTH):
@@ -145,8 +153,6 @@ def grouped_bf16_dgrad(dy: Tensor, w: Tensor, groups: PaddedGroups) -> Tensor:
     """`kernels.moe.grouped_bf16_dgrad`: FP32 sums in one order, rounded."""
     matrices = w.unflatten(0, (len(groups.counts), -1))
     size, cols = padded(dy.shape[1], _WIDTH), matrices.shape[2]
-    if cols % 8:
-        raise ValueError(f"BF16 GEMMs of experts on Hopper need sizes that are a multiple of 8, got {cols}")
     if size != dy.shape[1]:
         matrices = torch.nn.functional.pad(matrices, (0, 0, 0, size - dy.shape[1]))
     dx = torch.empty(dy.shape[0], cols, dtype=dy.dtype, device=dy.device)
@@ -172,8 +178,6 @@ def grouped_wgrad_into(
 ) -> None:
     """`kernels.moe.grouped_wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 sum."""
     experts, (n, rows), k = len(groups.counts), dy_t[0].shape, len(x_t[0])
-    if k % 4:
-        raise ValueError(f"wgrad on Hopper needs an input size that is a multiple of 4, got {k}")
     if not rows:
         return
     total = grad if grad.dtype == torch.float32 else torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
@@ -191,8 +195,6 @@ def grouped_bf16_wgrad_into(dy: Tensor, x: Tensor, groups: PaddedGroups, grad: T
     from it have them."""
     assert groups.block == BLOCK, "groups for gradients have blocks of 128"
     experts, (rows, n), k = len(groups.counts), dy.shape, x.shape[1]
-    if n % 8 or k % 8:
-        raise ValueError(f"BF16 GEMMs of experts on Hopper need sizes that are a multiple of 8, got {n} and {k}")
     if not rows:
         return
     total = grad if grad.dtype == torch.float32 else torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)

@@ -53,12 +53,12 @@ SWALLOWERS = [
 REACHED_THROUGH = {
     "config/train": "config/sections",
     "kernels/backends/deepgemm": "kernels/backends/hopper",
+    "kernels/backends/deepgemm_grouped": "kernels/backends/hopper",
     "kernels/backends/flash": "kernels/backends/hopper",
     "kernels/backends/hopper": "kernels/dispatch",
     "kernels/backends/hopper_scaled_mm": "kernels/dispatch",
     "kernels/backends/operands": "kernels/backends/scaled_mm",
     "kernels/backends/triton_launch": "kernels/backends/triton_pointwise",
-    "kernels/reference_moe": "kernels/backends/reference",
     "model/attention": "model/blocks",
     "model/mlp": "model/blocks",
     "model/hf_files": "model/hf",

@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where the rows of tokens lie in matrices [R, ...] that are grouped by expert; k rows of each token.
+    """Where the rows of tokens lie in matrices [R, ...] that are grouped by expert; k rows of each token. Integers.
 
     `counts[e]` rows from `starts[e]` on are expert e's. What lies between groups, if a backend pads them, is no
     token's.
     """
 
     rows: Tensor  # [T, k] int64, the row of a token's j-th expert
-    tokens: Tensor  # [R] int64, the token of a row
-    starts: Tensor  # [E + 1] int64
-    counts: Tensor  # [E] int64
+    tokens: Tensor  # [R], the token of a row; -1 where it is none's
+    starts: Tensor  # [E + 1]
+    counts: Tensor  # [E]

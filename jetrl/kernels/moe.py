@@ -1,8 +1,9 @@
 """Ops of mixture-of-experts layers with their gradients: checks, then the backend. Definitions: `reference_moe.py`.
 
 `group` gives every (token, rank) a row of the grouped matrices [R, ...], in which an expert's rows lie together
-(`types.Groups`). A backend may pad groups: R is then a bound that the host knows, and nobody waits for the counts.
-`dispatch` and `combine_backward` fill padding with zeros, which change no scale and no sum.
+(`groups.Groups`). A backend may pad groups: R is then a bound that the host knows, and nobody waits for the counts.
+`dispatch` and `combine_backward` fill padding with zeros, which change no scale and no sum; ops without gradients may
+leave it as it is.
 """
 
 from __future__ import annotations
@@ -119,6 +120,12 @@ class _Combine(torch.autograd.Function):
 def combine(y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Each token's rows of `y` [R, D], weighted [T, k] and added in FP32 by rank, rounded once -> [T, D]."""
     return _Combine.apply(y, weights, groups)
+
+
+def swiglu_quantize(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:
+    """`pointwise.swiglu_quantize` of `gate_up` [R, 2F] in the rows of tokens; others may be left as they are."""
+    assert not torch.is_grad_enabled()
+    return experts_backend_of(gate_up).swiglu_quantize_rows(gate_up, groups, pow2)
 
 
 # ---- GEMMs of experts -----------------------------------------------------------------------------------------------

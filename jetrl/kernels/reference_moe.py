@@ -106,6 +106,11 @@ def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: Groups) -> 
     return d_rows, d_weights
 
 
+def swiglu_quantize_rows(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:
+    """`quantize_1x128(swiglu(gate_up))` of `gate_up` [R, 2F], in the rows that are tokens'."""
+    return ref.quantize_1x128(ref.swiglu(gate_up), pow2)
+
+
 # ---- GEMMs of experts -----------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """The mixture-of-experts block: a router chooses k of E small MLPs for each token; their outputs, weighted and added.
 
-Legend: `T` tokens, `D` model, `F` an expert's feed-forward, `R` rows of tokens grouped by expert (`types.Groups`). What
-is rounded where is said by `kernels/reference_moe.py`. No token is ever dropped: groups have the size that they need.
+Legend: `T` tokens, `D` model, `F` an expert's feed-forward, `R` rows of tokens grouped by expert (`groups.Groups`).
+What is rounded where is said by `kernels/reference_moe.py`. No token is ever dropped: groups have the size that they
+need.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class MoE(Block):
         else:
             rows = moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
         hidden = self.gate_up.infer_rows(rows, groups, side)
-        act = pointwise.swiglu(hidden) if out is None else pointwise.swiglu_quantize(hidden, out.fprop.left.pow2)
+        act = pointwise.swiglu(hidden) if out is None else moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
         return moe.combine(self.down.infer_rows(act, groups, side), weights, groups), residual
 
     @staticmethod

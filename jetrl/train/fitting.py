@@ -158,9 +158,6 @@ def report(recipe: Path, overrides: Sequence[str], spec: ModelSpec, ranks: int, 
 
     That is what counts unless `gpu` names another, or the run is one for a CPU; without any, an H200.
     """
-    if spec.experts is not None:
-        yield "Mixtures of experts run on the CPU only so far, so there is no memory of a GPU to predict."
-        return
     given = load_config(recipe, overrides)
     config, is_here = on_gpu(given), not gpu and given.device != "cpu" and torch.cuda.is_available()
     if is_here:

@@ -5,7 +5,8 @@ only the rollout (KV cache) or only the update holds (gradients, activations, lo
 the peak. Counted from what `model/linear.py`, `kernels/` and `rollout/engine.py` keep on a GPU; `docs/MEMORY.md`
 compares it with measured peaks.
 
-Legend: `T` packed tokens, `D` model, `F` feed-forward, `V` vocabulary, `N`, `G` query and key heads, `H` head size.
+Legend: `T` packed tokens, `D` model, `F` feed-forward, `V` vocabulary, `N`, `G` query and key heads, `H` head size,
+`E` experts, `k` of a token.
 """
 
 from __future__ import annotations
@@ -254,12 +255,21 @@ def _step_tokens(config: Config) -> int:
     return r.prompts_per_step * r.group_size * (config.task.max_prompt_length + r.max_response_length)
 
 
+def expert_rows(spec: ModelSpec, tokens: int) -> int:
+    """Rows of the grouped matrices of T tokens: k for each, and at most a tile of 128 less one for each expert."""
+    if spec.experts is None:
+        return 0
+    chosen = tokens * spec.experts.per_token
+    return (chosen + min(spec.experts.count, chosen) * (BLOCK - 1)) // BLOCK * BLOCK
+
+
 @lru_cache(maxsize=256)
-def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int) -> float:
-    """Bytes a token that the forward pass of a layer keeps for the backward pass.
+def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int = 8192) -> float:
+    """Bytes a token that the forward pass of a layer keeps for the backward pass; of `tokens`, which experts pad.
 
     Of each block: the residual stream (BF16), each linear's input (FP8 along tokens with a scale for 128, or BF16), and
-    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up.
+    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up. Of
+    experts that for each row, with their outputs, and the router's input and logits.
     """
     def linear(role: str, size: int) -> float:
         return size + size / 32 if recipe.linear(layer, role, "train") is not None else 2 * size
@@ -274,6 +284,11 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int) -> float:
             total += linear("o", attended) if fp8 else 0  # in BF16 it is attention's output itself
         elif block.kind == "mlp":
             total += linear("gate_up", d) + 4 * spec.intermediate_size + linear("down", spec.intermediate_size)
+        elif block.kind == "moe":
+            assert spec.experts is not None
+            f, k = spec.experts.intermediate_size, spec.experts.per_token
+            row = linear("gate_up", d) + 4 * f + linear("down", f) + 2 * d + 4
+            total += 2 * d + 4 * spec.experts.count + 20 * k + row * expert_rows(spec, tokens) / tokens
         else:  # a block that is not in this package
             total += sum(linear(role, w.in_size) + 2 * sum(w.sections) for role, w in block.linears(spec).items())
     return total
@@ -284,7 +299,7 @@ def _activations(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -
     ends = 2 * 5 * spec.hidden_size  # the last norm, the rows that carry loss, and their gradient
     if config.train.activation_checkpointing:
         return tokens * (4 * spec.hidden_size * spec.num_layers + ends)
-    return int(tokens * (ends + sum(saved_of_layer(spec, recipe, layer) for layer in range(spec.num_layers))))
+    return int(tokens * (ends + sum(saved_of_layer(spec, recipe, layer, tokens) for layer in range(spec.num_layers))))
 
 
 def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, grad: int) -> int:
@@ -298,9 +313,23 @@ def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, 
     more = max(4 * v * (first + rest), 2 * v * first + 6 * v * rest) if rest else 0
     head = max(6 * v * first, more) + (4 * v * spec.hidden_size if grad == 2 else 0)
     layer = tokens * (4 * spec.hidden_size + 10 * spec.intermediate_size)
+    if spec.experts is not None:
+        layer = max(layer, _passing_experts(spec, tokens, checkpointing, grad))
     if checkpointing:
-        layer += int(tokens * saved_of_layer(spec, recipe, 0))
+        layer += int(tokens * max(saved_of_layer(spec, recipe, i, tokens) for i in range(spec.num_layers)))
     return max(head, layer)
+
+
+def _passing_experts(spec: ModelSpec, tokens: int, checkpointing: bool, grad: int) -> int:
+    """What the backward pass of experts makes: gradients of rows with their codes both ways, the router's in FP32.
+
+    Gradients in BF16 take the sum of all experts in FP32; with checkpointing the codes for dgrad are made on the way.
+    """
+    assert spec.experts is not None
+    d, f = spec.hidden_size, spec.experts.intermediate_size
+    matrix = spec.experts.count * 2 * f * d
+    made = matrix * ((4 if grad == 2 else 0) + (1 if checkpointing else 0))
+    return expert_rows(spec, tokens) * (6 * d + 8 * f) + 8 * tokens * d + made
 
 
 def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: int) -> tuple[int, int, int]:
@@ -347,5 +376,9 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
     d, f = spec.hidden_size, spec.intermediate_size
     fp8 = recipe.name != "bf16"
     layer = 4 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f))
+    rows = 0
+    if spec.experts is not None:
+        f = spec.experts.intermediate_size
+        rows = expert_rows(spec, tokens) * (2 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f)))
     scratch = 4 * spec.num_kv_heads * spec.head_dim if recipe.kv_cache.is_quantized else 0
-    return tokens * (layer + scratch) + 2 * 4 * sequences * spec.vocab_size
+    return max(tokens * layer, rows + 4 * tokens * d) + tokens * scratch + 2 * 4 * sequences * spec.vocab_size

@@ -40,7 +40,7 @@ def test_the_table_tells_rows_differences_and_what_was_not_run() -> None:
     lines = markdown([row(FP8_RAGGED), row(FP8_LONG, different=1234)]).splitlines()
     assert "| qwen3-8b | fp8 | ragged | 3,000 x 151,936 | 1,000 | 0 | 12 | 40 |" in lines
     assert "| qwen3-8b | fp8 | long | 3,000 x 151,936 | 1,000 | **1,234** | 12 | 40 |" in lines
-    assert sum("not run" in text for text in lines) == 5 * 2 * 2 - 2
+    assert sum("not run" in text for text in lines) == 6 * 2 * 2 - 2
     assert "G, commit abc." in lines
 
 

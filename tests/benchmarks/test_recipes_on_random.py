@@ -52,7 +52,8 @@ def test_a_dry_run_passes(recipe: str, hub: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_recipes_of_real_models_say_of_themselves() -> None:
-    assert {name for name in shipped() if "qwen3" in name} == set(RECIPES)
+    not_run = {name for name, path in shipped().items() if "Predicted; not yet run." in path.read_text()}
+    assert {name for name in shipped() if "qwen3" in name} == set(RECIPES) | not_run
     rows = json.loads((RESULTS / "recipes_on_random.json").read_text())["rows"]
     measured = {row["recipe"]: row for row in rows}
     for recipe in RECIPES:

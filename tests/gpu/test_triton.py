@@ -21,8 +21,9 @@ def _load(name: str = "triton_cases") -> ModuleType:
     return module
 
 
+FILES = ("triton_cases", "triton_cache_cases", "triton_moe_cases")
 if torch.cuda.is_available():
-    CASES = _load().all_cases() + _load("triton_cache_cases").all_cases()
+    CASES = [case for name in FILES for case in _load(name).all_cases()]
 else:  # collected on a machine without a GPU: the marker keeps it from running
     CASES = []
 

@@ -233,7 +233,7 @@ def test_a_backend_without_these_ops_is_refused_by_name(monkeypatch: pytest.Monk
     without, some = ModuleType("without"), ModuleType("some")
     some.route = None  # type: ignore[attr-defined]
     monkeypatch.setattr(dispatch, "load_backend", lambda name: without if name == "hopper" else some)
-    with pytest.raises(UserError, match=r'kernels = "hopper" cannot compute mixtures of experts yet: set'):
+    with pytest.raises(UserError, match=r'kernels = "hopper" cannot compute mixtures of experts: set'):
         dispatch.require_experts.__wrapped__("hopper")
     with pytest.raises(AssertionError, match="backend other lacks"):
         dispatch.require_experts.__wrapped__("other")

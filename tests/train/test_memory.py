@@ -12,7 +12,7 @@ import pytest
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.precision.mlp import MLP
-from jetrl.spec import SHAPES, ModelSpec, RopeSpec
+from jetrl.spec import SHAPES, ExpertSpec, ModelSpec, RopeSpec
 from jetrl.train import memory
 from jetrl.train.fitting import GPUS, on_gpu
 from jetrl.train.memory import GIB, WORKSPACE, Memory, predict
@@ -124,6 +124,36 @@ def test_a_cache_takes_what_is_left() -> None:
     assert of(SHAPES["qwen3-32b"], capacity=GPUS["h100"]).sequences == 0
     odd = replace(SMALL, hidden_size=200, intermediate_size=300)
     assert of(odd).published > of(SMALL).published / 2, "sizes that end within a block are padded"
+
+
+def test_experts_by_hand() -> None:
+    """A router and two matrices of all experts; each token's rows twice, padded to tiles of 128."""
+    experts = ExpertSpec(count=4, per_token=2, intermediate_size=128, normalized=True)
+    spec = replace(SMALL, family="qwen3_moe", experts=experts)
+    recipe = memory.recipe_for(config_of("precision=fp8"), spec)
+    sizes = {m.name: m for m in memory.sizes_of(spec, recipe).matrices}
+    assert sizes["layers.0.mlp.gate_up.weight"].size == 4 * 2 * 128 * 256
+    assert sizes["layers.0.mlp.router.weight"].fp8 == (False, False)
+    assert memory.expert_rows(spec, 1000) == 2432, "2000 choices and 4 x 127, in whole tiles"
+    assert memory.expert_rows(spec, 1) == 256 and memory.expert_rows(SMALL, 1000) == 0
+    dense, mixed = (memory.saved_of_layer.__wrapped__(s, recipe, 0, 1000) for s in (SMALL, spec))
+    row = 264 + 4 * 128 + 132 + 2 * 256 + 4
+    of_mlp = 264 + 4 * 512 + 528
+    assert mixed - dense == pytest.approx(2 * 256 + 4 * 4 + 20 * 2 + row * 2.432 - of_mlp)
+    assert of(spec).passing >= of(replace(spec, experts=None, family="qwen3")).passing
+
+
+def test_the_recipe_of_the_large_mixture_fits_two_h200() -> None:
+    """And its head comment says what is predicted."""
+    name = "gsm8k_qwen3_30b_a3b"
+    predicted = predict(config_of(recipe=name), SHAPES["qwen3-30b-a3b"], 2, H200)
+    assert predicted.fits(H200) and predicted.sequences == predicted.wanted == 512
+    peak, host = round(predicted.peak / GIB), round(predicted.host / GIB)
+    told = f"Memory: {peak} GiB of each GPU at the peak, and {host} GiB of host memory"
+    assert told in find_recipe(name).read_text()
+    wider = config_of("train.master_dtype=float32", "train.grad_dtype=float32", recipe=name)
+    assert not predict(wider, SHAPES["qwen3-30b-a3b"], 2, H200).fits(H200)
+    assert predict(wider, SHAPES["qwen3-30b-a3b"], 4, H200).fits(H200), "as the comment says"
 
 
 def test_a_block_from_outside_counts_by_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:

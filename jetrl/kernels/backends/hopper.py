@@ -2,7 +2,8 @@
 
 It exports the names of `dispatch.OPS`. Elementwise ops, quantizers and log-probs are bit-equal to `reference` given the
 same inputs; GEMMs and attention have their own order of sums, which depends only on the sizes of K and of the head.
-Beyond `OPS` there is `sample`, the draw on the device.
+Beyond `OPS` there are `dispatch.EXPERT_OPS` (outside `__all__`: `hopper_scaled_mm` has none) and `sample`, the draw on
+the device.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ from jetrl.kernels.backends.deepgemm import (
     wgrad_gemm,
     wgrad_into,
 )
+from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_dgrad as grouped_bf16_dgrad
+from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_gemm as grouped_bf16_gemm
+from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_wgrad_into as grouped_bf16_wgrad_into
+from jetrl.kernels.backends.deepgemm_grouped import grouped_fp8_gemm as grouped_fp8_gemm
+from jetrl.kernels.backends.deepgemm_grouped import grouped_wgrad_into as grouped_wgrad_into
+from jetrl.kernels.backends.deepgemm_grouped import prepare_experts_bf16 as prepare_experts_bf16
+from jetrl.kernels.backends.deepgemm_grouped import prepare_experts_fp8 as prepare_experts_fp8
+from jetrl.kernels.backends.deepgemm_grouped import prepare_experts_fp8_t as prepare_experts_fp8_t
 from jetrl.kernels.backends.flash import (
     attend,
     attend_backward,
@@ -31,6 +40,13 @@ from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
 from jetrl.kernels.backends.triton_cache import round_heads, write_cache
 from jetrl.kernels.backends.triton_decode import advance
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
+from jetrl.kernels.backends.triton_moe import combine as combine
+from jetrl.kernels.backends.triton_moe import combine_backward as combine_backward
+from jetrl.kernels.backends.triton_moe import dispatch as dispatch
+from jetrl.kernels.backends.triton_moe import dispatch_backward as dispatch_backward
+from jetrl.kernels.backends.triton_moe import dispatch_quantize as dispatch_quantize
+from jetrl.kernels.backends.triton_moe import quantize_rows_t as quantize_rows_t
+from jetrl.kernels.backends.triton_moe import swiglu_quantize_rows as swiglu_quantize_rows
 from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares
 from jetrl.kernels.backends.triton_pointwise import (
     add,
@@ -46,6 +62,10 @@ from jetrl.kernels.backends.triton_pointwise import (
 )
 from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.backends.triton_route import group as group
+from jetrl.kernels.backends.triton_route import route as route
+from jetrl.kernels.reference_moe import route_backward as route_backward
+from jetrl.kernels.reference_moe import router_backward as router_backward
 
 __all__ = [
     "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend",

@@ -210,7 +210,7 @@ def quantize_weight(
     codes, scale = out.codes, out.scale
     assert out.row_sections == sections and codes.shape == w.shape and codes.stride(0) == padded(w.shape[1])
     start = block = 0
-    for size in sections:
+    for size in sections if has_gaps(sections) else (w.shape[0],):  # without gaps blocks are 128 apart throughout
         blocks = triton.cdiv(size, BLOCK)
         _blocks_kernel[(blocks, groups)](
             w, codes, scale, start, start + size, block, w.shape[1], codes.stride(0), w.stride(0), codes.stride(0),

@@ -1,0 +1,299 @@
+"""Mixtures of experts on one GPU, at the shape of Qwen3-30B-A3B with random weights: rollout, update, and single ops.
+
+    python benchmarks/bench_moe.py --only rollout --batch 64 256 --peer "COMMAND"
+    python benchmarks/bench_moe.py --only update --layers 12         # as many as fit with masters and moments
+    python benchmarks/bench_moe.py --only ops                        # microseconds of each op of one layer
+
+Rollout: all 48 layers, published weights only, prompt 512 and 1024 new tokens; `--peer` as for `bench_rollout.py`, for
+the same shape. The floor of a decode step reads the weights of the experts that are hit, which is counted: the drawn
+sequences go through the model once more, whose routers choose the same experts (parity), and the distinct experts of a
+step are averaged over layers and sampled positions. Update: forward, backward, norm, clipping, AdamW and publishing of
+`--layers` layers with BF16 masters and moments and FP32 gradients; its FLOPs count active parameters. Each measurement
+is a process, and the variants take turns. Writes `benchmarks/results/moe.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_rollout import PEER_MARK, measure, peer_command, peer_row, requests_of
+from bench_step import BF16_CEILING, batch_of, timed, update
+from common import (
+    RESULTS,
+    NoText,
+    ask,
+    emit,
+    environment,
+    graphed,
+    interleaved,
+    median,
+    require_gpu,
+    save,
+    split_variant,
+    table,
+)
+from torch import Tensor
+
+from jetrl.api import random_model
+from jetrl.kernels import moe, pointwise
+from jetrl.kernels.dispatch import require_experts
+from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.quantize import quantize_act
+from jetrl.model.block import Routes
+from jetrl.model.transformer import Transformer
+from jetrl.rollout.engine import PagedEngine
+from jetrl.rollout.kv_cache import page_bytes
+from jetrl.spec import SHAPES, ModelSpec
+from jetrl.train.optim import MixedAdamW
+from jetrl.types import WeightSet
+
+SHAPE = "qwen3-30b-a3b"
+READ_TBPS = 4.47  # reading, of one H200
+Row = dict[str, Any]
+
+
+def dense_of_layer(spec: ModelSpec) -> int:
+    """Weights of a layer's attention."""
+    return spec.hidden_size * (sum(spec.qkv_sections) + spec.num_heads * spec.head_dim)
+
+
+def expert_size(spec: ModelSpec) -> int:
+    assert spec.experts is not None
+    return 3 * spec.hidden_size * spec.experts.intermediate_size
+
+
+def floor_ms(spec: ModelSpec, fp8: bool, kv8: bool, batch: int, context: float, hit: float) -> float:
+    """Milliseconds of a decode step that reads each weight once, `hit` experts a layer, and each key and value once."""
+    assert spec.experts is not None
+    router = 2 * spec.experts.count * spec.hidden_size
+    layer = (dense_of_layer(spec) + hit * expert_size(spec)) * (1 if fp8 else 2) + router
+    head = spec.head_dim + 2 if kv8 else spec.head_dim * 2  # a head's codes and its scale
+    cache = batch * context * 2 * spec.num_kv_heads * head
+    return (spec.num_layers * (layer + cache) + 2 * spec.vocab_size * spec.hidden_size) / READ_TBPS / 1e9
+
+
+def flops(spec: ModelSpec, lengths: list[int]) -> float:
+    """Model FLOPs of an update by active parameters: three passes over linear layers, head and causal attention."""
+    assert spec.experts is not None
+    experts = spec.experts
+    layer = dense_of_layer(spec) + experts.per_token * expert_size(spec) + experts.count * spec.hidden_size
+    linear = spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+    attention = spec.num_layers * sum(2.0 * n * n * spec.num_heads * spec.head_dim for n in lengths)
+    return 3 * (2.0 * linear * sum(lengths) + attention)
+
+
+@torch.no_grad()
+def experts_hit(model: Transformer, sequences: list[list[int]], positions: list[int], at_once: int = 8) -> float:
+    """Distinct experts that a step's tokens choose, mean over layers and the steps at `positions`."""
+    count = model.spec.experts.count  # type: ignore[union-attr]
+    hit = torch.zeros(model.spec.num_layers, len(positions), count, dtype=torch.bool, device="cuda")
+    for first in range(0, len(sequences), at_once):
+        part = sequences[first : first + at_once]
+        batch, _ = batch_of([len(s) for s in part], 0)
+        batch = replace(batch, tokens=torch.tensor([t for s in part for t in s], device="cuda"))
+        routes, start = Routes(), 0
+        model(batch, routes=routes)
+        for sequence in part:
+            for layer, chosen in routes.chosen.items():
+                hit[layer].scatter_(1, chosen[start + torch.tensor(positions, device="cuda")], True)
+            start += len(sequence)
+    return hit.sum(-1).double().mean().item()
+
+
+def rollout(variant: str, args: argparse.Namespace) -> None:
+    """One row per batch size; the model holds published weights only."""
+    precision, kv_cache, _ = split_variant(variant)
+    model = random_model(SHAPE, precision, "cuda", args.rollout_layers, kv_cache, masters=False)
+    held = torch.cuda.memory_allocated() / 2**30
+    for batch in args.batch:
+        engine = PagedEngine(
+            model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch)
+        )
+        engine.load(WeightSet(1, "flow", {}))
+        engine.generate(requests_of(batch, args.prompt, 40))  # compiles kernels
+        torch.cuda.reset_peak_memory_stats()
+        row = measure(engine, precision, batch, args.prompt, args.new)
+        assert engine.stats is not None
+        page = page_bytes(model.spec, 128, torch.bfloat16, model.recipe.kv_cache)
+        peak, cache = torch.cuda.max_memory_allocated(), engine.stats.num_pages * page
+        requests = requests_of(batch, args.prompt, 64)  # the experts of a step do not change with its place
+        done = {c.request_id: list(c.tokens) for c in engine.generate(requests)}
+        drawn = [list(r.tokens) + done[r.id] for r in requests]
+        del engine
+        torch.cuda.empty_cache()
+        hit = experts_hit(model, drawn, list(range(args.prompt, args.prompt + 63, 6)))
+        row |= {
+            "experts hit": hit, "weights GiB": held, "peak GiB": peak / 2**30,
+            "peak without cache GiB": (peak - cache) / 2**30,
+            "share of floor": floor_ms(
+                model.spec, precision != "bf16", bool(kv_cache), batch, row["context"], hit
+            ) / row["step_ms"],
+        }
+        emit({"what": "rollout", "engine": f"jetrl {variant}", **row, "environment": environment()})
+
+
+def updates(variant: str, args: argparse.Namespace) -> None:
+    model = random_model(SHAPE, variant, "cuda", args.layers)
+    accumulate_in(model, torch.float32)
+    optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
+    micros = [[args.length] * (args.micro_tokens // args.length)] * (args.tokens // args.micro_tokens)
+    milliseconds, peak = timed(lambda: update(model, optimizer, micros), args.repeats)
+    lengths = [n for micro in micros for n in micro]
+    emit({
+        "what": "update", "variant": variant, "layers": args.layers, "tokens": sum(lengths), "length": args.length,
+        "micro-batch": args.micro_tokens, "update_ms": milliseconds, "peak GiB": peak,
+        "MFU": flops(model.spec, lengths) / milliseconds / 1e9 / BF16_CEILING, "environment": environment(),
+    })
+
+
+def ops_of(tokens: int) -> dict[str, Any]:
+    """Calls of one layer's ops without gradients, FP8 and BF16, on `tokens` tokens."""
+    spec = SHAPES[SHAPE]
+    assert spec.experts is not None
+    ops, experts = require_experts("hopper"), spec.experts
+    d, f, e, k = spec.hidden_size, experts.intermediate_size, experts.count, experts.per_token
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    router, up, down = normal(e, d) * 0.02, normal(e * 2 * f, d) * 0.02, normal(e * d, f) * 0.02
+    operand, x = ops.prepare_bf16(router), normal(tokens, d)
+    up8 = ops.prepare_experts_fp8(ops.quantize_weight(up, False, (f, f) * e), e)
+    down8 = ops.prepare_experts_fp8(ops.quantize_weight(down, False, (d,) * e), e)
+    up16, down16 = ops.prepare_experts_bf16(up, e), ops.prepare_experts_bf16(down, e)
+    bf16 = torch.bfloat16
+    logits = moe.router_logits(x, router, router, operand)
+    chosen, weights = moe.route(logits, k, True)
+    groups = moe.group(chosen, e)
+    q, rows = moe.dispatch_quantize(x, groups, False), moe.dispatch(x, groups)
+    hidden = moe.grouped_fp8_gemm(q, up8, groups, bf16)
+    act, act16 = moe.swiglu_quantize(hidden, groups, False), pointwise.swiglu(hidden)
+    y = moe.grouped_fp8_gemm(act, down8, groups, bf16)
+    return {
+        "router": lambda: moe.router_logits(x, router, router, operand),
+        "route": lambda: moe.route(logits, k, True),
+        "group": lambda: moe.group(chosen, e),
+        "dispatch_quantize": lambda: moe.dispatch_quantize(x, groups, False),
+        "gate_up fp8": lambda: moe.grouped_fp8_gemm(q, up8, groups, bf16),
+        "swiglu_quantize": lambda: moe.swiglu_quantize(hidden, groups, False),
+        "down fp8": lambda: moe.grouped_fp8_gemm(act, down8, groups, bf16),
+        "combine": lambda: moe.combine(y, weights, groups),
+        "dispatch": lambda: moe.dispatch(x, groups),
+        "gate_up bf16": lambda: moe.grouped_bf16_gemm(rows, up16, groups, bf16),
+        "down bf16": lambda: moe.grouped_bf16_gemm(act16, down16, groups, bf16),
+    }
+
+
+def gradient_ops(tokens: int) -> dict[str, Any]:
+    """The ops of a layer's backward pass."""
+    spec = SHAPES[SHAPE]
+    assert spec.experts is not None
+    ops, experts = require_experts("hopper"), spec.experts
+    d, f, e, k = spec.hidden_size, experts.intermediate_size, experts.count, experts.per_token
+    x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+    up = torch.randn(e * 2 * f, d, device="cuda", dtype=torch.bfloat16) * 0.02
+    up_t = ops.prepare_experts_fp8_t(ops.quantize_weight(up, False, (f, f) * e), e)
+    logits = torch.randn(tokens, e, device="cuda")
+    chosen, weights = ops.route(logits, k, True)
+    groups = ops.group(chosen, e, 128)
+    rows = ops.dispatch(x, groups)
+    dy = torch.randn(len(groups.tokens), 2 * f, device="cuda", dtype=torch.bfloat16)
+    dy_q, grad = quantize_act(dy, False, (f, f)), torch.zeros(e * 2 * f, d, device="cuda")
+    dy_t, x_t = ops.quantize_rows_t(dy, groups, False), ops.quantize_rows_t(rows, groups, False)
+    d_weights = torch.randn(tokens, k, device="cuda")
+    return {
+        "combine_backward": lambda: ops.combine_backward(x, rows, weights, groups),
+        "quantize dy": lambda: quantize_act(dy, False, (f, f)),
+        "dgrad fp8": lambda: ops.grouped_fp8_gemm(dy_q, up_t, groups, torch.bfloat16),
+        "dgrad bf16": lambda: ops.grouped_bf16_dgrad(dy, up, groups),
+        "quantize_rows_t dy": lambda: ops.quantize_rows_t(dy, groups, False),
+        "quantize_rows_t x": lambda: ops.quantize_rows_t(rows, groups, False),
+        "wgrad fp8": lambda: ops.grouped_wgrad_into(dy_t, x_t, groups, grad),
+        "wgrad bf16": lambda: ops.grouped_bf16_wgrad_into(dy, rows, groups, grad),
+        "dispatch_backward": lambda: ops.dispatch_backward(rows, groups),
+        "route_backward": lambda: ops.route_backward(d_weights, logits, chosen, weights, True),
+        "router_backward": lambda: ops.router_backward(logits, x, up[:e]),
+    }
+
+
+def ops_table(args: argparse.Namespace) -> None:
+    for tokens in (1, 64, 256, 8192):
+        with torch.no_grad():
+            cases = ops_of(tokens)
+            cases = {name: graphed(fn) for name, fn in cases.items()} if tokens < 8192 else cases | gradient_ops(tokens)
+            for name, spent in interleaved(cases, rounds=10).items():
+                emit({"what": "op", "op": name, "tokens": tokens, "us": median(spent), "environment": environment()})
+
+
+def peers(args: argparse.Namespace, round_: int) -> list[Row]:
+    rows: list[Row] = []
+    for dtype in args.peer_dtype:
+        command = peer_command(args.peer, dtype, args.batch, args.prompt, args.new, args.rollout_layers)
+        for row in ask(command, PEER_MARK):
+            row = peer_row(row, dtype)
+            row.pop("share of floor", None)  # of the dense shape
+            rows.append(row | {"what": "rollout", "round": round_})
+    return rows
+
+
+def main() -> None:
+    layers = SHAPES[SHAPE].num_layers
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=["ops", "rollout", "update"], default=["ops", "rollout", "update"])
+    parser.add_argument("--precision", nargs="+", default=["fp8 kv8", "fp8", "bf16"], help="of the rollout")
+    parser.add_argument("--batch", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=1024)
+    parser.add_argument("--rollout-layers", type=int, default=layers)
+    parser.add_argument("--layers", type=int, default=12, help="of the update")
+    parser.add_argument("--tokens", type=int, default=32768, help="of an update")
+    parser.add_argument("--micro-tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=2048, help="of a sequence of an update")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--peer", help="a command that measures another engine")
+    parser.add_argument("--peer-dtype", nargs="+", default=["fp8 kv8", "bf16"])
+    parser.add_argument("--one", nargs=2, metavar=("WHAT", "VARIANT"), help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="moe")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.one:
+        what, variant = args.one
+        return {"rollout": rollout, "update": updates}[what](variant, args) if what != "ops" else ops_table(args)
+    require_gpu()
+    keys = ("prompt", "new", "rollout_layers", "layers", "tokens", "micro_tokens", "length", "repeats")
+    options = ["--batch", *map(str, args.batch), *(f"--{k.replace('_', '-')}={getattr(args, k)}" for k in keys)]
+    todo = {"ops": ["all"], "rollout": args.precision, "update": ["fp8", "bf16"]}
+    columns = {
+        "ops": ["op", "tokens", "us"], "update": ["variant", "layers", "tokens", "update_ms", "MFU", "peak GiB"],
+        "rollout": ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "experts hit", "share of floor",
+                    "weights GiB", "peak without cache GiB", "peak GiB"],
+    }
+    rows: list[Row] = []
+    failed = False
+    for round_ in range(args.rounds):
+        for what in args.only:
+            for variant in todo[what]:
+                try:
+                    found = list(ask([sys.executable, __file__, "--one", what, variant, *options]))
+                except RuntimeError as error:  # the other parts still tell what they can
+                    failed = True
+                    print(f"{what} {variant}: FAILED\n{error}", flush=True)
+                    continue
+                rows += [row | {"round": round_} for row in found]
+                print(table(found, columns[what]), flush=True)
+            if what == "rollout" and args.peer:
+                found = peers(args, round_)
+                rows += found
+                print(table(found, columns[what]), flush=True)
+            save(args.name, rows, args.out)
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Rows of tokens to their experts and back as Triton kernels, forward passes bit-equal to `reference_moe`.
+
+Grouped matrices [R, ...] have rows of padding (`triton_route.PaddedGroups`). `dispatch` and `combine_backward` write
+zeros there up to the end of the last group, so that a sum over an expert's rows is unharmed; kernels that rollouts run
+neither read nor write them: a GEMM's row depends on no other row. Nothing reads the rows beyond the last group.
+
+Legend: `T` tokens, `k` experts of a token, `R` rows, `E` experts, `D` model, `F` feed-forward, `C` columns. FP fusion
+is off: `combine` rounds each product and each sum.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels take pointers and compile-time numbers, for which there are no types)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
+from jetrl.kernels.backends.triton_pointwise import sigmoid32
+from jetrl.kernels.backends.triton_quant import (
+    _FLOOR_BITS,
+    abs_bits,
+    encode,
+    new_codes,
+    new_scale,
+    padded,
+    scale_from,
+)
+from jetrl.kernels.backends.triton_route import PaddedGroups
+from jetrl.kernels.qtensor import QTensor
+from jetrl.precision.formats import BLOCK
+
+
+@triton.jit
+def _copy_kernel(x, tokens, total, out, D, x_stride, B: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * B + tl.arange(0, B)
+    if row < tl.load(total):
+        token = tl.load(tokens + row).to(tl.int64)
+        v = tl.load(x + token * x_stride + cols, mask=(cols < D) & (token >= 0), other=0.0)
+        tl.store(out + row * D + cols, v, mask=cols < D)
+
+
+@triton.jit
+def _copy_quantized_kernel(
+    x, rows, codes, scale, D, x_stride, codes_stride, scale_stride, written, K: tl.constexpr, B: tl.constexpr,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
+):
+    """Some groups of 128 columns of a token: quantized once, written k times."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * B
+    cols = first + tl.arange(0, B)
+    v = tl.load(x + token * x_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
+    groups = tl.reshape(v, (B // 128, 128))
+    s = scale_from(tl.max(abs_bits(groups), axis=1), FLOOR, POW2)
+    q = tl.reshape(encode(groups, s[:, None]).to(tl.uint8, bitcast=True), (B,))
+    group = first // 128 + tl.arange(0, B // 128)
+    for j in tl.static_range(K):
+        row = tl.load(rows + token * K + j)
+        tl.store(codes + row * codes_stride + cols, q, mask=cols < written)
+        tl.store(scale + group.to(tl.int64) * scale_stride + row, s, mask=group * 128 < D)
+
+
+@triton.jit
+def _sum_kernel(
+    y, weights, rows, out, D, y_stride, K: tl.constexpr, B: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
+):
+    """A token's k rows added in FP32 in the order of rank, rounded once."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * B + tl.arange(0, B)
+    inside = cols < D
+    total = tl.zeros((B,), dtype=tl.float32)
+    for j in tl.static_range(K):
+        row = tl.load(rows + token * K + j)
+        v = tl.load(y + row * y_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            v = v * tl.load(weights + token * K + j)
+        total = v if j == 0 else total + v
+    tl.store(out + token * D + cols, total.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _spread_kernel(
+    dy, y, weights, rows, tokens, total, d_rows, d_weights, D, dy_stride, y_stride, K: tl.constexpr, KB: tl.constexpr,
+    B: tl.constexpr,
+):
+    """The gradient of one row, and of its weight; zeros in a row of padding."""
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(total):
+        cols, rank = tl.arange(0, B), tl.arange(0, KB)
+        token = tl.load(tokens + row).to(tl.int64)
+        real = token >= 0
+        inside = (cols < D) & real
+        mine = (tl.load(rows + token * K + rank, mask=(rank < K) & real, other=-1) == row) & real
+        w = tl.sum(tl.where(mine, tl.load(weights + token * K + rank, mask=mine, other=0.0), 0.0), axis=0)
+        g = tl.load(dy + token * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(y + row * y_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        tl.store(d_rows + row * D + cols, tl.where(inside, g * w, 0.0).to(tl.bfloat16), mask=cols < D)
+        d = tl.sum(g * v, axis=0) + tl.zeros((KB,), dtype=tl.float32)
+        tl.store(d_weights + token * K + rank, d, mask=mine)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up, tokens, codes, scale, R, F, x_stride, codes_stride, scale_stride, written, ROWS: tl.constexpr,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
+):
+    """`triton_pointwise._swiglu_kernel` for the rows that are tokens'."""
+    begin(PDL)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    cols = group * 128 + tl.arange(0, 128)
+    real = tl.load(tokens + rows, mask=rows < R, other=-1) >= 0
+    mask = real[:, None] & (cols < F)[None, :]
+    at = gate_up + rows[:, None] * x_stride + cols[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
+    y = (gate * sigmoid32(gate) * up).to(tl.bfloat16)
+    y = tl.where(mask, y.to(tl.float32), 0.0)
+    s = scale_from(tl.max(abs_bits(y), axis=1), FLOOR, POW2)
+    q = encode(y, s[:, None]).to(tl.uint8, bitcast=True)
+    tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=real[:, None] & (cols < written)[None, :])
+    tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=real)
+
+
+@triton.jit
+def _columns_kernel(
+    x, tokens, starts, codes, scale, C, E, x_stride, scale_stride, FLOOR: tl.constexpr, POW2: tl.constexpr,
+    CB: tl.constexpr, EB: tl.constexpr,
+):
+    """128 rows of one expert, of CB columns: written as columns of that expert's [C, its rows]."""
+    block = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EB)
+    if block * 128 < tl.load(starts + E):
+        stops = tl.load(starts + 1 + expert, mask=expert < E, other=0x7FFFFFFF)
+        mine = tl.sum((stops <= block * 128).to(tl.int32), axis=0)
+        start = tl.load(starts + mine).to(tl.int64)
+        size = tl.load(starts + mine + 1).to(tl.int64) - start
+        rows = block * 128 + tl.arange(0, 128)
+        cols = tl.program_id(1) * CB + tl.arange(0, CB)
+        inside = cols < C
+        real = tl.load(tokens + rows) >= 0
+        v = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        v = v.to(tl.float32)
+        s = scale_from(tl.max(abs_bits(v), axis=0), FLOOR, POW2)
+        q = tl.trans(encode(v, s[None, :]).to(tl.uint8, bitcast=True))
+        to = codes + start * C + cols[:, None].to(tl.int64) * size + (rows - start)[None, :]
+        tl.store(to, q, mask=inside[:, None])
+        tl.store(scale + block * scale_stride + cols, s, mask=inside)
+
+
+@triton.jit
+def _transpose_kernel(x, out, size, cols, x_stride, out_stride, x_matrix, out_matrix, first, out_first):
+    """One section of bytes [size, cols] of each of many matrices -> [cols, out_first + whole blocks of rows]."""
+    matrix = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * 128 + tl.arange(0, 128)
+    col = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+    inside = col < cols
+    at = x + matrix * x_matrix + (first + rows)[:, None].to(tl.int64) * x_stride + col[None, :]
+    v = tl.load(at, mask=(rows < size)[:, None] & inside[None, :], other=0)
+    to = out + matrix * out_matrix + col[:, None] * out_stride + (out_first + rows)[None, :]
+    tl.store(to, tl.trans(v), mask=inside[:, None])
+
+
+def _tile(columns: int) -> int:
+    return min(2048, max(128, triton.next_power_of_2(columns)))
+
+
+def dispatch(x: Tensor, groups: PaddedGroups) -> Tensor:
+    """`reference_moe.dispatch`, with zeros between groups."""
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1
+    size, d = len(groups.tokens), x.shape[1]
+    out, block = torch.empty(size, d, dtype=x.dtype, device=x.device), _tile(d)
+    if size:
+        _copy_kernel[(size, triton.cdiv(d, block))](
+            x, groups.tokens, groups.total, out, d, x.stride(0), B=block, num_warps=4, **LAUNCH
+        )
+    return out
+
+
+def dispatch_quantize(x: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
+    """`reference_moe.dispatch_quantize`, bit-equal in the rows of tokens; the others are not written."""
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1
+    size, d, block = len(groups.tokens), x.shape[1], _tile(x.shape[1])
+    codes, scale = new_codes(size, d, x.device), new_scale(size, triton.cdiv(d, BLOCK), x.device)
+    if size:
+        _copy_quantized_kernel[(x.shape[0], triton.cdiv(d, block))](
+            x, groups.rows, codes.view(torch.uint8), scale, d, x.stride(0), codes.stride(0), scale.stride(1),
+            codes.stride(0), K=groups.rows.shape[1], B=block, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
+            enable_fp_fusion=False, **LAUNCH,
+        )
+    return QTensor(codes, scale, "1x128", (size,), (d,))
+
+
+def _summed(y: Tensor, weights: Tensor | None, groups: PaddedGroups) -> Tensor:
+    assert y.dtype == torch.bfloat16 and y.stride(1) == 1 and (weights is None or weights.is_contiguous())
+    (tokens, k), d = groups.rows.shape, y.shape[1]
+    out, block = torch.empty(tokens, d, dtype=y.dtype, device=y.device), min(1024, _tile(d))
+    if tokens:
+        _sum_kernel[(tokens, triton.cdiv(d, block))](
+            y, y if weights is None else weights, groups.rows, out, d, y.stride(0), K=k, B=block,
+            WEIGHTED=weights is not None, num_warps=4, enable_fp_fusion=False, **LAUNCH,
+        )
+    return out
+
+
+def dispatch_backward(d_rows: Tensor, groups: PaddedGroups) -> Tensor:
+    """`reference_moe.dispatch_backward`, bit-equal."""
+    return _summed(d_rows, None, groups)
+
+
+def combine(y: Tensor, weights: Tensor, groups: PaddedGroups) -> Tensor:
+    """`reference_moe.combine`, bit-equal."""
+    return _summed(y, weights, groups)
+
+
+def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroups) -> tuple[Tensor, Tensor]:
+    """`reference_moe.combine_backward`: the rows bit-equal, zeros between groups; the weights' sums in one order."""
+    assert dy.stride(1) == 1 and y.stride(1) == 1 and weights.is_contiguous() and dy.dtype == y.dtype == torch.bfloat16
+    (tokens, k), d = groups.rows.shape, y.shape[1]
+    d_rows, d_weights = torch.empty(y.shape, dtype=y.dtype, device=y.device), torch.empty_like(weights)
+    block = triton.next_power_of_2(d)
+    if tokens:
+        _spread_kernel[(len(groups.tokens),)](
+            dy, y, weights, groups.rows, groups.tokens, groups.total, d_rows, d_weights, d, dy.stride(0), y.stride(0),
+            K=k, KB=triton.next_power_of_2(k), B=block, num_warps=4 if block <= 4096 else 8, enable_fp_fusion=False,
+        )
+    return d_rows, d_weights
+
+
+def swiglu_quantize_rows(gate_up: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
+    """`reference_moe.swiglu_quantize_rows`, bit-equal in the rows of tokens; the others are not written."""
+    assert gate_up.dtype == torch.bfloat16 and gate_up.stride(1) == 1
+    size, f = gate_up.shape[0], gate_up.shape[1] // 2
+    codes, scale = new_codes(size, f, gate_up.device), new_scale(size, triton.cdiv(f, BLOCK), gate_up.device)
+    r = 16 if size >= 4096 else 8
+    if size:
+        _swiglu_kernel[(triton.cdiv(size, r), triton.cdiv(f, BLOCK))](
+            gate_up, groups.tokens, codes.view(torch.uint8), scale, size, f, gate_up.stride(0), codes.stride(0),
+            scale.stride(1), codes.stride(0), ROWS=r, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
+            enable_fp_fusion=False, **LAUNCH,
+        )
+    return QTensor(codes, scale, "1x128", (size,), (f,))
+
+
+def quantize_rows_t(x: Tensor, groups: PaddedGroups, pow2: bool) -> tuple[Tensor, Tensor]:
+    """`reference_moe.quantize_rows_t` of whole blocks: padding counts as zeros.
+
+    Codes [C, R] in name: in memory expert after expert, each [C, its padded rows], which is what the k-grouped GEMM
+    reads. Scales [C, R / 128] with the columns of `x` next to each other.
+    """
+    assert groups.block == BLOCK, "groups for gradients have blocks of 128"
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1
+    (size, c), experts = x.shape, len(groups.counts)
+    codes = torch.empty(c, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(size // BLOCK, padded(c, 4), dtype=torch.float32, device=x.device)[:, :c]
+    if size:
+        _columns_kernel[(size // BLOCK, triton.cdiv(c, 64))](
+            x, groups.tokens, groups.starts, codes.view(torch.uint8), scale, c, experts, x.stride(0), scale.stride(0),
+            FLOOR=_FLOOR_BITS, POW2=pow2, CB=64, EB=triton.next_power_of_2(experts), num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return codes, scale.T
+
+
+def transpose_matrices(codes: Tensor, sections: tuple[int, ...], out: Tensor) -> None:
+    """E4M3 [E, N, K] -> `out` [E, >= K, N'], each matrix's sections of rows padded to whole blocks with zeros."""
+    source, out = codes.view(torch.uint8), out.view(torch.uint8)
+    count, _, cols = codes.shape
+    assert out.stride(2) == 1 and out.shape[2] == sum(padded(size) for size in sections)
+    start = first = 0
+    for size in sections:
+        _transpose_kernel[(triton.cdiv(size, BLOCK), triton.cdiv(cols, BLOCK), count)](
+            source, out, size, cols, source.stride(1), out.stride(1), source.stride(0), out.stride(0), start, first,
+            num_warps=4,
+        )
+        start, first = start + size, first + padded(size)

@@ -1,0 +1,212 @@
+"""The kernels of mixtures of experts against `reference_moe`; run by the interpreter test and on a GPU.
+
+Groups of a GPU are padded, the definition's are not, so grouped matrices are compared token by token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels import reference as ref
+from jetrl.kernels import reference_moe as rm
+from jetrl.kernels.backends import triton_moe as tm
+from jetrl.kernels.backends import triton_route as tr
+from jetrl.kernels.groups import Groups
+
+BLOCKS = (16, 32, 64, 128)
+
+
+def _load() -> ModuleType:
+    """The cases next to this file, which make the interpreter round as a GPU does."""
+    spec = importlib.util.spec_from_file_location("triton_cases", Path(__file__).with_name("triton_cases.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+base = _load()
+DEVICE, INTERPRET, Case, equal, few, sample = (
+    base.DEVICE, base.INTERPRET, base.Case, base.equal, base.few, base.sample,
+)
+
+
+def logits_of(kind: str, tokens: int, experts: int) -> Tensor:
+    z = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 3
+    if kind == "ties":
+        z = z.round()
+        z[::2] = z[::2].abs() * (z[::2] - 1).sign()  # both zeros
+    elif kind == "bad":
+        z[0, 3], z[1, 0], z[2, 1], z[3] = float("nan"), float("inf"), float("-inf"), float("-inf")
+        z[4, :2] = torch.tensor([float("nan"), -float("nan")])
+    elif kind == "far":
+        z = z * 200
+    return z
+
+
+def chosen_of(tokens: int, experts: int, k: int, kind: str = "spread") -> Tensor:
+    """Distinct experts for each token; `crowd`: all tokens at the same ones."""
+    g = torch.Generator().manual_seed(tokens)
+    order = torch.rand(tokens, experts, generator=g).argsort(1)
+    return (order if kind == "spread" else order[:1].expand(tokens, -1))[:, :k].contiguous()
+
+
+def route_case(kind: str, tokens: int, experts: int, k: int) -> None:
+    z = logits_of(kind, tokens, experts)
+    for normalized in (True, False):
+        got, want = tr.route(z.to(DEVICE), k, normalized), rm.route(z, k, normalized)
+        equal("chosen", got[0], want[0])
+        equal("weights", got[1], want[1])
+
+
+def group_case(tokens: int, experts: int, k: int, block: int, kind: str) -> None:
+    chosen = chosen_of(tokens, experts, k, kind)
+    got, want = tr.group(chosen.to(DEVICE), experts, block), rm.group(chosen, experts)
+    starts, counts = got.starts.tolist(), got.counts.tolist()
+    assert counts == want.counts.tolist()
+    assert got.ends.tolist() == [s + n for s, n in zip(starts, counts, strict=False)]
+    assert got.sizes.tolist() == [-(-n // block) * block for n in counts]
+    assert starts == [0, *itertools.accumulate(got.sizes.tolist())] and starts[-1] <= len(got.tokens)
+    assert got.total.tolist() == starts[-1:]
+    moved = want.rows + torch.tensor(starts)[chosen] - want.starts[chosen]  # the same order within each expert
+    equal("rows", got.rows, moved)
+    tokens_of = torch.full((len(got.tokens),), -1, dtype=torch.int32)
+    tokens_of[moved.flatten()] = torch.arange(tokens, dtype=torch.int32).repeat_interleave(k)
+    equal("tokens", got.tokens, tokens_of)
+
+
+def grouped(tokens: int = 37, experts: int = 6, k: int = 3, block: int = 16) -> tuple[tr.PaddedGroups, Groups]:
+    chosen = chosen_of(tokens, experts, k)
+    return tr.group(chosen.to(DEVICE), experts, block), rm.group(chosen, experts)
+
+
+def between(groups: tr.PaddedGroups) -> Tensor:
+    """Rows of padding that lie before the end of the last group."""
+    none = groups.tokens.cpu() < 0
+    return none.nonzero()[:, 0][none.nonzero()[:, 0] < int(groups.total)]
+
+
+def dispatch_case(kind: str, d: int, block: int) -> None:
+    got, want = grouped(block=block)
+    x = sample(37, d, kind)
+    rows = tm.dispatch(x.to(DEVICE), got)
+    equal("rows", rows[got.rows], rm.dispatch(x, want)[want.rows])
+    assert not rows[between(got).to(DEVICE)].to(torch.float32).any(), "padding is not zero"
+    for pow2 in (False, True)[: 1 if kind == "nan" else 2]:
+        q, once = tm.dispatch_quantize(x.to(DEVICE), got, pow2), ref.quantize_1x128(x, pow2)
+        for j in range(3):
+            at = got.rows[:, j]
+            equal("codes", q.codes.view(torch.uint8)[at].view(q.codes.dtype), once.codes)
+            equal("scale", q.scale[at], once.scale)
+        stored = q.codes.as_strided((q.codes.shape[0], q.codes.stride(0)), (q.codes.stride(0), 1))
+        assert not stored.view(torch.uint8)[got.rows.flatten(), d:].any(), "the last block's padding is not zero"
+
+
+def sums_case(kind: str, d: int) -> None:
+    got, want = grouped()
+    y = sample(37 * 3, d, kind)
+    weights = torch.rand(37, 3, generator=torch.Generator().manual_seed(1))
+    padded = torch.full((len(got.tokens), d), float("nan"), dtype=torch.bfloat16)  # padding is not read
+    padded[got.rows.flatten().cpu()] = y[want.rows.flatten()]
+    on_device = padded.to(DEVICE)
+    equal("combine", tm.combine(on_device, weights.to(DEVICE), got), rm.combine(y, weights, want))
+    equal("dispatch_backward", tm.dispatch_backward(on_device, got), rm.dispatch_backward(y, want))
+
+
+def combine_gradient_case(d: int) -> None:
+    got, want = grouped()
+    y, dy = sample(37 * 3, d, "normal"), sample(37, d, "normal", 1)
+    weights = torch.rand(37, 3, generator=torch.Generator().manual_seed(1))
+    padded = torch.full((len(got.tokens), d), float("nan"), dtype=torch.bfloat16)
+    padded[got.rows.flatten().cpu()] = y[want.rows.flatten()]
+    args = dy.to(DEVICE), padded.to(DEVICE), weights.to(DEVICE), got
+    rows, d_weights = tm.combine_backward(*args)
+    want_rows, want_weights = rm.combine_backward(dy, y, weights, want)
+    equal("rows", rows[got.rows], want_rows[want.rows])
+    assert not rows[between(got).to(DEVICE)].to(torch.float32).any(), "padding is not zero"
+    torch.testing.assert_close(d_weights.cpu(), want_weights, rtol=1e-5, atol=1e-4)
+    equal("again", tm.combine_backward(*args)[1], d_weights)
+
+
+def swiglu_case(kind: str, f: int) -> None:
+    got, want = grouped()
+    x = sample(37 * 3, 2 * f, kind)
+    padded = torch.full((len(got.tokens), 2 * f), float("nan"), dtype=torch.bfloat16)
+    padded[got.rows.flatten().cpu()] = x[want.rows.flatten()]
+    for pow2 in (False, True)[: 1 if kind == "nan" else 2]:
+        q, definition = tm.swiglu_quantize_rows(padded.to(DEVICE), got, pow2), rm.swiglu_quantize_rows(x, want, pow2)
+        equal("codes", q.codes.view(torch.uint8)[got.rows.flatten()].view(q.codes.dtype),
+              definition.codes.view(torch.uint8)[want.rows.flatten()].view(q.codes.dtype))
+        equal("scale", q.scale[got.rows.flatten()], definition.scale[want.rows.flatten()])
+
+
+def columns_case(kind: str, c: int, pow2: bool) -> None:
+    """Experts with more than 128 rows, few and none."""
+    tokens, experts = 200, 5
+    chosen = torch.tensor([[0, 3]] * 150 + [[3, 1]] * 50)
+    got, want = tr.group(chosen.to(DEVICE), experts, 128), rm.group(chosen, experts)
+    x = sample(tokens * 2, c, kind)
+    padded = torch.full((len(got.tokens), c), float("nan"), dtype=torch.bfloat16)
+    padded[got.rows.flatten().cpu()] = x[want.rows.flatten()]
+    codes, scale = tm.quantize_rows_t(padded.to(DEVICE), got, pow2)
+    want_codes, want_scale = rm.quantize_rows_t(x, want, pow2)
+    assert codes.shape == (c, len(got.tokens)) and scale.shape == (c, len(got.tokens) // 128) and scale.stride(0) == 1
+    flat, first, blocks = codes.reshape(-1), 0, 0
+    for size, count, start in zip(got.sizes.tolist(), got.counts.tolist(), want.starts.tolist(), strict=False):
+        mine = flat[first * c : (first + size) * c].view(torch.uint8).view(c, size)
+        equal("codes", mine[:, :count].view(codes.dtype), want_codes[:, start : start + count])
+        assert kind == "nan" or not mine[:, count:].any(), "padding is not zero"
+        equal("scale", scale[:, first // 128 : (first + size) // 128], want_scale[:, blocks : blocks + size // 128])
+        first, blocks = first + size, blocks + size // 128
+
+
+def transpose_case(sections: tuple[int, ...], k: int) -> None:
+    codes = sample(4 * sum(sections), k, "normal").to(torch.float8_e4m3fn).to(DEVICE).unflatten(0, (4, -1))
+    out = torch.zeros(4, k, sum(-(-n // 128) * 128 for n in sections), dtype=torch.uint8, device=DEVICE)
+    tm.transpose_matrices(codes, sections, out.view(codes.dtype))
+    for e in range(4):
+        start = first = 0
+        for size in sections:
+            mine = codes[e, start : start + size].cpu().view(torch.uint8)
+            equal("transposed", out[e, :, first : first + size], mine.T)
+            start, first = start + size, first + -(-size // 128) * 128
+    assert int((out != 0).sum()) == int((codes.view(torch.uint8) != 0).sum()), "padding is not zero"
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    def cases() -> Iterator[tuple[str, Case]]:
+        for kind in ("normal", "ties", "bad", "far"):
+            for size in few(((9, 5, 2), (37, 128, 8), (700, 128, 8), (33, 60, 4))):
+                yield f"route {kind} {size}", partial(route_case, kind, *size)
+        sizes = [(1, 5, 2), (37, 16, 4), (3, 128, 8)]
+        sizes += [(260, 160, 2)] if INTERPRET else [(300, 128, 8), (5000, 128, 8), (20_000, 60, 4), (256, 128, 8)]
+        for size, block, kind in itertools.product(sizes, BLOCKS, ("spread", "crowd")):
+            if block in (16, 128) or size[0] < 50:
+                yield f"group {size} {block} {kind}", partial(group_case, *size, block, kind)
+        for kind in ("normal", "wide", "nan"):
+            for d in few((136, 2304, 2048, 192)):
+                yield f"dispatch {kind} {d}", partial(dispatch_case, kind, d, 16 if d < 1000 else 128)
+                yield f"sums {kind} {d}", partial(sums_case, kind, d)
+            for f in few((72, 256, 768)):
+                yield f"swiglu {kind} {f}", partial(swiglu_case, kind, f)
+        for d in few((136, 2048, 192)):
+            yield f"combine gradient {d}", partial(combine_gradient_case, d)
+        for kind, c, pow2 in itertools.product(("normal", "wide", "nan"), few((72, 136, 1536)), (False, True)):
+            if (kind, pow2) != ("nan", True):
+                yield f"quantize_rows_t {kind} {c} {pow2}", partial(columns_case, kind, c, pow2)
+        for sections, k in few((((72, 72), 136), ((192,), 96), ((768, 768), 2048))):
+            yield f"transpose {sections} {k}", partial(transpose_case, sections, k)
+
+    return list(cases())
+
+
+if __name__ == "__main__":
+    raise SystemExit(base.main(all_cases()))

@@ -173,6 +173,7 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
         session.engine.load(weights)
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
+        recorder.write_held_out(0, session.take_held_out())
         recorder.write(0, metrics | clock.take() | session.engine_metrics())
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
@@ -231,6 +232,7 @@ def record_step(
     rows = group_rows(world.part(recorded(gathered.groups, learnt)), text)
     lines = world.collect(sample_lines(step, rows))
     with together(world):
+        recorder.write_held_out(step, session.take_held_out())
         recorder.write(step, metrics)
         if world.first:
             failed = sample_lines(step, failed_rows(gathered.failed, text))
@@ -296,6 +298,7 @@ def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop:
         return
     if due(session.config.eval.eval_interval, session.step, session.config):
         if metrics := evaluated(session, clock, stop):
+            recorder.write_held_out(session.step, session.take_held_out())
             recorder.amend(metrics | clock.take())
             clock.display.step({"step": session.step} | metrics)
 

@@ -34,11 +34,6 @@ from jetrl.train.engines import EngineContext
 from jetrl.types import ForwardBatch, PagedPlan
 
 WAYS = ("attention", "quantizer")
-ENGINES = {  # by what is broken: the value of rollout.engine
-    ("attention", "quantizer"): "jetrl.study.perturb:OtherBits",
-    ("attention",): "jetrl.study.perturb:OtherAttention",
-    ("quantizer",): "jetrl.study.perturb:OtherQuantizer",
-}
 _AWAY = 1 + 2.0**-22  # moves a tie, and nothing else that matters, to the side away from zero
 
 

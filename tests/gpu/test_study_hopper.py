@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import numbers, tiny_run
 
 from jetrl.kernels import quantize
-from jetrl.study.perturb import quantize_otherwise
+from jetrl.kernels.attention import attend_cached
+from jetrl.study.perturb import pages_reversed, quantize_otherwise
 from jetrl.study.plan import ENGINES
+from jetrl.types import LayerCache, PagedPlan
 
 pytestmark = pytest.mark.gpu
-# Heads of 64 and answers of several pages, so that there are full pages to reverse.
+# Heads of 64, as SmolLM2 has.
 LONG = {
     "device": "cuda", "train.steps": 2, "rollout.max_response_length": 400, "model.arch.head_dim": 64,
     "model.arch.hidden_size": 256, "model.arch.max_position_embeddings": 512, "eval.eval_interval": 2,
@@ -40,3 +43,18 @@ def test_a_run_has_a_gap_of_the_size_of_kernel_noise_and_repeats(ways: tuple[str
     print(f"\n{'+'.join(ways) or 'exact':24} mean |d| {gaps}")
     assert len(gaps) == 2 and found == numbers(tiny_run(tmp_path / "again", changes, "broken"))
     assert all(1e-7 < gap < 3e-2 for gap in gaps) if ways else gaps == [0.0, 0.0]
+
+
+def test_reversed_pages_change_last_bits_and_nothing_else() -> None:
+    draw = torch.Generator("cuda").manual_seed(2)
+    keys, values = (torch.randn(8, 128, 3, 64, device="cuda", generator=draw).to(torch.bfloat16) for _ in range(2))
+    q = torch.randn(2, 9, 64, device="cuda", generator=draw).to(torch.bfloat16)
+    layer = LayerCache(keys, values, None)
+    lengths = torch.tensor([700, 90], dtype=torch.int32, device="cuda")
+    table = torch.tensor([[3, 1, 4, 0, 5, 7], [2, 0, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
+    starts = torch.arange(3, dtype=torch.int32, device="cuda")
+    cache = SimpleNamespace(layer=lambda index: layer, page_size=128)
+    plan = PagedPlan(cache, starts, (1, 1), lengths, (6, 1), table, torch.arange(2, device="cuda"))
+    usual, other = (attend_cached(q, p, 0, 0.125) for p in (plan, pages_reversed(plan, 128)))
+    assert torch.equal(usual[1], other[1]) and not torch.equal(usual[0], other[0])
+    torch.testing.assert_close(usual, other, atol=4e-3, rtol=2e-2)

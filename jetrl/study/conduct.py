@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jetrl.config import Config, resolve, to_toml
 from jetrl.errors import UserError
+from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import duration
 from jetrl.study.collect import collect, write_json
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail, visible_gpus
@@ -124,15 +125,11 @@ def resolved(config: Config) -> Config:
 
 def _require_machine(plan: Sequence[Planned]) -> None:
     """Refuse a study whose arms this machine cannot run, before the first one."""
-    from jetrl.train.engines import require_engine
-    from jetrl.train.setup import load_spec, recipe_of
+    from jetrl.train.setup import prepare
 
     for run in {run.arm.name: run for run in plan}.values():
         try:
-            config = resolved(run.config)
-            if config.rollout.engine == "vllm":
-                spec = load_spec(config)[1]
-                require_engine(config, spec, recipe_of(config, spec))
+            prepare(resolved(run.config))
         except UserError as error:
             others = [name for name in dict.fromkeys(r.arm.name for r in plan) if name != run.arm.name]
             hint = f" To leave the arm out: --arms {','.join(others)}" if others else ""
@@ -161,7 +158,10 @@ def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
 def _results(whole: Study, study: Study, out: Path) -> tuple[Path, Path] | None:
     """study.json and study.html of what there is; None before the first evaluation."""
     seeds = tuple(dict.fromkeys((*whole.seeds, *study.seeds)))
-    begun = [run for run in all_planned(replace(whole, seeds=seeds), out) if read_state(out, run).status != "new"]
+    every = all_planned(replace(whole, seeds=seeds), out)
+    begun = [r for r in every if read_state(out, r).done or (run_folder(out, r) / METRICS_FILE).exists()]
+    if not begun:
+        return None
     names, kept = {run.arm.name for run in begun}, {run.seed for run in begun}
     against = tuple(name for name in whole.against if name in names) or study.against
     shown = replace(

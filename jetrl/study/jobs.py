@@ -2,10 +2,12 @@
 
 The processes have a session of their own, so that Ctrl-C reaches only the study, which asks them to stop: SIGTERM gives
 up a rollout and saves the steps before. A second Ctrl-C kills them; the next call goes on from their last checkpoints.
+Should the study itself be killed, its processes get SIGTERM too (Linux).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 _POLL = 0.2
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +145,15 @@ def _start(
         with job.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jetrl", *job.arguments], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, env=slots[slot], start_new_session=True,
+                stderr=subprocess.STDOUT, env=slots[slot], start_new_session=True, preexec_fn=_end_with_parent,
             )
         running.append(_Running(job, process, slot, time.monotonic()))
+
+
+def _end_with_parent() -> None:
+    """In the new process: ask for SIGTERM when the study's own process ends, however it does."""
+    if _LIBC is not None:
+        _LIBC.prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _ask(running: Sequence[_Running], kill: bool) -> None:

@@ -27,7 +27,7 @@ Values = Tensor | NDArray[np.floating] | Sequence[float]
 
 # A float64 is mantissa * 2**(exponent - 53) with |mantissa| < 2**53 and exponent >= -1073 (subnormals included).
 _EXACT_SHIFT = 1126
-BY_POSITION = "parity/abs_diff_from_token_"  # + n: mean of |d| over the tokens number n to 2n - 1 of the answers, from 1
+BY_POSITION = "parity/abs_diff_from_token_"  # + n: mean |d| of the tokens number n to 2n - 1 of the answers, from 1
 
 
 class ExactSum:

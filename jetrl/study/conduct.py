@@ -69,7 +69,8 @@ class Conduct:
             drop_checkpoints(folder)
         self.done += 1
         how = "finished" if broken is None else f"ended by NaN or infinity at step {broken}"
-        self.console.print(f"  {name}: {how} in {duration(end.seconds)} ({self.done} of {len(self.runs)})", markup=False)
+        text = f"  {name}: {how} in {duration(end.seconds)} ({self.done} of {len(self.runs)})"
+        self.console.print(text, markup=False)
 
     def _crash(self, end: Ended) -> None:
         self.crashed[end.job.name] = tail(end.job.log)

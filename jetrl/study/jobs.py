@@ -106,7 +106,8 @@ def run_jobs(
     on_poll: Callable[[Sequence[str]], None],
 ) -> None:
     """Run all jobs, at most one in a slot. One that fails does not stop the others. `on_poll(names that run)`."""
-    waiting, running, succeeded, over = list(jobs), [], set(), set()
+    waiting, running = list(jobs), list[_Running]()
+    succeeded, over = set[str](), set[str]()
     try:
         while running or (waiting and not halt.asked):
             for one in [r for r in running if r.process.poll() is not None]:

@@ -156,8 +156,8 @@ class OtherBits(PagedEngine):
     def about(self) -> str:
         """What the run says at its start."""
         return (
-            f"Exactness is broken on purpose in the sampler ({' and '.join(self.ways)}): same weights and recipe, other "
-            "last bits. parity/* shows the gap."
+            f"Exactness is broken on purpose in the sampler ({' and '.join(self.ways)}): same weights and recipe, "
+            "other last bits. parity/* shows the gap."
         )
 
 

@@ -27,7 +27,7 @@ ENGINES = {  # by what is broken (in this order): the value of rollout.engine
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to run the recipe. `break_exactness`: which of the sampler's ops get other last bits (study/perturb.py)."""
+    """One way to run the recipe. `break_exactness`: which of the sampler's ops get other last bits (`perturb`)."""
 
     name: str
     label: str

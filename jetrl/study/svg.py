@@ -123,11 +123,13 @@ def _frame(x: Scale, y: Scale, x_name: str, y_name: str) -> list[str]:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(text)}</text>')
     for tick, text in x.ticks:
-        parts.append(f'<text x="{_x(x, tick):.1f}" y="{HEIGHT - _FOOT + 17}" text-anchor="middle">{escape(text)}</text>')
+        at = _x(x, tick)
+        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - _FOOT + 17}" text-anchor="middle">{escape(text)}</text>')
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_name)}</text>')
     centre = (HEIGHT - _FOOT + _TOP) / 2
-    parts.append(f'<text transform="translate(13 {centre:.1f}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>')
+    turned = f'transform="translate(13 {centre:.1f}) rotate(-90)"'
+    parts.append(f'<text {turned} text-anchor="middle">{escape(y_name)}</text>')
     return parts
 
 

@@ -62,7 +62,8 @@ def chain(source: random.Random, steps: int) -> Drawn:
 
 def sorting(source: random.Random, steps: int) -> Drawn:
     """`steps` numbers from 00 to 99; each step inserts the next number into the sorted ones before it."""
-    numbers, held, written = [f"{source.randrange(100):02d}" for _ in range(steps)], [], []
+    numbers = [f"{source.randrange(100):02d}" for _ in range(steps)]
+    held, written = list[str](), list[str]()
     for number in numbers:
         held = sorted([*held, number])
         written.append(",".join(held))

@@ -18,7 +18,16 @@ def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
     return path
 
 
-MINE = 'name = "mine"\nrecipe = "quickstart"\nseeds = [3, 4]\n[[arm]]\nname = "a"\n[[arm]]\nname = "b"\noverrides = ["precision=bf16"]\n'
+MINE = """\
+name = "mine"
+recipe = "quickstart"
+seeds = [3, 4]
+[[arm]]
+name = "a"
+[[arm]]
+name = "b"
+overrides = ["precision=bf16"]
+"""
 
 
 @pytest.mark.parametrize("name", shipped_studies())

@@ -100,7 +100,8 @@ def test_question_style_and_several_lengths() -> None:
 
 
 @pytest.mark.parametrize("params, message", [
-    ({"steps": 0}, "must be a number from 1"), ({"steps": []}, "must be a number"), ({"tokens": 3}, "one step of chain"),
+    ({"steps": 0}, "must be a number from 1"), ({"steps": []}, "must be a number"),
+    ({"tokens": 3}, "one step of chain"),
     ({"steps": 3, "tokens": 100}, "take one of the two"), ({"credit": "half"}, "one of answer, steps"),
     ({"stepz": 3}, "did you mean 'steps'"), ({"steps": True}, "must be a number"),
 ])

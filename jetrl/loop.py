@@ -173,8 +173,8 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
         session.engine.load(weights)
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
-        recorder.write_held_out(0, session.take_held_out())
         recorder.write(0, metrics | clock.take() | session.engine_metrics())
+        recorder.write_held_out(0, session.take_held_out())
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
         state.save(session, run_dir)
@@ -232,8 +232,8 @@ def record_step(
     rows = group_rows(world.part(recorded(gathered.groups, learnt)), text)
     lines = world.collect(sample_lines(step, rows))
     with together(world):
-        recorder.write_held_out(step, session.take_held_out())
         recorder.write(step, metrics)
+        recorder.write_held_out(step, session.take_held_out())
         if world.first:
             failed = sample_lines(step, failed_rows(gathered.failed, text))
             recorder.append_samples([*chain.from_iterable(lines), *failed])

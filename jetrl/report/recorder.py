@@ -118,8 +118,8 @@ class Recorder:
     def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
         """Append the evaluation of `step`: `task`, `problems` (numbers in the held-out set) and their `rewards`.
 
-        None: there was none. It is written before the step's row of the metrics, so that no row lacks it; a run killed
-        in between repeats the step, and the reader takes the last row of a step.
+        None: there was none. A run that was killed after the step's row and before this one repeats the step, as its
+        checkpoint comes after both; the reader takes the last row of a step.
         """
         if row is None:
             return

@@ -19,6 +19,7 @@ from jetrl import __version__
 from jetrl.ending import ends_in_time
 from jetrl.errors import UserError, disk_full
 from jetrl.report.console import Output
+from jetrl.study.command import study
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -201,6 +202,9 @@ def compare(
     if world.first:
         tell(folders, report, out)
     raise SystemExit(0 if report is not None else 130)
+
+
+app.command()(study)
 
 
 @app.command()

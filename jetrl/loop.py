@@ -174,6 +174,7 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
         recorder.write(0, metrics | clock.take() | session.engine_metrics())
+        recorder.write_held_out(0, session.take_held_out())
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
         state.save(session, run_dir)
@@ -232,6 +233,7 @@ def record_step(
     lines = world.collect(sample_lines(step, rows))
     with together(world):
         recorder.write(step, metrics)
+        recorder.write_held_out(step, session.take_held_out())
         if world.first:
             failed = sample_lines(step, failed_rows(gathered.failed, text))
             recorder.append_samples([*chain.from_iterable(lines), *failed])
@@ -296,6 +298,7 @@ def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop:
         return
     if due(session.config.eval.eval_interval, session.step, session.config):
         if metrics := evaluated(session, clock, stop):
+            recorder.write_held_out(session.step, session.take_held_out())
             recorder.amend(metrics | clock.take())
             clock.display.step({"step": session.step} | metrics)
 

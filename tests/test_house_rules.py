@@ -23,7 +23,7 @@ RANKS = [
     ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
     ("loop", "parity", "entry", "subject"),
     ("api", "compare", "parity_ranks"),
-    ("doctor",),
+    ("doctor", "study"),
     ("cli",),
     ("__main__",),
 ]

@@ -43,7 +43,9 @@ class VLLMConfig(Section):
 def vllm_problems(config: Config) -> Iterator[str]:
     """What in a config does not go with its engine, as lines for `Section.problems`."""
     rollout = config.rollout
-    if ":" in rollout.engine and (given := sorted(config.vllm.model_fields_set)):
+    defaults = VLLMConfig()  # a run's own config.toml states them
+    given = sorted(k for k in config.vllm.model_fields_set if getattr(config.vllm, k) != getattr(defaults, k))
+    if ":" in rollout.engine and given:
         yield f'vllm.{given[0]}: has no effect while rollout.engine = "{rollout.engine}"; remove this key'
     if rollout.engine != "vllm":
         return

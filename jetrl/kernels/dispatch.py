@@ -6,9 +6,13 @@ A backend is a module with the functions named in `OPS`, each equal in meaning t
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
@@ -21,6 +25,7 @@ BACKENDS = {
 }
 DEVICE_OF = {"reference": "cpu", "hopper": "cuda", "hopper_scaled_mm": "cuda"}
 _serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select` changes it
+_instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
 OPS = (
     "quantize_act", "quantize_act_t", "quantize_weight", "prepare_fp8", "prepare_fp8_t", "prepare_bf16",
     "fp8_gemm", "wgrad_gemm", "wgrad_into", "bf16_gemm", "bf16_dgrad", "bf16_wgrad", "bf16_wgrad_into",
@@ -71,9 +76,23 @@ def select(name: str) -> None:
     _serving[DEVICE_OF[name]] = name
 
 
+@contextmanager
+def served_by(device: torch.device, ops: Any) -> Iterator[None]:
+    """While the context lasts, `ops` has the ops of `OPS` for that type of device, in the whole process."""
+    before = _instead.get(device.type)
+    _instead[device.type] = ops
+    try:
+        yield
+    finally:
+        if before is None:
+            del _instead[device.type]
+        else:
+            _instead[device.type] = before
+
+
 def backend_of(x: Tensor) -> ModuleType:
     """The backend that serves the device of `x`."""
-    return load_backend(_name_for(x))
+    return _instead.get(x.device.type) or load_backend(_name_for(x))
 
 
 def experts_backend_of(x: Tensor) -> ModuleType:

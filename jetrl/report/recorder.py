@@ -1,4 +1,4 @@
-"""What a run leaves on disk: `metrics.jsonl`, `samples.jsonl`, `env.json` and `config.toml`.
+"""What a run leaves on disk: `metrics.jsonl`, `samples.jsonl`, `heldout.jsonl`, `env.json` and `config.toml`.
 
 Every row is one `write` call of one line, so that a killed run loses at most its last line. `Recorder` cuts such a torn
 line on resume; the readers skip it. Numbers that JSON does not have (NaN, infinities) are kept as strings.
@@ -31,6 +31,7 @@ from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+HELD_OUT_FILE = "heldout.jsonl"  # each evaluation problem by problem, for paired comparisons of runs
 ENV_FILE = "env.json"
 CONFIG_FILE = "config.toml"
 SAMPLE_KEYS = ("prompt", "answer", "completion", "tokens", "logprobs", "reward", "advantage", "finish_reason")
@@ -44,7 +45,7 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self.resume = resume
         self.trackers: list[Tracker] = []  # each row goes to them too
-        metrics, samples = self.run_dir / METRICS_FILE, self.run_dir / SAMPLES_FILE
+        metrics, samples, held_out = (self.run_dir / name for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE))
         with disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self.run_dir)
@@ -53,11 +54,11 @@ class Recorder:
                 f"{self.run_dir} already holds a run ({len(read_metrics(self.run_dir))} rows in {METRICS_FILE}). "
                 "Continue it (checkpoint.resume=auto), choose another name=..., or delete the folder."
             )
-        for path in (metrics, samples):
+        for path in (metrics, samples, held_out):
             if resume:
                 cut_torn_line(path)
             elif path.exists() and path.stat().st_size > 0:
-                path.write_bytes(b"")  # samples without metrics: from a run that died before its first step
+                path.write_bytes(b"")  # without metrics: from a run that died before its first row
         self._metrics = self._open(metrics)
         self._samples = self._open(samples)
         rows = read_metrics(self.run_dir) if resume else []
@@ -74,8 +75,9 @@ class Recorder:
         """
         os.close(self._metrics)
         os.close(self._samples)
-        for name in (METRICS_FILE, SAMPLES_FILE):
-            keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
+        for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
+            if (self.run_dir / name).exists():  # a run of an earlier version has no held-out file
+                keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         self._samples = self._open(self.run_dir / SAMPLES_FILE)
         self.last_step = min(self.last_step, step)
@@ -112,6 +114,21 @@ class Recorder:
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         for tracker in self.trackers:
             tracker.log(self.last_step, metrics)
+
+    def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
+        """Append the evaluation of `step`: `task`, `problems` (numbers in the held-out set) and their `rewards`.
+
+        None: there was none. A run that was killed after the step's row and before this one repeats the step, as its
+        checkpoint comes after both; the reader takes the last row of a step.
+        """
+        if row is None:
+            return
+        rewards = [[_encode(value) for value in values] for values in row["rewards"]]
+        file = self._open(self.run_dir / HELD_OUT_FILE)
+        try:
+            self._append(file, HELD_OUT_FILE, [line_of({"step": step, **row, "rewards": rewards})])
+        finally:
+            os.close(file)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append sample rows of `step` (see `group_rows`, `failed_rows`); each holds all of `SAMPLE_KEYS`."""
@@ -182,6 +199,9 @@ class NoRecorder(Recorder):
         pass
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
         pass
 
     def last_row(self) -> dict[str, Any]:
@@ -301,6 +321,18 @@ def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
         if missing := [key for key in SAMPLE_KEYS if key not in row]:
             raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
         yield _with_numbers(row, _decode)
+
+
+def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
+    """By step, each evaluation problem by problem; empty if the run has none (or is of a version that kept none)."""
+    path = Path(run_dir) / HELD_OUT_FILE
+    if not path.exists():
+        return {}
+    rows = list(read_rows(path))
+    return {
+        row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}
+        for row in rows
+    }
 
 
 def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

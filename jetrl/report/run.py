@@ -22,6 +22,7 @@ CORRECTNESS = frozenset((
     "jetrl.tasks.rewards:exact_match", "jetrl.tasks.rewards:last_integer", "jetrl.tasks.gsm8k:gsm8k_reward",
     "jetrl.tasks.math_reward:math_reward",
 ))
+_RIGHT_OR_WRONG = ("addition", "chain", "sorting", "tracking")  # tasks whose own rewards are such, without `credit`
 _ENVIRONMENTS = (None, "calculator", "retry")  # those that give the task's own reward
 _TOTALS = ("time/step", "time/total")  # sums of the other phases, not phases themselves
 
@@ -63,7 +64,8 @@ class Run:
             return "accuracy"  # a folder without the config of its run
         reward = task.get("reward")
         if reward is None:
-            return "accuracy" if task["name"] == "addition" and environment in _ENVIRONMENTS else "reward"
+            exact = task["name"] in _RIGHT_OR_WRONG and task.get("params", {}).get("credit", "answer") == "answer"
+            return "accuracy" if exact and environment in _ENVIRONMENTS else "reward"
         return "accuracy" if isinstance(reward, str) and reward in CORRECTNESS else "reward"
 
     def phases(self) -> list[str]:

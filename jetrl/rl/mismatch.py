@@ -27,6 +27,7 @@ Values = Tensor | NDArray[np.floating] | Sequence[float]
 
 # A float64 is mantissa * 2**(exponent - 53) with |mantissa| < 2**53 and exponent >= -1073 (subnormals included).
 _EXACT_SHIFT = 1126
+BY_POSITION = "parity/abs_diff_from_token_"  # + n: mean |d| of the tokens number n to 2n - 1 of the answers, from 1
 
 
 class ExactSum:
@@ -70,9 +71,17 @@ class MismatchAccumulator:
     sum_abs_diff: ExactSum = field(default_factory=ExactSum)
     sum_k3: ExactSum = field(default_factory=ExactSum)
     sum_mult_error: ExactSum = field(default_factory=ExactSum)
+    by_position: dict[int, tuple[int, ExactSum]] = field(default_factory=dict)  # bucket -> tokens, sum of |d|
 
-    def add(self, trainer_logprobs: Values, rollout_logprobs: Values, loss_mask: Values | None = None) -> None:
-        """Count the tokens where `loss_mask` is not 0 (all without a mask). A log-prob that is not finite raises."""
+    def add(
+        self, trainer_logprobs: Values, rollout_logprobs: Values, loss_mask: Values | None = None,
+        sequence_ids: Values | None = None,
+    ) -> None:
+        """Count the tokens where `loss_mask` is not 0 (all without a mask). A log-prob that is not finite raises.
+
+        With `sequence_ids`, |d| is also counted by the token's number in its answer; a sequence's tokens come in order
+        and next to each other.
+        """
         trainer, rollout = _as_numpy(trainer_logprobs), _as_numpy(rollout_logprobs)
         if trainer.shape != rollout.shape:
             raise ValueError(f"log-probs of different shapes: trainer {trainer.shape}, rollout {rollout.shape}")
@@ -83,6 +92,9 @@ class MismatchAccumulator:
             trainer, rollout = trainer[mask != 0], rollout[mask != 0]
         if not trainer.size:
             return
+        ids = None if sequence_ids is None else _as_numpy(sequence_ids)
+        if ids is not None and ids.shape != trainer.shape:
+            raise ValueError(f"{ids.shape} sequence ids for {trainer.shape} log-probs")
         for side, values in (("trainer", trainer), ("rollout", rollout)):
             num_bad = int((~np.isfinite(values)).sum())
             if num_bad:
@@ -100,6 +112,18 @@ class MismatchAccumulator:
         self.sum_abs_diff.add(abs_diff)
         self.sum_k3.add(k3)
         self.sum_mult_error.add(mult_error)
+        if ids is not None:
+            self._add_by_position(abs_diff, ids)
+
+    def _add_by_position(self, abs_diff: NDArray[np.float64], ids: NDArray[np.float64]) -> None:
+        begins = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+        number = np.arange(1, len(ids) + 1) - np.repeat(begins, np.diff(np.append(begins, len(ids))))  # from 1
+        bucket = np.frexp(number.astype(np.float64))[1] - 1  # floor(log2(number)), exact
+        for power in range(int(bucket.max()) + 1):
+            here = abs_diff[bucket == power]
+            count, total = self.by_position.setdefault(1 << power, (0, ExactSum()))
+            total.add(here)
+            self.by_position[1 << power] = count + len(here), total
 
     def merge(self, other: MismatchAccumulator) -> None:
         self.count += other.count
@@ -109,9 +133,13 @@ class MismatchAccumulator:
         self.sum_abs_diff.merge(other.sum_abs_diff)
         self.sum_k3.merge(other.sum_k3)
         self.sum_mult_error.merge(other.sum_mult_error)
+        for bucket, (more, part) in other.by_position.items():
+            count, total = self.by_position.setdefault(bucket, (0, ExactSum()))
+            total.merge(part)
+            self.by_position[bucket] = count + more, total
 
     def metrics(self) -> dict[str, float]:
-        """The `parity/*` metrics; definitions in `mismatch_metrics`."""
+        """The `parity/*` metrics; definitions in `mismatch_metrics`, and `BY_POSITION`."""
         if self.count == 0:
             raise ValueError("no tokens to compare: every row was masked")
         return {
@@ -121,6 +149,9 @@ class MismatchAccumulator:
             "parity/k3_kl": self.sum_k3.mean(self.count),
             "parity/token_mult_prob_error": self.sum_mult_error.mean(self.count),
             "parity/rollout_probs_diff_max": self.max_probs_diff,
+        } | {
+            f"{BY_POSITION}{bucket}": total.mean(count)
+            for bucket, (count, total) in sorted(self.by_position.items()) if count
         }
 
 

@@ -14,6 +14,7 @@ from jetrl.tasks.addition import AdditionTask
 from jetrl.tasks.environment_task import EnvironmentTask, problem_seed
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.gym import GymTask
+from jetrl.tasks.long import KINDS, LongTask
 from jetrl.tasks.prompts import OverlongPrompt, encode_problem
 from jetrl.tasks.protocol import RewardFunction, Task
 from jetrl.types import Problem, Prompt
@@ -38,6 +39,7 @@ TASKS: Mapping[str, Callable[[Given], Task]] = {
     "file": lambda given: _file_task(given),
     "gym": lambda given: GymTask(given.config.params, given.seed, given.config.num_eval),
     "environment": lambda given: EnvironmentTask(given.config.params, given.seed, given.environment),
+    **dict.fromkeys(KINDS, lambda given: LongTask(given.config.name, given.config.params, given.seed, given.tokenizer)),
 }
 
 

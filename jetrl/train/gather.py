@@ -167,6 +167,9 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
         result = scored(session, rollout, None)
     rewards = [g.rewards for g in result.groups]
     count = sum(map(len, rewards))
+    session.held_out = {
+        "task": name, "problems": [g.prompt.index for g in result.groups], "rewards": [list(r) for r in rewards],
+    }
     metrics = {
         f"eval/{name}/avg@{k}": sum(map(sum, rewards)) / count,
         f"eval/{name}/pass@{k}": sum(max(r) > 0.999 for r in rewards) / len(rewards),

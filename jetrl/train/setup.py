@@ -63,6 +63,7 @@ class Session:
     saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
     texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
+    held_out: dict[str, Any] | None = None  # the last evaluation problem by problem, until it is recorded
 
     @property
     def model(self) -> Transformer:
@@ -91,6 +92,11 @@ class Session:
                 self.conversations.check_settings()
             except UserError as cause:
                 raise cause from error
+
+    def take_held_out(self) -> dict[str, Any] | None:
+        """The last evaluation problem by problem, once."""
+        taken, self.held_out = self.held_out, None
+        return taken
 
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""

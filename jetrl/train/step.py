@@ -118,7 +118,9 @@ def _policy_update(
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         rows = forward_rows(model, micro, temperature, routes := routing.routes())
         if on_policy:
-            gap.add(rows.logprobs, micro.rollout_logprobs[rows.index])
+            gap.add(
+                rows.logprobs, micro.rollout_logprobs[rows.index], sequence_ids=micro.sequence_ids[rows.index]
+            )
             routing.compare(forward_batch(micro), routes, rows.index)
         values = shared.values(rows.hidden) if shared is not None else None
         loss, part = objective(inputs_of(micro, rows, values, single), config.rl, shares)

@@ -14,7 +14,7 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.report import recorder as module
 from jetrl.report.environment import git_commit
-from jetrl.report.recorder import Recorder, failed_rows, group_rows, read_metrics, read_samples
+from jetrl.report.recorder import Recorder, failed_rows, group_rows, read_held_out, read_metrics, read_samples
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
@@ -294,3 +294,16 @@ def test_a_row_is_amended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert math.isnan(rows[1].pop("a"))
     assert rows[1] == {"step": 1, "time/step": 7.0, "eval/x/avg@1": 0.5, "time/eval": 4.0}
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_held_out_rows_are_kept_with_their_steps(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step, rewards in [(0, [[1.0], [float("nan")]]), (1, None), (2, [[0.5, 1.0], [0.0, 0.0]])]:
+            recorder.write_held_out(step, rewards and {"task": "t", "problems": [4, 7], "rewards": rewards})
+            recorder.write(step, {"x": 1.0})
+    rows = read_held_out(tmp_path / "run")
+    assert sorted(rows) == [0, 2] and rows[2]["rewards"] == [[0.5, 1.0], [0.0, 0.0]] and rows[2]["problems"] == [4, 7]
+    assert math.isnan(rows[0]["rewards"][1][0])
+    with Recorder(tmp_path / "run", resume=True) as recorder:
+        recorder.drop_after(1)
+    assert sorted(read_held_out(tmp_path / "run")) == [0] and read_held_out(tmp_path) == {}

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from jetrl.errors import UserError
 from jetrl.rl.mismatch import (
+    BY_POSITION,
     ExactSum,
     MismatchAccumulator,
     correction_stats,
     importance_weights,
+    merged,
     mismatch_metrics,
     rejection_mask,
     veto_mask,
@@ -254,3 +256,33 @@ def test_the_effective_sample_size_by_hand():
     nothing = correction_stats(weights, torch.zeros(4), torch.zeros(4), "none", 2.0, 4)
     assert with_sample_size({k: v.item() for k, v in nothing.items()})["correction/effective_sample_size"] == 0.0
     assert "correction/frac_truncated" not in nothing and with_sample_size({"policy/kl": 1.0}) == {"policy/kl": 1.0}
+
+
+def test_the_gap_by_position_in_the_answer_by_hand():
+    """Two answers, of 5 and 2 tokens: tokens 1, 2-3, 4-7 of each; in any split of the micro-batches at an answer."""
+    rollout = np.zeros(7)
+    trainer = np.array([0.5, 0.25, 0.125, 1.0, 2.0, 0.25, 0.0])
+    ids = np.array([8, 8, 8, 8, 8, 3, 3])
+    whole = MismatchAccumulator()
+    whole.add(trainer, rollout, sequence_ids=ids)
+    expected = {1: (0.5 + 0.25) / 2, 2: (0.25 + 0.125 + 0.0) / 3, 4: (1.0 + 2.0) / 2}
+    found = {k: v for k, v in whole.metrics().items() if k.startswith(BY_POSITION)}
+    assert found == {f"{BY_POSITION}{first}": value for first, value in expected.items()}
+    parts = MismatchAccumulator(), MismatchAccumulator()
+    for part, rows in zip(parts, (slice(5, 7), slice(0, 5)), strict=True):
+        part.add(torch.tensor(trainer[rows]), torch.tensor(rollout[rows]), sequence_ids=torch.tensor(ids[rows]))
+    assert merged(parts).metrics() == whole.metrics()
+    one = MismatchAccumulator()
+    one.add(trainer, rollout)
+    assert not one.by_position
+    with pytest.raises(ValueError, match="sequence ids"):
+        one.add(trainer, rollout, sequence_ids=ids[:3])
+
+
+def test_buckets_are_exact_at_powers_of_two():
+    count = 4097
+    acc = MismatchAccumulator()
+    acc.add(np.arange(1, count + 1) * 2.0**-13, np.zeros(count), sequence_ids=np.zeros(count))
+    sizes = {first: tokens for first, (tokens, _) in acc.by_position.items()}
+    assert sizes == {1 << k: min(1 << k, count + 1 - (1 << k)) for k in range(13)}
+    assert acc.metrics()[f"{BY_POSITION}4096"] == (4096 + 4097) / 2 * 2.0**-13

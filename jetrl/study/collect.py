@@ -1,0 +1,200 @@
+"""From run folders to `study.json`: the series of every run, failures by rule, and paired differences of arms.
+
+The score of a held-out problem is the mean reward of its samples. Where all rewards are 0 or 1, the mean score is the
+accuracy, and is called so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jetrl import __version__
+from jetrl.errors import UserError
+from jetrl.report.environment import describe_environment
+from jetrl.report.files import disk_errors
+from jetrl.report.recorder import ENV_FILE, METRICS_FILE, read_held_out, read_metrics
+from jetrl.rl.mismatch import BY_POSITION
+from jetrl.study.plan import Planned, Study
+from jetrl.study.rules import RULES, failures
+from jetrl.study.state import non_finite_step, read_state, run_folder
+from jetrl.study.statistics import LEVEL, MIN_SEEDS, RESAMPLES, paired_difference
+
+SERIES = (
+    "reward/mean", "policy/entropy", "policy/grad_norm", "policy/clip_frac_low", "policy/clip_frac_high",
+    "policy/ratio_mean", "response_length/mean", "response_length/frac_truncated", "parity/logprob_abs_diff_mean",
+    "parity/logprob_abs_diff_max", "parity/k3_kl", "parity/token_mult_prob_error", "parity/frac_tokens_different",
+    "correction/frac_truncated", "correction/frac_rejected", "correction/frac_vetoed",
+    "correction/effective_sample_size", "time/step", "time/rollout", "time/update",
+)
+_NOT_TRAINING = ("time/warm start", "time/eval", "time/checkpoint")  # left out of the seconds of training
+OUTCOMES = {"last": "the last evaluation", "mean": "the mean of all evaluations after the start"}
+
+
+def collect(study: Study, out: Path, plan: Sequence[Planned]) -> dict[str, Any]:
+    """All that a study has found so far, as plain data for JSON."""
+    runs = [_run(out, run) for run in plan]
+    environments = [run.pop("environment") for run in runs]
+    found = next((env for env in environments if env), None)
+    return {
+        "study": {
+            "name": study.name, "about": study.about, "recipe": study.recipe.stem, "seeds": list(study.seeds),
+            "overrides": list(study.overrides), "against": list(study.against),
+            "arms": [asdict(arm) for arm in study.arms], "steps": max(run.config.train.steps for run in plan),
+        },
+        "version": __version__, "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": found or describe_environment([]),
+        "score": "accuracy" if all(run["held_out"]["binary"] for run in runs) else "reward",
+        "rules": RULES, "outcomes": OUTCOMES,
+        "method": {"min_seeds": MIN_SEEDS, "resamples": RESAMPLES, "level": LEVEL},
+        "runs": runs,
+        "differences": [d for other in study.against for d in _differences(study, runs, other)],
+    }
+
+
+def write_json(data: Mapping[str, Any], path: Path) -> Path:
+    """`data` as JSON, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as the results of a study: {error}") from error
+
+
+def _run(out: Path, run: Planned) -> dict[str, Any]:
+    folder, state = run_folder(out, run), read_state(out, run)
+    rows = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
+    held_out = _held_out(folder)
+    series = {key: _series(rows, key) for key in SERIES}
+    accuracy = held_out["steps"], held_out["mean"]
+    broken = non_finite_step(folder) if state.status == "non-finite" else None
+    found = failures(
+        accuracy, _plain(series["policy/entropy"]), _plain(series["policy/grad_norm"]), broken
+    )
+    env = folder / ENV_FILE
+    return {
+        "arm": run.arm.name, "seed": run.seed, "status": state.status, "step": int(rows[-1]["step"]) if rows else -1,
+        "digest": run.digest, "precision": run.config.precision, "engine": run.config.rollout.engine,
+        "series": {key: value for key, value in series.items() if value["steps"]},
+        "seconds": _seconds(rows), "by_position": _by_position(rows), "held_out": held_out,
+        "failures": [asdict(failure) for failure in found],
+        "environment": json.loads(env.read_text(encoding="utf-8")) if env.exists() else None,
+    }
+
+
+def _held_out(folder: Path) -> dict[str, Any]:
+    """By evaluation: the mean score, the share of problems solved (with a score above 0.999), and each score."""
+    rows = read_held_out(folder) if folder.is_dir() else {}
+    steps = sorted(rows)
+    each = [
+        {str(p): _short(fmean(rewards)) or 0.0 for p, rewards in zip(row["problems"], row["rewards"], strict=True)}
+        for row in (rows[step] for step in steps)
+    ]
+    return {
+        "steps": steps, "mean": [_short(fmean(one.values())) for one in each],
+        "solved": [_short(fmean(score > 0.999 for score in one.values())) for one in each], "scores": each,
+        "binary": all(value in (0, 1) for s in steps for rewards in rows[s]["rewards"] for value in rewards),
+    }
+
+
+def _series(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Any]]:
+    pairs = [(row["step"], _short(row[key])) for row in rows if isinstance(row.get(key), int | float)]
+    return {"steps": [step for step, _ in pairs], "values": [value for _, value in pairs]}
+
+
+def _plain(series: Mapping[str, list[Any]]) -> tuple[list[int], list[float]]:
+    """A series without its gaps (values that are not finite)."""
+    pairs = [(s, v) for s, v in zip(series["steps"], series["values"], strict=True) if v is not None]
+    return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def _seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Seconds of training up to each step: without the warm start, evaluations and checkpoints."""
+    steps, total, values = [], 0.0, []
+    for row in rows:
+        total += row.get("time/step", 0.0) - sum(row.get(key, 0.0) for key in _NOT_TRAINING)
+        steps.append(row["step"])
+        values.append(_short(total))
+    return {"steps": steps, "values": values}
+
+
+def _by_position(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """First token of a bucket -> mean |d| there, the mean over all steps that have the bucket."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith(BY_POSITION):
+                found.setdefault(int(key.removeprefix(BY_POSITION)), []).append(value)
+    return {str(first): float(f"{np.mean(found[first]):.6g}") for first in sorted(found)}
+
+
+def _differences(study: Study, runs: Sequence[Mapping[str, Any]], other: str) -> list[dict[str, Any]]:
+    """Every arm against `other`, on the seeds of which both runs are done."""
+    by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for run in runs:
+        if run["status"] in ("finished", "non-finite") and run["held_out"]["steps"]:
+            by_arm.setdefault(run["arm"], {})[run["seed"]] = run
+    found = []
+    for arm in study.arms:
+        seeds = sorted(by_arm.get(arm.name, {}).keys() & by_arm.get(other, {}).keys())
+        if arm.name == other or not seeds:
+            continue
+        pairs = [(by_arm[arm.name][seed], by_arm[other][seed]) for seed in seeds]
+        for outcome in OUTCOMES:
+            mine, theirs = scores(pairs, outcome)
+            result = paired_difference(mine, theirs)
+            found.append({
+                "arm": arm.name, "against": other, "outcome": outcome, "seeds": seeds, "verdict": result.verdict,
+                **{key: _rounded(value) for key, value in asdict(result).items()},
+            })
+    return found
+
+
+def scores(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], outcome: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Scores [S, P] of both sides on the problems that all these runs have. A run that NaN ended early keeps its last
+    evaluation for those that it did not reach."""
+    steps = sorted({step for pair in pairs for run in pair for step in run["held_out"]["steps"]})
+    after = [step for step in steps if step > 0] or steps
+    problems = sorted(
+        set.intersection(*(set(one) for pair in pairs for run in pair for one in run["held_out"]["scores"])),
+        key=int,
+    )
+
+    def row(run: Mapping[str, Any]) -> NDArray[np.float64]:
+        held = run["held_out"]
+        wanted = steps[-1:] if outcome == "last" else after
+        places = [max((i for i, s in enumerate(held["steps"]) if s <= step), default=0) for step in wanted]
+        return np.mean([[held["scores"][place][p] for p in problems] for place in places], axis=0)
+
+    return np.array([row(mine) for mine, _ in pairs]), np.array([row(theirs) for _, theirs in pairs])
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_rounded(one) for one in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _short(value: float) -> float | None:
+    """Six significant digits; None for what JSON does not have."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

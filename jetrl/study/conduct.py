@@ -1,0 +1,188 @@
+"""`jetrl study`: conduct a study from wherever it stands, then write study.json and study.html."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from jetrl.config import Config, resolve, to_toml
+from jetrl.errors import UserError
+from jetrl.report.recorder import METRICS_FILE
+from jetrl.report.text import duration
+from jetrl.study.collect import collect, write_json
+from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail, visible_gpus
+from jetrl.study.page import write_page
+from jetrl.study.plan import Planned, Study, all_planned
+from jetrl.study.state import (
+    drop_checkpoints,
+    non_finite_step,
+    read_state,
+    run_folder,
+    step_of,
+    write_state,
+)
+
+_LINE_EVERY = 30.0  # seconds between lines of progress
+
+
+@dataclass(slots=True)
+class Conduct:
+    """A study under way. `crashed`: names of runs and warm starts with an error of the program, with what they said."""
+
+    study: Study
+    out: Path
+    runs: dict[str, Planned]
+    console: Console
+    halt: Halt
+    crashed: dict[str, str] = field(default_factory=dict)
+    done: int = 0
+    told: float = field(default_factory=time.monotonic)
+
+    def ended(self, end: Ended) -> None:
+        """Note how a job ended, and tell it."""
+        run, name = self.runs.get(end.job.name), end.job.name
+        if end.status is None:
+            if not end.asked:
+                self.crashed[name] = f"it did not start, because {', '.join(end.job.after)} failed"
+            return
+        if run is None:  # a warm start
+            if end.status and not end.asked:
+                self._crash(end)
+            return
+        folder = run_folder(self.out, run)
+        step, broken = step_of(folder), non_finite_step(folder)
+        if end.status == 0 and step >= run.config.train.steps:
+            write_state(self.out, run, "finished", step)
+        elif end.status and broken is not None:
+            write_state(self.out, run, "non-finite", broken)
+        elif end.asked:
+            self.console.print(f"  {name}: stopped after step {max(step, 0)}", style="dim", markup=False)
+            return
+        else:
+            self._crash(end)
+            return
+        if not self.study.keep_checkpoints:
+            drop_checkpoints(folder)
+        self.done += 1
+        how = "finished" if broken is None else f"ended by NaN or infinity at step {broken}"
+        text = f"  {name}: {how} in {duration(end.seconds)} ({self.done} of {len(self.runs)})"
+        self.console.print(text, markup=False)
+
+    def _crash(self, end: Ended) -> None:
+        self.crashed[end.job.name] = tail(end.job.log)
+        self.console.print(f"  {end.job.name}: FAILED with status {end.status}, see {end.job.log}", markup=False)
+
+    def polled(self, running: Sequence[str]) -> None:
+        """A line of progress from time to time."""
+        if time.monotonic() - self.told < _LINE_EVERY or not running:
+            return
+        self.told = time.monotonic()
+        steps = [
+            f"{name} {max(step_of(run_folder(self.out, self.runs[name])), 0)}/{self.runs[name].config.train.steps}"
+            if name in self.runs else name for name in running
+        ]
+        left = "stopping, " if self.halt.asked else ""
+        self.console.print(
+            f"  {duration(time.monotonic() - self.halt.began)}: {left}{self.done} of {len(self.runs)} runs done; "
+            f"{', '.join(steps)}", style="dim", markup=False,
+        )
+
+
+def conduct(
+    whole: Study, study: Study, out: Path, jobs: int, threads: int | None, stop_after: float | None, console: Console
+) -> int:
+    """Run what is left of `study`, which is a part of `whole` or all of it, and write the results of all arms and seeds
+    that have some. Status: 0; 1 if a run crashed; 130 after a signal."""
+    out = out.absolute()
+    plan = all_planned(study, out)
+    _require_machine(plan)
+    states = {run.name: read_state(out, run) for run in plan}
+    left = [run for run in plan if not states[run.name].done]
+    deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
+    going = Conduct(study, out, {run.name: run for run in plan}, console, Halt(deadline), done=len(plan) - len(left))
+    console.print(
+        f"Study {study.name}: {len(study.arms)} arms, {len(study.seeds)} seeds, {len(plan)} runs, {going.done} of them "
+        f"done; {jobs} side by side, in {out}", markup=False,
+    )
+    gpus = visible_gpus() if any(resolved(run.config).device == "cuda" for run in left) else []
+    with going.halt.caught():
+        run_jobs(_jobs(left, out), environments(jobs, threads, gpus), going.halt, going.ended, going.polled)
+    _tell(going, plan, _results(whole, study, out))
+    if going.halt.signals:
+        return 130
+    return 1 if going.crashed else 0
+
+
+def resolved(config: Config) -> Config:
+    """The config on this machine."""
+    import torch
+
+    return resolve(config, cuda_available=torch.cuda.is_available())
+
+
+def _require_machine(plan: Sequence[Planned]) -> None:
+    """Refuse a study whose arms this machine cannot run, before the first one."""
+    from jetrl.train.setup import prepare
+
+    for run in {run.arm.name: run for run in plan}.values():
+        try:
+            prepare(resolved(run.config))
+        except UserError as error:
+            others = [name for name in dict.fromkeys(r.arm.name for r in plan) if name != run.arm.name]
+            hint = f" To leave the arm out: --arms {','.join(others)}" if others else ""
+            raise UserError(f"arm {run.arm.name}: {error}{hint}") from error
+
+
+def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
+    """What is to be run: for each seed its warm start, then its arms, which share it."""
+    jobs: list[Job] = []
+    for run in left:
+        path = out / "configs" / f"{run.name}.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(run.config), encoding="utf-8")
+        after: tuple[str, ...] = ()
+        begun = (run_folder(out, run) / "checkpoints").is_dir()
+        if run.config.sft.steps and not begun:
+            warm = f"warm-start-s{run.seed}"
+            after = (warm,)
+            if warm not in {job.name for job in jobs}:
+                jobs.append(Job(warm, ("sft", str(path)), out / "logs" / f"{warm}.log"))
+        write_state(out, run, "started")
+        jobs.append(Job(run.name, ("train", str(path)), out / "logs" / f"{run.name}.log", after))
+    return sorted(jobs, key=lambda job: job.arguments[0] != "sft") if len(jobs) > 1 else jobs
+
+
+def _results(whole: Study, study: Study, out: Path) -> tuple[Path, Path] | None:
+    """study.json and study.html of what there is; None before the first evaluation."""
+    seeds = tuple(dict.fromkeys((*whole.seeds, *study.seeds)))
+    every = all_planned(replace(whole, seeds=seeds), out)
+    begun = [r for r in every if read_state(out, r).done or (run_folder(out, r) / METRICS_FILE).exists()]
+    if not begun:
+        return None
+    names, kept = {run.arm.name for run in begun}, {run.seed for run in begun}
+    against = tuple(name for name in whole.against if name in names) or study.against
+    shown = replace(
+        whole, arms=tuple(arm for arm in whole.arms if arm.name in names), against=against,
+        seeds=tuple(seed for seed in seeds if seed in kept),
+    )
+    data = collect(shown, out, begun)
+    if not any(run["held_out"]["steps"] for run in data["runs"]):
+        return None
+    return write_json(data, out / "study.json"), write_page(data, out / "study.html")
+
+
+def _tell(going: Conduct, plan: Sequence[Planned], written: tuple[Path, Path] | None) -> None:
+    say, undone = going.console.print, len(plan) - going.done
+    if undone and not going.crashed:
+        say(f"{undone} of {len(plan)} runs are not finished. The same command goes on from here.")
+    for name, text in going.crashed.items():
+        say(f"\n{name} crashed; its output ends with\n{text}", markup=False, style="red")
+    if going.crashed:
+        say(f"\n{len(going.crashed)} crashed: {', '.join(going.crashed)}. The same command tries them again.")
+    if written is not None:
+        say(f"\nResults so far: {written[1]} (open in a browser), {written[0]}" if undone else
+            f"\nResults: {written[1]} (open in a browser), {written[0]}", markup=False)

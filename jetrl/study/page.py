@@ -1,0 +1,108 @@
+"""`study.html`: one self-contained page with the figures, the table and the rules of a study."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from jetrl.report import html as report
+from jetrl.report.files import disk_errors
+from jetrl.report.text import duration
+from jetrl.study.figures import GAP, figures, interval
+
+_HERE = Path(__file__).parent
+
+
+def write_page(data: Mapping[str, Any], path: Path) -> Path:
+    """Write the page of a study's results (`collect`) to `path` and return it."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    style = (Path(report.__file__).parent / "report.css").read_text(encoding="utf-8")
+    hardware = data["environment"].get("gpu") or data["environment"].get("cpu") or "not recorded"
+    page = environment.get_template("study.html.j2").render(
+        data=data, study=data["study"], hardware=hardware,
+        done=sum(run["status"] in ("finished", "non-finite") for run in data["runs"]),
+        figures=[(title, note, Markup(svg), wide) for title, note, svg, wide in figures(data)],
+        rows=table(data), failures=failure_rows(data), arm_styles=Markup(arm_styles(len(data["study"]["arms"]))),
+        css=Markup(style + (_HERE / "study.css").read_text(encoding="utf-8")),
+        js=Markup((_HERE / "study.js").read_text(encoding="utf-8")),
+        settings=json.dumps({k: data["study"][k] for k in ("recipe", "overrides", "arms")}, indent=1),
+        environment=json.dumps(data["environment"], indent=1),
+    )
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8", errors="replace")
+    return path
+
+
+def arm_styles(count: int) -> str:
+    """One colour and dash for each arm: six colours, solid, then dashed, then dotted."""
+    rules = []
+    for number in range(count):
+        dash = ("none", "7 4", "2 3")[number // 6 % 3]
+        kind = ("solid", "dashed", "dotted")[number // 6 % 3]
+        colour = f"var(--s{number % 6})"
+        rules.append(f".a{number} {{ --c: {colour}; --d: {dash}; --k: {kind}; }}")
+        rules.append(f"main.off{number} svg .a{number} {{ display: none; }}")
+    return "\n".join(rules)
+
+
+def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row for each arm, as texts."""
+    rows = []
+    for number, arm in enumerate(data["study"]["arms"]):
+        runs = [run for run in data["runs"] if run["arm"] == arm["name"] and run["held_out"]["steps"]]
+        known = {d["against"]: d for d in data["differences"] if d["arm"] == arm["name"] and d["outcome"] == "last"}
+        rows.append({
+            "number": number, "label": arm["label"], "seeds": len(runs),
+            "before": _spread([run["held_out"]["mean"][0] for run in runs], 100, "%"),
+            "after": _spread([run["held_out"]["mean"][-1] for run in runs], 100, "%"),
+            "best": _spread([max(run["held_out"]["mean"]) for run in runs], 100, "%"),
+            "gap": _gap([_mean(run, GAP) for run in runs]),
+            "seconds": _time([run["seconds"]["values"][-1] for run in runs]),
+            "failed": sum(bool(run["failures"]) for run in runs),
+            "against": [interval(known[other]) if other in known else "–" for other in data["study"]["against"]],
+        })
+    return rows
+
+
+def failure_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(run, what happened) for every rule that a run broke."""
+    labels = {arm["name"]: arm["label"] for arm in data["study"]["arms"]}
+    return [
+        (f"{labels[run['arm']]}, seed {run['seed']}",
+         f"step {one['step']}: {one['rule']}: {one['text']}{' (recovered)' if one['recovered'] else ''}")
+        for run in data["runs"] for one in run["failures"]
+    ]
+
+
+def _mean(run: Mapping[str, Any], key: str) -> float | None:
+    values = [v for v in run["series"].get(key, {"values": []})["values"] if v is not None]
+    return fmean(values) if values else None
+
+
+def _spread(values: Sequence[float], factor: float, unit: str) -> str:
+    """Mean, and the smallest and largest of several."""
+    if not values:
+        return "–"
+    text = f"{factor * fmean(values):.1f}{unit}"
+    return f"{text} ({factor * min(values):.1f} to {factor * max(values):.1f})" if len(values) > 1 else text
+
+
+def _gap(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    return "exactly 0" if not any(known) else f"{fmean(known):.2e}"
+
+
+def _time(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return duration(fmean(known)) if known else "–"

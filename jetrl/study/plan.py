@@ -1,0 +1,196 @@
+"""Studies as data: a TOML file names a recipe, arms and seeds; each (arm, seed) is one run with its own config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jetrl.compare import said_of
+from jetrl.config import Config, load_config
+from jetrl.config.load import digest
+from jetrl.config.shipped import find_recipe, summary
+from jetrl.config.toml import read_toml, split_override
+from jetrl.errors import UserError
+
+FOLDER = Path(__file__).parents[1] / "studies"
+_KEYS = ("name", "about", "extends", "recipe", "seeds", "overrides", "against", "keep_checkpoints", "arm")
+_ARM_KEYS = ("name", "label", "overrides", "break_exactness")
+ENGINES = {  # by what is broken (in this order): the value of rollout.engine
+    ("attention", "quantizer"): "jetrl.study.perturb:OtherBits",
+    ("attention",): "jetrl.study.perturb:OtherAttention",
+    ("quantizer",): "jetrl.study.perturb:OtherQuantizer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to run the recipe. `break_exactness`: which of the sampler's ops get other last bits (`perturb`)."""
+
+    name: str
+    label: str
+    overrides: tuple[str, ...] = ()
+    break_exactness: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A study file. `against`: the arms that all others are compared with. `overrides` are for all arms."""
+
+    name: str
+    about: str
+    recipe: Path
+    seeds: tuple[int, ...]
+    overrides: tuple[str, ...]
+    arms: tuple[Arm, ...]
+    against: tuple[str, ...]
+    keep_checkpoints: bool = False
+
+    def only(self, arms: str = "", seeds: str = "") -> Study:
+        """The study with these arms and seeds, both separated by commas; empty: all."""
+        known = [arm.name for arm in self.arms]
+        names = [name.strip() for name in arms.split(",") if name.strip()] or known
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(f"--arms {arms}: no arm {unknown[0]!r}; the study {self.name} has {', '.join(known)}.")
+        given = [seed.strip() for seed in seeds.split(",") if seed.strip()]
+        if wrong := [seed for seed in given if not (seed.isascii() and seed.isdigit())]:
+            raise UserError(f"--seeds {seeds}: {wrong[0]!r} is no seed. Write numbers from 0 on, as in 0,1,2.")
+        chosen = tuple(dict.fromkeys(map(int, given))) or self.seeds
+        against = tuple(name for name in self.against if name in names) or (names[0],)
+        return replace(
+            self, arms=tuple(arm for arm in self.arms if arm.name in names), seeds=chosen, against=against
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One run: `name` is its folder in OUT/runs. `digest` names the config without its places on this machine."""
+
+    arm: Arm
+    seed: int
+    config: Config
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+
+def shipped_studies() -> dict[str, Path]:
+    """Name and file of each study that comes with the package."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+
+
+def listing() -> list[tuple[str, str]]:
+    """Name and first line of each shipped study."""
+    return [(name, summary(path)) for name, path in shipped_studies().items()]
+
+
+def find_study(text: str) -> Path:
+    """The user's own file if it exists, else the shipped study of this name."""
+    known = shipped_studies()
+    if Path(text).is_file():
+        return Path(text)
+    if text in known:
+        return known[text]
+    close = difflib.get_close_matches(text, known, 1)
+    hint = f"Did you mean {close[0]}?" if close else f"Give a TOML file, or one of {', '.join(known)}."
+    raise UserError(f"{text}: there is no such file and no study of this name. {hint}")
+
+
+def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+    """Read a study file; `overrides` come after its own. UserError for what is wrong in it."""
+    data = _read(path, ())
+    for key in ("name", "recipe", "arm"):
+        if key not in data:
+            raise UserError(f"{path}: {key} is missing. `jetrl study` lists the studies to start from.")
+    seeds = data.get("seeds", [0, 1, 2])
+    if not isinstance(seeds, list) or not seeds or any(type(s) is not int or s < 0 for s in seeds):
+        raise UserError(f"{path}: seeds must be a list of numbers from 0 on, got {seeds!r}.")
+    arms = tuple(_arm(one, path) for one in data["arm"])
+    names = [arm.name for arm in arms]
+    if not arms or len(set(names)) < len(names):
+        raise UserError(f"{path}: each [[arm]] needs a name of its own, got {names}.")
+    against = tuple(_texts(data.get("against", names[:1]), path, "against"))
+    if unknown := [name for name in against if name not in names]:
+        raise UserError(f"{path}: against names {unknown[0]!r}, which is no arm; arms: {', '.join(names)}.")
+    return Study(
+        str(data["name"]), str(data.get("about", "")), find_recipe(str(data["recipe"])), tuple(dict.fromkeys(seeds)),
+        (*_texts(data.get("overrides", []), path, "overrides"), *overrides), arms, against,
+        bool(data.get("keep_checkpoints", False)),
+    )
+
+
+def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
+    """The run of an arm with a seed, in `out`; UserError if the recipe does not take the arm's settings."""
+    given = dict(map(split_override, (*study.overrides, *arm.overrides)))
+    flow = given.get("precision") or load_config(study.recipe).precision
+    own = [text for text in (*study.overrides, *arm.overrides) if split_override(text)[0] != "precision"]
+    texts = [*said_of(flow, own), f"seed={seed}", f"name={arm.name}-s{seed}"]
+    if arm.break_exactness:
+        texts.append(f"rollout.engine={ENGINES[arm.break_exactness]}")
+    try:
+        plain = load_config(study.recipe, texts)
+        places = {"output_dir": str(out / "runs")}
+        if plain.sft.steps:
+            places["sft.cache_dir"] = str(out / "warm")
+        config = load_config(study.recipe, [*texts, *(f'{k}="{v}"' for k, v in places.items())])
+    except UserError as error:
+        raise UserError(f"arm {arm.name}: {error}") from error
+    if not plain.checkpoint.save_interval:
+        raise UserError(f"arm {arm.name}: checkpoint.save_interval is 0, so that a stopped study could not go on.")
+    if not plain.eval.eval_interval:
+        raise UserError(f"arm {arm.name}: eval.eval_interval is 0, so that there would be nothing to compare.")
+    resumed = config.checkpoint.model_copy(update={"resume": "auto"})
+    return Planned(arm, seed, config.model_copy(update={"checkpoint": resumed}), digest(plain))
+
+
+def all_planned(study: Study, out: Path) -> list[Planned]:
+    """Every run, seed by seed, so that a study that was stopped has whole pairs."""
+    return [planned(study, out, arm, seed) for seed in study.seeds for arm in study.arms]
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The file's tables on top of those that it extends: overrides are added, arms of the same name replaced."""
+    data = read_toml(path)
+    if unknown := [key for key in data if key not in _KEYS]:
+        near = difflib.get_close_matches(unknown[0], _KEYS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_KEYS)}."
+        raise UserError(f"{path}: {unknown[0]} is no key of a study; {hint}")
+    if isinstance(recipe := data.get("recipe"), str) and (path.parent / recipe).is_file():
+        data["recipe"] = str(path.parent / recipe)
+    if not isinstance(data.get("arm", []), list):
+        raise UserError(f"{path}: write each arm as a table [[arm]].")
+    if "extends" not in data:
+        return data
+    text = str(data.pop("extends"))
+    beside = path.parent / text
+    base = beside if beside.is_file() else find_study(text)
+    if base in (path, *seen):
+        raise UserError(f"{path}: extends itself, through {base}.")
+    before = _read(base, (path, *seen))
+    own = {one.get("name"): one for one in data.get("arm", []) if isinstance(one, dict)}
+    arms = [own.pop(one.get("name"), one) for one in before.get("arm", [])]
+    return before | data | {
+        "overrides": [*before.get("overrides", []), *data.get("overrides", [])], "arm": [*arms, *own.values()],
+    }
+
+
+def _arm(data: Any, path: Path) -> Arm:
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        raise UserError(f"{path}: each [[arm]] needs a name.")
+    if unknown := [key for key in data if key not in _ARM_KEYS]:
+        raise UserError(f"{path}: {unknown[0]} is no key of an arm; known: {', '.join(_ARM_KEYS)}.")
+    broken = tuple(sorted(_texts(data.get("break_exactness", []), path, "break_exactness")))
+    if broken and broken not in ENGINES:
+        raise UserError(f"{path}: break_exactness is {list(broken)}; use attention, quantizer or both.")
+    overrides = tuple(_texts(data.get("overrides", []), path, "overrides"))
+    return Arm(data["name"], str(data.get("label", data["name"])), overrides, broken)
+
+
+def _texts(value: Any, path: Path, key: str) -> list[str]:
+    if not isinstance(value, list) or any(not isinstance(text, str) for text in value):
+        raise UserError(f'{path}: {key} must be a list of texts, such as ["train.steps=16"], got {value!r}.')
+    return value

@@ -1,0 +1,88 @@
+"""What a study knows of each run between two calls: OUT/state/NAME.json, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetrl.errors import UserError
+from jetrl.report.files import parse_row
+from jetrl.report.recorder import METRICS_FILE
+from jetrl.study.plan import Planned
+
+DONE = ("finished", "non-finite")  # a run that diverged is a result too
+FAILED_FOLDER = "failed"  # in a run folder: what a run leaves that NaN or infinity has ended
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """`status`: new, started, or one of `DONE`."""
+
+    status: str
+    digest: str
+    step: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.status in DONE
+
+
+def read_state(out: Path, run: Planned) -> State:
+    """The state of a run. UserError if its folder is of another study, or of other settings of this one."""
+    path = _path(out, run)
+    if not path.exists():
+        return State("new", run.digest)
+    try:
+        data = json.loads(path.read_text())
+        state = State(str(data["status"]), str(data["digest"]), int(data.get("step", 0)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}). Remove it and {out / 'runs' / run.name}.") from error
+    if state.digest != run.digest:
+        raise UserError(
+            f"{out / 'runs' / run.name} was made with other settings. Give another --out, or remove it and {path}."
+        )
+    return state
+
+
+def write_state(out: Path, run: Planned, status: str, step: int = 0) -> None:
+    """Note where a run is."""
+    path = _path(out, run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps({"status": status, "digest": run.digest, "step": step}) + "\n")
+    temporary.replace(path)
+
+
+def run_folder(out: Path, run: Planned) -> Path:
+    return out / "runs" / run.name
+
+
+def step_of(folder: Path) -> int:
+    """The last step that a run has recorded; -1 before its first row. Reads only the end of the file."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return -1
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - (1 << 16)))
+        rows = [parse_row(line) for line in file.read().splitlines()]
+    steps = [row["step"] for row in rows if row is not None]
+    return int(steps[-1]) if steps else -1
+
+
+def non_finite_step(folder: Path) -> int | None:
+    """The step at which NaN or infinity ended the run; None if it did not."""
+    found = sorted((folder / FAILED_FOLDER).glob("step_*"))
+    return int(found[-1].name.removeprefix("step_")) if found else None
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """A finished run's checkpoints take most of its space, and nothing reads them any more."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    shutil.rmtree(folder / FAILED_FOLDER / "weights", ignore_errors=True)
+
+
+def _path(out: Path, run: Planned) -> Path:
+    return out / "state" / f"{run.name}.json"

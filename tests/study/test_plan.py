@@ -1,0 +1,118 @@
+"""Study files: what they say, what they extend, the config of each run, and mistakes in plain words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetrl.config import load_config, to_toml
+from jetrl.errors import UserError
+from jetrl.study.plan import ENGINES, all_planned, find_study, load_study, planned, shipped_studies
+from jetrl.study.state import read_state, write_state
+
+
+def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+MINE = """\
+name = "mine"
+recipe = "quickstart"
+seeds = [3, 4]
+[[arm]]
+name = "a"
+[[arm]]
+name = "b"
+overrides = ["precision=bf16"]
+"""
+
+
+@pytest.mark.parametrize("name", shipped_studies())
+def test_shipped_studies_are_valid_and_their_configs_survive_a_file(name: str, tmp_path: Path) -> None:
+    study = load_study(find_study(name))
+    runs = all_planned(study, tmp_path)
+    assert len({run.name for run in runs}) == len(runs) == len(study.arms) * len(study.seeds) >= 21
+    assert len({run.digest for run in runs}) == len(runs)
+    for run in runs[: len(study.arms)]:
+        path = written(tmp_path, to_toml(run.config), f"{run.name}.toml")
+        assert load_config(path) == run.config and run.config.checkpoint.resume == "auto"
+    assert study.against[0] == "bf16"
+
+
+def test_quick_has_the_arms_of_the_question() -> None:
+    arms = {arm.name: planned(load_study(find_study("quick")), Path("x"), arm, 1).config
+            for arm in load_study(find_study("quick")).arms}
+    assert {name: config.precision for name, config in arms.items()} == {
+        "bf16": "bf16", "fp8": "fp8", "fp8-kv": "fp8", "mixed": "fp8_rollout", "mixed-tis": "fp8_rollout",
+        "mixed-mis": "fp8_rollout", "fp8-other-bits": "fp8",
+    }
+    assert arms["fp8-kv"].quant.kv_cache == "fp8" and arms["mixed-tis"].rl.rollout_is_threshold == 2.0
+    assert arms["mixed-mis"].rl.rollout_rs == "token"
+    assert arms["fp8-other-bits"].rollout.engine == ENGINES["attention", "quantizer"]
+    same = {"name", "precision", "quant", "rollout", "rl"}
+    base = arms["fp8"].model_dump(exclude=same)
+    assert all(config.model_dump(exclude=same) == base for config in arms.values())  # data, model, steps, seed
+    assert {config.rollout.model_copy(update={"engine": ""}) for config in arms.values()} == {
+        arms["fp8"].rollout.model_copy(update={"engine": ""})
+    }
+
+
+def test_extending_adds_overrides_and_replaces_arms_by_name(tmp_path: Path) -> None:
+    written(tmp_path, MINE)
+    later = written(tmp_path, 'name = "later"\nextends = "mine.toml"\noverrides = ["train.steps=7"]\n'
+                    '[[arm]]\nname = "a"\nlabel = "A"\n[[arm]]\nname = "c"\n', "later.toml")
+    study = load_study(later, ["train.lr=1e-3"])
+    assert [(arm.name, arm.label) for arm in study.arms] == [("a", "A"), ("b", "b"), ("c", "c")]
+    run = planned(study, tmp_path, study.arms[0], 4)
+    assert (run.config.train.steps, run.config.train.lr, run.name) == (7, 1e-3, "a-s4")
+
+
+def test_the_digest_does_not_depend_on_the_place_and_does_on_the_settings(tmp_path: Path) -> None:
+    study, more = load_study(path := written(tmp_path, MINE)), load_study(path, ["train.lr=1e-3"])
+    first, elsewhere, other = (planned(s, Path(out), s.arms[0], 3) for s, out in
+                               ((study, "x"), (study, "y"), (more, "x")))
+    assert first.digest == elsewhere.digest != other.digest
+    write_state(tmp_path, first, "finished", 40)
+    assert read_state(tmp_path, first).done and read_state(tmp_path, first).step == 40
+    with pytest.raises(UserError, match="other settings"):
+        read_state(tmp_path, other)
+
+
+def test_parts_of_a_study(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, MINE))
+    part = study.only("b", "9,9,2")
+    assert [arm.name for arm in part.arms] == ["b"] and part.seeds == (9, 2) and part.against == ("b",)
+    assert study.only() == study
+    for arms, seeds, message in [("x", "", "no arm 'x'"), ("", "1,-2", "is no seed")]:
+        with pytest.raises(UserError, match=message):
+            study.only(arms, seeds)
+
+
+@pytest.mark.parametrize("text, message", [
+    ('name = "x"\nrecipe = "quickstart"\n', "arm is missing"),
+    (MINE.replace("seeds", "seed"), "did you mean seeds"),
+    (MINE.replace("[3, 4]", "[]"), "list of numbers"),
+    (MINE.replace('"b"', '"a"'), "name of its own"),
+    (MINE + "break_exactness = ['weights']\n", "attention, quantizer or both"),
+    (MINE + "colour = 'red'\n", "no key of an arm"),
+    ('against = ["z"]\n' + MINE, "which is no arm"),
+    ('overrides = "train.steps=3"\n' + MINE, "must be a list of texts"),
+    ('extends = "mine.toml"\n' + MINE, "extends itself"),
+    ('arm = 3\n', "as a table"),
+])
+def test_mistakes_in_a_study_file(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_study(written(tmp_path, text))
+
+
+def test_settings_that_a_study_cannot_do_without(tmp_path: Path) -> None:
+    path = written(tmp_path, MINE)
+    for override, message in [("checkpoint.save_interval=0", "could not go on"), ("eval.eval_interval=0", "to compare"),
+                              ("train.lr=x", "arm a")]:
+        with pytest.raises(UserError, match=message):
+            all_planned(load_study(path, [override]), tmp_path)
+    with pytest.raises(UserError, match="Did you mean quick"):
+        find_study("quik")

@@ -1,0 +1,163 @@
+"""A tiny study end to end: two arms, two seeds; results; going on after a stop; crashes; divergence as a result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny import tiny_config
+
+from jetrl.config import load_config, resolve, to_toml
+from jetrl.errors import UserError
+from jetrl.loop import StopRequest, run
+from jetrl.report.recorder import read_held_out
+from jetrl.study import conduct as conducting
+from jetrl.study.collect import read_json
+from jetrl.study.conduct import conduct
+from jetrl.study.jobs import Ended, Halt, Job
+from jetrl.study.plan import Study, load_study
+from jetrl.study.state import step_of
+
+ARMS = """\
+name = "tiny"
+about = "A tiny study <of two arms>"
+recipe = "tiny.toml"
+seeds = [0, 1]
+[[arm]]
+name = "one"
+label = "One flow"
+[[arm]]
+name = "two"
+label = "Two flows"
+overrides = ["precision=fp8_rollout"]
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Study:
+    config = tiny_config(tmp_path, {"train.steps": 2, "eval.eval_interval": 1, "checkpoint.save_interval": 1})
+    (tmp_path / "tiny.toml").write_text(to_toml(config))
+    (tmp_path / "study.toml").write_text(ARMS)
+    return load_study(tmp_path / "study.toml")
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Jobs run in this process, one after the other; gives the list of what has run."""
+    ran: list[str] = []
+
+    def run_here(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll) -> None:
+        for job in jobs:
+            config = resolve(load_config(job.arguments[1]), cuda_available=False)
+            ran.append(job.name)
+            on_poll([job.name])
+            run(config, Path(config.output_dir) / config.name, ["test"], StopRequest())
+            on_end(Ended(job, 0, False, 1.0))
+
+    monkeypatch.setattr(conducting, "run_jobs", run_here)
+    return ran
+
+
+def conducted(study: Study, out: Path, **parts: str) -> tuple[int, str]:
+    console = Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
+    status = conduct(study, study.only(**parts), out, 1, 1, None, console)
+    return status, console.export_text()
+
+
+def test_two_arms_two_seeds(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    status, text = conducted(tiny, out)
+    assert status == 0 and in_process == ["one-s0", "two-s0", "one-s1", "two-s1"] and "4 of 4" in text
+    data = read_json(out / "study.json")
+    runs = {(r["arm"], r["seed"]): r for r in data["runs"]}
+    one, two = runs["one", 0], runs["two", 0]
+    assert [r["status"] for r in data["runs"]] == ["finished"] * 4 and one["held_out"]["steps"] == [0, 1, 2]
+    assert set(one["series"]["parity/logprob_abs_diff_mean"]["values"]) == {0.0}
+    assert set(one["by_position"]) >= {"1", "2"}
+    assert not any(one["by_position"].values()) and max(two["by_position"].values()) > 0
+    assert data["score"] == "reward" and len(one["held_out"]["scores"][0]) == 4
+    rows = read_held_out(out / "runs" / "one-s0")
+    assert sorted(rows) == [0, 1, 2] and rows[2]["problems"] == [0, 1, 2, 3]
+    assert {d["outcome"]: d["seeds"] for d in data["differences"]} == {"last": [0, 1], "mean": [0, 1]}
+    last = next(d for d in data["differences"] if d["outcome"] == "last")
+    by_hand = [runs["two", s]["held_out"]["mean"][-1] - runs["one", s]["held_out"]["mean"][-1] for s in (0, 1)]
+    assert last["by_seed"] == pytest.approx(by_hand, abs=1e-5) and last["verdict"] == "too few seeds for a verdict"
+    page = (out / "study.html").read_text()
+    assert "A tiny study &lt;of two arms&gt;" in page and page.count("<svg") >= 8 and "exactly 0" in page
+    assert "http" not in page.replace("http://www.w3.org", "") and "nan" not in page.lower().split("<style>")[0]
+    assert not (out / "runs" / "one-s0" / "checkpoints").exists()  # a finished run's are not kept
+
+    in_process.clear()
+    assert conducted(tiny, out)[0] == 0 and not in_process  # all done: nothing runs again
+    assert read_json(out / "study.json")["runs"] == data["runs"]
+
+
+def test_parts_add_up_and_other_settings_are_refused(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    conducted(tiny, out, arms="two", seeds="1")
+    assert [r["arm"] for r in read_json(out / "study.json")["runs"]] == ["two"]
+    conducted(tiny, out, seeds="1")
+    assert in_process == ["two-s1", "one-s1"]
+    data = read_json(out / "study.json")
+    assert [(r["arm"], r["seed"]) for r in data["runs"]] == [("one", 1), ("two", 1)] and len(data["differences"]) == 2
+    with pytest.raises(UserError, match="other settings"):
+        conducted(load_study(tmp_path / "study.toml", ["train.lr=1e-5"]), out, seeds="1")
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint_elsewhere(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "whole"
+    conducted(tiny, whole, arms="one", seeds="0")
+
+    def stopped_after_one(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll) -> None:
+        config = resolve(load_config(jobs[0].arguments[1]), cuda_available=False)
+        stop = StopRequest()
+        monkeypatch.setattr(stop, "anywhere", lambda: step_of(Path(config.output_dir) / config.name) >= 1)
+        run(config, Path(config.output_dir) / config.name, ["test"], stop)
+        on_end(Ended(jobs[0], 130, True))
+
+    out = tmp_path / "out"
+    here = conducting.run_jobs
+    monkeypatch.setattr(conducting, "run_jobs", stopped_after_one)
+    status, text = conducted(tiny, out, arms="one", seeds="0")
+    assert status == 0 and "stopped after step 1" in text and "1 of 1 runs are not finished" in text
+    assert read_json(out / "study.json")["runs"][0]["status"] == "started"
+    monkeypatch.setattr(conducting, "run_jobs", here)
+    moved = tmp_path / "another" / "machine"
+    moved.parent.mkdir()
+    shutil.move(out, moved)
+    assert conducted(tiny, moved, arms="one", seeds="0")[0] == 0
+    a, b = (read_json(o / "study.json")["runs"][0] for o in (whole, moved))
+    same = ("status", "step", "digest", "held_out", "by_position", "failures")
+    assert {k: a[k] for k in same} == {k: b[k] for k in same}  # to the bit, as if it had never stopped
+
+
+def test_a_crash_is_an_error_and_a_divergence_is_a_result(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, here = tmp_path / "out", conducting.run_jobs
+
+    def some_fail(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll) -> None:
+        by_name = {job.name: job for job in jobs}
+        here([by_name["one-s0"]], slots, halt, on_end, on_poll)
+        by_name["two-s0"].log.parent.mkdir(parents=True)
+        by_name["two-s0"].log.write_text("Traceback\nKeyError: 'ours'")
+        on_end(Ended(by_name["two-s0"], 1, False))
+        (out / "runs" / "one-s1" / "failed" / "step_000002").mkdir(parents=True)
+        on_end(Ended(by_name["one-s1"], 2, False))
+        here([by_name["two-s1"]], slots, halt, on_end, on_poll)
+
+    monkeypatch.setattr(conducting, "run_jobs", some_fail)
+    status, text = conducted(tiny, out)
+    assert status == 1 and "KeyError: 'ours'" in text and "1 crashed: two-s0" in text
+    data = read_json(out / "study.json")
+    found = {f"{r['arm']}-s{r['seed']}": r for r in data["runs"]}
+    assert {name: r["status"] for name, r in found.items()} == {
+        "one-s0": "finished", "one-s1": "non-finite", "two-s1": "finished"  # two-s0 has recorded nothing
+    }
+    assert [(f["rule"], f["step"]) for f in found["one-s1"]["failures"]] == [("non-finite", 2)]
+    assert json.loads((out / "state" / "one-s1.json").read_text())["step"] == 2

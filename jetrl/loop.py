@@ -36,6 +36,7 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.pin import Pin, pinned, pins_of, record
 from jetrl.train.publish import publish
+from jetrl.train.reduction import own_numbers
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
 from jetrl.train.step import update
@@ -189,6 +190,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
+            own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
         )
     WAITS.start()
     with clock("update", len(batches)):

@@ -18,6 +18,7 @@ from jetrl.model.shards import Part
 from jetrl.parallel.together import by_first, common, together
 from jetrl.train import checkpoint, resume, store
 from jetrl.train.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
+from jetrl.train.packing import joined
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, reference_of
 from jetrl.train.trainer import NonFiniteError
@@ -141,11 +142,13 @@ def stop_non_finite(
     `failed/step_NNNNNN/` holds batches.pt, and the masters in weights/ (`store.whole` reads them).
     """
     folder = run_dir / "failed" / f"step_{step:06d}"
+    parts = session.world.collect(batches)  # each rank holds its own micro-batches
 
     def write() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        torch.save({"step": step, "batches": batches}, folder / "batches.pt")
+        whole = [joined(of_update) for of_update in zip(*parts, strict=True)]
+        torch.save({"step": step, "batches": whole}, folder / "batches.pt")
 
     by_first(session.world, write)
     store.seal(folder / "weights", parts_of(session.model), session.world)

@@ -27,9 +27,9 @@ from common import table
 from jetrl.parallel.world import World
 from jetrl.rollout.exchange import dumps
 from jetrl.tasks.rewards import with_rewards
-from jetrl.train.packing import denominators, fill, pack
+from jetrl.train.packing import Own, denominators, fill, pack
 from jetrl.train.reduction import own_numbers
-from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
 
 GROUP = 8
 
@@ -65,28 +65,30 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     lap("send")
     every = [t for part in (own, *(pickle.loads(data) for data in others)) for t in part.values()]
     lap("receive")
-    groups = [
-        Group(Prompt(i, Problem(str(i), "q", "a"), ()), tuple(every[i : i + GROUP])) for i in range(0, len(every), GROUP)
-    ]
+    prompts = [Prompt(i, Problem(str(i), "q", "a"), ()) for i in range(0, len(every), GROUP)]
+    groups = [Group(prompt, tuple(every[prompt.index : prompt.index + GROUP])) for prompt in prompts]
     rewards: list[float | None] = [float(i % 2) for i in range(len(every))]
     kept = with_rewards(groups, (rewards, {}), replaced=True).groups
     if args.every and ranks > 1:
         kept = pickle.loads(pickle.dumps(kept))
     lap("reward")
-    world = World(0, ranks, 0)
-    (plan,) = pack(
-        kept, max_tokens_per_gpu=args.micro_tokens, flow_digest="flow", weight_version=0, share_prompts=True,
-        own=lambda count: [],
-    )
+
+    def packed(own: Own) -> PackedBatch:
+        (batch,) = pack(
+            kept, max_tokens_per_gpu=args.micro_tokens, flow_digest="flow", weight_version=0, share_prompts=True,
+            own=own,
+        )
+        return batch
+
+    plan = packed(lambda count: [])
     denominators(plan, 2 * args.tokens)
     lap("plan")
-    (batch,) = pack(
-        kept, max_tokens_per_gpu=args.micro_tokens, flow_digest="flow", weight_version=0, share_prompts=True,
-        own=range if args.every else own_numbers(world, "fast"),
-    )
+    packed(lambda count: [])
+    lap("again")
+    batch = packed(range if args.every else own_numbers(World(0, ranks, 0), "fast"))
     fill([batch], "advantages", [1.0] * len(every))
     lap("rows")
-    seconds["rows"] = max(0.0, seconds["rows"] - seconds["plan"])  # which was made twice
+    seconds["rows"] = max(0.0, seconds["rows"] - seconds.pop("again"))  # packing has planned once more
     return {"ranks": ranks, "micro-batches": plan.num_micro_batches} | seconds | {
         "host": sum(seconds.values()), "MB": size * (ranks - 1) / 1e6,
     }
@@ -99,7 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of an answer, in the mean")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--micro-tokens", type=int, default=16384)
-    parser.add_argument("--every", action="store_true", help="every rank packs everything, as before 0.9")
+    parser.add_argument("--every", action="store_true", help="every rank packs everything, as jetrl once did")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     args = parser.parse_args()
     rows = [measured(ranks, args) for ranks in args.ranks]

@@ -37,6 +37,7 @@ from jetrl.train.passes import estimate
 from jetrl.train.pin import Pin, pinned, pins_of, record
 from jetrl.train.publish import publish
 from jetrl.train.reduction import own_numbers
+from jetrl.train.resume import data_digests
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
 from jetrl.train.step import update
@@ -117,6 +118,7 @@ def _run(
     session: Session, run_dir: Path, command: list[str], stop: StopRequest, found: Path | None, origin: dict[str, Any]
 ) -> bool:
     config, world = session.config, session.world
+    session.data = by_first(world, lambda: data_digests(config))
     if found is not None:
         state.restore(session, found, run_dir)
     display = Display(
@@ -129,6 +131,8 @@ def _run(
         clock = Clock(display, stop)
         if told := getattr(session.engine, "about", ""):
             clock.message(told)
+        if found is not None:
+            clock.message(f"continues after step {session.step} of {config.train.steps}, from {found}")
         with together(world):
             if world.first:
                 recorder.write_config(to_toml(session.given))
@@ -139,7 +143,7 @@ def _run(
         by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
         try:
             if resume:
-                recorder.drop_after(session.step if found is not None else -1)
+                recorder.drop_after(session.step if found is not None else -1, session.first_row)
             if found is None:
                 start(session, recorder, clock, run_dir, stop)
             else:

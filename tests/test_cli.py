@@ -320,6 +320,24 @@ def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tm
     )
 
 
+def test_dry_run_for_a_gpu_checks_its_name_first_and_needs_none(
+    jetrl: Cli, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, err = jetrl("train", recipe, "--dry-run", "--gpu", "b17")
+    assert (status, out) == (2, "") and "--gpu b17: write h100, h200" in err
+    status, out, err = jetrl("train", recipe, "device=cuda", "--dry-run", "--gpu", "h200")
+    assert status == 0 and 'device = "cuda"' in out and 'kernels = "hopper"' in out, err
+    assert "There is no GPU here, so the kernels were not checked." in err and "for H200" in err and "It fits" in err
+    assert_refused(jetrl("train", recipe, "device=cuda", "--dry-run"), "cuda")
+    assert_refused(jetrl("train", recipe, "device=cuda", "--dry-run", "--gpu", "h200", "task.reward=no:x"), "no")
+
+
+def test_lists_fit_a_terminal_of_80_columns(jetrl: Cli) -> None:
+    status, out, _ = jetrl("recipes")
+    assert status == 0 and "quickstart\n  " in out and max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [("task.params.digits=0", "digits"), ("model.arch.num_attention_heads=5", "heads"),

@@ -156,7 +156,8 @@ def test_damage_is_seen_and_the_file_named(tmp_path: Path) -> None:
             checkpoint.load(path)
     for field, wrong, told in (
         ("step", "1", "step is '1', and must be a whole number from 0 on"),
-        ("step", True, "step is True"), ("num_prompts", 2.5, "num_prompts is 2.5"), ("weight_version", -1, "weight_version is -1"),
+        ("step", True, "step is True"), ("num_prompts", 2.5, "num_prompts is 2.5"),
+        ("weight_version", -1, "weight_version is -1"),
         ("first_row", None, "first_row is None"), ("settings", [], r"settings is \[\], and must be a table"),
         ("paths", "x", "paths is 'x'"), ("flow_digest", 3, "flow_digest is 3, and must be a text"),
         ("initial_accuracy", "high", "initial_accuracy is 'high', and must be a number or null"),

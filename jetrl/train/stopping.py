@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -123,6 +122,10 @@ class StopRequest:
 
 def _forget_closed_terminal() -> None:
     """Where the terminal is gone, nothing is written to it any more: that would fail before the run is saved."""
+    try:
+        import termios
+    except ImportError:  # not a Unix
+        return
     for file in (1, 2):
         try:
             termios.tcgetattr(file)

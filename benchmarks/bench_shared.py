@@ -31,7 +31,7 @@ from jetrl.kernels.gradient import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.rl.objective import objective
 from jetrl.train.optim import MixedAdamW
-from jetrl.train.packing import by_trajectory, denominators, fill, pack, to_device, with_rows
+from jetrl.train.packing import by_trajectory, denominators, fill, held, pack, to_device, with_rows
 from jetrl.train.passes import logprob_pass
 from jetrl.train.step import Learner, forward_rows, inputs_of, update
 from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
@@ -75,7 +75,7 @@ def logprobs(model: Transformer, batch: PackedBatch, groups: Sequence[Group]) ->
     """All log-probs, in the order of trajectories."""
     lengths = [t.num_policy_tokens for g in groups for t in g.trajectories]
     rows = logprob_pass(model, batch, 1.0)
-    return np.concatenate(by_trajectory([with_rows(batch, "ref_logprobs", rows)], "ref_logprobs", lengths))
+    return np.concatenate(by_trajectory([held([with_rows(batch, "ref_logprobs", rows)], "ref_logprobs")], lengths))
 
 
 def gradients(model: Transformer, batch: PackedBatch, config: Config) -> list[torch.Tensor]:

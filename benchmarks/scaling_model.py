@@ -5,9 +5,9 @@
     python benchmarks/scaling_model.py --check                # against benchmarks/results/scaling.json
 
 Time of one rank in a step: rollout (measured tokens/s, by the efficiency that `simulate_queue.py` gives), update
-(measured seconds a token and parameter), exchange of gradients, publishing, and the host's work that every rank does
-for the whole batch. Links: `--inside` is what a GPU sends to others of its host, `--outside` what it sends to other
-hosts.
+(measured seconds a token and parameter), exchange of gradients, publishing, and the host's work: packing its own
+answers, receiving those of all. Links: `--inside` is what a GPU sends to others of its host, `--outside` what it sends
+to other hosts.
 
     exchange   4 bytes a parameter, (n - 1) / n of them leave a rank. `fast`: once an update, during the last backward
                pass, which hides it as far as it lasts; what comes after it (the embedding's gradient) is never hidden
@@ -37,7 +37,10 @@ UPDATE_S = 7.5e-15  # seconds a token and parameter of an update: 4.80 s for 78,
 ROLLOUT = 17_550.0  # tokens a second of a rollout, prompts counted: 4.45 s for 78,000
 QUANTIZE_S = 2e-12  # seconds a parameter to round and quantize: 14 to 20 ms for 8.19e9
 CALL = 1e-4  # seconds a small collective
-HOST_S = 2.4e-4  # seconds an answer of 1,200 tokens that every rank unpacks and packs
+HOST_S = 2.4e-4  # seconds an answer of 1,200 tokens that a rank packs
+OTHERS = 0.06  # of that, for an answer that another rank packs: received, scored and planned (host_work.py, on a CPU)
+TOKEN_BYTES = 8  # a token id and a log-prob, which every rank receives
+OBJECTS = 2e9  # bytes a second by which ranks exchange objects. Assumed: nothing has run over a network
 REST_S = 0.15  # seconds of a step outside of its phases
 GBPS = 1e9
 
@@ -93,7 +96,8 @@ def step(
     exposed = max(exchange - backward, links.seconds(sizes.last * share, near))
     publish = links.seconds(sizes.published * share, near) + sizes.parameters * QUANTIZE_S / near
     publish += sizes.calls * CALL if ranks > 1 else 0.0
-    host = HOST_S * answers * tokens / 1200 * ranks
+    host = HOST_S * answers * tokens / 1200 * (1 + OTHERS * (ranks - 1))
+    host += TOKEN_BYTES * answers * tokens * (ranks - 1) / OBJECTS
     return {"rollout": rollout, "update": update, "exchange": exchange, "exposed": exposed, "publish": publish,
             "host": host + REST_S, "step": rollout + update + exposed + publish + host + REST_S}
 

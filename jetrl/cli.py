@@ -19,6 +19,7 @@ from jetrl import __version__
 from jetrl.ending import ends_in_time
 from jetrl.errors import UserError, disk_full
 from jetrl.report.console import Output
+from jetrl.report.text import wrapped
 from jetrl.study.command import study
 
 app = typer.Typer(
@@ -122,28 +123,16 @@ def train(
 
     world = launch.join()  # before anything that loads torch: a signal in the first seconds is not lost
     from jetrl import entry
-    from jetrl.config import to_toml
     from jetrl.config.paths import in_own_folder
-    from jetrl.config.shipped import find_recipe
     from jetrl.loop import StopRequest, run
     from jetrl.parallel.together import by_first, together
-    from jetrl.train.fitting import report
-    from jetrl.train.pin import pinned, weights_to_come
-    from jetrl.train.setup import prepare
 
-    with together(world):
-        config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
     if dry_run:
-        config = pinned(config)[0]
-        spec = prepare(config).spec
-        typer.echo(to_toml(config))
-        if text := weights_to_come(config):
-            typer.echo(text, err=True)
-        for line in report(find_recipe(recipe), overrides or [], spec, nproc or world.size, gpu):
-            typer.echo(line, err=True)
-        return
+        return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, typer.echo)
     if gpu:
         raise UserError("--gpu is for --dry-run, which says whether the run fits that GPU.")
+    with together(world):
+        config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
     if nproc is not None:
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)
@@ -245,14 +234,14 @@ def parity(
     from jetrl.subject import subject_of
 
     work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
-    quiet = (lambda text: None) if as_json else lambda text: out.print(f"... {text}", style="dim")
+    quiet = (lambda text: None) if as_json else lambda text: out.print(escape(wrapped(f"... {text}")), style="dim")
     certificate, formats = certified(
         world, lambda: subject_of(model, precision, device, kv_cache, revision), work_on, update, quiet
     )
     if as_json:
         typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))
     else:
-        out.print(f"\n{escape(formats)}", style="dim")
+        out.print(f"\n{escape(wrapped(formats))}", style="dim")
         print_certificate(certificate, out)
     raise SystemExit(0 if certificate.ok else 1)
 
@@ -366,7 +355,7 @@ def recipes(
         typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
         return
     for known, path in shipped().items():
-        out.print(f"[bold]{known}[/]\n  {escape(summary(path))}")
+        out.print(f"[bold]{known}[/]\n{escape(wrapped(summary(path), 2))}")
 
 
 @app.command()

@@ -73,6 +73,36 @@ def require_alike(world: World, config: Config, **more: object) -> None:
     )
 
 
+def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Callable[..., None]) -> None:
+    """`jetrl train --dry-run`: check all that needs no weights; the config to standard output, the rest to the other.
+
+    With `gpu`, a recipe for a GPU is also checked on a machine without one: all of it but the kernels.
+    """
+    import torch
+
+    from jetrl.config import load_config, resolve, to_toml
+    from jetrl.config.shipped import find_recipe
+    from jetrl.train.fitting import gpu_named, on_gpu, report
+    from jetrl.train.pin import pinned, weights_to_come
+    from jetrl.train.setup import prepare
+
+    if gpu:
+        gpu_named(gpu)
+    path, here = find_recipe(recipe), torch.cuda.is_available()
+    given = load_config(path, overrides)
+    elsewhere = bool(gpu) and not here and given.device == "cuda"
+    config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here))[0]
+    on_cpu = {"device": "cpu", "kernels": "reference"}
+    spec = prepare(config.model_copy(update=on_cpu) if elsewhere else config).spec
+    echo(to_toml(config))
+    if text := weights_to_come(config):
+        echo(text, err=True)
+    if elsewhere:
+        echo("There is no GPU here, so the kernels were not checked.", err=True)
+    for line in report(path, overrides, spec, ranks, gpu):
+        echo(line, err=True)
+
+
 def run_dir_of(config: Config) -> Path:
     return Path(config.output_dir) / config.name
 

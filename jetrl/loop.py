@@ -36,6 +36,8 @@ from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.pin import Pin, pinned, pins_of, record
 from jetrl.train.publish import publish
+from jetrl.train.reduction import own_numbers
+from jetrl.train.resume import data_digests
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import warm_start
 from jetrl.train.step import update
@@ -116,6 +118,7 @@ def _run(
     session: Session, run_dir: Path, command: list[str], stop: StopRequest, found: Path | None, origin: dict[str, Any]
 ) -> bool:
     config, world = session.config, session.world
+    session.data = by_first(world, lambda: data_digests(config))
     if found is not None:
         state.restore(session, found, run_dir)
     display = Display(
@@ -128,6 +131,8 @@ def _run(
         clock = Clock(display, stop)
         if told := getattr(session.engine, "about", ""):
             clock.message(told)
+        if found is not None:
+            clock.message(f"continues after step {session.step} of {config.train.steps}, from {found}")
         with together(world):
             if world.first:
                 recorder.write_config(to_toml(session.given))
@@ -138,7 +143,7 @@ def _run(
         by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
         try:
             if resume:
-                recorder.drop_after(session.step if found is not None else -1)
+                recorder.drop_after(session.step if found is not None else -1, session.first_row)
             if found is None:
                 start(session, recorder, clock, run_dir, stop)
             else:
@@ -190,6 +195,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
+            own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
         )
     WAITS.start()
     with clock("update", len(batches)):

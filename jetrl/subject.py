@@ -13,7 +13,7 @@ from torch import Tensor
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe, shipped
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import require_experts, select
+from jetrl.kernels.dispatch import select
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.model import export, hf, hub, trained
 from jetrl.model.sharding import shard_model
@@ -21,7 +21,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.train.setup import build_model, build_published, load_spec, model_source, recipe_of
+from jetrl.train.setup import build_model, build_published, check_experts, load_spec, model_source, recipe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,7 @@ def _drawn(config: Config, spec: ModelSpec, recipe: Recipe, master_dtype: torch.
     With masters, publish it afterwards.
     """
     select(config.kernels)
-    if spec.experts is not None:
-        require_experts(config.kernels)
+    check_experts(config, spec)
     with torch.device(config.device):
         model = Transformer(spec, recipe, master_dtype=master_dtype)
         generator = torch.Generator(config.device).manual_seed(0)

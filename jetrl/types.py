@@ -246,19 +246,15 @@ class Conversations(Protocol):
 
     def start(self, key: int, problem: Problem) -> None:
         """Begin conversation `key`; its first `Reply` is the prompt."""
-        ...
 
     def act(self, key: int, completion: Completion) -> None:
         """The policy's turn."""
-        ...
 
     def poll(self, wait: bool) -> list[Reply]:
         """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
-        ...
 
     def close(self, key: int) -> None:
         """The conversation is over, whoever ended it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,14 +357,19 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """All the data of one optimizer update, as micro-batches of at most `max_tokens_per_gpu` tokens.
+    """The data of one optimizer update, as micro-batches of at most `max_tokens_per_gpu` tokens.
 
-    `num_sequences` counts all trajectories; `num_masked_tokens` are the policy's tokens of those outside the loss.
+    A rank may hold only those that it computes: `numbers` says which of the update's `num_micro_batches` they are. All
+    else is about the whole update. `num_sequences` counts all trajectories; `sequence_tokens` are the loss tokens of
+    each, `num_masked_tokens` the policy's tokens of those outside the loss.
     """
 
     micro_batches: tuple[MicroBatch, ...]
+    numbers: tuple[int, ...]
+    num_micro_batches: int
     num_sequences: int
     num_loss_tokens: int
+    sequence_tokens: tuple[int, ...]
     flow_digest: str
     weight_version: int
     num_masked_tokens: int = 0

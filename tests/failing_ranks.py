@@ -136,7 +136,7 @@ CASES: dict[str, Case] = {
     "another config": Case(words={1: "train.lr=1e-4"}),
     "another version": Case(fails={1: another_version}),
     "a reward that is wrong": Case(FIXED | {"task.reward": "{folder}/bad.py:reward"}),
-    "a bug in scoring": Case(fails={0: lambda: setattr(gather, "score", our_bug)}),
+    "a bug in scoring": Case(fails={0: lambda: setattr(gather, "rewards_of", our_bug)}),
     "an environment that is absent": Case(TALKING | {"environment.name": "{folder}/absent.py:OneTurn"}),
     "an environment that fails": Case(TALKING | {"train.steps": 1}),
 }

@@ -320,6 +320,24 @@ def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tm
     )
 
 
+def test_dry_run_for_a_gpu_checks_its_name_first_and_needs_none(
+    jetrl: Cli, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, out, err = jetrl("train", recipe, "--dry-run", "--gpu", "b17")
+    assert (status, out) == (2, "") and "--gpu b17: write h100, h200" in err
+    status, out, err = jetrl("train", recipe, "device=cuda", "--dry-run", "--gpu", "h200")
+    assert status == 0 and 'device = "cuda"' in out and 'kernels = "hopper"' in out, err
+    assert "There is no GPU here, so the kernels were not checked." in err and "for H200" in err and "It fits" in err
+    assert_refused(jetrl("train", recipe, "device=cuda", "--dry-run"), "cuda")
+    assert_refused(jetrl("train", recipe, "device=cuda", "--dry-run", "--gpu", "h200", "task.reward=no:x"), "no")
+
+
+def test_lists_fit_a_terminal_of_80_columns(jetrl: Cli) -> None:
+    status, out, _ = jetrl("recipes")
+    assert status == 0 and "quickstart\n  " in out and max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [("task.params.digits=0", "digits"), ("model.arch.num_attention_heads=5", "heads"),
@@ -347,6 +365,11 @@ def test_parity_json_and_status(jetrl: Cli, recipe: Path, precision: str, status
     assert "KV cache bf16" in out and certificate["kv_cache"] == "bf16"
 
 
+def joined(text: str) -> str:
+    """Without line breaks."""
+    return " ".join(text.split())
+
+
 def test_parity_with_an_fp8_cache(jetrl: Cli, recipe: Path, finished: Path) -> None:
     """The recipe's, the option's and the run's; the certificate says so."""
     sizes = ("--sequences", 2, "--max-prompt", 8, "--new-tokens", 4)
@@ -357,7 +380,7 @@ def test_parity_with_an_fp8_cache(jetrl: Cli, recipe: Path, finished: Path) -> N
     assert "KV cache e4m3[1x16,pow2]" in jetrl("parity", recipe, *sizes)[1]
     assert "KV cache bf16" in jetrl("parity", recipe, "--kv-cache", "bf16", *sizes)[1]
     assert "KV cache bf16" in jetrl("parity", recipe, "--precision", "bf16", *sizes)[1]
-    assert f"KV cache fp8 (as {recipe} says)" in jetrl("parity", recipe, *sizes)[1]
+    assert f"KV cache fp8 (as {recipe} says)" in joined(jetrl("parity", recipe, *sizes)[1])
     assert_refused(jetrl("parity", finished, "--kv-cache", "int8", *sizes), "quant.kv_cache", "fp8")
     refused = jetrl("parity", finished, "--precision", "bf16", "--kv-cache", "fp8", *sizes)
     assert_refused(refused, "quant.kv_cache: has no effect")
@@ -375,16 +398,18 @@ def test_parity_goes_by_what_the_folder_says(jetrl: Cli, recipe: Path, tmp_path:
     for folder in (model, out):
         status, said, err = jetrl("parity", folder, *sizes)
         assert status == 0 and "KV cache e4m3[1x16,pow2]" in said, err
-        assert f"precision fp8 (as {folder / 'config.json'} says), KV cache fp8 (as {folder / 'config.json'}" in said
+        assert f"precision fp8 (as {folder / 'config.json'} says), KV cache fp8 (as {folder / 'config.json'}" in joined(
+            said
+        )
     status, said, _ = jetrl("parity", out, "--kv-cache", "bf16", *sizes)
-    assert status == 0 and "KV cache bf16 (as asked)" in said and "KV cache bf16, on" in said
+    assert status == 0 and "KV cache bf16 (as asked)" in joined(said) and "KV cache bf16, on" in joined(said)
     said = json.loads(jetrl("parity", out, "--json", *sizes)[1])
     assert "as " in said["formats"] and said["kv_cache"] == "e4m3[1x16,pow2]"
     older = json.loads((model / "config.json").read_text())
     del older["jetrl_training"]
     (model / "config.json").write_text(json.dumps(older))
     status, said, _ = jetrl("parity", model, *sizes)
-    assert status == 0 and f"KV cache fp8 (as {run / 'config.toml'} says)" in said
+    assert status == 0 and f"KV cache fp8 (as {run / 'config.toml'} says)" in joined(said)
 
 
 def test_parity_of_a_run_and_unknown_precision(jetrl: Cli, finished: Path) -> None:

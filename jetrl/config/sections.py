@@ -251,6 +251,8 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep.")
     resume: str = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
+    allow_changed_data: bool = Field(
+        default=False, description="Resume although the content of a local data file has changed.")
 
 
 class TrackConfig(Section):

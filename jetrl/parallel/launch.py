@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -112,7 +113,13 @@ def leave(status: int = 0) -> list[int]:
 def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals by which a user asks to stop. To a rank of `spawn` those come as SIGINT, and SIGTERM means that the
     run has failed elsewhere."""
-    return (signal.SIGINT,) if SPAWNED in os.environ else (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT,) if SPAWNED in os.environ else (signal.SIGINT, signal.SIGTERM, *hangup())
+
+
+def hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, which a closed terminal sends; nothing where it is ignored, as under nohup, or where there is none."""
+    number = getattr(signal, "SIGHUP", None)
+    return () if number is None or signal.getsignal(number) == signal.SIG_IGN else (number,)
 
 
 def set_limit(seconds: float) -> None:
@@ -191,8 +198,12 @@ def _ended(error: BaseException, told: Callable[[Exception], str | None], debug:
     else:
         failure = Failure(rank, "bug", f"{type(error).__name__}: {error}", trace)
     watch, cause = _watch(), failure
+    if os.environ["WORLD_SIZE"] == "1":
+        cause = failure = replace(failure, common=True)
     if watch is not None:
         try:
+            if failure.kind != "interrupted" and not failure.common and not came_by_lost_contact(error):
+                failure = replace(failure, common=watch.everywhere(failure.text))
             cause = watch.lost_contact(error, trace) if came_by_lost_contact(error) else watch.post(failure)
         except RuntimeError as gone:  # the store is gone, and with it the launcher or rank 0
             cause = failure if not came_by_lost_contact(error) else watch.store_lost(gone)

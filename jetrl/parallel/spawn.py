@@ -2,8 +2,9 @@
 
 Ranks are processes with a session of their own, so a terminal's Ctrl-C reaches only this one, which hands it on: to
 each rank as SIGINT, once for each time that the user asked. A rank then stops as a run in one process does: at the
-first one after the step, at the second at once. SIGTERM counts as Ctrl-C. If ranks still live 10 s after the second, or
-at the third, they are ended. What ranks other than 0 print goes to a file, which is shown if one of them crashes.
+first one after the step, at the second at once. SIGTERM and SIGHUP count as Ctrl-C; SIGHUP once, for a terminal that is
+closed may send it again. If ranks still live 10 s after the second, or at the third, they are ended. What ranks other
+than 0 print goes to a file, which is shown if one of them crashes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from jetrl.errors import UserError
-from jetrl.parallel.launch import SPAWNED
+from jetrl.parallel.launch import SPAWNED, hangup
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -67,7 +68,7 @@ def _launch(nproc: int, argv: Sequence[str], folder: Path) -> tuple[int, str]:
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=quiet),
-        signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are handed on
+        signals_to_handle="SIGQUIT",  # the others are handed on
     )
     with _Hand(folder, nproc) as hand:
         try:
@@ -106,7 +107,7 @@ class _Hand:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Hand:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, *hangup()):
             self._before[number] = signal.signal(number, self._ask)
         self._thread.start()
         return self
@@ -117,7 +118,7 @@ class _Hand:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
+        self.asked += not (self.asked and number not in (signal.SIGINT, signal.SIGTERM))
 
     def _run(self) -> None:
         sent = [0] * self.nproc
@@ -130,7 +131,7 @@ class _Hand:
             if self.asked >= 2:
                 second = second or time.monotonic()
                 if self.asked >= 3 or time.monotonic() - second > _PATIENCE:
-                    os.kill(os.getpid(), signal.SIGHUP)  # the launcher's own way: it ends the ranks
+                    os.kill(os.getpid(), signal.SIGQUIT)  # the launcher's own way: it ends the ranks
                     return
             if failed or any(self.folder.glob("logs/**/error.json")):
                 failed = failed or time.monotonic()

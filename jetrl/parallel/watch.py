@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from os import _exit  # the user's code runs under a guard that replaces `os._exit`
 from typing import Literal
 
@@ -32,6 +33,7 @@ from jetrl.parallel.calls import PROGRESS
 
 Kind = Literal["mistake", "bug", "lost", "interrupted", "status"]
 PERIOD, SILENCE, GRACE, PATIENCE = 1.0, 25.0, 3.0, 10.0  # seconds; all of them together stay below a minute
+SAME = 1.0  # seconds that the error of one rank waits for the same of all
 _CAUSE = "cause"
 
 
@@ -140,6 +142,19 @@ class Watch(threading.Thread):
         """The ranks that have never told anything."""
         with self._lock:
             return [r for r in range(self.size) if not self.store.check([f"beat/{r}"])]
+
+    def everywhere(self, text: str) -> bool:
+        """Whether every rank asks this with the same text, that of its error, within a moment."""
+        end, key = time.monotonic() + SAME, f"same/{sha256(text.encode()).hexdigest()}"
+        with self._lock:
+            count = self.store.add(key, 1)
+        while count < self.size:
+            if time.monotonic() > end or self.found() is not None:
+                return False
+            time.sleep(0.05)
+            with self._lock:
+                count = self.store.add(key, 0)
+        return True
 
     def post(self, failure: Failure) -> Failure:
         """Give `failure` as the cause of the run's end; returns the cause, which is another's if that was first."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
+
+from jetrl.report.text import wrapped
 
 _COMPARED = {  # what the rows of a link are
     "d": "log-probs of drawn tokens", "e": "drawn tokens with their log-probs", "f": "log-probs of drawn tokens",
@@ -16,27 +18,32 @@ _COMPARED = {  # what the rows of a link are
 def print_certificate(certificate: Any, console: Console) -> None:
     """Print a `parity.Certificate`: each link with its verdict, and where the first difference is."""
     on = f", each of {certificate.ranks} ranks" if certificate.ranks > 1 else ""
-    console.print(
-        f"\nParity of {certificate.model} ({certificate.num_parameters / 1e6:.1f} M parameters), "
-        f"precision {certificate.precision}, KV cache {escape(certificate.kv_cache)}, on {certificate.device}{on}",
-        style="bold",
+    console.print()
+    _say(
+        console, f"Parity of {certificate.model} ({certificate.num_parameters / 1e6:.1f} M parameters), "
+        f"precision {certificate.precision}, KV cache {certificate.kv_cache}, on {certificate.device}{on}", "bold",
     )
     for link in certificate.links:
-        verdict = "[green]bit-equal[/]" if link.ok else "[red]DIFFERENT[/]"
-        console.print(f"  {link.link}  {link.description}")
+        verdict, color = ("bit-equal", "green") if link.ok else ("DIFFERENT", "red")
+        _say(console, f"{link.link}  {link.description}", indent=2, hang=3)
         what = _COMPARED.get(link.link, "rows of log-probs over the whole vocabulary")
         detail = f"{link.rows} {what}, {link.seconds:.1f} s"
         if not link.ok:
             gap = "" if link.max_abs_diff is None else f", largest gap {link.max_abs_diff:.3g}"
             detail += f"; {link.rows_different} rows differ{gap}"
-        console.print(f"     {verdict}: {detail}")
+        shown = Text(wrapped(f"{verdict}: {detail}", 5))
+        shown.stylize(color, 5, 5 + len(verdict))
+        console.print(shown)
         if link.first_difference:
-            console.print(f"     {link.first_difference}", style="red")
-    verdict = "[green]Certificate: rollout and training agree bit for bit.[/]"
+            _say(console, link.first_difference, "red", indent=5)
+    verdict = "Certificate: rollout and training agree bit for bit."
     if certificate.ranks > 1:
         without = "" if any(link.link == "g" for link in certificate.links) else " The update was left out."
         verdict = (
-            "[green]Certificate: rollout and training agree bit for bit, and "
-            f"{certificate.ranks} ranks with one.{without}[/]"
+            f"Certificate: rollout and training agree bit for bit, and {certificate.ranks} ranks with one.{without}"
         )
-    console.print(verdict if certificate.ok else "[red]No certificate.[/]")
+    _say(console, verdict if certificate.ok else "No certificate.", "green" if certificate.ok else "red")
+
+
+def _say(console: Console, text: str, style: str = "", indent: int = 0, hang: int = 0) -> None:
+    console.print(Text(wrapped(text, indent, hang), style=style))

@@ -68,10 +68,10 @@ class Recorder:
         with disk_errors(path):
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def drop_after(self, step: int) -> None:
+    def drop_after(self, step: int, first: int = 0) -> None:
         """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes.
 
-        Warns of rows of the metrics up to there that are missing: they cannot be made again.
+        Warns of rows of the metrics from step `first` up to there that are missing: they cannot be made again.
         """
         os.close(self._metrics)
         os.close(self._samples)
@@ -82,7 +82,7 @@ class Recorder:
         self._samples = self._open(self.run_dir / SAMPLES_FILE)
         self.last_step = min(self.last_step, step)
         steps = {row["step"] for row in read_metrics(self.run_dir)}
-        if lost := sorted(set(range(min(steps, default=step + 1), step + 1)) - steps):
+        if lost := sorted(set(range(first, step + 1)) - steps):
             shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
             warnings.warn(
                 f"{self.run_dir / METRICS_FILE} lacks the rows of steps {shown} before the checkpoint of step {step}. "
@@ -195,7 +195,7 @@ class NoRecorder(Recorder):
         self.trackers, self.last_step = [], -1
         self._metrics = self._samples = self._lock = -1
 
-    def drop_after(self, step: int) -> None:
+    def drop_after(self, step: int, first: int = 0) -> None:
         pass
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
@@ -43,6 +44,15 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def wrapped(text: str, indent: int = 0, hang: int = 0) -> str:
+    """The text in lines of at most 80 characters, `indent` before each and `hang` more before all but the first. Words
+    are not cut."""
+    first, later = " " * indent, " " * (indent + hang)
+    return fill(
+        text, 80, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from jetrl.errors import UserError
 from jetrl.parallel.queue import Abandoned, Everything, Queues, Source
 from jetrl.parallel.together import MISTAKES, agree
+from jetrl.rollout.exchange import dumps
 from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.types import (
@@ -137,7 +138,7 @@ def _shared(
             expect(())
     busy = time.perf_counter() - start
     agree(queues.world, mistake)
-    packed = queues.world.gather((pickle.dumps(own), busy))  # its own part need not be unpacked again
+    packed = queues.world.gather((dumps(own), busy))  # its own part need not be unpacked again
     found = [
         (own if rank == queues.world.rank else pickle.loads(data), seconds)
         for rank, (data, seconds) in enumerate(packed)

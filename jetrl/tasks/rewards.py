@@ -59,10 +59,23 @@ class Scored:
     unscored: list[tuple[Prompt, Trajectory]] = field(default_factory=list)
 
 
+Rewards = tuple[list[float | None], dict[str, float]]
+"""A number for each trajectory in the order of the groups (None: not scored), and the `reward/*` metrics."""
+
+
 def score(
     groups: Sequence[Group], reward: RewardFunction | None, config: Config | None, *, conversations: bool = False,
     at_limit: str = "keep",
 ) -> Scored:
+    """Groups with rewards: `rewards_of`, then `with_rewards`."""
+    rewards = rewards_of(groups, reward, config, conversations=conversations, at_limit=at_limit)
+    return with_rewards(groups, rewards, replaced=reward is not None, at_limit=at_limit)
+
+
+def rewards_of(
+    groups: Sequence[Group], reward: RewardFunction | None, config: Config | None, *, conversations: bool,
+    at_limit: str,
+) -> Rewards:
     """Rewards of the trajectories. With a config, for training: long responses pay its overlong penalty, and what no
     function scores is left out; without one, for an evaluation, it counts as 0.
 
@@ -81,8 +94,6 @@ def score(
             raise UserError(nothing_scored(reward, len(items), trajectories[0], conversations))
     stats["reward/num_errors"] = float(sum(s is None for s in scores))
     rewards = [0.0 if s is None and config is None else s for s in scores]
-    # rewards of single turns are None if something else takes their place
-    replaced = [reward is not None or (at_limit == "zero" and t.truncated) for _, t in trajectories]
     if at_limit == "zero":
         pairs = zip(rewards, trajectories, strict=True)
         rewards = [0.0 if t.truncated and r is not None else r for r, (_, t) in pairs]
@@ -90,8 +101,7 @@ def score(
         rewards, stats["reward/overlong_penalty_mean"] = _with_penalty(rewards, trajectories, config)
     if known := [r for r in rewards if r is not None]:
         stats |= {"reward/min": min(known), "reward/max": max(known)}
-    final = [_without_turn_rewards(t) if gone else t for gone, (_, t) in zip(replaced, trajectories, strict=True)]
-    return _in_groups(groups, final, rewards, stats)
+    return rewards, stats
 
 
 def _with_penalty(
@@ -107,20 +117,24 @@ def _with_penalty(
     return paid, sum(penalties) / len(penalties)
 
 
-def _in_groups(
-    groups: Sequence[Group], trajectories: Sequence[Trajectory], rewards: Sequence[float | None],
-    stats: dict[str, float],
-) -> Scored:
-    """The groups again, from trajectories and rewards in the order of the groups."""
+def with_rewards(groups: Sequence[Group], rewards: Rewards, *, replaced: bool, at_limit: str = "keep") -> Scored:
+    """The groups with these rewards. Rewards of single turns are gone where something else takes their place: a
+    function (`replaced`), or the 0 of a limit."""
+    values, stats = rewards
     scored, unscored, end = [], [], 0
     for group in groups:
         start, end = end, end + len(group.trajectories)
-        pairs = list(zip(trajectories[start:end], rewards[start:end], strict=True))
+        own = [
+            _without_turn_rewards(t) if replaced or (at_limit == "zero" and t.truncated) else t
+            for t in group.trajectories
+        ]
+        pairs = list(zip(own, values[start:end], strict=True))
         kept = [(t, r) for t, r in pairs if r is not None]
         unscored += [(group.prompt, replace(t, error=_UNSCORED)) for t, r in pairs if r is None]
         if kept or not pairs:
-            own = replace(group, trajectories=tuple(t for t, _ in kept), rewards=tuple(r for _, r in kept))
-            scored.append(own)
+            scored.append(
+                replace(group, trajectories=tuple(t for t, _ in kept), rewards=tuple(r for _, r in kept))
+            )
     return Scored(scored, stats, unscored)
 
 

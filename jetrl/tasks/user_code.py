@@ -123,11 +123,14 @@ def _write(wanted: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             SETTINGS[key][1](value)
 
 
+_HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+
+
 def _handlers() -> dict[signal.Signals, Any]:
     """The handlers of the signals that stop a run. Only the main thread may set them."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, *_HANGUP)}
 
 
 def _put_back(handlers: Mapping[signal.Signals, Any], name: str) -> None:

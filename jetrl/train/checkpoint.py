@@ -18,9 +18,10 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from safetensors import SafetensorError
@@ -48,6 +49,8 @@ class Meta:
     paths: dict[str, Any]  # by full key: those of them that are paths, absolute
     initial_accuracy: float | None = None
     num_prompts: int = 0  # taken from the training stream so far
+    first_row: int = 0  # the step of the first row of the run folder's metrics
+    data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
     files: dict[str, str] | None = None  # SHA-256 by path in the checkpoint
 
 
@@ -152,15 +155,27 @@ def _read_meta(path: Path) -> Meta:
         if isinstance(record, dict) and record.keys() & {"config_digest", "sha256"}:
             raise UserError(f"{path} was written by an older version of jetrl and cannot be resumed. Start a new run.")
         meta = Meta(**record)
-        if not isinstance(meta.step, int) or not isinstance(meta.weight_version, int):
-            raise ValueError("step and weight_version must be integers")
-        if not isinstance(meta.files, dict):
-            raise ValueError("files must hold hashes")
+        _check_types(meta)
     except UserError:
         raise
     except (ValueError, TypeError) as error:
         raise UserError(f"{path / _META} cannot be read ({error}). Choose another step of the run.") from error
     return meta
+
+
+def _check_types(meta: Meta) -> None:
+    """ValueError naming the first field that does not hold what `save` writes there."""
+    hashes = "names with hashes", lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values())
+    whole = "a whole number from 0 on", lambda v: type(v) is int and v >= 0
+    table = "a table", lambda v: isinstance(v, dict)
+    wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "step": whole, "weight_version": whole, "num_prompts": whole, "first_row": whole, "files": hashes,
+        "data": hashes, "settings": table, "paths": table, "flow_digest": ("a text", lambda v: isinstance(v, str)),
+        "initial_accuracy": ("a number or null", lambda v: v is None or type(v) in (int, float)),
+    }
+    for name, (what, fits) in wanted.items():
+        if not fits(value := getattr(meta, name)):
+            raise ValueError(f"{name} is {shorten(repr(value), 60)}, and must be {what}")
 
 
 def verify_model(path: Path) -> None:

@@ -15,7 +15,7 @@ from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.requests import eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
-from jetrl.tasks.rewards import Scored, nothing_scored, score
+from jetrl.tasks.rewards import Scored, nothing_scored, rewards_of, with_rewards
 from jetrl.tasks.task import eval_prompts, sample
 from jetrl.train.setup import Session
 from jetrl.types import Group, Prompt, StepReport, Trajectory
@@ -92,13 +92,15 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
 def scored(session: Session, rollout: Rollout, config: Config | None) -> Scored:
     """`tasks.rewards.score` of a rollout; with a config, long responses pay its penalty.
 
-    Rank 0 scores for all: a reward function need not give the same twice, nor bear to be called by all at once.
+    Rank 0 scores for all: a reward function need not give the same twice, nor bear to be called by all at once. Only
+    the numbers are shared.
     """
     at_limit = session.config.environment.at_limit
     in_turns = session.conversations is not None
-    return by_first(session.world, lambda: score(
+    rewards = by_first(session.world, lambda: rewards_of(
         rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit
     ))
+    return with_rewards(rollout.groups, rewards, replaced=session.reward is not None, at_limit=at_limit)
 
 
 def _refilled(

@@ -3,6 +3,9 @@
 Letters: T packed tokens of a micro-batch, B trajectories of a micro-batch, R rows that carry loss, P policy tokens of a
 trajectory. Everything is decided by order, length and index: equal groups give equal batches on every machine.
 
+Which trajectories make a micro-batch follows from lengths and prompts alone (`train.bins`), and all ranks know it. Each
+makes the rows of those micro-batches that it computes: `own`.
+
 Shared prompts: trajectories of a micro-batch with the same prompt are a family. Its first part, the stem, has the
 prompt without its last token, once; then comes a part for each trajectory, from the prompt's last token on. That token
 is repeated because its row carries a loss of each trajectory: so every loss row belongs to one trajectory, as it does
@@ -12,7 +15,7 @@ without sharing. A trajectory alone with its prompt, and a prompt of one token, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, islice
 from typing import Any
@@ -24,7 +27,11 @@ from torch import Tensor
 from jetrl.choices import MaskedSequences
 from jetrl.errors import UserError
 from jetrl.rl.losses import Denominators
+from jetrl.train.bins import bin_pack, families, share_bins, shared_rows
 from jetrl.types import Advantage, Group, MicroBatch, PackedBatch, Trajectory
+
+Own = Callable[[int], Sequence[int]]
+"""Which of so many micro-batches of an update to make, ascending (`reduction.own_numbers`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +43,6 @@ class _Sequence:
     in_loss: bool
 
 
-# What one more micro-batch costs, in rows. Computed, not measured: to read and write the FP32 gradient of each weight
-# once more, 8 bytes at 4 TB/s, takes as long as its 6 operations for each of 230 rows at 700 TFLOP/s; other costs of a
-# pass that do not grow with its rows are taken to be about as much.
-_ROWS_OF_A_MICRO_BATCH = 512
-
-
 def pack(
     groups: Sequence[Group],
     *,
@@ -51,6 +52,7 @@ def pack(
     mask_truncated: bool = False,
     updates_per_step: int = 1,
     share_prompts: bool = False,
+    own: Own = range,
 ) -> list[PackedBatch]:
     """Pack groups, one `PackedBatch` an update, micro-batches of at most `max_tokens_per_gpu` tokens.
 
@@ -60,10 +62,11 @@ def pack(
     - `mask_truncated`: a trajectory that ran into a limit stays in the batch with loss mask 0.
     - `share_prompts`: trajectories of a micro-batch with the same prompt have its rows together, and are packed so that
       this helps (`share_bins`).
+    - `own`: which micro-batches to make; the others are only counted.
     - Advantages are zeros here; `fill` writes them.
 
     Raises UserError for a trajectory longer than `max_tokens_per_gpu`; ValueError for one of another precision flow or
-    weight version than this trainer's.
+    weight version than this trainer's, or in a micro-batch that is made with a log-prob that is no number.
     """
     if updates_per_step < 1:
         raise UserError(f"rl.updates_per_step = {updates_per_step} must be at least 1")
@@ -78,11 +81,14 @@ def pack(
         bins = bin_pack([t.length for t in trajectories], max_tokens_per_gpu)
         if share_prompts:
             bins = share_bins(trajectories, bins, max_tokens_per_gpu)
-        batches.append(packed(trajectories, in_loss, bins, flow_digest, weight_version, share_prompts))
+        places = [group.prompt.index for group in groups[start:end] for _ in group.trajectories]
+        for index in chain.from_iterable(bins[number] for number in own(len(bins))):
+            _check_logprobs(trajectories[index], places[index])
+        batches.append(packed(trajectories, in_loss, bins, flow_digest, weight_version, share_prompts, own))
     return batches
 
 
-def pack_in_order(trajectories: Sequence[Trajectory], max_tokens_per_gpu: int) -> PackedBatch:
+def pack_in_order(trajectories: Sequence[Trajectory], max_tokens_per_gpu: int, own: Own = range) -> PackedBatch:
     """One batch in the given order; a new micro-batch begins where the next trajectory does not fit (warm start)."""
     bins: list[list[int]] = [[]]
     used = 0
@@ -92,86 +98,40 @@ def pack_in_order(trajectories: Sequence[Trajectory], max_tokens_per_gpu: int) -
             used = 0
         bins[-1].append(index)
         used += trajectory.length
-    return packed(trajectories, [True] * len(trajectories), bins, "", 0)
+    return packed(trajectories, [True] * len(trajectories), bins, "", 0, own=own)
 
 
 def packed(
     trajectories: Sequence[Trajectory], in_loss: Sequence[bool], bins: Sequence[Sequence[int]], flow_digest: str,
-    weight_version: int, share_prompts: bool = False,
+    weight_version: int, share_prompts: bool = False, own: Own = range,
 ) -> PackedBatch:
-    """The batch with a micro-batch for each of `bins`, which hold places in `trajectories`.
+    """The batch with a micro-batch for each of `bins` that is its `own`; they hold places in `trajectories`.
 
     Row t predicts token t + 1, so the policy's tokens at places a .. b of a trajectory are the targets of its rows
     a-1 .. b-1; the last row predicts nothing. Rows outside the loss hold zeros in every column.
     """
     sequences = [_Sequence(i, t, kept) for i, (t, kept) in enumerate(zip(trajectories, in_loss, strict=True))]
+    numbers, drawn = tuple(own(len(bins))), [t.num_policy_tokens for t in trajectories]
+    counts = tuple(count if kept else 0 for count, kept in zip(drawn, in_loss, strict=True))
     return PackedBatch(
-        micro_batches=tuple(_micro_batch([sequences[index] for index in chosen], share_prompts) for chosen in bins),
+        micro_batches=tuple(_micro_batch([sequences[i] for i in bins[number]], share_prompts) for number in numbers),
+        numbers=numbers,
+        num_micro_batches=len(bins),
         num_sequences=len(sequences),
-        num_loss_tokens=sum(s.trajectory.num_policy_tokens for s in sequences if s.in_loss),
+        num_loss_tokens=sum(counts),
+        sequence_tokens=counts,
         flow_digest=flow_digest,
         weight_version=weight_version,
-        num_masked_tokens=sum(s.trajectory.num_policy_tokens for s in sequences if not s.in_loss),
+        num_masked_tokens=sum(drawn) - sum(counts),
     )
 
 
-def bin_pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: indices of `lengths` in bins whose sums stay within `capacity`; indices ascend in a bin."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > capacity:
-            raise UserError(
-                f"a sequence of {length} tokens (prompt and completion) does not fit train.max_tokens_per_gpu = "
-                f"{capacity}; raise it to at least {length}, or lower task.max_prompt_length or "
-                "rollout.max_response_length"
-            )
-        place = next((place for place, free in enumerate(room) if length <= free), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(capacity)
-        bins[place].append(index)
-        room[place] -= length
-    return [sorted(chosen) for chosen in bins]
-
-
-def share_bins(trajectories: Sequence[Trajectory], bins: list[list[int]], capacity: int) -> list[list[int]]:
-    """Bins of `trajectories` for sharing prompts: `bins`, or others that keep families together and cost less.
-
-    A family is packed as one piece, or as few pieces if it does not fit. What a packing costs is its rows, and
-    `_ROWS_OF_A_MICRO_BATCH` for each bin: so it is never more than that of `bins` without sharing.
-    """
-    families = _families(trajectories)
-    pieces, sizes = [], []
-    for members in families:
-        shared = _shared(trajectories[members[0]])
-        own = [trajectories[index].length - shared for index in members]
-        for chosen in bin_pack(own, capacity - shared):
-            pieces.append([members[place] for place in chosen])
-            sizes.append(shared + sum(own[place] for place in chosen))
-    together = [sorted(chain.from_iterable(pieces[p] for p in chosen)) for chosen in bin_pack(sizes, capacity)]
-    family_of = {index: number for number, members in enumerate(families) for index in members}
-
-    def cost(of: list[list[int]]) -> int:
-        """Every trajectory's own rows are computed once anyway; what differs are bins, and stems in them."""
-        stems = [{family_of[index]: _shared(trajectories[index]) for index in chosen} for chosen in of]
-        return sum(_ROWS_OF_A_MICRO_BATCH + sum(rows.values()) for rows in stems)
-
-    return min(together, bins, key=cost)
-
-
-def _families(trajectories: Sequence[Trajectory]) -> list[list[int]]:
-    """The places of trajectories with the same prompt, in the order of first members."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for place, trajectory in enumerate(trajectories):
-        found.setdefault(trajectory.segments[0].tokens, []).append(place)
-    return list(found.values())
-
-
-def _shared(trajectory: Trajectory) -> int:
-    """How many of its rows other trajectories with the same prompt may share."""
-    return len(trajectory.segments[0].tokens) - 1
+def joined(parts: Sequence[PackedBatch]) -> PackedBatch:
+    """One update from what each rank holds of it."""
+    every = {n: m for part in parts for n, m in zip(part.numbers, part.micro_batches, strict=True)}
+    assert len(every) == parts[0].num_micro_batches, (sorted(every), parts[0].num_micro_batches)
+    numbers = tuple(sorted(every))
+    return replace(parts[0], micro_batches=tuple(every[n] for n in numbers), numbers=numbers)
 
 
 def denominators(
@@ -184,14 +144,11 @@ def denominators(
     An update in which every trajectory was truncated under `mask_truncated` has none: check `batch.num_loss_tokens`
     and skip it.
     """
-    counts = [0] * batch.num_sequences
-    for _, sequence, rows in _loss_rows(batch):
-        counts[sequence] = len(rows)
-    assert sum(counts) == batch.num_loss_tokens, (sum(counts), batch.num_loss_tokens)
+    counts = batch.sequence_tokens
     return Denominators(
         num_loss_tokens=batch.num_loss_tokens,
         num_sequences=batch.num_sequences if masked_sequences == "count" else sum(count > 0 for count in counts),
-        sequence_tokens=tuple(counts),
+        sequence_tokens=counts,
         max_response_length=max_response_length,
         masked_tokens=batch.num_masked_tokens if masked_sequences == "count" else 0,
     )
@@ -202,7 +159,8 @@ def fill(
 ) -> list[PackedBatch]:
     """The batches with `column` (such as "advantages") set: one entry of `values` per trajectory, in packing order.
 
-    An entry is one number for all policy tokens, or one for each of them. Trajectories outside the loss keep zeros.
+    An entry is one number for all policy tokens, or one for each of them. Trajectories outside the loss keep zeros, and
+    those in no micro-batch that is held are passed by.
     """
     assert len(values) == sum(batch.num_sequences for batch in batches), "one entry a trajectory"
     filled, first = [], 0
@@ -220,7 +178,7 @@ def fill(
 
 
 def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> PackedBatch:
-    """The batch with `column` set from what a pass computed: one tensor [R] per micro-batch."""
+    """The batch with `column` set from what a pass computed: one tensor [R] per micro-batch that it holds."""
     micros = []
     for micro, values in zip(batch.micro_batches, rows, strict=True):
         whole = torch.zeros(len(micro.tokens), dtype=torch.float32)
@@ -229,19 +187,26 @@ def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> Packed
     return replace(batch, micro_batches=tuple(micros))
 
 
-def by_trajectory(batches: Sequence[PackedBatch], column: str, lengths: Sequence[int]) -> list[np.ndarray]:
-    """`column` as one float64 array [P] per trajectory, in packing order; `lengths` are their numbers of policy tokens.
-
-    Trajectories outside the loss give zeros.
-    """
-    found, first = [np.zeros(length) for length in lengths], 0
+def held(batches: Sequence[PackedBatch], column: str) -> dict[int, np.ndarray]:
+    """`column` as one float32 array [P] for each trajectory in the loss of a micro-batch that is held, by its place in
+    packing order."""
+    found: dict[int, np.ndarray] = {}
+    first = 0
     for batch in batches:
         for number, sequence, rows in _loss_rows(batch):
-            values = getattr(batch.micro_batches[number], column)[rows]
-            if len(values):  # all policy tokens of a trajectory are in the loss, or none
-                assert len(values) == len(found[first + sequence])
-                found[first + sequence] = values.double().numpy()
+            if len(rows):
+                found[first + sequence] = getattr(batch.micro_batches[number], column)[rows].numpy()
         first += batch.num_sequences
+    return found
+
+
+def by_trajectory(parts: Iterable[Mapping[int, np.ndarray]], lengths: Sequence[int]) -> list[np.ndarray]:
+    """What ranks have `held` as one float64 array [P] per trajectory, in packing order; `lengths` are their numbers of
+    policy tokens. Trajectories outside the loss give zeros."""
+    found = [np.zeros(length) for length in lengths]
+    for place, values in (entry for part in parts for entry in part.items()):
+        assert len(values) == lengths[place], "all policy tokens of a trajectory are in the loss, or none"
+        found[place] = values.astype(np.float64)
     return found
 
 
@@ -285,9 +250,9 @@ def _parts(sequences: Sequence[_Sequence], share_prompts: bool) -> list[_Part]:
     if not share_prompts:
         return [_Part(s.trajectory, 0, s.trajectory.length, -1, s) for s in sequences]
     parts: list[_Part] = []
-    for members in _families([s.trajectory for s in sequences]):
+    for members in families([s.trajectory for s in sequences]):
         family = [sequences[place] for place in members]
-        shared, stem = _shared(family[0].trajectory) if len(family) > 1 else 0, -1
+        shared, stem = shared_rows(family[0].trajectory) if len(family) > 1 else 0, -1
         if shared:
             stem = len(parts)
             parts.append(_Part(family[0].trajectory, 0, shared, -1, None))
@@ -356,5 +321,8 @@ def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
         for segment in trajectory.turns:
             if not segment.tokens or len(segment.tokens) != len(segment.logprobs):
                 raise ValueError(f"{where}: {len(segment.tokens)} tokens, {len(segment.logprobs)} log-probs")
-            if not all(map(math.isfinite, segment.logprobs)):
-                raise ValueError(f"{where}: one of its log-probs is NaN or infinite")
+
+
+def _check_logprobs(trajectory: Trajectory, place: int) -> None:
+    if not all(all(map(math.isfinite, segment.logprobs)) for segment in trajectory.turns):
+        raise ValueError(f"prompt {place}: one of its log-probs is NaN or infinite")

@@ -1,10 +1,13 @@
 """What an algorithm needs before the update: passes of the reference, the learner and the critic over a packed batch,
 and from them the advantage of every policy token.
+
+A rank makes these passes over the micro-batches that it holds. Where advantages are made of them, the ranks exchange
+one number for each policy token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,24 +16,23 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.world import ALONE, World
 from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import kl_penalty
-from jetrl.train.packing import by_trajectory, fill, to_device, with_rows
+from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
 from jetrl.train.step import Learner, forward_batch, forward_rows
 from jetrl.types import Group, MicroBatch, PackedBatch
 
 
 @torch.no_grad()
-def logprob_pass(model: Transformer, batch: PackedBatch, temperature: float, world: World = ALONE) -> list[Tensor]:
-    """Log-probs [R] of every micro-batch's loss rows, without gradients (old policy, reference policy). Collective."""
+def logprob_pass(model: Transformer, batch: PackedBatch, temperature: float) -> list[Tensor]:
+    """Log-probs [R] of the loss rows of each micro-batch held, without gradients (old policy, reference policy)."""
     device = model.head_weight.device
-    return _of_all(lambda m: forward_rows(model, to_device(m, device), temperature).logprobs, batch, world)
+    return [forward_rows(model, to_device(m, device), temperature).logprobs for m in batch.micro_batches]
 
 
 @torch.no_grad()
-def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch, world: World = ALONE) -> list[Tensor]:
-    """Values [R] of every micro-batch's loss rows, without gradients. Collective."""
+def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch) -> list[Tensor]:
+    """Values [R] of the loss rows of each micro-batch held, without gradients."""
     body = policy if critic.body is None else critic.body
 
     def values(host: MicroBatch) -> Tensor:
@@ -38,15 +40,7 @@ def value_pass(critic: Critic, policy: Transformer, batch: PackedBatch, world: W
         hidden = body(forward_batch(micro))
         return critic.values(hidden[micro.loss_mask.nonzero()[:, 0]])
 
-    return _of_all(values, batch, world)
-
-
-def _of_all(rows_of: Callable[[MicroBatch], Tensor], batch: PackedBatch, world: World) -> list[Tensor]:
-    """`rows_of` every micro-batch, of which rank r computes every n-th from the r-th on; on every rank."""
-    if world.alone:
-        return [rows_of(m) for m in batch.micro_batches]
-    every = world.gather([rows_of(m).cpu() for m in batch.micro_batches[world.rank :: world.size]])
-    return [every[i % world.size][i // world.size] for i in range(len(batch.micro_batches))]
+    return [values(micro) for micro in batch.micro_batches]
 
 
 def estimate(
@@ -56,21 +50,21 @@ def estimate(
     """Run the passes that the algorithm needs, fill in the advantages of groups and batches; returns statistics.
 
     The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`); else the
-    learner makes its own pass, if there are several updates or the reward holds a KL penalty.
+    learner makes its own pass, if there are several updates or the reward holds a KL penalty. Collective.
     """
     rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world
     if not groups:  # dynamic sampling may keep none
         return [], [], {}
     kl_in_reward = reference is not None and rl.kl_in == "reward"
     if not unified and (len(packed) > 1 or kl_in_reward):
-        packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature, world)) for b in packed]
+        packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature)) for b in packed]
     if reference is not None:
-        packed = [with_rows(b, "ref_logprobs", logprob_pass(reference, b, temperature, world)) for b in packed]
+        packed = [with_rows(b, "ref_logprobs", logprob_pass(reference, b, temperature)) for b in packed]
     if learner.critic is not None:
-        packed = [with_rows(b, "values", value_pass(learner.critic, learner.model, b, world)) for b in packed]
+        packed = [with_rows(b, "values", value_pass(learner.critic, learner.model, b)) for b in packed]
     lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]
-    kl = _token_kl(packed, lengths, config, unified) if kl_in_reward else None
-    values = by_trajectory(packed, "values", lengths) if learner.critic is not None else None
+    kl = by_trajectory(world.gather(_token_kl(packed, config, unified)), lengths) if kl_in_reward else None
+    values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
     filled, stats, returns = advantages(groups, rl, kl=kl, values=values)
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
@@ -78,15 +72,12 @@ def estimate(
     return filled, packed, stats
 
 
-def _token_kl(
-    batches: Sequence[PackedBatch], lengths: Sequence[int], config: Config, unified: bool
-) -> list[np.ndarray]:
-    """Estimates of the KL to the reference policy, one array [P] float64 per trajectory."""
-    policy = by_trajectory(batches, "rollout_logprobs" if unified else "old_logprobs", lengths)
-    reference = by_trajectory(batches, "ref_logprobs", lengths)
-    estimator = config.rl.kl_estimator
-    return [
-        kl_penalty(torch.from_numpy(p), torch.from_numpy(r), estimator).numpy()
-        for p, r in zip(policy, reference, strict=True)
-    ]
+def _token_kl(batches: Sequence[PackedBatch], config: Config, unified: bool) -> dict[int, np.ndarray]:
+    """Estimates of the KL to the reference policy, one array [P] float64 for each trajectory that is `held`."""
+    policy = held(batches, "rollout_logprobs" if unified else "old_logprobs")
+    reference, estimator = held(batches, "ref_logprobs"), config.rl.kl_estimator
+    return {
+        place: kl_penalty(torch.from_numpy(p).double(), torch.from_numpy(reference[place]).double(), estimator).numpy()
+        for place, p in policy.items()
+    }
 

@@ -63,6 +63,22 @@ def turns_of(count: int, lanes: int, size: int) -> list[Turn]:
     return found
 
 
+def own_numbers(world: World, reduction: Reduction, lanes: int | None = None) -> Callable[[int], Sequence[int]]:
+    """The micro-batches, of so many in an update, whose backward passes are this rank's turns, ascending."""
+
+    def numbers(count: int) -> Sequence[int]:
+        if world.alone:
+            return range(count)
+        turns = turns_of(count, _lanes(count, world, reduction, lanes), world.size)
+        return sorted(own for turn in turns if (own := turn.micro[world.rank]) is not None)
+
+    return numbers
+
+
+def _lanes(count: int, world: World, reduction: Reduction, lanes: int | None) -> int:
+    return world.size if reduction == "fast" else lanes or count
+
+
 class GradientSum(Protocol):
     """The gradients of one update. After the last turn `.grad` of every parameter is the sum (of its own rows)."""
 
@@ -87,8 +103,7 @@ def gradient_sum(
     """
     if world.alone and reduction == "fast":
         return InPlace(parameters, turns_of(count, 1, 1))
-    lanes = world.size if reduction == "fast" else lanes or count
-    return Exchanged(parameters, turns_of(count, lanes, world.size), world)
+    return Exchanged(parameters, turns_of(count, _lanes(count, world, reduction, lanes), world.size), world)
 
 
 class InPlace:

@@ -12,6 +12,7 @@ from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
 from jetrl.tasks.task import holds_out
+from jetrl.train import store
 from jetrl.train.checkpoint import Meta
 
 MAY_CHANGE = (
@@ -57,6 +58,26 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
         + "\nResume with the run's own config.toml, or start a run under a new name. You may change "
         f"{MAY_CHANGE}."
     )
+
+
+DATA = ("task.train_file", "task.eval_file")
+
+
+def data_digests(config: Config) -> dict[str, str]:
+    """SHA-256 of the local data files that the config names, by key."""
+    files = {key: Path(value) for key, value in path_values(config).items() if key in DATA}
+    return {key: store.sha256(file) for key, file in files.items() if file.is_file()}
+
+
+def check_data(path: Path, meta: Meta, config: Config, data: Mapping[str, str]) -> None:
+    """UserError if a local data file has another content than when the checkpoint was written."""
+    changed = [key for key, digest in meta.data.items() if data.get(key, digest) != digest]
+    if changed and not config.checkpoint.allow_changed_data:
+        files = ", ".join(f"{key} ({path_values(config)[key]})" for key in changed)
+        raise UserError(
+            f"{files}: the content has changed since {path} was written, so the run would go on with other problems. "
+            "Put the file back, or go on with the new one by checkpoint.allow_changed_data=true."
+        )
 
 
 def _differences(

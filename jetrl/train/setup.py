@@ -60,6 +60,8 @@ class Session:
     weight_version: int = 0
     num_prompts: int = 0  # taken from the task's training stream so far
     initial_accuracy: float | None = None
+    first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
+    data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
     saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
     texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
@@ -207,8 +209,7 @@ def prepare(config: Config) -> Prepared:
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     check_routing(config.train, spec)
-    if spec.experts is not None:
-        require_experts(config.kernels)
+    check_experts(config, spec)
     recipe = recipe_of(config, spec)
     require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
@@ -220,6 +221,12 @@ def prepare(config: Config) -> Prepared:
     )
     reward, environment = _scoring(config, task, named)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
+
+
+def check_experts(config: Config, spec: ModelSpec) -> None:
+    """UserError if the model is a mixture of experts and the config's kernels cannot compute one."""
+    if spec.experts is not None:
+        require_experts(config.kernels)
 
 
 def _scoring(
@@ -311,8 +318,7 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe, folder: str
     """
     assert DEVICE_OF[config.kernels] == torch.device(config.device).type, "resolve() pairs devices with kernels"
     select(config.kernels)
-    if spec.experts is not None:
-        require_experts(config.kernels)
+    check_experts(config, spec)
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
     source = folder or model_source(config, weights=True)
     if source is None:

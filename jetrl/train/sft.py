@@ -32,6 +32,7 @@ from jetrl.tasks.task import Task, encode_problem, holds_out
 from jetrl.train import store
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
+from jetrl.train.reduction import own_numbers
 from jetrl.train.routing import Routing
 from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, optimizer_step
@@ -110,7 +111,7 @@ def train_sft(
     optimizer = build_optimizer(student.named_parameters(), settings)
     for step in range(1, sft.steps + 1):
         with together(world):
-            batch = _batch(step, config, task, tokenizer)
+            batch = _batch(step, config, task, tokenizer, world)
         factor = schedule_factor(step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps)
 
         shares = denominators(batch, config.rollout.max_response_length)
@@ -123,7 +124,7 @@ def train_sft(
 
         try:
             stats = optimizer_step(
-                list(student.parameters()), optimizer, batch.micro_batches, loss_of, lr=sft.lr * factor,
+                list(student.parameters()), optimizer, batch, loss_of, lr=sft.lr * factor,
                 max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
             )
         except NonFiniteError as error:
@@ -135,12 +136,12 @@ def train_sft(
     return student
 
 
-def _batch(step: int, config: Config, task: Task, tokenizer: Any) -> PackedBatch:
-    """The solutions of one step, the same on every rank."""
+def _batch(step: int, config: Config, task: Task, tokenizer: Any, world: World) -> PackedBatch:
+    """The solutions of one step, of which each rank packs its micro-batches."""
     sft, first = config.sft, (step - 1) * config.sft.batch_size
     index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
     return pack_in_order([solved_trajectory(task.problem(i), tokenizer, config) for i in index],
-                         config.train.max_tokens_per_gpu)
+                         config.train.max_tokens_per_gpu, own_numbers(world, "fixed"))
 
 
 def solved_trajectory(problem: Problem, tokenizer: Any, config: Config) -> Trajectory:

@@ -18,6 +18,7 @@ from jetrl.model.shards import Part
 from jetrl.parallel.together import by_first, common, together
 from jetrl.train import checkpoint, resume, store
 from jetrl.train.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
+from jetrl.train.packing import joined
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, reference_of
 from jetrl.train.trainer import NonFiniteError
@@ -61,6 +62,7 @@ def save(session: Session, run_dir: Path) -> Path:
     meta = checkpoint.Meta(
         session.step, session.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), session.initial_accuracy, session.num_prompts,
+        session.first_row, session.data,
     )
     path = checkpoint.save(
         run_dir / "checkpoints", meta, parts, lambda folder, told: save_hf(session, folder, told),
@@ -86,12 +88,15 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     meta = checkpoint.load(path, world)
     with together(world):
         resume.check(path, meta, session.given, session.config, session.flow_digest)
+        resume.check_data(path, meta, session.config, session.data)
     _read(session, path)
     learner.model.publish()
     if learner.critic is not None:
         learner.critic.publish()
     session.step, session.weight_version, session.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     session.initial_accuracy = meta.initial_accuracy
+    here = path.parent.absolute() == (run_dir / "checkpoints").absolute()
+    session.first_row = meta.first_row if here else meta.step + 1  # rows before are the other folder's
     if session.config.rl.kl_coef > 0:
         reference, kept = reference_of(session.model), path.parent / _REFERENCE
         with together(world):
@@ -99,7 +104,7 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
                 raise UserError(f"{kept} is missing: the KL penalty needs the initial policy. Start a new run.")
         store.unseal(kept, lambda _: parts_of(reference), "Start a new run.", world)
         session.reference = reference.publish()
-        if path.parent.absolute() != (run_dir / "checkpoints").absolute():  # resumed into another output folder
+        if not here:  # resumed into another output folder
             _keep_reference(session, run_dir)
     weights = publish(session.model, session.weight_version, session.flow_digest)
     with together(world):
@@ -141,11 +146,13 @@ def stop_non_finite(
     `failed/step_NNNNNN/` holds batches.pt, and the masters in weights/ (`store.whole` reads them).
     """
     folder = run_dir / "failed" / f"step_{step:06d}"
+    parts = session.world.collect(batches)  # each rank holds its own micro-batches
 
     def write() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        torch.save({"step": step, "batches": batches}, folder / "batches.pt")
+        whole = [joined(of_update) for of_update in zip(*parts, strict=True)]
+        torch.save({"step": step, "batches": whole}, folder / "batches.pt")
 
     by_first(session.world, write)
     store.seal(folder / "weights", parts_of(session.model), session.world)

@@ -128,7 +128,7 @@ def _policy_update(
 
     lr = lr_at(step - 1, config.train)
     stats = optimizer_step(
-        parameters, learner.optimizer, batch.micro_batches, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
+        parameters, learner.optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
         world=learner.world, reduction=config.train.reduction,
         lanes=config.train.reduction_lanes,
     )
@@ -174,7 +174,7 @@ def _critic_update(
         )
 
     stats = optimizer_step(
-        list(critic.parameters()), optimizer, batch.micro_batches, loss_of, lr=rl.critic_lr,
+        list(critic.parameters()), optimizer, batch, loss_of, lr=rl.critic_lr,
         max_grad_norm=config.train.max_grad_norm, world=learner.world, reduction=config.train.reduction,
         lanes=config.train.reduction_lanes,
     )

@@ -1,13 +1,14 @@
 """What a signal does to a run: Ctrl-C finishes the step, SIGTERM does not wait for it, a second one stops at once.
 
-| while | Ctrl-C | SIGTERM (schedulers, which kill some seconds later) |
+| while | Ctrl-C | SIGTERM (schedulers, which kill some seconds later), SIGHUP (a closed terminal) |
 |---|---|---|
 | loading, warm start | at once | at once |
 | rollout and rewards | the step is finished, then saved | given up; the steps before are saved |
 | update | finished, then saved | finished, then saved |
 | evaluation | given up; the step is saved | given up; the step is saved |
 
-What is given up is lost as time only: the resumed run repeats it to the bit.
+A terminal may send SIGHUP more than once, so a further one asks for nothing. What is given up is lost as time only: the
+resumed run repeats it to the bit.
 
 Several ranks each get the signal, at different moments. None gives up by itself: at the points where all of them meet,
 all do what the first one wants. Rewards, which rank 0 computes, are waited for.
@@ -15,6 +16,7 @@ all do what the first one wants. Rewards, which rank 0 computes, are waited for.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -34,6 +36,7 @@ _LOST = {
     "report": "report.html is not written; `jetrl report` makes it",
 }  # by phase in which a signal stops at once
 _AGAIN = "The signal again stops at once."
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
@@ -46,7 +49,7 @@ class StopRequest:
         self.phase: Phase = "start"
         self.said = ""  # the answer to the last signal
         self.shown = False  # whether a display shows `said`, which printing would tear
-        self._waits = True  # for the step to finish; not after SIGTERM
+        self._waits = True  # for the step to finish; not after SIGTERM or SIGHUP
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -85,12 +88,15 @@ class StopRequest:
             raise GivenUp
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        hurries = number == signal.SIGTERM and self._waits
+        _forget_closed_terminal()
+        hurries = number != signal.SIGINT and self._waits
+        if self.asked and number not in _STOPS and not hurries:
+            return
         if self.phase in _LOST or (self.asked and not hurries):
             self._say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
             raise KeyboardInterrupt
-        self.asked, self._waits = True, number != signal.SIGTERM
-        self._say(self._answer())
+        self.asked, self._waits = True, number == signal.SIGINT
+        self._say(self._answer(), _AGAIN if number in _STOPS else "Ctrl-C or SIGTERM stops at once.")
         if self.world.alone:
             self.check()
 
@@ -105,10 +111,24 @@ class StopRequest:
             text = f"Stopping after this step, {'with' if self.saves else 'without'} a checkpoint."
         return text if self.saves else f"{text} Nothing is saved (checkpoint.save_interval = 0)."
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, again: str = "") -> None:
         """Print from a signal handler: past Python's buffers, which the interrupted code may be writing to."""
         self.said = text
         if not self.world.first or (self.shown and text.startswith("Stopping")):
             return
         with suppress(OSError):  # nobody reads it any more
-            os.write(2, f"{text} {_AGAIN if text.startswith('Stopping') else ''}".rstrip().encode() + b"\n")
+            os.write(2, f"{text} {again}".rstrip().encode() + b"\n")
+
+
+def _forget_closed_terminal() -> None:
+    """Where the terminal is gone, nothing is written to it any more: that would fail before the run is saved."""
+    try:
+        import termios
+    except ImportError:  # not a Unix
+        return
+    for file in (1, 2):
+        try:
+            termios.tcgetattr(file)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), file)

@@ -17,7 +17,7 @@ from jetrl.rl.losses import Stats
 from jetrl.train.optim import clip_gradients_, set_lr
 from jetrl.train.packing import to_device
 from jetrl.train.reduction import gradient_sum
-from jetrl.types import MicroBatch
+from jetrl.types import MicroBatch, PackedBatch
 
 LossOf = Callable[[MicroBatch], tuple[Tensor, Stats]]
 """A micro-batch's share of the loss and of its statistics; shares of all micro-batches add up."""
@@ -28,20 +28,21 @@ class NonFiniteError(RuntimeError):
 
 
 def optimizer_step(
-    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch],
+    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, batch: PackedBatch,
     loss_of: LossOf, *, lr: float, max_grad_norm: float, world: World = ALONE, reduction: Reduction = "fast",
     lanes: int | None = None,
 ) -> dict[str, float]:
     """Add the gradients of all micro-batches up, clip them, step. Returns the summed statistics, `loss`, `grad_norm`.
 
-    `micro_batches` are those of all ranks, which share them as `train.reduction` says. They move to the parameters'
-    device one by one. What is returned is the same on every rank, and so is a NonFiniteError, which comes before any
-    weight changes. Collective.
+    The ranks share the batch's micro-batches as `train.reduction` says, and each holds its own at least. They move to
+    the parameters' device one by one. What is returned is the same on every rank, and so is a NonFiniteError, which
+    comes before any weight changes. Collective.
     """
     device = parameters[0].device
     own: dict[int, Stats] = {}
+    micro_batches = dict(zip(batch.numbers, batch.micro_batches, strict=True))
     optimizer.zero_grad(set_to_none=True)  # what a failed update may have left
-    gradients = gradient_sum(parameters, len(micro_batches), world, reduction, lanes)
+    gradients = gradient_sum(parameters, batch.num_micro_batches, world, reduction, lanes)
     for turn in gradients.turns:
         with gradients.turn(turn):
             if (number := turn.micro[world.rank]) is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from enlarged import enlarged
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
@@ -48,13 +49,7 @@ WORK = Workload(num_sequences=4, max_prompt=20, new_tokens=6, chunk=5, page_size
 
 
 def model_of(precision: str, spec: ModelSpec = SPEC, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Transformer:
-    recipe = build_recipe(precision, spec.num_layers, head_dim=spec.head_dim, **more)
-    model = Transformer(spec, recipe, dtype=dtype).init_random(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # larger than at the start of training, so that every operator matters
-        for p in model.parameters():
-            p.mul_(4.0) if p.ndim == 2 else p.add_(torch.randn(p.shape, generator=generator) * 0.2)
-    return model.publish()
+    return enlarged(spec, build_recipe(precision, spec.num_layers, head_dim=spec.head_dim, **more), dtype)
 
 
 def tokens_of(count: int) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from enlarged import enlarged
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
@@ -125,12 +126,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(precision: str, spec: ModelSpec = SPEC, dtype: torch.dtype = torch.bfloat16) -> Transformer:
-    model = Transformer(spec, build_recipe(precision, spec.num_layers), dtype=dtype).init_random(0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # larger than at the start of training, so that every operator matters
-        for p in model.parameters():
-            p.mul_(4.0) if p.ndim == 2 else p.add_(torch.randn(p.shape, generator=generator) * 0.2)
-    return model.publish()
+    return enlarged(spec, build_recipe(precision, spec.num_layers), dtype)
 
 
 def tokens_of(count: int) -> Tensor:

@@ -29,6 +29,13 @@ def mistake() -> None:
     world.barrier()
 
 
+def mistake_of_all() -> None:
+    """Each finds it by itself, at another moment."""
+    world = launch.join("cpu")
+    time.sleep(0.2 * world.rank)
+    raise UserError("reward.py: no such function.")
+
+
 def mistake_together() -> None:
     world = launch.join("cpu")
     with together(world):

@@ -60,6 +60,7 @@ def test_two_ranks_run_and_one_speaks(spawned: Spawned) -> None:
     ("case", "status", "message"),
     [
         ("mistake", 2, r"rank 1: reward.py: no such function\."),
+        ("mistake_of_all", 2, r"reward.py: no such function\."),
         ("mistake_together", 2, r"rank 1: reward.py: no such function\."),
         ("computing", 2, r"rank 1: it gives up\."),
         ("bug", 1, r"rank 1: KeyError: 'our mistake'\nTraceback .*\n(.*\n)+KeyError: 'our mistake'"),
@@ -83,7 +84,7 @@ def test_a_failure_is_one_message(case: str, status: int, message: str, spawned:
 def test_one_rank_is_a_run_in_one_process() -> None:
     code = SPAWN.replace("spawn(2", "spawn(1")
     done = subprocess.run([sys.executable, "-c", code, "alone"], capture_output=True, text=True, env=environment())
-    assert (done.returncode, done.stdout, done.stderr) == (2, "1\n", "jetrl: rank 0: no such file.\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "1\n", "jetrl: no such file.\n")
 
 
 def test_a_mistake_with_debug_has_its_traceback(spawned: Spawned) -> None:
@@ -93,7 +94,7 @@ def test_a_mistake_with_debug_has_its_traceback(spawned: Spawned) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_every_rank_once(times: int, number: signal.Signals) -> None:
     """Once: the step is finished, and the ranks end by themselves. Twice: at once."""
     arguments = [sys.executable, "-c", SPAWN, "stops", *(["--slow"] if times == 2 else [])]
@@ -105,7 +106,7 @@ def test_a_signal_reaches_every_rank_once(times: int, number: signal.Signals) ->
         assert process.stdout.readline() == "stopped after the step\n"
         start = time.monotonic()
         if times == 2:
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "jetrl: interrupted.\n" if times == 2 else "")
     assert time.monotonic() - start < 30, "the slow end of a run takes 60"

@@ -69,7 +69,7 @@ def test_a_resumed_run_leaves_the_same_bytes_as_an_unbroken_one(tmp_path: Path, 
         keep = len(lines[-1]) if cut == "all" else cut
         path.write_bytes(b"".join(lines)[: -keep or None])
     with Recorder(tmp_path / "broken", resume=True) as recorder:
-        recorder.drop_after(4)
+        recorder.drop_after(4, first=1)
         assert recorder.last_step == 4
         steps(recorder, 5, 8)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -82,7 +82,14 @@ def test_rows_that_are_missing_before_the_checkpoint_are_reported(tmp_path: Path
             recorder.write(step, row(step))
     with Recorder(tmp_path / "run", resume=True) as recorder:
         with pytest.warns(UserWarning, match="lacks the rows of steps 4, 5 before the checkpoint of step 5"):
+            recorder.drop_after(5, first=1)
+        with pytest.warns(UserWarning, match="lacks the rows of steps 0, 4, 5 before"):
             recorder.drop_after(5)
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"")
+    with Recorder(tmp_path / "run", resume=True) as recorder:
+        with pytest.warns(UserWarning, match=r"lacks the rows of steps 1, 2, 3, 4, 5, \.\.\. before the .* of step 7"):
+            recorder.drop_after(7, first=1)
+        recorder.write(8, row(8))
 
 
 def test_a_torn_line_is_cut_but_a_whole_row_without_its_newline_stays(tmp_path: Path) -> None:

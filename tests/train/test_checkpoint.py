@@ -154,6 +154,18 @@ def test_damage_is_seen_and_the_file_named(tmp_path: Path) -> None:
         (path / "state.json").write_text(broken)
         with pytest.raises(UserError, match=r"state\.json cannot be read"):
             checkpoint.load(path)
+    for field, wrong, told in (
+        ("step", "1", "step is '1', and must be a whole number from 0 on"),
+        ("step", True, "step is True"), ("num_prompts", 2.5, "num_prompts is 2.5"),
+        ("weight_version", -1, "weight_version is -1"),
+        ("first_row", None, "first_row is None"), ("settings", [], r"settings is \[\], and must be a table"),
+        ("paths", "x", "paths is 'x'"), ("flow_digest", 3, "flow_digest is 3, and must be a text"),
+        ("initial_accuracy", "high", "initial_accuracy is 'high', and must be a number or null"),
+        ("files", {"a": 1}, "files is {'a': 1}, and must be names with hashes"), ("data", [1], "data is"),
+    ):
+        (path / "state.json").write_text(json.dumps(json.loads(text) | {field: wrong}))
+        with pytest.raises(UserError, match=rf"state\.json cannot be read \({told}.*Choose another step"):
+            checkpoint.load(path)
     (path / "state.json").write_text(json.dumps(json.loads(text) | {"sha256": "0"}))
     with pytest.raises(UserError, match="written by an older version"):
         checkpoint.load(path)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.parallel.world import World
 from jetrl.rl.losses import policy_loss, token_weights
 from jetrl.train import packing
+from jetrl.train.bins import bin_pack, share_bins
 from jetrl.train.packing import (
-    bin_pack,
     by_trajectory,
     denominators,
     fill,
+    held,
+    joined,
     pack,
     pack_in_order,
-    share_bins,
     to_device,
     with_rows,
 )
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.train.reduction import own_numbers, turns_of
+from jetrl.types import Group, MicroBatch, PackedBatch, Problem, Prompt, Segment, Trajectory
 
 
 def policy(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Segment:
@@ -220,6 +224,16 @@ def test_bin_packing(lengths: list[int], capacity: int):
     assert len(bins) <= max(1, math.ceil(2 * sum(lengths) / capacity)) if lengths else bins == []
 
 
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 50))
+def test_bin_packing_is_first_fit(lengths: list[int], capacity: int):
+    """By its definition: the longest first, each into the first bin with room."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = [chosen for chosen in bins if sum(lengths[i] for i in chosen) + lengths[index] <= capacity]
+        (fits[0] if fits else bins.append([]) or bins[-1]).append(index)
+    assert bin_pack(lengths, capacity) == [sorted(chosen) for chosen in bins]
+
+
 def test_bin_packing_by_hand():
     # longest first: 7 | 6 | 4 (does not fit 7: room 3; fits 6: room 4) | 3 into the first | the tie of 3s by index
     assert bin_pack([3, 7, 3, 6, 4], 10) == [[0, 1], [3, 4], [2]]
@@ -362,12 +376,71 @@ def test_columns_of_passes_come_back_by_trajectory(
     rows = [[m.rollout_logprobs[m.loss_mask > 0] * 2 for m in b.micro_batches] for b in batches]
     batches = [with_rows(b, "values", r) for b, r in zip(batches, rows, strict=True)]
     trajectories = [t for g in groups for t in g.trajectories]
-    found = by_trajectory(batches, "values", [t.num_policy_tokens for t in trajectories])
+    found = by_trajectory([held(batches, "values")], [t.num_policy_tokens for t in trajectories])
     for values, t in zip(found, trajectories, strict=True):
         expected = [0.0 if mask and t.end != "stop" else 2 * lp for s in t.turns for lp in s.logprobs]
         assert values.tolist() == expected
     for b in fill(batches, "returns", found):
         assert all(torch.equal(m.returns, m.values) for m in b.micro_batches)
+
+
+def assert_equal(one: PackedBatch, other: PackedBatch) -> None:
+    for field in fields(PackedBatch):
+        if field.name != "micro_batches":
+            assert getattr(one, field.name) == getattr(other, field.name), field.name
+    for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
+        for field in fields(MicroBatch):
+            x, y = getattr(a, field.name), getattr(b, field.name)
+            if isinstance(x, Tensor):
+                assert x.dtype == y.dtype and torch.equal(x, y), field.name
+            else:
+                assert x == y, field.name
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    some_groups(), st.integers(25, 60), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(2, 4),
+    st.sampled_from([("fast", None), ("fixed", None), ("fixed", 3)]),
+)
+def test_a_rank_packs_its_share_of_the_whole(groups, limit, updates, mask, share, size, reduction):
+    """Its micro-batches are those of the whole packing whose backward passes are its turns; with their columns and the
+    values of trajectories, what all ranks hold is the whole. Advantages of single tokens as well."""
+    columns = [tuple(i + j / 16 for j in range(t.num_policy_tokens)) for i, t in enumerate(
+        t for g in groups for t in g.trajectories
+    )]
+
+    def made(own=range) -> list[PackedBatch]:
+        batches = pack(
+            groups, max_tokens_per_gpu=limit, flow_digest="flow", weight_version=3, updates_per_step=updates,
+            mask_truncated=mask, share_prompts=share, own=own,
+        )
+        rows = [[m.rollout_logprobs[m.loss_mask > 0] / 2 for m in b.micro_batches] for b in batches]
+        batches = [with_rows(b, "values", r) for b, r in zip(batches, rows, strict=True)]
+        return fill(fill(batches, "advantages", columns), "returns", [float(i) for i in range(len(columns))])
+
+    whole = made()
+    parts = [made(own_numbers(World(rank, size, rank), *reduction)) for rank in range(size)]
+    for number, batch in enumerate(whole):
+        assert batch.numbers == tuple(range(batch.num_micro_batches))
+        turns = turns_of(batch.num_micro_batches, {"fast": size}.get(reduction[0], reduction[1] or 99), size)
+        for rank, part in enumerate(parts):
+            mine = tuple(n for n in batch.numbers if any(turn.micro[rank] == n for turn in turns))
+            expected = replace(batch, numbers=mine, micro_batches=tuple(batch.micro_batches[n] for n in mine))
+            assert_equal(part[number], expected)
+            if part[number].num_loss_tokens:
+                assert denominators(part[number], 9) == denominators(batch, 9)
+        assert_equal(joined([part[number] for part in parts]), batch)
+    lengths = [len(column) for column in columns]
+    found = by_trajectory([held(part, "values") for part in parts], lengths)
+    for a, b in zip(found, by_trajectory([held(whole, "values")], lengths), strict=True):
+        assert a.tolist() == b.tolist()
+
+
+def test_a_log_prob_that_is_no_number_is_refused_by_the_rank_that_packs_it():
+    bad = group(9, (1,), (answer(policy((30,) * 5, (-1.0,) * 4 + (math.inf,))), SHORT), (1.0, -1.0))
+    packed([bad], limit=6, own=lambda count: [1])
+    with pytest.raises(ValueError, match="prompt 9: one of its log-probs is NaN or infinite"):
+        packed([bad], limit=6, own=lambda count: [0])
 
 
 def test_in_order_by_hand():
@@ -377,6 +450,8 @@ def test_in_order_by_hand():
     assert [m.lengths for m in batch.micro_batches] == [(4, 3), (5, 2)] and batch.num_loss_tokens == 4
     assert batch.micro_batches[1].sequence_ids.tolist() == [2] * 5 + [3] * 2
     assert batch.micro_batches[0].loss_mask.tolist() == [0, 0, 1, 0, 0, 1, 0]
+    second = pack_in_order(solved, 7, lambda count: [1])
+    assert_equal(second, replace(batch, numbers=(1,), micro_batches=batch.micro_batches[1:]))
 
 
 def test_to_device_keeps_everything():

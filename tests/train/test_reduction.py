@@ -168,7 +168,7 @@ def broken_loss(world: World, config: Config, batches: list[PackedBatch]) -> dic
 
     try:
         optimizer_step(
-            list(learner.model.parameters()), learner.optimizer, micro_batches, loss_of, lr=1e-3, max_grad_norm=1.0,
+            list(learner.model.parameters()), learner.optimizer, batches[0], loss_of, lr=1e-3, max_grad_norm=1.0,
             world=world, reduction="fixed",
         )
     except NonFiniteError as error:

@@ -11,6 +11,8 @@ from tiny import tiny_config, tiny_run
 
 from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
+from jetrl.loop import StopRequest, run
+from jetrl.report.recorder import read_metrics
 from jetrl.train import resume
 from jetrl.train.checkpoint import Meta
 
@@ -121,3 +123,56 @@ def test_whether_problems_are_held_out_counts(tmp_path: Path) -> None:
     data = {"task.name": "file", "task.params": {}, "task.train_file": str(tmp_path / "data.jsonl")}
     on, off = tiny_config(tmp_path, data), tiny_config(tmp_path, data | {"eval.eval_interval": 0})
     assert "holds problems out" in told(on, off) and told(on, on) == told(off, off) == ""
+
+
+def test_another_content_of_a_data_file_is_refused_unless_it_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "task": {"name": "file", "train_file": str(file), "reward": f"{tmp_path}/reward.py:reward", "num_eval": 2,
+                 "max_prompt_length": 16},
+        "train.steps": 1, "checkpoint.save_interval": 1,
+    }
+    run_dir = tiny_run(tmp_path, changes)
+    more = changes | {"train.steps": 2, "checkpoint.resume": "auto"}
+    text = file.read_text()
+    file.write_text(text.replace('"prompt": "3+1="', '"prompt": "3+2="'))
+    with pytest.raises(UserError, match=rf"task.train_file \({file}\): the content has changed since .*step_000001"):
+        tiny_run(tmp_path, more)
+    tiny_run(tmp_path, more | {"checkpoint.allow_changed_data": True})
+    tiny_run(tmp_path, more | {"train.steps": 3})  # the new content is the run's now
+    file.write_text(text)
+    with pytest.raises(UserError, match="Put the file back, or go on with the new one by checkpoint.allow_changed"):
+        tiny_run(tmp_path, more | {"train.steps": 4})
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"continues after step 2 of 3, from {run_dir}/checkpoints/step_000002" in told, told
+
+
+def test_an_emptied_metrics_file_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
+    changes = {"train.steps": 2, "checkpoint.save_interval": 1}
+    run_dir = tiny_run(tmp_path, changes)
+    (run_dir / "metrics.jsonl").write_bytes(b"")
+    more = changes | {"train.steps": 3, "checkpoint.resume": "auto"}
+    with pytest.warns(UserWarning, match="lacks the rows of steps 0, 1, 2 before the checkpoint of step 2"):
+        tiny_run(tmp_path, more)
+    assert [row["step"] for row in read_metrics(run_dir)] == [3]
+
+
+def test_a_run_that_goes_on_in_another_folder_lacks_no_rows(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Now, and when it is resumed there itself; rows that are lost there are missed."""
+    first = tiny_run(tmp_path, {"train.steps": 1, "checkpoint.save_interval": 1})
+    changes = {"checkpoint.save_interval": 1, "output_dir": str(tmp_path / "there")}
+    there = tmp_path / "there" / "tiny"
+    for steps, source in ((3, str(first)), (4, "auto")):
+        config = tiny_config(tmp_path, changes | {"train.steps": steps, "checkpoint.resume": source})
+        assert run(config, there, ["test"], StopRequest())
+    assert [row["step"] for row in read_metrics(there)] == [2, 3, 4]
+    assert not [w for w in recwarn if "lacks the rows" in str(w.message)]
+    lines = (there / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (there / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
+    with pytest.warns(UserWarning, match="lacks the rows of steps 2 before"):
+        assert run(tiny_config(tmp_path, changes | {"train.steps": 5, "checkpoint.resume": "auto"}), there, [],
+                   StopRequest())

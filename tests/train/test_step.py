@@ -20,7 +20,7 @@ from jetrl.report.console import Display
 from jetrl.rl.objective import objective
 from jetrl.train import reduction, trainer
 from jetrl.train.gather import gather
-from jetrl.train.packing import by_trajectory, denominators, pack, with_rows
+from jetrl.train.packing import by_trajectory, denominators, held, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
 from jetrl.train.setup import Session, build, keeps_bits
@@ -114,7 +114,7 @@ def test_shared_prompts_are_packed_whole_sequences(tmp_path: Path, max_tokens: i
     assert (len(shared.micro_batches) == 1) == (max_tokens == 4096)
     lengths = list(denominators(packed, 10).sequence_tokens)
     every = [
-        by_trajectory([with_rows(b, "ref_logprobs", logprob_pass(session.model, b, 1.0))], "ref_logprobs", lengths)
+        by_trajectory([held([with_rows(b, "values", logprob_pass(session.model, b, 1.0))], "values")], lengths)
         for b in (packed, shared)
     ]
     assert sum(lengths) > 40
@@ -205,9 +205,9 @@ def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
 
     calls: list[PackedBatch] = []
 
-    def counted(model, batch, temperature, world):  # type: ignore[no-untyped-def]
+    def counted(model, batch, temperature):  # type: ignore[no-untyped-def]
         calls.append(batch)
-        return logprob_pass(model, batch, temperature, world)
+        return logprob_pass(model, batch, temperature)
 
     monkeypatch.setattr(passes, "logprob_pass", counted)
     for precision, expected in (("fp8", 0), ("fp8_rollout", 2)):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import pty
+import select
 import signal
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from rich.console import Console
 from tiny import numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl import loop
+from jetrl.config import to_toml
 from jetrl.loop import Clock
 from jetrl.report.console import Display
 from jetrl.report.recorder import read_metrics, read_samples
@@ -22,7 +27,7 @@ from jetrl.rollout.engine import PagedEngine
 from jetrl.train import checkpoint, gather
 from jetrl.train.stopping import GivenUp, StopRequest
 
-SIGNAL = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+SIGNAL = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
 CHANGES = {"checkpoint.save_interval": 3, "eval.eval_interval": 2}
 
 
@@ -61,6 +66,12 @@ def once(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, number: int, ac
 
 def send(kind: str) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), SIGNAL[kind])
+
+
+def send_again(kind: str) -> None:
+    """The signal, in code that swallows what its handler raises."""
+    with suppress(GivenUp):
+        send(kind)()
 
 
 @pytest.mark.parametrize("kind", SIGNAL)
@@ -102,15 +113,18 @@ def test_the_first_and_the_last_evaluation(
     assert_resumes_as(straight, tmp_path)
 
 
+@pytest.mark.parametrize("kinds", [("SIGTERM",), ("SIGHUP", "SIGHUP"), ("SIGINT", "SIGHUP")], ids="".join)
 def test_a_rollout_is_given_up_and_the_steps_before_are_saved(
-    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kinds: tuple[str, ...], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """A terminal that is closed may send its signal twice."""
     roll_out, rolled = gather.roll_out, []
 
     def interrupted(engine: Any, prompts: Any, asked: Any, *rest: Any) -> Any:
         rolled.append(engine)
         if len(rolled) == 4:  # evaluation, two steps, and the third
-            once(monkeypatch, PagedEngine, "step", 2, send("SIGTERM"))
+            once(monkeypatch, PagedEngine, "step", 2, lambda: [send_again(kind) for kind in kinds])
         return roll_out(engine, prompts, asked, *rest)
 
     monkeypatch.setattr(gather, "roll_out", interrupted)
@@ -205,10 +219,13 @@ def test_a_second_signal_stops_at_once(kind: str, capfd: pytest.CaptureFixture[s
         stop.phase = "step"
         send(kind)()
         assert stop.asked
+        if kind == "SIGHUP":
+            send(kind)()  # the same terminal once more
         with pytest.raises(KeyboardInterrupt):
-            send(kind)()
+            send("SIGTERM" if kind == "SIGHUP" else kind)()
     err = capfd.readouterr().err
-    assert "Stopping after this step, with a checkpoint. The signal again stops at once." in err
+    again = "Ctrl-C or SIGTERM" if kind == "SIGHUP" else "The signal again"
+    assert f"Stopping after this step, with a checkpoint. {again} stops at once." in err
     assert "Interrupted: the step under way is not saved." in err
 
 
@@ -258,3 +275,37 @@ def test_progress_ends_a_rollout_that_the_users_code_would_not_leave() -> None:
     with pytest.raises(GivenUp), stop.during("rollout"):
         stop.asked, stop._waits = True, False
         on_step(loop.StepReport(1, 0, 0, 0, 0))
+
+
+def test_a_hangup_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_terminal_that_is_closed_costs_no_finished_step(ranks: int, tmp_path: Path) -> None:
+    """The whole command on a terminal of its own, which goes away after the first step: its signal arrives, and nothing
+    that is still printed breaks the run before it is saved."""
+    (tmp_path / "tiny.toml").write_text(to_toml(tiny_config(tmp_path, {"train.steps": 4000})))
+    command = [sys.executable, "-m", "jetrl", "train", str(tmp_path / "tiny.toml")]
+    command += ["--nproc", str(ranks)] if ranks > 1 else []
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= {"PYTHONPATH": str(Path(loop.__file__).parents[1]), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        os.execv(command[0], command)
+    run_dir, end = tmp_path / "runs" / "tiny", time.monotonic() + 100
+    while not (run_dir / "metrics.jsonl").is_file() or len(read_metrics(run_dir)) < 2:
+        assert time.monotonic() < end, "no step"
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    newest = checkpoint.newest(run_dir / "checkpoints")
+    assert newest is not None and newest.name == f"step_{read_metrics(run_dir)[-1]['step']:06d}"

@@ -1,4 +1,4 @@
-"""Stand-ins for kernels, a search and a worker's start, for tests of `kernels.compiling`: each is a file that appears."""
+"""Stand-ins for kernels, a search and a worker's start, for tests of `kernels.compiling`: a kernel is a file."""
 
 from __future__ import annotations
 

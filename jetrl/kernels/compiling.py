@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -240,8 +241,12 @@ def child(descriptor: int) -> None:
         except EOFError:
             return
         start = time.monotonic()
-        error = _attempted(lambda job=job: function(job.call)(*job.arguments))
+        error = _attempted(partial(_run, job))
         pipe.send((time.monotonic() - start, error))
+
+
+def _run(job: Job) -> None:
+    function(job.call)(*job.arguments)
 
 
 def _attempted(work: Callable[[], object]) -> str:

@@ -115,7 +115,8 @@ def needs(config: Config, spec: ModelSpec, gpu: str, trains: bool) -> dict[str, 
         "longest": config.task.max_prompt_length + r.max_response_length,
     }
     return sizes | {
-        "jetrl": (__version__, sources()), "gpu": gpu, "torch": torch.__version__, "toolkit": str(support.cuda_toolkit()),
+        "jetrl": (__version__, sources()), "gpu": gpu, "torch": torch.__version__,
+        "toolkit": str(support.cuda_toolkit()),
         "packages": [f"{p.name} {p.found}" for p in packages(support.EXTRA)],
         "caches": {name: str(path) for name, path in support.caches().items()},
         "precision": (config.precision, config.kernels, config.quant.model_dump(mode="json")), "spec": repr(spec),

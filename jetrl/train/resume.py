@@ -16,8 +16,8 @@ from jetrl.train.checkpoint import Meta
 
 MAY_CHANGE = (
     "train.steps, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
-    "max_concurrent, train.collective_timeout and compile_ahead, vllm.sleep and check_weights, how a path is written and, with BF16 "
-    "masters or moments, train.offload_optimizer"
+    "max_concurrent, train.collective_timeout and compile_ahead, vllm.sleep and check_weights, how a path is written "
+    "and, with BF16 masters or moments, train.offload_optimizer"
 )
 
 

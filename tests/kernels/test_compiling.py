@@ -32,8 +32,8 @@ def compiled(
     watcher: Seen | None = None,
 ) -> Outcome:
     return compile_all(
-        "compiling_jobs:search", (jobs, fails), workers=workers, prepare=("compiling_jobs:prepare", (str(folder), broken)),
-        watcher=watcher, limit=limit,
+        "compiling_jobs:search", (jobs, fails), workers=workers, watcher=watcher, limit=limit,
+        prepare=("compiling_jobs:prepare", (str(folder), broken)),
     )
 
 
@@ -49,8 +49,8 @@ def test_every_kernel_is_compiled_once_in_other_processes(tmp_path: Path) -> Non
 
 
 def test_long_jobs_come_first_and_a_later_stage_last(tmp_path: Path) -> None:
-    jobs = [job(tmp_path, "check", stage=1, seconds=100.0), *(job(tmp_path, f"k{i}", seconds=float(i)) for i in range(5))]
-    assert compiled(tmp_path, jobs, workers=1).done == 6
+    others = [job(tmp_path, f"k{i}", seconds=float(i)) for i in range(5)]
+    assert compiled(tmp_path, [job(tmp_path, "check", stage=1, seconds=100.0), *others], workers=1).done == 6
     order = (tmp_path / "log").read_text().split()
     assert order[-1] == "check"
     assert order[1:5] == sorted(order[1:5], reverse=True)  # the first one began while the rest were still unknown

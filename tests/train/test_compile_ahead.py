@@ -47,7 +47,8 @@ class Shown:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with a GPU whose compilers are stand-ins, and caches in a folder."""
     Shown.made = []
-    for name in ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in ("TRITON", "DG_JIT", "FLASH_ATTENTION_CUTE_DSL", "TORCHINDUCTOR"):
+        name += "_CACHE_DIR"
         monkeypatch.setenv(name, str(tmp_path / "caches" / name))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Stand-in")

@@ -60,6 +60,14 @@ def test_prompts_and_micro_batches_of_all_kinds(
     assert needed.row_counts(8192) == [5, 13, 16, 4101, 4109, 4112, 8192]
 
 
+def noted(name: str, called: set[str], op: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
+        called.add(name)
+        return op(*args, **options)
+
+    return watched
+
+
 @pytest.mark.parametrize(
     "changes", [
         {"rl.kl_coef": 0.1, "sft.steps": 2, "train.share_prompts": True}, {"rl.algo": "ppo"},
@@ -69,12 +77,7 @@ def test_prompts_and_micro_batches_of_all_kinds(
 def test_settings_reach_the_miniature(tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
     for name in ("logprob_backward", "adamw_step_", "fp8_gemm", "bf16_gemm", "round_heads", "quantize_weight"):
-
-        def watched(*args: Any, _name: str = name, _op: Any = getattr(reference, name), **options: Any) -> Any:
-            called.add(_name)
-            return _op(*args, **options)
-
-        monkeypatch.setattr(reference, name, watched)
+        monkeypatch.setattr(reference, name, noted(name, called, getattr(reference, name)))
     config = tiny_config(tmp_path, changes)
     needed.run(config, load_spec(config)[1], True)
     fp8 = config.precision == "fp8"

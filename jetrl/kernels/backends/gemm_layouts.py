@@ -1,9 +1,9 @@
 """Which kernel DeepGEMM takes for M rows: a prediction, so that each kernel is compiled once, ahead of need.
 
-DeepGEMM compiles a kernel for each tile (rows, columns, cluster) and number of stages that its cost model picks, and the
-model looks at M. Sizes of the matrix are arguments of the kernel, so matrices share kernels. This module repeats the
-model for Hopper (its source: csrc/jit_kernels/heuristics/sm90.hpp, of the version that pyproject.toml names): all M at
-once. Nothing that is computed depends on it: where it is wrong, a kernel is compiled when it is needed.
+DeepGEMM compiles a kernel for each tile (rows, columns, cluster) and number of stages that its cost model picks, and
+the model looks at M. Sizes of the matrix are arguments of the kernel, so matrices share kernels. This module computes
+the same costs for all M at once (source: csrc/jit_kernels/heuristics/sm90.hpp of DeepGEMM). Nothing that is computed
+depends on it: where it is wrong, a kernel is compiled when it is needed.
 """
 
 from __future__ import annotations

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from compiling_jobs import job
-from tiny import tiny_config
+from tiny import tiny_config, tiny_run
 
 from jetrl.config import Config
 from jetrl.kernels.compiling import Outcome, compile_all
 from jetrl.parallel.world import ALONE
+from jetrl.report.compiling import Compiling
+from jetrl.report.recorder import read_metrics
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.train import compile_ahead as ahead
+from jetrl.train import setup
 
 SPEC = SHAPES["smollm2-135m"]
 
@@ -153,3 +156,16 @@ def test_what_was_left_is_told() -> None:
     lines = ahead.told(Outcome(found=9, done=5, left=4, failures=[("the search", "x"), ("a", "y")]))
     assert lines[0] == "Not compiled ahead: the search (x), and 1 more." and lines[1].startswith("4 kernels were left")
     assert ahead.told(Outcome(found=9, done=9)) == []
+
+
+def test_its_seconds_stand_in_the_first_row_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def stand_in(config: Config, spec: ModelSpec, world: Any, displays: Any, *, trains: bool) -> dict[str, float]:
+        given.append((spec.num_layers, displays, trains))
+        return {"perf/compile_s": 1.5}
+
+    monkeypatch.setattr(setup, "compile_ahead", stand_in)
+    rows = read_metrics(tiny_run(tmp_path, {"train.steps": 2}))
+    assert given == [(2, Compiling, True)]
+    assert [row.get("perf/compile_s") for row in rows] == [1.5, None, None]

@@ -126,6 +126,8 @@ def roll_out(model: Transformer, config: Config) -> None:
         while engine.has_work:
             engine.step()
         engine.collect()
+    for count in (2, 65, 129):  # prompts in one step
+        engine.generate(asked(0, [(min(5, longest - 1), 1)] * min(count, r.max_num_seqs)))
     same = asked(0, [(min(5, longest - 1), 1)])[0]
     engine.generate([replace(same, id=i) for i in range(min(4, r.max_num_seqs))])  # samples of one prompt
     engine.release()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +102,17 @@ def test_sizes_of_the_parts() -> None:
     assert needed.parts(10, 4) == [4, 4, 2] and needed.parts(8, 4) == [4, 4]
     assert needed.halves(10, 100) == [5, 5] and sum(needed.halves(4101, 26)) == 4101
     assert max(needed.halves(4101, 26)) <= 26 and torch.tensor(needed.halves(5, 5)).tolist() == [2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_cache", "master"), [("fp8", "float32"), ("bf16", "bfloat16")])
+def test_the_launches_of_a_ragged_run_are_among_those_found(tmp_path: Path, kv_cache: str, master: str) -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("recorded_run.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), kv_cache, master], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert " 0 missed" in done.stdout, done.stdout

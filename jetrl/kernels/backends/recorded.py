@@ -1,8 +1,9 @@
 """Which kernels a program launches, found by running it without compiling or launching any, and how each is compiled.
 
 `recording` takes the place of what launches kernels in this process: Triton's and Gluon's, DeepGEMM's GEMMs,
-FlashAttention-4. Each call becomes a `Job` (`kernels.compiling`) for another process. New tensors are filled with
-zeros, so that what kernels would have written is at least the same and in range: an index, a token, a length.
+FlashAttention-4. Each call becomes a `Job` (`kernels.compiling`) for another process. New tensors are filled, integers
+and codes with zeros, other numbers with ones, so that what kernels would have written is at least in range: an index, a
+token, a length; weights to draw a token with and their total.
 
 A job repeats the call so that the compiler's cache on disk gets the very entry that the real call will look for:
 Triton's from types, alignments and values of numbers by class (1, a multiple of 16, another), FlashAttention-4's and
@@ -46,19 +47,24 @@ def recording(emit: Emit, most_rows: int = 1) -> Iterator[None]:
     `most_rows`: a GEMM's jobs are those for 1 to so many rows, whatever number of rows is seen.
     """
     with ExitStack() as stack:
-        for patch in (*_zeros(), *_triton(emit), *_deepgemm(emit, most_rows), *_flash(emit)):
+        for patch in (*_filled(), *_triton(emit), *_deepgemm(emit, most_rows), *_flash(emit)):
             stack.enter_context(patch)
         yield
 
 
-def _zeros() -> Iterator[Any]:
-    """`torch.empty` and its kin give zeros."""
-    def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: make(*args, **kwargs).zero_()
+def _filled() -> Iterator[Any]:
+    """`torch.empty` and its kin give zeros and ones."""
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
+            with torch.no_grad():
+                return made.fill_(made.is_floating_point() and made.element_size() > 1)
+
+        return run
 
     for name in ("empty", "empty_like", "empty_strided"):
-        yield mock.patch.object(torch, name, zeroed(getattr(torch, name)))
-    yield mock.patch.object(Tensor, "new_empty", zeroed(Tensor.new_empty))
+        yield mock.patch.object(torch, name, filled(getattr(torch, name)))
+    yield mock.patch.object(Tensor, "new_empty", filled(Tensor.new_empty))
 
 
 # --- Triton and Gluon
@@ -75,10 +81,13 @@ def _triton(emit: Emit) -> Iterator[Any]:
 
 def triton_job(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Job:
     """The job for a launch `kernel[grid](*args, **options)`."""
-    fixed = {p.name for p in kernel.params if p.is_constexpr}
-    names = [p.name for p in kernel.params]
-    given = [value if name in fixed else _classed(value) for name, value in zip(names, args, strict=False)]
-    more = {k: v if k in fixed or k not in names else _classed(v) for k, v in options.items()}
+    params = {p.name: p for p in kernel.params}
+
+    def classed(name: str, value: Any) -> Any:
+        return value if name not in params or params[name].is_constexpr else _classed(value, params[name])
+
+    given = [classed(name, value) for name, value in zip(params, args, strict=False)]
+    more = {name: classed(name, value) for name, value in options.items()}
     maker = "Gluon" if kernel.is_gluon() else "Triton"
     key = f"{kernel.__module__}.{kernel.__name__} {given} {sorted(more.items())}"
     return Job(
@@ -87,17 +96,19 @@ def triton_job(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Job
     )
 
 
-def _classed(value: Any) -> Any:
+def _classed(value: Any, param: Any) -> Any:
     """A launch's argument as far as Triton compiles for it: ("tensor", type, aligned), or a number of its class."""
     if isinstance(value, Tensor):
-        return "tensor", str(value.dtype).removeprefix("torch."), value.data_ptr() % 16 == 0
+        aligned = value.data_ptr() % 16 == 0 or param.do_not_specialize_on_alignment
+        return "tensor", str(value.dtype).removeprefix("torch."), aligned
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if isinstance(value, float):
         return 1.5
-    if value < 0 or value == 1:
+    if value < 0 or (value == 1 and not param.do_not_specialize):
         return value
-    return (1 << 32 if value >= 1 << 31 else 0) + (16 if value % 16 == 0 else 3)
+    even = value % 16 == 0 and not param.do_not_specialize
+    return (1 << 32 if value >= 1 << 31 else 0) + (16 if even else 3)
 
 
 class _Pointer:
@@ -223,7 +234,9 @@ def repeat_gemms(name: str, calls: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 def _gemm_job(name: str, key: str, given: Any, named: dict[str, Any]) -> Job:
-    key = key if key != name else f"{name} {given} {sorted(named.items())}"
+    if key == name:  # its layout depends little on the length of the sum: one job for lengths of about one size
+        sizes = [(one[2][0].bit_length() // 4, *one[2][1:], one[4]) if one[:1] == ("tensor",) else one for one in given]
+        key = f"{name} {sizes} {sorted((k, str(v)) for k, v in named.items())}"
     call = ("deep_gemm", name, given, named)
     return Job(key, f"DeepGEMM {name}", f"{_HERE}:repeat_call", call, _SECONDS["DeepGEMM"])
 
@@ -266,19 +279,19 @@ def _flash(emit: Emit) -> Iterator[Any]:
     def forward(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         emit(flash_job("_flash_attn_fwd", (q, *args), kwargs))
         out = kwargs.get("out")
-        lse = torch.zeros(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        return torch.zeros_like(q) if out is None else out, lse if kwargs.get("return_lse") else None
+        lse = torch.ones(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        return torch.ones_like(q) if out is None else out, lse if kwargs.get("return_lse") else None
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         emit(flash_job("_flash_attn_bwd", (q, k, v, *args), kwargs))
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
 
     yield mock.patch.object(flash, "_flash_attn_fwd", forward)
     yield mock.patch.object(flash, "_flash_attn_bwd", backward)
 
 
 def flash_job(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Job:
-    """The job of a call of FlashAttention-4: one for all lengths, as far as tiles do not depend on them."""
+    """The job of a call of FlashAttention-4: one for all lengths, on which its tiles on Hopper do not depend."""
     given, named = _call_described(args, kwargs)
 
     def coarse(value: Any) -> Any:
@@ -287,8 +300,7 @@ def flash_job(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Job:
             return len(shape), dtype, grad, shape[1:] if "float" in dtype and len(shape) > 2 else ()
         return tuple(map(coarse, value)) if isinstance(value, tuple) else value
 
-    lengths = {k: v if v is None else min(v, 256) // 64 for k, v in named.items() if k.startswith("max_seqlen")}
-    rest = {k: coarse(v) for k, v in named.items()} | lengths
+    rest = {k: coarse(v) for k, v in named.items() if not k.startswith("max_seqlen")}
     key = f"{name} {coarse(given)} {sorted(rest.items(), key=lambda item: item[0])}"
     call = ("jetrl.kernels.backends.flash", name, given, named)
     return Job(key, f"FlashAttention-4 {name.rpartition('_')[2]}", f"{_HERE}:repeat_call", call, 7.0)

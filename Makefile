@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints-cpu.txt
 WORKERS ?= 2
+GPU_WORKERS ?= 6
 
 .PHONY: train test test-gpu test-gpu2 check ci smollm2 clean
 
@@ -13,8 +14,10 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-dev  # in two processes, a file in one; `pytest -q` runs the same in one
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]
-	$(PYTHON) -m pytest -q -m gpu tests/gpu
+test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]; in several processes if pytest-xdist is there
+	$(PYTHON) -m pytest -q -m gpu tests/gpu --ignore tests/gpu/test_vllm_hopper.py \
+		$$($(PYTHON) -c "import xdist" 2>/dev/null && echo "--numprocesses=$(GPU_WORKERS) --dist=worksteal")
+	$(PYTHON) -m pytest -q -m gpu tests/gpu/test_vllm_hopper.py  # it takes most of the GPU's memory
 
 test-gpu2:  # on two of them, over NCCL
 	$(PYTHON) -m pytest -q -m gpu2 tests/gpu

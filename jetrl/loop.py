@@ -21,6 +21,7 @@ from jetrl.parallel import launch
 from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.together import by_first, common, together
 from jetrl.precision.draw import flow_svg
+from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
@@ -103,7 +104,7 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
         config, pins = by_first(world, bound)
         launch.set_limit(config.train.collective_timeout)
         with told_when_out_of_memory(config, world):
-            session = build(config, weights=found is None, world=world)
+            session = build(config, weights=found is None, world=world, displays=Compiling)
             try:
                 ranks = {} if world.alone else {"ranks": world.size}
                 return _run(session, run_dir, command, stop, found, record(pins) | ranks)
@@ -319,7 +320,7 @@ def run_sft(config: Config) -> Path:
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
     with no_silent_exit():
-        session = build(pinned(config)[0])
+        session = build(pinned(config)[0], displays=Compiling)
     with no_silent_exit(), Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
         return warm_start(
             session.model, session.config, session.task, session.tokenizer,

@@ -39,7 +39,7 @@ def tiny_data(folder: Path) -> dict[str, Any]:
         },
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_response_length": 10},
         "rl": {},
-        "train": {"steps": 4, "lr": 3e-3},
+        "train": {"steps": 4, "lr": 3e-3} | ({"compile_ahead": False} if torch.cuda.is_available() else {}),
         "eval": {"eval_interval": 2},
         "checkpoint": {"save_interval": 2, "keep": 3},
     }

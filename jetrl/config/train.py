@@ -54,6 +54,9 @@ class TrainConfig(Section):
     activation_checkpointing: bool = Field(
         default=False,
         description="Recompute layers in the backward pass, and transposed FP8 weights, to save memory.")
+    compile_ahead: bool = Field(
+        default=True, description="On a GPU, compile the run's kernels in several processes before it starts, once for "
+        "each machine and kind of run. false: each when it is needed, as the run goes. No number depends on it.")
     collective_timeout: float = Field(
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
         "before the run ends. One process: no meaning.")

@@ -17,15 +17,16 @@ from jetrl.train.checkpoint import Meta
 
 MAY_CHANGE = (
     "train.steps, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
-    "max_concurrent, train.collective_timeout, vllm.sleep and check_weights, how a path is written and, with BF16 "
-    "masters or moments, train.offload_optimizer"
+    "max_concurrent, train.collective_timeout and compile_ahead, vllm.sleep and check_weights, how a path is written "
+    "and, with BF16 masters or moments, train.offload_optimizer"
 )
 
 
 def settings(config: Config) -> dict[str, Any]:
     """The settings that must not change between a run and its resumption, by full key."""
     free = {
-        "output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent", "train.collective_timeout"
+        "output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent", "train.collective_timeout",
+        "train.compile_ahead",
     }
     free |= {"vllm.sleep", "vllm.check_weights"}
     if config.train.lr_schedule == "constant":

@@ -31,6 +31,7 @@ from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
 from jetrl.tasks.tokenizer import load_tokenizer
+from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, require_engine
 from jetrl.train.optim import build_optimizer
 from jetrl.train.routing import check_routing
@@ -66,6 +67,7 @@ class Session:
     texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
     held_out: dict[str, Any] | None = None  # the last evaluation problem by problem, until it is recorded
+    before: dict[str, float] = field(default_factory=dict)  # metrics of the start, for the first row that is written
 
     @property
     def model(self) -> Transformer:
@@ -83,9 +85,9 @@ class Session:
             close()
 
     def engine_metrics(self) -> dict[str, float]:
-        """What an engine that has `take_metrics` tells about itself since the last call."""
-        take = getattr(self.engine, "take_metrics", None)
-        return take() if callable(take) else {}
+        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start."""
+        take, (before, self.before) = getattr(self.engine, "take_metrics", None), (self.before, {})
+        return before | (take() if callable(take) else {})
 
     def check_settings(self, error: Exception) -> None:
         """Reports an error caused by an environment that changed torch's settings as such."""
@@ -109,13 +111,14 @@ class Session:
 
 
 def build(
-    config: Config, *, weights: bool = True, evaluates: Path | None = None, world: World = ALONE
+    config: Config, *, weights: bool = True, evaluates: Path | None = None, world: World = ALONE,
+    displays: Displays | None = None,
 ) -> Session:
     """Build model, optimizer, engine, task and reward from a resolved config. A collective of the run's `world`.
 
     Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: a model
     folder, on every rank's disk, that is only sampled from; there are no masters and no optimizer then, and each rank
-    reads all weights: it needs them whole.
+    reads all weights: it needs them whole. `displays`: shows how kernels are compiled ahead of need.
     """
     if evaluates is None:
         check_lanes(config, world)
@@ -127,6 +130,8 @@ def build(
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = by_each(world, lambda: prepare(config))
+    # before the model: workers need memory of the GPU
+    before = compile_ahead(config, plan.spec, world, displays, trains=evaluates is None)
     if evaluates is None:
         model = build_model(config, plan.spec, plan.recipe, weights=weights, world=world)
         learner = build_learner(config, model, world)
@@ -142,7 +147,7 @@ def build(
         learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
-        conversations=build_conversations(config, plan), given=given,
+        conversations=build_conversations(config, plan), given=given, before=before,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
     )
 

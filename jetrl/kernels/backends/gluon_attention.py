@@ -224,7 +224,7 @@ def _add_up(sums, p, shrink):
     return gl.sum(gl.where(first[None, :][:, None, :], begun, parts), axis=2)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride", "scales_stride"])  # one kernel for all batches: seconds to compile each
 def _decode_kernel(
     q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,

@@ -93,7 +93,8 @@ def _decoded(codes, scale, at, mask):
     return (code * scale[:, None]).to(tl.bfloat16)
 
 
-@triton.jit
+# what is not specialized has many values in steps with prompts, and is only added to an address
+@triton.jit(do_not_specialize=["table_stride", "width"], do_not_specialize_on_alignment=["table", "lengths"])
 def _read_kernel(
     keys, values, scales, table, lengths, out_keys, out_values, out_table, table_stride, width,
     G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, BB: tl.constexpr,
@@ -209,7 +210,7 @@ def read_cache(cache: LayerCache, table: Tensor, lengths: Tensor, kv_pages: int)
         _read_kernel[(width * groups, batch)](
             keys.view(torch.uint8), values.view(torch.uint8), scales, table, lengths, out_keys, out_values, out_table,
             table.stride(0), width, G=groups, H=head_dim, HB=triton.next_power_of_2(head_dim), PAGE=page,
-            R=min(_TOKENS, triton.next_power_of_2(page)), BB=triton.next_power_of_2(batch), COMPACT=compact,
+            R=min(_TOKENS, triton.next_power_of_2(page)), BB=max(64, triton.next_power_of_2(batch)), COMPACT=compact,
             num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )
     return LayerCache(out_keys, out_values), out_table

@@ -98,7 +98,10 @@ def _sum_kernel(
         tl.store(weights + row * V + cols, w, mask=cols < V)
 
 
-@triton.jit
+_BY_ROW = ["temperature", "targets", "logprobs", "entropies", "tops", "log_totals"]  # one element a program
+
+
+@triton.jit(do_not_specialize_on_alignment=_BY_ROW)
 def _finish_kernel(
     logits, temperature, maxima, sums, moments, targets, logprobs, entropies, tops, log_totals, V, stride, S,
     SB: tl.constexpr, MOMENT: tl.constexpr,
@@ -169,7 +172,7 @@ def _sample_kernel(
     tl.store(logprobs + row, ((chosen.to(tl.float64) - top.to(tl.float64)) - log_total).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=[*_BY_ROW[:2], *_BY_ROW[3:], "grad_logprob", "grad_entropy"])
 def _dlogits_kernel(
     logits, temperature, entropies, tops, log_totals, targets, grad_logprob, grad_entropy, out, V, stride, out_stride,
     B: tl.constexpr, ENTROPY: tl.constexpr,

@@ -1,0 +1,65 @@
+"""Kernels compiled ahead on a Hopper GPU, with caches of their own: the run that follows compiles next to nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+CODE = """
+import sys
+from pathlib import Path
+from tiny import ARCH, tiny_config
+from jetrl.kernels.support import caches
+from jetrl.loop import StopRequest, run
+
+def kernels():
+    where = caches()
+    return {
+        "Triton": {p.parent.name for p in where["Triton"].glob("*/*.cubin")},
+        "DeepGEMM": {p.parent.name for p in where["DeepGEMM"].rglob("kernel.cubin")},
+        "FlashAttention-4": {p.name for p in where["FlashAttention-4"].rglob("*.o")},
+    }
+
+if __name__ == "__main__":
+    from jetrl.parallel.world import ALONE
+    from jetrl.report.compiling import Compiling
+    from jetrl.report.recorder import read_metrics
+    from jetrl.train.compile_ahead import compile_ahead
+    from jetrl.train.setup import load_spec
+    folder = Path(sys.argv[1])
+    config = tiny_config(folder, {
+        "device": "cuda", "quant.kv_cache": "fp8", "train.compile_ahead": True, "rollout.max_num_seqs": 16,
+        "model.arch": ARCH | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128},
+    })
+    compile_ahead(config, load_spec(config)[1], ALONE, Compiling)
+    before = kernels()
+    assert all(before.values()), f"nothing was compiled ahead by one of them: {before}"
+    assert run(config, folder / "run", ["test"], StopRequest())
+    row = read_metrics(folder / "run")[0]
+    assert row["perf/compile_s"] < 1, f"the marker was not found: {row['perf/compile_s']} s"
+    after = kernels()
+    for name in before:
+        print(f"{name}: {len(before[name])} ahead, {len(after[name] - before[name])} by the run")
+    assert not after["FlashAttention-4"] - before["FlashAttention-4"]
+    for name in ("Triton", "DeepGEMM"):
+        assert len(after[name] - before[name]) <= len(after[name]) // 20, sorted(after[name] - before[name])
+"""
+
+
+def test_a_run_finds_its_kernels_on_disk(tmp_path: Path) -> None:
+    variables = {
+        name: str(tmp_path / "caches" / name / "kernels")
+        for name in ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    }
+    environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=400
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Not compiled ahead" not in done.stdout, done.stdout[-3000:]

@@ -1,0 +1,90 @@
+"""What a program launches, recorded, and the same kernels compiled for the disk by others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetrl.kernels.backends import recorded
+
+CASES = Path(__file__).with_name("recorded_cases.py")
+
+
+@pytest.mark.slow
+def test_triton_finds_what_jobs_have_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, str(CASES)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "jobs" in done.stdout
+
+
+def test_a_call_is_rebuilt_with_shapes_strides_types_and_shared_tensors() -> None:
+    out = torch.ones(6, 4).t()
+    lengths = torch.ones(3, dtype=torch.int32)
+    grad = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    seen: list[torch.Tensor] = []
+    call = recorded.described(((codes, lengths), out, grad, 3, None), seen), recorded.described(out, seen)
+    made: dict[int, torch.Tensor] = {}
+    ((codes2, lengths2), out2, grad2, three, none), same = (recorded.rebuilt(one, made, "cpu") for one in call)
+    assert same is out2 and (three, none) == (3, None)
+    assert out2.shape == out.shape and out2.stride() == out.stride() and not out2.any()
+    assert lengths2.dtype == torch.int32 and not lengths2.any()
+    assert grad2.requires_grad and grad2.dtype == torch.bfloat16 and not lengths2.requires_grad
+    assert codes2.dtype == torch.float8_e4m3fn and not codes2.float().any()
+
+
+def fp8_call(m: int, n: int = 4096, k: int = 4096) -> tuple[object, ...]:
+    scale = torch.empty_strided((m, k // 128), (1, -(-m // 4) * 4))
+    a = torch.zeros(m, k, dtype=torch.float8_e4m3fn), scale
+    b = torch.empty(n, k, dtype=torch.float8_e4m3fn), torch.empty(n // 128, k // 128)
+    return a, b, torch.empty(m, n, dtype=torch.bfloat16)
+
+
+def test_a_gemm_becomes_a_job_for_each_kernel_that_some_number_of_rows_takes() -> None:
+    swept: set[str] = set()
+    options = {"disable_ue8m0_cast": True}
+    jobs = list(recorded.gemm_jobs("fp8_gemm_nt", fp8_call(5), options, 8192, swept))
+    keys = {job.key for job in jobs if job.stage == 0}
+    assert len(keys) == 19  # kernels; the sizes of matrices are their arguments
+    (sweep,) = (job for job in jobs if job.stage == 1)
+    again = list(recorded.gemm_jobs("fp8_gemm_nt", fp8_call(300), options, 8192, swept))
+    assert len(again) == 1 and again[0].key in keys
+    other = list(recorded.gemm_jobs("fp8_gemm_nt", fp8_call(5, n=12288, k=4096), options, 8192, swept))
+    assert keys & {job.key for job in other}, "two matrices share kernels"
+    rows = [given[2][2][0] for given in sweep.arguments[1]]
+    assert rows[:2] == [1, 2] and rows[-1] == 8192
+
+
+def test_a_gemm_for_other_rows_has_their_strides() -> None:
+    given, _ = recorded._call_described(fp8_call(300), {})
+    want, _ = recorded._call_described(fp8_call(7), {})
+    assert recorded.with_rows(given, 7) == want
+
+
+def test_gemms_of_other_kinds_are_one_job_for_sums_of_about_one_length() -> None:
+    def key(length: int, size: int = 32) -> str:
+        x = torch.zeros(length, size, dtype=torch.bfloat16)
+        (job,) = recorded.gemm_jobs("bf16_gemm_tn", (x, x, torch.zeros(size, size)), {}, 8192, set())
+        assert job.arguments[2][0][2] == (length, size)
+        return job.key
+
+    assert key(4096) == key(8000)
+    assert len({key(4096), key(64), key(4096, 64)}) == 3
+
+
+def test_flash_attention_is_one_job_for_all_lengths() -> None:
+    def key(tokens: int, heads: int = 8, pages: int | None = None) -> str:
+        q = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16)
+        table = None if pages is None else torch.zeros(2, pages, dtype=torch.int32)
+        return recorded.flash_job("_flash_attn_fwd", (q, q, q), {"page_table": table, "max_seqlen_q": tokens}).key
+
+    assert key(300) == key(4000) and key(300, pages=3) == key(300, pages=5)
+    assert len({key(300), key(300, heads=4), key(300, pages=3)}) == 3

@@ -1,21 +1,28 @@
 """Mixtures of experts on one GPU, at the shape of Qwen3-30B-A3B with random weights: rollout, update, and single ops.
 
-    python benchmarks/bench_moe.py --only rollout --batch 64 256 --peer "COMMAND"
-    python benchmarks/bench_moe.py --only update --layers 12         # as many as fit with masters and moments
+    python benchmarks/bench_moe.py --only rollout --batch 64 256 --precision "fp8 kv8" bf16 --peer "COMMAND"
+    python benchmarks/bench_moe.py --only update --update-layers 12  # as many as fit with masters and moments
     python benchmarks/bench_moe.py --only ops                        # microseconds of each op of one layer
+    python benchmarks/bench_moe.py --only sweep                      # decode: rows of a tile, and SMs of a GEMM
 
-Rollout: all 48 layers, published weights only, prompt 512 and 1024 new tokens; `--peer` as for `bench_rollout.py`, for
-the same shape. The floor of a decode step reads the weights of the experts that are hit, which is counted: the drawn
-sequences go through the model once more, whose routers choose the same experts (parity), and the distinct experts of a
-step are averaged over layers and sampled positions. Update: forward, backward, norm, clipping, AdamW and publishing of
-`--layers` layers with BF16 masters and moments and FP32 gradients; its FLOPs count active parameters. Each measurement
-is a process, and the variants take turns. Writes `benchmarks/results/moe.json`.
+Rollout: published weights only, prompt 512 and 1024 new tokens; `--peer` as for `bench_rollout.py`, for the same shape.
+The floor of a decode step reads the weights of the experts that are hit, which is counted: the drawn sequences go
+through the model once more, whose routers choose the same experts (parity), and the distinct experts of a step are
+averaged over layers and sampled positions. Update: forward, backward, norm, clipping, AdamW and publishing with BF16
+masters and moments and FP32 gradients; its FLOPs count active parameters. Ops are single calls with a cold, dirty L2
+(5 us of launch included at few tokens); the sweep has ten calls in one graph, as a decode step has them. The floor of a
+GEMM reads the matrices of the experts that are hit; that of wgrad reads and writes its FP32 gradient.
+
+Each measurement is a process with `--limit` seconds; one that fails is told, with the rows it had, and others go on.
+Writes `benchmarks/results/moe.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +31,7 @@ import torch
 from bench_rollout import PEER_MARK, measure, peer_command, peer_row, requests_of
 from bench_step import BF16_CEILING, batch_of, timed, update
 from common import (
+    COPY_TBPS,
     RESULTS,
     NoText,
     ask,
@@ -40,7 +48,7 @@ from common import (
 from torch import Tensor
 
 from jetrl.api import random_model
-from jetrl.kernels import moe, pointwise
+from jetrl.kernels import moe
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.kernels.quantize import quantize_act
@@ -108,7 +116,7 @@ def experts_hit(model: Transformer, sequences: list[list[int]], positions: list[
 def rollout(variant: str, args: argparse.Namespace) -> None:
     """One row per batch size; the model holds published weights only."""
     precision, kv_cache, _ = split_variant(variant)
-    model = random_model(SHAPE, precision, "cuda", args.rollout_layers, kv_cache, masters=False)
+    model = random_model(SHAPE, precision, "cuda", args.layers, kv_cache, masters=False)
     held = torch.cuda.memory_allocated() / 2**30
     for batch in args.batch:
         engine = PagedEngine(
@@ -138,21 +146,21 @@ def rollout(variant: str, args: argparse.Namespace) -> None:
 
 
 def updates(variant: str, args: argparse.Namespace) -> None:
-    model = random_model(SHAPE, variant, "cuda", args.layers)
+    model = random_model(SHAPE, variant, "cuda", args.update_layers)
     accumulate_in(model, torch.float32)
     optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
     micros = [[args.length] * (args.micro_tokens // args.length)] * (args.tokens // args.micro_tokens)
     milliseconds, peak = timed(lambda: update(model, optimizer, micros), args.repeats)
     lengths = [n for micro in micros for n in micro]
     emit({
-        "what": "update", "variant": variant, "layers": args.layers, "tokens": sum(lengths), "length": args.length,
-        "micro-batch": args.micro_tokens, "update_ms": milliseconds, "peak GiB": peak,
+        "what": "update", "variant": variant, "layers": args.update_layers, "tokens": sum(lengths),
+        "length": args.length, "micro-batch": args.micro_tokens, "update_ms": milliseconds, "peak GiB": peak,
         "MFU": flops(model.spec, lengths) / milliseconds / 1e9 / BF16_CEILING, "environment": environment(),
     })
 
 
-def ops_of(tokens: int) -> dict[str, Any]:
-    """Calls of one layer's ops without gradients, FP8 and BF16, on `tokens` tokens."""
+def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float]:
+    """Calls of one layer's ops without gradients, FP8 and BF16, on `tokens` tokens; and the experts that are hit."""
     spec = SHAPES[SHAPE]
     assert spec.experts is not None
     ops, experts = require_experts("hopper"), spec.experts
@@ -169,15 +177,15 @@ def ops_of(tokens: int) -> dict[str, Any]:
     bf16 = torch.bfloat16
     logits = moe.router_logits(x, router, router, operand)
     chosen, weights = moe.route(logits, k, True)
-    groups = moe.group(chosen, e)
+    groups = ops.group(chosen, e, block)
     q, rows = moe.dispatch_quantize(x, groups, False), moe.dispatch(x, groups)
     hidden = moe.grouped_fp8_gemm(q, up8, groups, bf16)
-    act, act16 = moe.swiglu_quantize(hidden, groups, False), pointwise.swiglu(hidden)
+    act, act16 = moe.swiglu_quantize(hidden, groups, False), moe.swiglu(hidden, groups)
     y = moe.grouped_fp8_gemm(act, down8, groups, bf16)
     return {
         "router": lambda: moe.router_logits(x, router, router, operand),
         "route": lambda: moe.route(logits, k, True),
-        "group": lambda: moe.group(chosen, e),
+        "group": lambda: ops.group(chosen, e, block),
         "dispatch_quantize": lambda: moe.dispatch_quantize(x, groups, False),
         "gate_up fp8": lambda: moe.grouped_fp8_gemm(q, up8, groups, bf16),
         "swiglu_quantize": lambda: moe.swiglu_quantize(hidden, groups, False),
@@ -185,8 +193,21 @@ def ops_of(tokens: int) -> dict[str, Any]:
         "combine": lambda: moe.combine(y, weights, groups),
         "dispatch": lambda: moe.dispatch(x, groups),
         "gate_up bf16": lambda: moe.grouped_bf16_gemm(rows, up16, groups, bf16),
+        "swiglu": lambda: moe.swiglu(hidden, groups),
         "down bf16": lambda: moe.grouped_bf16_gemm(act16, down16, groups, bf16),
-    }
+    }, groups.counts.count_nonzero().item()
+
+
+def floor_us(op: str, hit: float) -> float | str:
+    """What a GEMM's weights alone take."""
+    spec = SHAPES[SHAPE]
+    assert spec.experts is not None
+    name, _, dtype = op.partition(" ")
+    one = expert_size(spec) / 3  # gate, up or down
+    if name == "wgrad":
+        return spec.experts.count * 2 * one * 8 / COPY_TBPS / 1e6
+    parts = {"gate_up": 2, "down": 1}.get(name)
+    return "" if parts is None else hit * parts * one * (2 if dtype == "bf16" else 1) / READ_TBPS / 1e6
 
 
 def gradient_ops(tokens: int) -> dict[str, Any]:
@@ -205,7 +226,7 @@ def gradient_ops(tokens: int) -> dict[str, Any]:
     dy = torch.randn(len(groups.tokens), 2 * f, device="cuda", dtype=torch.bfloat16)
     dy_q, grad = quantize_act(dy, False, (f, f)), torch.zeros(e * 2 * f, d, device="cuda")
     dy_t, x_t = ops.quantize_rows_t(dy, groups, False), ops.quantize_rows_t(rows, groups, False)
-    d_weights = torch.randn(tokens, k, device="cuda")
+    d_weights, act = torch.randn(tokens, k, device="cuda"), dy[:, :f].contiguous()
     return {
         "combine_backward": lambda: ops.combine_backward(x, rows, weights, groups),
         "quantize dy": lambda: quantize_act(dy, False, (f, f)),
@@ -215,6 +236,7 @@ def gradient_ops(tokens: int) -> dict[str, Any]:
         "quantize_rows_t x": lambda: ops.quantize_rows_t(rows, groups, False),
         "wgrad fp8": lambda: ops.grouped_wgrad_into(dy_t, x_t, groups, grad),
         "wgrad bf16": lambda: ops.grouped_bf16_wgrad_into(dy, rows, groups, grad),
+        "swiglu_backward": lambda: ops.swiglu_rows_backward(act, dy, groups),
         "dispatch_backward": lambda: ops.dispatch_backward(rows, groups),
         "route_backward": lambda: ops.route_backward(d_weights, logits, chosen, weights, True),
         "router_backward": lambda: ops.router_backward(logits, x, up[:e]),
@@ -224,38 +246,94 @@ def gradient_ops(tokens: int) -> dict[str, Any]:
 def ops_table(args: argparse.Namespace) -> None:
     for tokens in (1, 64, 256, 8192):
         with torch.no_grad():
-            cases = ops_of(tokens)
+            cases, hit = ops_of(tokens)
             cases = {name: graphed(fn) for name, fn in cases.items()} if tokens < 8192 else cases | gradient_ops(tokens)
             for name, spent in interleaved(cases, rounds=10).items():
-                emit({"what": "op", "op": name, "tokens": tokens, "us": median(spent), "environment": environment()})
+                row = {"what": "op", "op": name, "tokens": tokens, "us": median(spent), "floor": floor_us(name, hit)}
+                emit(row | {"environment": environment()})
 
 
-def peers(args: argparse.Namespace, round_: int) -> list[Row]:
-    rows: list[Row] = []
-    for dtype in args.peer_dtype:
-        command = peer_command(args.peer, dtype, args.batch, args.prompt, args.new, args.rollout_layers)
-        for row in ask(command, PEER_MARK):
-            row = peer_row(row, dtype)
-            row.pop("share of floor", None)  # of the dense shape
-            rows.append(row | {"what": "rollout", "round": round_})
-    return rows
+def per_call(fn: Callable[[], Any], calls: int = 10, rounds: int = 15) -> float:
+    """Microseconds of a call among others of its kind in one graph. An expert's matrices leave the L2 between calls."""
+    replay = graphed(lambda: [fn() for _ in range(calls)])
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return median(times)
+
+
+@torch.no_grad()
+def sweep(args: argparse.Namespace) -> None:
+    """Rows of a tile, then the number of SMs: each pair is a kernel of DeepGEMM, compiled at its first call."""
+    from jetrl.kernels.backends.deepgemm import deep_gemm
+
+    small = ("group", "dispatch_quantize", "swiglu_quantize")
+    gemms, all_sms = ("gate_up fp8", "down fp8"), deep_gemm.get_num_sms()
+    plan = [(sms, block) for sms, blocks in ((all_sms, (16, 32, 64, 128)), (128, (16, 32))) for block in blocks]
+    for sms, block in plan:
+        deep_gemm.set_num_sms(sms)
+        for tokens in (16, 64, 256):
+            cases, hit = ops_of(tokens, block)
+            for name in (*gemms, *(small if sms == all_sms else ())):
+                emit({
+                    "what": "sweep", "op": name, "tokens": tokens, "tile": block, "SMs": sms, "hit": hit,
+                    "us": per_call(cases[name]), "floor": floor_us(name, hit), "environment": environment(),
+                })
+    deep_gemm.set_num_sms(all_sms)
+
+
+def peers(args: argparse.Namespace, dtype: str) -> Iterator[Row]:
+    command = peer_command(args.peer, dtype, args.batch, args.prompt, args.new, args.layers)
+    for row in ask(command, PEER_MARK, args.limit):
+        row = peer_row(row, dtype)
+        row.pop("share of floor", None)  # of the dense shape
+        yield row | {"what": "rollout"}
+
+
+COLUMNS = {
+    "ops": ["op", "tokens", "us", "floor"], "sweep": ["op", "tokens", "tile", "SMs", "hit", "us", "floor"],
+    "update": ["variant", "layers", "tokens", "update_ms", "MFU", "peak GiB"],
+    "rollout": ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "experts hit", "share of floor",
+                "weights GiB", "peak without cache GiB", "peak GiB"],
+}
+
+
+def gathered(title: str, source: Iterator[Row], failed: list[str]) -> list[Row]:
+    """The rows of one part; if it fails, those it had until then."""
+    found: list[Row] = []
+    start = time.perf_counter()
+    try:
+        found.extend(source)
+    except (RuntimeError, SystemExit) as error:
+        failed.append(title)
+        print(f"{title}: FAILED\n{error}", flush=True)
+    print(f"{title}: {len(found)} rows, {time.perf_counter() - start:.0f} s", flush=True)
+    return found
 
 
 def main() -> None:
     layers = SHAPES[SHAPE].num_layers
+    parts = ["ops", "sweep", "rollout", "update"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["ops", "rollout", "update"], default=["ops", "rollout", "update"])
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--precision", nargs="+", default=["fp8 kv8", "fp8", "bf16"], help="of the rollout")
     parser.add_argument("--batch", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=1024)
-    parser.add_argument("--rollout-layers", type=int, default=layers)
-    parser.add_argument("--layers", type=int, default=12, help="of the update")
+    parser.add_argument("--layers", type=int, default=layers, help="of the rollout")
+    parser.add_argument("--update-precision", nargs="+", default=["fp8", "bf16"])
+    parser.add_argument("--update-layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=32768, help="of an update")
     parser.add_argument("--micro-tokens", type=int, default=8192)
     parser.add_argument("--length", type=int, default=2048, help="of a sequence of an update")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=150, help="seconds of a process, compilation included")
     parser.add_argument("--peer", help="a command that measures another engine")
     parser.add_argument("--peer-dtype", nargs="+", default=["fp8 kv8", "bf16"])
     parser.add_argument("--one", nargs=2, metavar=("WHAT", "VARIANT"), help=argparse.SUPPRESS)
@@ -264,34 +342,29 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         what, variant = args.one
-        return {"rollout": rollout, "update": updates}[what](variant, args) if what != "ops" else ops_table(args)
+        alone = {"ops": ops_table, "sweep": sweep}
+        return alone[what](args) if what in alone else {"rollout": rollout, "update": updates}[what](variant, args)
     require_gpu()
-    keys = ("prompt", "new", "rollout_layers", "layers", "tokens", "micro_tokens", "length", "repeats")
+    keys = ("prompt", "new", "layers", "update_layers", "tokens", "micro_tokens", "length", "repeats")
     options = ["--batch", *map(str, args.batch), *(f"--{k.replace('_', '-')}={getattr(args, k)}" for k in keys)]
-    todo = {"ops": ["all"], "rollout": args.precision, "update": ["fp8", "bf16"]}
-    columns = {
-        "ops": ["op", "tokens", "us"], "update": ["variant", "layers", "tokens", "update_ms", "MFU", "peak GiB"],
-        "rollout": ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "experts hit", "share of floor",
-                    "weights GiB", "peak without cache GiB", "peak GiB"],
-    }
-    rows: list[Row] = []
-    failed = False
+    todo = {"ops": ["all"], "sweep": ["all"], "rollout": args.precision, "update": args.update_precision}
+    told: dict[str, list[Row]] = {what: [] for what in args.only}
+    failed: list[str] = []
     for round_ in range(args.rounds):
         for what in args.only:
-            for variant in todo[what]:
-                try:
-                    found = list(ask([sys.executable, __file__, "--one", what, variant, *options]))
-                except RuntimeError as error:  # the other parts still tell what they can
-                    failed = True
-                    print(f"{what} {variant}: FAILED\n{error}", flush=True)
-                    continue
-                rows += [row | {"round": round_} for row in found]
-                print(table(found, columns[what]), flush=True)
+            sources = [
+                (f"{what} {v}", ask([sys.executable, __file__, "--one", what, v, *options], limit=args.limit))
+                for v in todo[what]
+            ]
             if what == "rollout" and args.peer:
-                found = peers(args, round_)
-                rows += found
-                print(table(found, columns[what]), flush=True)
-            save(args.name, rows, args.out)
+                sources += [(f"{what} peer {dtype}", peers(args, dtype)) for dtype in args.peer_dtype]
+            for title, source in sources:
+                found = gathered(title, source, failed)
+                told[what] += [row | {"round": round_} for row in found]
+                save(args.name, [row for rows in told.values() for row in rows], args.out)
+    for what, rows in told.items():
+        print(table(rows, COLUMNS[what]) if rows else f"{what}: no rows", flush=True)
+    print("FAILED: " + ", ".join(failed) if failed else "all parts ran", flush=True)
     raise SystemExit(1 if failed else 0)
 
 

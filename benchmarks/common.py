@@ -5,8 +5,11 @@ and JSON.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,18 +42,23 @@ def emit(row: dict[str, Any]) -> None:
     print(MARK + json.dumps(row), flush=True)
 
 
-def ask(command: list[str] | str, mark: str = MARK) -> Iterator[dict[str, Any]]:
+def ask(command: list[str] | str, mark: str = MARK, limit: float | None = None) -> Iterator[dict[str, Any]]:
     """The rows that a new process prints after `mark`, each as soon as it is there.
 
-    RuntimeError, with the end of its output, if the process fails or has no row.
+    RuntimeError, with the end of its output, if the process fails or has no row. After `limit` seconds it is killed,
+    with all processes that it has started.
     """
     count, tail = 0, deque[str](maxlen=15)
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, shell=isinstance(command, str)
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, shell=isinstance(command, str),
+            start_new_session=limit is not None,
         )
+        timer = None if limit is None else threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
         assert process.stdout is not None
         try:
+            if timer is not None:
+                timer.start()
             for line in process.stdout:
                 if line.startswith(mark):
                     count += 1
@@ -59,12 +67,15 @@ def ask(command: list[str] | str, mark: str = MARK) -> Iterator[dict[str, Any]]:
                     tail.append(line)
             status = process.wait()
         finally:
+            if timer is not None:
+                timer.cancel()
             process.kill()  # if the caller stopped reading; has no effect on a process that has ended
             process.wait()
         if status or not count:
             errors.seek(0)
             text = "".join(tail) + errors.read()[-3000:]
-            raise RuntimeError(f"{command}: status {status} after {count} rows\n{text}")
+            late = "" if limit is None else f" (its limit is {limit:g} s)"
+            raise RuntimeError(f"{command}: status {status} after {count} rows{late}\n{text}")
 
 
 def require_gpu() -> None:

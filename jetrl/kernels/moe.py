@@ -2,8 +2,8 @@
 
 `group` gives every (token, rank) a row of the grouped matrices [R, ...], in which an expert's rows lie together
 (`groups.Groups`). A backend may pad groups: R is then a bound that the host knows, and nobody waits for the counts.
-`dispatch` and `combine_backward` fill padding with zeros, which change no scale and no sum; ops without gradients may
-leave it as it is.
+`dispatch`, `swiglu` and the gradients fill padding with zeros, which change no scale and no sum; ops without gradients
+may leave it as it is.
 """
 
 from __future__ import annotations
@@ -120,6 +120,25 @@ class _Combine(torch.autograd.Function):
 def combine(y: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Each token's rows of `y` [R, D], weighted [T, k] and added in FP32 by rank, rounded once -> [T, D]."""
     return _Combine.apply(y, weights, groups)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.groups = groups
+        return experts_backend_of(gate_up).swiglu_rows(gate_up, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        return experts_backend_of(grad).swiglu_rows_backward(grad.contiguous(), gate_up, ctx.groups), None
+
+
+def swiglu(gate_up: Tensor, groups: Groups) -> Tensor:
+    """`pointwise.swiglu` of `gate_up` [R, 2F] -> [R, F] in the rows of tokens; padding is filled with zeros."""
+    return _SwiGLU.apply(gate_up, groups)
 
 
 def swiglu_quantize(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:

@@ -111,6 +111,16 @@ def swiglu_quantize_rows(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor
     return ref.quantize_1x128(ref.swiglu(gate_up), pow2)
 
 
+def swiglu_rows(gate_up: Tensor, groups: Groups) -> Tensor:
+    """`reference.swiglu` of `gate_up` [R, 2F], in the rows that are tokens'."""
+    return ref.swiglu(gate_up)
+
+
+def swiglu_rows_backward(grad: Tensor, gate_up: Tensor, groups: Groups) -> Tensor:
+    """`reference.swiglu_backward` [R, 2F] of `grad` [R, F], in the rows that are tokens'."""
+    return ref.swiglu_backward(grad, gate_up)
+
+
 # ---- GEMMs of experts -----------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels import gemm, moe, pointwise
+from jetrl.kernels import gemm, moe
 from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
 from jetrl.kernels.groups import Groups
 from jetrl.kernels.qtensor import QTensor
@@ -199,7 +199,7 @@ class MoE(Block):
         see("dispatch", rows)
         rows = self.gate_up.rows(rows, groups, side)
         see("gate_up", rows)
-        rows = pointwise.swiglu(rows)
+        rows = moe.swiglu(rows, groups)
         see("swiglu", rows)
         rows = self.down.rows(rows, groups, side)
         see("down", rows)
@@ -218,7 +218,7 @@ class MoE(Block):
         else:
             rows = moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
         hidden = self.gate_up.infer_rows(rows, groups, side)
-        act = pointwise.swiglu(hidden) if out is None else moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
+        act = moe.swiglu(hidden, groups) if out is None else moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
         return moe.combine(self.down.infer_rows(act, groups, side), weights, groups), residual
 
     @staticmethod

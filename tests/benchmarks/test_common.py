@@ -38,6 +38,15 @@ def test_who_stops_asking_stops_the_process() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_process_and_its_children_end_at_the_limit() -> None:
+    command = "echo 'BENCH {\"pid\": '$$'}'; sleep 60; echo never"
+    rows = common.ask(command, limit=0.5)
+    pid = next(rows)["pid"]
+    with pytest.raises(RuntimeError, match="status -9 after 1 rows \\(its limit is 0.5 s\\)"):
+        next(rows)
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_only_what_stands_between_the_markers_is_replaced() -> None:
     new = common.between_markers(TEXT, "table", "| new |\n")
     assert new == "head\n<!-- table:begin -->\n| new |\n<!-- table:end -->\ntail\n"

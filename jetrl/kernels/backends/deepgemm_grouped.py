@@ -176,7 +176,11 @@ def _even(rows: int, experts: int) -> list[int]:
 def grouped_wgrad_into(
     dy_t: tuple[Tensor, Tensor], x_t: tuple[Tensor, Tensor], groups: PaddedGroups, grad: Tensor
 ) -> None:
-    """`kernels.moe.grouped_wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 sum."""
+    """`kernels.moe.grouped_wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 sum.
+
+    The kernel can only add, so every micro-batch reads and writes all of `grad`: for 128 matrices of 1536 x 2048 that
+    alone is 0.75 ms on an H200, whatever the number of tokens. Larger micro-batches make it less of an update.
+    """
     experts, (n, rows), k = len(groups.counts), dy_t[0].shape, len(x_t[0])
     if not rows:
         return

@@ -47,6 +47,8 @@ from jetrl.kernels.backends.triton_moe import dispatch_backward as dispatch_back
 from jetrl.kernels.backends.triton_moe import dispatch_quantize as dispatch_quantize
 from jetrl.kernels.backends.triton_moe import quantize_rows_t as quantize_rows_t
 from jetrl.kernels.backends.triton_moe import swiglu_quantize_rows as swiglu_quantize_rows
+from jetrl.kernels.backends.triton_moe import swiglu_rows as swiglu_rows
+from jetrl.kernels.backends.triton_moe import swiglu_rows_backward as swiglu_rows_backward
 from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares
 from jetrl.kernels.backends.triton_pointwise import (
     add,
@@ -65,7 +67,6 @@ from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, qu
 from jetrl.kernels.backends.triton_route import group as group
 from jetrl.kernels.backends.triton_route import route as route
 from jetrl.kernels.reference_moe import route_backward as route_backward
-from jetrl.kernels.reference_moe import router_backward as router_backward
 
 __all__ = [
     "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend",
@@ -95,6 +96,21 @@ def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
         add_rounded(grad, bf16_wgrad(dy, x))
     else:
         add_outer(grad, dy, x.contiguous())
+
+
+def thirds(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three BF16 tensors whose sum is `x` (FP32) exactly: 8 of its 24 bits each, unless the last is below 2**-133."""
+    high = x.to(torch.bfloat16)
+    rest = x - high.to(torch.float32)
+    middle = rest.to(torch.bfloat16)
+    return high, middle, (rest - middle.to(torch.float32)).to(torch.bfloat16)
+
+
+def router_backward(d_logits: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference_moe.router_backward`: `d_logits` in thirds, so BF16 GEMMs multiply exactly; sums are FP32."""
+    parts = torch.cat(thirds(d_logits), 1)
+    dw = torch.mm(parts.T, x, out_dtype=torch.float32).view(3, *w.shape)
+    return parts @ w.repeat(3, 1), dw.sum(0)
 
 
 def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:

@@ -36,6 +36,8 @@ from jetrl.kernels.reference_moe import route as route
 from jetrl.kernels.reference_moe import route_backward as route_backward
 from jetrl.kernels.reference_moe import router_backward as router_backward
 from jetrl.kernels.reference_moe import swiglu_quantize_rows as swiglu_quantize_rows
+from jetrl.kernels.reference_moe import swiglu_rows as swiglu_rows
+from jetrl.kernels.reference_moe import swiglu_rows_backward as swiglu_rows_backward
 from jetrl.kernels.squares import ROW
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 

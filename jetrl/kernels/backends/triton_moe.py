@@ -1,8 +1,9 @@
 """Rows of tokens to their experts and back as Triton kernels, forward passes bit-equal to `reference_moe`.
 
-Grouped matrices [R, ...] have rows of padding (`triton_route.PaddedGroups`). `dispatch` and `combine_backward` write
-zeros there up to the end of the last group, so that a sum over an expert's rows is unharmed; kernels that rollouts run
-neither read nor write them: a GEMM's row depends on no other row. Nothing reads the rows beyond the last group.
+Grouped matrices [R, ...] have rows of padding (`triton_route.PaddedGroups`). `dispatch`, `swiglu_rows` and gradients
+write zeros there up to the end of the last group, so that a sum over an expert's rows is unharmed; kernels that
+rollouts run in FP8 neither read nor write them: a GEMM's row depends on no other row. Nothing reads the rows beyond
+the last group.
 
 Legend: `T` tokens, `k` experts of a token, `R` rows, `E` experts, `D` model, `F` feed-forward, `C` columns. FP fusion
 is off: `combine` rounds each product and each sum.
@@ -106,16 +107,17 @@ def _spread_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(
-    gate_up, tokens, codes, scale, R, F, x_stride, codes_stride, scale_stride, written, ROWS: tl.constexpr,
+def _swiglu_quantized_kernel(
+    gate_up, rows_of, codes, scale, N, F, x_stride, codes_stride, scale_stride, written, ROWS: tl.constexpr,
     FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`triton_pointwise._swiglu_kernel` for the rows that are tokens'."""
+    """`triton_pointwise._swiglu_kernel` for the rows of ROWS choices: no program looks at padding."""
     begin(PDL)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    choice = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = choice < N
+    rows = tl.load(rows_of + choice, mask=real, other=0)
     group = tl.program_id(1)
     cols = group * 128 + tl.arange(0, 128)
-    real = tl.load(tokens + rows, mask=rows < R, other=-1) >= 0
     mask = real[:, None] & (cols < F)[None, :]
     at = gate_up + rows[:, None] * x_stride + cols[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -126,6 +128,33 @@ def _swiglu_kernel(
     q = encode(y, s[:, None]).to(tl.uint8, bitcast=True)
     tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=real[:, None] & (cols < written)[None, :])
     tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=real)
+
+
+@triton.jit
+def _swiglu_kernel(
+    grad, gate_up, tokens, total, out, R, F, x_stride, ROWS: tl.constexpr, BACKWARD: tl.constexpr, PDL: tl.constexpr,
+):
+    """`triton_pointwise`'s swiglu or its gradient, zeros in padding; rows beyond the last group are left alone."""
+    begin(PDL)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    stop = tl.load(total)
+    if tl.program_id(0) * ROWS < stop:
+        cols = (tl.program_id(1) * 128 + tl.arange(0, 128))[None, :]
+        real = tl.load(tokens + rows, mask=rows < R, other=-1) >= 0
+        mask, written = real[:, None] & (cols < F), (rows < stop)[:, None] & (cols < F)
+        at = gate_up + rows[:, None] * x_stride + cols
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
+        sig = sigmoid32(gate)
+        if BACKWARD:
+            g = tl.load(grad + rows[:, None] * F + cols, mask=mask, other=0.0).to(tl.float32)
+            one = 1.0
+            d_gate = (g * up) * (sig * (gate * (one - sig) + one))
+            to = out + rows[:, None] * 2 * F + cols
+            tl.store(to, d_gate.to(tl.bfloat16), mask=written)
+            tl.store(to + F, (g * (gate * sig)).to(tl.bfloat16), mask=written)
+        else:
+            tl.store(out + rows[:, None] * F + cols, (gate * sig * up).to(tl.bfloat16), mask=written)
 
 
 @triton.jit
@@ -236,16 +265,39 @@ def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroup
 def swiglu_quantize_rows(gate_up: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
     """`reference_moe.swiglu_quantize_rows`, bit-equal in the rows of tokens; the others are not written."""
     assert gate_up.dtype == torch.bfloat16 and gate_up.stride(1) == 1
-    size, f = gate_up.shape[0], gate_up.shape[1] // 2
+    size, f, choices = gate_up.shape[0], gate_up.shape[1] // 2, groups.rows.numel()
     codes, scale = new_codes(size, f, gate_up.device), new_scale(size, triton.cdiv(f, BLOCK), gate_up.device)
-    r = 16 if size >= 4096 else 8
-    if size:
-        _swiglu_kernel[(triton.cdiv(size, r), triton.cdiv(f, BLOCK))](
-            gate_up, groups.tokens, codes.view(torch.uint8), scale, size, f, gate_up.stride(0), codes.stride(0),
-            scale.stride(1), codes.stride(0), ROWS=r, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
+    r = 16 if choices >= 16384 else 4
+    if choices:
+        _swiglu_quantized_kernel[(triton.cdiv(choices, r), triton.cdiv(f, BLOCK))](
+            gate_up, groups.rows, codes.view(torch.uint8), scale, choices, f, gate_up.stride(0), codes.stride(0),
+            scale.stride(1), codes.stride(0), ROWS=r, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=r // 4,
             enable_fp_fusion=False, **LAUNCH,
         )
     return QTensor(codes, scale, "1x128", (size,), (f,))
+
+
+def _swiglu(gate_up: Tensor, grad: Tensor | None, groups: PaddedGroups) -> Tensor:
+    assert gate_up.dtype == torch.bfloat16 and gate_up.stride(1) == 1 and (grad is None or grad.is_contiguous())
+    size, f = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(size, f if grad is None else 2 * f, dtype=gate_up.dtype, device=gate_up.device)
+    r = 16 if size >= 4096 else 4
+    if size:
+        _swiglu_kernel[(triton.cdiv(size, r), triton.cdiv(f, 128))](
+            gate_up if grad is None else grad, gate_up, groups.tokens, groups.total, out, size, f, gate_up.stride(0),
+            ROWS=r, BACKWARD=grad is not None, num_warps=r // 4, enable_fp_fusion=False, **LAUNCH,
+        )
+    return out
+
+
+def swiglu_rows(gate_up: Tensor, groups: PaddedGroups) -> Tensor:
+    """`reference_moe.swiglu_rows`, bit-equal, with zeros between groups."""
+    return _swiglu(gate_up, None, groups)
+
+
+def swiglu_rows_backward(grad: Tensor, gate_up: Tensor, groups: PaddedGroups) -> Tensor:
+    """`reference_moe.swiglu_rows_backward`, bit-equal, with zeros between groups."""
+    return _swiglu(gate_up, grad, groups)
 
 
 def quantize_rows_t(x: Tensor, groups: PaddedGroups, pow2: bool) -> tuple[Tensor, Tensor]:

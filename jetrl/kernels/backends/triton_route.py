@@ -4,7 +4,8 @@ Groups are padded: an expert's rows begin at a multiple of `block`, the rows tha
 number of rows R of grouped matrices is a bound from the sizes alone, so the host never waits for a count, and a CUDA
 graph may capture all of it. Kernels find on the device where groups begin and end.
 
-Legend: `T` tokens, `E` experts, `k` experts of a token, `R` rows; `H` is a table [tokens, experts] of ones and zeros.
+Legend: `T` tokens, `E` experts, `k` experts of a token, `N` choices (T * k), `R` rows. The experts of a token are
+distinct, so the order of choices is the order of tokens within each expert.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,7 +25,8 @@ from jetrl.kernels.backends.triton_quant import padded
 from jetrl.kernels.groups import Groups
 from jetrl.precision.formats import BLOCK
 
-_TABLE = 1 << 15  # elements of H that one program holds
+_AT_ONCE = 4096  # choices up to which every program counts all of them
+_PART = 2048  # of more choices, those of one program; below 2**16
 _LEAST = tl.constexpr(-(1 << 63))
 _BLOCKS = (16, 32, 64, BLOCK)  # rows of a tile
 
@@ -78,33 +80,8 @@ def _route_kernel(
 
 
 @triton.jit
-def _table(chosen, first, T, K: tl.constexpr, TB: tl.constexpr, EB: tl.constexpr):
-    """H of `TB` tokens from `first` on, int32."""
-    token = first + tl.arange(0, TB)
-    expert = tl.arange(0, EB)
-    h = tl.zeros((TB, EB), dtype=tl.int32)
-    for j in tl.static_range(K):
-        e = tl.load(chosen + token.to(tl.int64) * K + j, mask=token < T, other=-1).to(tl.int32)
-        h += (e[:, None] == expert[None, :]).to(tl.int32)
-    return h
-
-
-@triton.jit
-def _place(chosen, rows, tokens, row_of, first, T, K: tl.constexpr, TB: tl.constexpr, EB: tl.constexpr):
-    """Write both directions of the map: `row_of` [TB, EB] is the row of a token at an expert, if it is there."""
-    token = first + tl.arange(0, TB)
-    expert = tl.arange(0, EB)
-    for j in tl.static_range(K):
-        at = token.to(tl.int64) * K + j
-        e = tl.load(chosen + at, mask=token < T, other=-1).to(tl.int32)
-        row = tl.sum(tl.where(e[:, None] == expert[None, :], row_of, 0), axis=1)
-        tl.store(rows + at, row.to(tl.int64), mask=token < T)
-        tl.store(tokens + row, token, mask=token < T)
-
-
-@triton.jit
-def _bounds(count, starts, counts, ends, sizes, E, BLOCK: tl.constexpr, EB: tl.constexpr, STORE: tl.constexpr):
-    """Where each expert's rows begin, from `count` [EB]; STORE writes it and what follows from it."""
+def _bounds(count, starts, counts, ends, sizes, E, BLOCK: tl.constexpr, EB: tl.constexpr, STORE):
+    """Where each expert's rows begin, and their padded sizes, from `count` [EB]; STORE writes what follows from it."""
     expert = tl.arange(0, EB)
     size = (count + (BLOCK - 1)) // BLOCK * BLOCK
     stop = tl.cumsum(size, axis=0)
@@ -116,67 +93,77 @@ def _bounds(count, starts, counts, ends, sizes, E, BLOCK: tl.constexpr, EB: tl.c
         tl.store(counts + expert, count, mask=inside)
         tl.store(ends + expert, start + count, mask=inside)
         tl.store(sizes + expert, size, mask=inside)
-    return start
+    return start, size
 
 
 @triton.jit
 def _group_kernel(
-    chosen, rows, tokens, starts, counts, ends, sizes, T, E, R, K: tl.constexpr, BLOCK: tl.constexpr,
-    TB: tl.constexpr, EB: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+    chosen, rows, tokens, starts, counts, ends, sizes, N, E, R, K: tl.constexpr, BLOCK: tl.constexpr,
+    NB: tl.constexpr, EB: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Everything at once, for few tokens."""
+    """Everything at once, for few choices: a program counts all of them, and places those of one expert."""
     begin(PDL)
-    for at in range(0, R, B):
-        row = at + tl.arange(0, B)
-        tl.store(tokens + row, -1, mask=row < R)
-    h = _table(chosen, 0, T, K, TB, EB)
-    start = _bounds(tl.sum(h, axis=0), starts, counts, ends, sizes, E, BLOCK, EB, True)
-    tl.debug_barrier()  # every -1 is written
-    _place(chosen, rows, tokens, tl.cumsum(h, axis=0) - h + start[None, :], 0, T, K, TB, EB)
+    mine = tl.program_id(0)
+    at, expert = tl.arange(0, NB), tl.arange(0, EB)
+    inside = at < N
+    e = tl.load(chosen + at, mask=inside, other=0).to(tl.int32)
+    count = tl.histogram(e, EB, mask=inside)
+    start, size = _bounds(count, starts, counts, ends, sizes, E, BLOCK, EB, mine == 0)
+    first = tl.sum(tl.where(expert == mine, start, 0), axis=0)
+    stop = first + tl.sum(tl.where(expert == mine, size, 0), axis=0)
+    here = inside & (e == mine)
+    row = first + tl.cumsum(here.to(tl.int32), axis=0) - 1
+    tl.store(rows + at, row.to(tl.int64), mask=here)
+    tl.store(tokens + row, at // K, mask=here)
+    gap = first + tl.sum(here.to(tl.int32), axis=0) + tl.arange(0, BLOCK)
+    tl.store(tokens + gap, -1, mask=gap < stop)
+    for low in range(tl.sum(size, axis=0) + mine * B, R, tl.num_programs(0) * B):
+        beyond = low + tl.arange(0, B)
+        tl.store(tokens + beyond, -1, mask=beyond < R)
 
 
 @triton.jit
 def _count_kernel(
-    chosen, tokens, before, T, E, R, K: tl.constexpr, TB: tl.constexpr, EB: tl.constexpr, B: tl.constexpr,
+    chosen, tokens, counted, N, E, R, NB: tl.constexpr, EB: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Of `TB` tokens, how many each expert gets."""
+    """Of `NB` choices, how many each expert has: `counted` [parts, E]."""
+    begin(PDL)
     part, expert = tl.program_id(0), tl.arange(0, EB)
-    count = tl.sum(_table(chosen, part * TB, T, K, TB, EB), axis=0)
-    tl.store(before + part * E + expert, count, mask=expert < E)
-    for at in range(part * B, R, tl.num_programs(0) * B):
-        row = at + tl.arange(0, B)
+    at = part * NB + tl.arange(0, NB)
+    e = tl.load(chosen + at, mask=at < N, other=0).to(tl.int32)
+    tl.store(counted + part * E + expert, tl.histogram(e, EB, mask=at < N), mask=expert < E)
+    for low in range(part * B, R, tl.num_programs(0) * B):
+        row = low + tl.arange(0, B)
         tl.store(tokens + row, -1, mask=row < R)
 
 
 @triton.jit
-def _scan_kernel(before, totals, parts, E, PB: tl.constexpr, XB: tl.constexpr):
-    """`before` [parts, E]: counts become the sums of the parts before, in place."""
-    expert = tl.program_id(0) * XB + tl.arange(0, XB)
-    inside = (expert < E)[None, :]
-    total = tl.zeros((XB,), dtype=tl.int32)
-    for first in range(0, parts, PB):
-        part = (first + tl.arange(0, PB))[:, None]
-        at = before + part * E + expert[None, :]
-        count = tl.load(at, mask=inside & (part < parts), other=0)
-        tl.store(at, tl.cumsum(count, axis=0) - count + total[None, :], mask=inside & (part < parts))
-        total += tl.sum(count, axis=0)
-    tl.store(totals + expert, total, mask=expert < E)
-
-
-@triton.jit
 def _place_kernel(
-    chosen, rows, tokens, before, totals, starts, counts, ends, sizes, T, E, K: tl.constexpr, BLOCK: tl.constexpr,
-    TB: tl.constexpr, EB: tl.constexpr,
+    chosen, rows, tokens, counted, starts, counts, ends, sizes, N, E, parts, K: tl.constexpr, BLOCK: tl.constexpr,
+    NB: tl.constexpr, EB: tl.constexpr, PB: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,
 ):
-    part, expert = tl.program_id(0), tl.arange(0, EB)
-    total = tl.load(totals + expert, mask=expert < E, other=0)
-    if part == 0:
-        start = _bounds(total, starts, counts, ends, sizes, E, BLOCK, EB, True)
-    else:
-        start = _bounds(total, starts, counts, ends, sizes, E, BLOCK, EB, False)
-    start += tl.load(before + part * E + expert, mask=expert < E, other=0)
-    h = _table(chosen, part * TB, T, K, TB, EB)
-    _place(chosen, rows, tokens, tl.cumsum(h, axis=0) - h + start[None, :], part * TB, T, K, TB, EB)
+    """The rows of `NB` choices, those of X experts. X sums run in one scan, each in 16 bits."""
+    begin(PDL)
+    part, first = tl.program_id(0), tl.program_id(1) * X
+    expert = tl.arange(0, EB)
+    count, before = tl.zeros((EB,), dtype=tl.int32), tl.zeros((EB,), dtype=tl.int32)
+    for low in range(0, parts, PB):
+        p = (low + tl.arange(0, PB))[:, None]
+        c = tl.load(counted + p * E + expert[None, :], mask=(p < parts) & (expert < E)[None, :], other=0)
+        count += tl.sum(c, axis=0)
+        before += tl.sum(tl.where(p < part, c, 0), axis=0)
+    start, _ = _bounds(count, starts, counts, ends, sizes, E, BLOCK, EB, part + first == 0)
+    at = part * NB + tl.arange(0, NB)
+    mine = tl.load(chosen + at, mask=at < N, other=-1).to(tl.int32) - first
+    here = (at < N) & (mine >= 0) & (mine < X)
+    shift = tl.where(here, mine, 0).to(tl.int64) * 16
+    order = (tl.cumsum(here.to(tl.int64) << shift, axis=0) >> shift) & 0xFFFF
+    row = order.to(tl.int32) - 1
+    for x in tl.static_range(X):
+        base = tl.sum(tl.where(expert == first + x, start + before, 0), axis=0)
+        row += tl.where(mine == x, base, 0)
+    tl.store(rows + at, row.to(tl.int64), mask=here)
+    tl.store(tokens + row, at // K, mask=here)
 
 
 def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
@@ -221,32 +208,24 @@ def group(chosen: Tensor, num_experts: int, block: int | None = None) -> PaddedG
     held = torch.empty(4, e + 4, dtype=torch.int32, device=device)
     starts, counts, ends, sizes = held[0, : num_experts + 1], *(held[i, :num_experts] for i in (1, 2, 3))
     groups = PaddedGroups(rows, of_row, starts, counts, ends, sizes, block)
-    width = triton.next_power_of_2(num_experts)
-    some = triton.next_power_of_2(max(tokens, 1))
+    arrays = groups.starts, groups.counts, groups.ends, groups.sizes
+    width, choices = max(32, triton.next_power_of_2(num_experts)), tokens * k
     if not tokens:
         held.zero_()
-    elif some * width <= _TABLE:
-        _group_kernel[(1,)](
-            chosen, rows, of_row, starts, counts, ends, sizes, tokens, num_experts, size, K=k, BLOCK=block, TB=some,
-            EB=width, B=1024, num_warps=max(4, min(16, some * width // 1024)), **LAUNCH,
+    elif choices <= _AT_ONCE:
+        some = max(256, triton.next_power_of_2(choices))
+        _group_kernel[(num_experts,)](
+            chosen, rows, of_row, *arrays, choices, num_experts, size, K=k, BLOCK=block, NB=some, EB=width, B=1024,
+            num_warps=4 if some <= 2048 else 8, **LAUNCH,
         )
     else:
-        _group_many(chosen, groups, num_experts, max(16, _TABLE // 2 // width), width)
+        parts = triton.cdiv(choices, _PART)
+        counted = torch.empty(parts, num_experts, dtype=torch.int32, device=device)
+        _count_kernel[(parts,)](
+            chosen, of_row, counted, choices, num_experts, size, NB=_PART, EB=width, B=1024, num_warps=4, **LAUNCH
+        )
+        _place_kernel[(parts, triton.cdiv(num_experts, 4))](
+            chosen, rows, of_row, counted, *arrays, choices, num_experts, parts, K=k, BLOCK=block, NB=_PART, EB=width,
+            PB=max(1, 4096 // width), X=4, num_warps=4, **LAUNCH,
+        )
     return groups
-
-
-def _group_many(chosen: Tensor, groups: PaddedGroups, experts: int, at_once: int, width: int) -> None:
-    """Three kernels: counts of `at_once` tokens each, their sums, and the rows."""
-    tokens, k = chosen.shape
-    parts = triton.cdiv(tokens, at_once)
-    before = torch.empty(parts + 1, experts, dtype=torch.int32, device=chosen.device)
-    totals = before[parts]
-    _count_kernel[(parts,)](
-        chosen, groups.tokens, before, tokens, experts, len(groups.tokens), K=k, TB=at_once, EB=width, B=1024,
-        num_warps=8,
-    )
-    _scan_kernel[(triton.cdiv(experts, 8),)](before, totals, parts, experts, PB=128, XB=8, num_warps=4)
-    _place_kernel[(parts,)](
-        chosen, groups.rows, groups.tokens, before, totals, groups.starts, groups.counts, groups.ends, groups.sizes,
-        tokens, experts, K=k, BLOCK=groups.block, TB=at_once, EB=width, num_warps=8,
-    )

@@ -99,11 +99,12 @@ class DepthRule:
         recent = self._bursts - self._last.get((size, depth), 0) <= _MAX_AGE
         return self.seconds.get((size, depth)) if recent else None
 
-    def choose(self, batch: int) -> int:
-        """The depth for `batch` sequences."""
+    def choose(self, batch: int, most_rows: int) -> int:
+        """The depth for `batch` sequences in steps of at most `most_rows` rows."""
+        fits = [k for k in self.depths if not k or batch * (k + 1) <= most_rows]
         if self.always:
-            return self.depths[-1]
-        gains = {k: self.acceptance.tokens(k) / self.cost(batch, k) for k in self.depths}
+            return fits[-1]
+        gains = {k: self.acceptance.tokens(k) / self.cost(batch, k) for k in fits}
         best = max(gains, key=lambda k: (gains[k], -k))
         return best if gains[best] > MARGIN else 0
 

@@ -139,6 +139,7 @@ class Scheduler:
         """
         plan = self._plan
         assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
+        assert not depth or len(plan.tokens) * (depth + 1) <= self.max_tokens_per_step, "too many drafts"
         slots, size, at = plan.sample_slots, self.allocator.page_size, self.slots
         limit = min(limit, int((at.max_length[slots] - at.length[slots]).min()))
         steps = 1 if self.force_preempt is not None else limit

@@ -36,6 +36,14 @@ class Counts:
         return cls(np.zeros(len(SOURCES), dtype=np.int64), np.zeros(len(SOURCES), dtype=np.int64))
 
 
+def build_speculator(mode: str, max_draft_tokens: int, num_slots: int) -> Speculator | None:
+    """What the config's `rollout.speculate` and `rollout.max_draft_tokens` ask for."""
+    assert mode in ("off", "auto", "on"), mode
+    if mode == "off":
+        return None
+    return Speculator(DepthRule(len(SOURCES), max_draft_tokens, always=mode == "on"), num_slots)
+
+
 class Speculator:
     """Drafts for the sequences of one engine with `num_slots` slots."""
 
@@ -50,7 +58,9 @@ class Speculator:
     ) -> tuple[Plan, Drawn]:
         """Run a decode plan, as a burst where the runner has bursts, with drafts where they pay."""
         batch, limit = len(plan.tokens), runner.burst(plan, table)
-        plan, steps = scheduler.extend(max(limit, 1), self.rule.choose(batch))
+        plan, steps = scheduler.extend(
+            max(limit, 1), self.rule.choose(batch, scheduler.max_tokens_per_step)
+        )
         if plan.depth:
             return plan, self._drafted(scheduler, runner, plan, table, steps)
         guessed = None

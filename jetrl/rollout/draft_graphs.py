@@ -40,7 +40,7 @@ class DraftSize(NamedTuple):
 class _Graph:
     """A captured step with the tensors that it reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Any  # torch.cuda.CUDAGraph
     state: DraftState
     temperature: Tensor  # [B] FP32
     step: Proposal  # valid after a replay
@@ -107,39 +107,47 @@ class DraftGraphs:
         held.temperature.copy_(torch.from_numpy(temperature), non_blocking=True)
         return held
 
-    def _capture(self, size: DraftSize) -> _Graph:
-        index, device, j = self.index, self.device, size.depth + 1
-        state = DraftState.empty(size.rows, size.width, size.depth, self.max_steps, self.cache.page_size, index)
-        temperature = torch.ones(size.rows, dtype=torch.float32, device=device)
-        starts = torch.arange(0, size.rows * j + 1, j, dtype=torch.int32, device=device)
-        last = self.model.spec.max_position - 1
+    def _inputs(self, size: DraftSize) -> tuple[DraftState, Tensor]:
+        """State and temperatures that a graph of this size reads and writes."""
+        state = DraftState.empty(
+            size.rows, size.width, size.depth, self.max_steps, self.cache.page_size, self.index
+        )
+        return state, torch.ones(size.rows, dtype=torch.float32, device=self.device)
+
+    def _step(
+        self, size: DraftSize, state: DraftState, temperature: Tensor, starts: Tensor
+    ) -> tuple[Proposal, ForwardBatch, Tensor]:
+        """The step that a graph holds. `starts` int32 [B + 1] are the first rows of the sequences."""
+        j, last = size.depth + 1, self.model.spec.max_position - 1
 
         def each(column: Tensor) -> Tensor:
             """A value of each sequence for each of its rows."""
             return column[:, None].expand(-1, j).reshape(-1)
 
-        def run() -> tuple[Proposal, ForwardBatch, Tensor]:
-            step = propose(state, index, size.depth)
-            plan = PagedPlan(
-                cache=self.cache, cu_seqlens=starts, query_lengths=(j,) * size.rows, kv_lengths=step.kv_lengths,
-                kv_pages=(size.width,) * size.rows, slots=step.slots.flatten(), block_table=state.table,
-            )
-            # rows beyond a sequence's end are computed for nothing, but must have a place in the tables of RoPE
-            batch = ForwardBatch(step.tokens.flatten(), step.positions.clamp_max(last).flatten(), plan, "rollout")
-            logits = self.model.logits(self.model(batch))
-            if size.draws:
-                drawn = draw(logits, each(temperature), each(state.columns[3]), (step.positions + 1).flatten())
-                settle(state, index, step, *(x.view(size.rows, j) for x in drawn))
-            return step, batch, logits
+        step = propose(state, self.index, size.depth)
+        plan = PagedPlan(
+            cache=self.cache, cu_seqlens=starts, query_lengths=(j,) * size.rows, kv_lengths=step.kv_lengths,
+            kv_pages=(size.width,) * size.rows, slots=step.slots.flatten(), block_table=state.table,
+        )
+        # rows beyond a sequence's end are computed for nothing, but must have a place in the tables of RoPE
+        batch = ForwardBatch(step.tokens.flatten(), step.positions.clamp_max(last).flatten(), plan, "rollout")
+        logits = self.model.logits(self.model(batch))
+        if size.draws:
+            drawn = draw(logits, each(temperature), each(state.columns[3]), (step.positions + 1).flatten())
+            settle(state, self.index, step, *(x.view(size.rows, j) for x in drawn))
+        return step, batch, logits
 
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+    def _capture(self, size: DraftSize) -> _Graph:
+        (state, temperature), j = self._inputs(size), size.depth + 1
+        starts = torch.arange(0, size.rows * j + 1, j, dtype=torch.int32, device=self.device)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):  # compiles what this size needs, outside of the capture
-            run()
-        torch.cuda.current_stream(device).wait_stream(stream)
+            self._step(size, state, temperature, starts)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            step, batch, logits = run()
+            step, batch, logits = self._step(size, state, temperature, starts)
         self._pool = graph.pool()
         # logits that nobody reads are not held, so the next graph can use their memory
         return _Graph(graph, state, temperature, step, batch, None if size.draws else logits)

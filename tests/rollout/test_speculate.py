@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from tiny import numbers, saved, tiny_run
 
 from jetrl.rollout.depth import DepthRule
 from jetrl.rollout.draft import DraftIndex
-from jetrl.rollout.drafted import Burst
+from jetrl.rollout.draft_graphs import DraftGraphs, DraftSize, _Graph
+from jetrl.rollout.drafted import Burst, Proposal
 from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.plan import Finished
+from jetrl.rollout.plan import Finished, Plan
+from jetrl.rollout.sampler import SamplingTable, is_cut, sample_rows
 from jetrl.rollout.speculate import Speculator, build_speculator
 from jetrl.rollout.texts import SOURCES, Texts
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
@@ -65,8 +68,7 @@ def whole(requests: list[Request], completions: list[Completion]) -> list[tuple[
 
 
 @pytest.mark.parametrize("sizes", [{}, {"page_size": 3, "kv_cache_tokens": 99, "max_num_seqs": 6}], ids=str)
-@pytest.mark.parametrize("deepest", [1, 3, 7])
-@pytest.mark.parametrize("holds", [None, 0.0, 0.6, 1.0])
+@pytest.mark.parametrize(("deepest", "holds"), [(7, None), (1, 1.0), (3, 0.6), (7, 0.0), (7, 1.0)])
 @pytest.mark.parametrize("bursts", [False, True])
 def test_drafts_change_no_completion(sizes: dict[str, int], deepest: int, holds: float | None, bursts: bool) -> None:
     """With stop strings, truncated sampling, greedy requests, shared prompts, and preemption."""
@@ -230,3 +232,70 @@ def test_a_run_with_drafts_is_the_run_without(changes: dict[str, object], tmp_pa
         assert (runs[mode] / "samples.jsonl").read_bytes() == (runs["off"] / "samples.jsonl").read_bytes()
         tensors = saved(runs["off"], 4)
         assert all(torch.equal(x, tensors[name]) for name, x in saved(runs[mode], 4).items())
+
+
+class Replayed(DraftGraphs):
+    """Graphs without a GPU: a replay runs the step again and puts its results where the first run's are."""
+
+    def _capture(self, size: DraftSize) -> _Graph:
+        state, temperature = self._inputs(size)
+        starts = torch.arange(0, size.rows * (size.depth + 1) + 1, size.depth + 1, dtype=torch.int32)
+
+        def step() -> tuple[torch.Tensor, ...]:
+            found, _, logits = self._step(size, state, temperature, starts)
+            return found.tokens, found.positions, found.slots, found.drafted, found.source, logits
+
+        held = step()
+
+        def replay() -> None:
+            for old, new in zip(held, step(), strict=True):
+                old.copy_(new)
+
+        return _Graph(SimpleNamespace(replay=replay), state, temperature, Proposal(*held[:5]), None, held[5])  # type: ignore[arg-type]
+
+
+class GraphRunner(BurstRunner):
+    """Steps with drafts as on a GPU: fixed shapes, padding rows, bursts, draws inside or outside of the graph."""
+
+    def run_drafted(self, plan: Plan, table: SamplingTable, steps: int, index: DraftIndex, rows: np.ndarray) -> Burst:
+        if len(plan.copies):
+            self.cache.copy_pages(self._put(plan.copies))
+        if self.draft_graphs is None or self.draft_graphs.index is not index:
+            self.draft_graphs = Replayed(self.model, self.cache, index, 8)
+        with torch.no_grad():
+            return self.draft_graphs.run(plan, table.take(plan.sample_requests), rows, steps)
+
+    def burst(self, plan: Plan, table: SamplingTable) -> int:
+        cut = is_cut(table.take(plan.sample_requests), self.model.spec.vocab_size).any()
+        return min(super().burst(plan, table), 1 if cut else 5)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(("deepest", "holds"), [(7, 0.6), (3, 1.0), (1, 0.0)])
+def test_steps_of_fixed_shapes_give_the_same_bits(
+    deepest: int, holds: float, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor):
+        ones, zeros = np.ones(len(keys)), np.zeros(len(keys))
+        table = SamplingTable(temperature.numpy(), ones, zeros.astype(int), zeros, keys.numpy().view(np.uint64))
+        return *sample_rows(logits, table, positions.numpy()), logits.amax(-1)
+
+    monkeypatch.setattr("jetrl.rollout.draft_graphs.draw", draw)
+    model = real_model("fp8", "fp8")
+    few = {"top_p": 0.8} if cut else {}
+    requests = [
+        Request(i, PROMPTS[i % 4], SamplingParams(20 + 5 * i, seed=i % 2, temperature=0.0 if i == 3 else 0.9, **few))
+        for i in range(7)
+    ]
+
+    def engine(**sizes: int) -> PagedEngine:
+        made = PagedEngine(model, Letters(), "flow", **sizes)
+        made.load(WeightSet(1, "flow", {}))
+        return made
+
+    expected = engine().generate(requests)
+    for sizes in ({"page_size": 4}, {"page_size": 4, "kv_cache_tokens": 120, "max_num_seqs": 3}):
+        made = speculating(engine(**sizes), deepest, holds, answers=whole(requests, expected))
+        made.runner = GraphRunner(model, 4)
+        assert made.generate(requests) == expected
+        assert (made.take_metrics()["rollout/tokens_per_decode_step"] > 1.2) == (holds > 0)

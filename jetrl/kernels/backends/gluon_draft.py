@@ -64,14 +64,8 @@ def _softmax(s, top, scale):
 
 
 @gluon.jit
-def _draft_kernel(
-    q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
-    N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, J: gl.constexpr, EACH: gl.constexpr,
-    PAGE: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr,
-    POW2: gl.constexpr, PDL: gl.constexpr,
-):
-    """One key/value head of one sequence, for EACH of its J tokens."""
-    begin(PDL)
+def _rings(H: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr):
+    """The ring of tiles in shared memory, as tiles of keys and as tiles of values."""
     if FP8 and H == 128:  # words of two codes of a key, of four codes of a value
         k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 64], _K_SHARED)
         v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, 32], _V_SHARED)
@@ -81,6 +75,19 @@ def _draft_kernel(
     else:
         k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], _K_SHARED)
         v_ring = k_ring
+    return k_ring, v_ring
+
+
+@gluon.jit
+def _draft_kernel(
+    q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
+    N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, J: gl.constexpr, EACH: gl.constexpr,
+    PAGE: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr,
+    POW2: gl.constexpr, PDL: gl.constexpr,
+):
+    """One key/value head of one sequence, for EACH of its J tokens."""
+    begin(PDL)
+    k_ring, v_ring = _rings(H, SLOTS, FP8)
     scale_ring = gl.allocate_shared_memory(gl.int32, [4, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings, sources = (k_ring, v_ring, scale_ring), (keys, values, scales)
     PARTS: gl.constexpr = (J + EACH - 1) // EACH
@@ -94,11 +101,7 @@ def _draft_kernel(
     tiles = gl.cdiv(length, _TILE)
     for half in gl.static_range(SLOTS - 1):
         _copy(rings, sources, pages, half, tiles, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)
-    element, column = gl.arange(0, H, layout=gl.SliceLayout(1, _RIGHT)), gl.arange(0, Q, layout=gl.SliceLayout(0, _RIGHT))
-    token = first + column // HEADS
-    mine = (column < EACH * HEADS) & (token < J)
-    at_q = ((sequence * J + token) * N + group * HEADS + column % HEADS)[None, :] * H + element[:, None]
-    query = gl.load(q + at_q, mask=mine[None, :], other=0.0)
+    query = _query(q, sequence, first, group, N, G, H, Q, J, EACH)
     key = gl.arange(0, _TILE, layout=gl.SliceLayout(1, _MMA))
     seen = gl.minimum(before + first + gl.arange(0, Q, layout=gl.SliceLayout(0, _MMA)) // HEADS, length)
     top = gl.full([Q], float("-inf"), gl.float32, layout=gl.SliceLayout(0, _RIGHT))
@@ -134,6 +137,21 @@ def _draft_kernel(
         y, sequence, first, group, out, codes, code_scales, codes_stride, scales_stride, N, G, J, EACH, FP8, QUANT,
         FLOOR, POW2,
     )
+
+
+@gluon.jit
+def _query(
+    q, sequence, first, group, N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, J: gl.constexpr,
+    EACH: gl.constexpr,
+):
+    """The queries of a program [H, Q]; zeros beyond its tokens."""
+    HEADS: gl.constexpr = N // G
+    element = gl.arange(0, H, layout=gl.SliceLayout(1, _RIGHT))
+    column = gl.arange(0, Q, layout=gl.SliceLayout(0, _RIGHT))
+    token = first + column // HEADS
+    mine = (column < EACH * HEADS) & (token < J)
+    at = ((sequence * J + token) * N + group * HEADS + column % HEADS)[None, :] * H + element[:, None]
+    return gl.load(q + at, mask=mine[None, :], other=0.0)
 
 
 @gluon.jit

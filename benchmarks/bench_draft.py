@@ -22,12 +22,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, SPEC, NoText, environment, require_gpu, save, table
+from common import RESULTS, SPEC, NoText, require_gpu, save, table
 from torch import Tensor
 
 from jetrl.api import random_model
@@ -78,6 +79,10 @@ class Useless(DraftIndex):
     def draft(self, rows: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         super().draft(rows, depth)  # what looking for them costs
         return torch.ones(len(rows), depth, dtype=torch.int64, device=rows.device), torch.full_like(rows, depth), rows
+
+
+def forced(asked: Sequence[Request], want: Sequence[Completion], holds: float, *sizes: Any) -> Forced:
+    return Forced(*sizes).answering(asked, want, holds, SPEC.vocab_size)
 
 
 def expected(holds: float, depth: int) -> float:
@@ -176,9 +181,7 @@ def engine(model: Any, batches: Sequence[int], prompt: int, new: int, rounds: in
             speculator = variants[f"{depth} drafts, {holds}"] = Speculator(
                 DepthRule(len(SOURCES), depth, always=True), 256
             )
-            speculator.new_index = (  # type: ignore[method-assign]
-                lambda *sizes, h=holds: Forced(*sizes).answering(asked, want, h, SPEC.vocab_size)
-            )
+            speculator.new_index = partial(forced, asked, want, holds)  # type: ignore[method-assign]
         engines = {name: make(model, speculator, batch) for name, speculator in variants.items()}
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         per_step: dict[str, float] = {}
@@ -194,9 +197,10 @@ def engine(model: Any, batches: Sequence[int], prompt: int, new: int, rounds: in
         base = statistics.median(seconds["off"])
         for name, spent in seconds.items():
             each = statistics.median(spent)
-            found.append({"part": "engine", "batch": batch, "prompt": prompt, "new": new, "variant": name, "seconds": each,
-                          "rounds": spent, "tokens/s": batch * new / each, "gain": base / each,
-                          "tokens/step": per_step[name]})
+            found.append({
+                "part": "engine", "batch": batch, "prompt": prompt, "new": new, "variant": name, "seconds": each,
+                "rounds": spent, "tokens/s": batch * new / each, "gain": base / each, "tokens/step": per_step[name],
+            })
         print(table(found[-len(seconds):], ENGINE_COLUMNS), flush=True)
     return found
 

@@ -1,4 +1,4 @@
-"""`DepthRule`: how many tokens to draft in a step, from measured acceptance and the measured seconds of steps. No torch.
+"""`DepthRule`: how many tokens to draft in a step, from measured acceptance and measured times of steps. No torch.
 
 With depth k a step of B sequences computes B * (k + 1) rows and gives each sequence 1 + (accepted drafts) tokens. So it
 pays if

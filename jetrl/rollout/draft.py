@@ -92,7 +92,7 @@ class DraftIndex:
     # ---- on the device ----------------------------------------------------------------------------------------------
 
     def write(self, rows: Tensor, starts: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Append the first `counts` [B] of `tokens` [B, J] at columns `starts` [B] of texts `rows` [B]; note the places.
+        """Append the first `counts` [B] of `tokens` [B, J] at columns `starts` [B] of `rows` [B]; note the places.
 
         What follows the first `counts` is written too and is beyond the text's end.
         """

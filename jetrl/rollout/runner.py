@@ -6,6 +6,7 @@ The forward is the one that the trainer calls; only the attention plan differs (
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -164,7 +165,7 @@ class ModelRunner:
                 self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.max_burst)
             found = self.draft_graphs.run(plan, chosen, rows, steps)
         else:
-            found = burst(plan, chosen, index, rows, steps, self.page_size, lambda *s: self._positions(plan, chosen, *s))
+            found = burst(plan, chosen, index, rows, steps, self.page_size, partial(self._positions, plan, chosen))
         check_finite(torch.from_numpy(found.maxima).amax(0))
         self.model_seconds += self._clock() - start
         return found

@@ -98,7 +98,7 @@ class Texts:
         length = prompt + len(ended.tokens)
         if prompt <= known < length:
             tokens = ended.tokens[None, known - prompt :]
-            self._ended.append(Append(*(np.array([x]) for x in (row, known)), tokens, np.array([tokens.shape[1]])))
+            self._ended.append(Append(np.array([row]), np.array([known]), tokens, np.array([tokens.shape[1]])))
         self.lengths[row] = length if known >= prompt else 0
         self._leave(ended.request)
 

@@ -1,4 +1,4 @@
-"""Drafts on a GPU: a few tokens at once have the bits of one after another, and a rollout those of one without drafts."""
+"""Drafts on a GPU: a few tokens at once have the bits of one after another, a rollout those of one without drafts."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def test_a_rollout_with_drafts_is_the_one_without(
 
 def test_forced_acceptance_at_every_level() -> None:
     model = _beside("test_model_parity_hopper").build("qwen3", "fp8 kv")
-    prompts = [tuple(torch.randint(1, 8000, (60,), generator=torch.Generator().manual_seed(i)).tolist()) for i in range(9)]
+    gen = torch.Generator().manual_seed(0)
+    prompts = [tuple(torch.randint(1, 8000, (60,), generator=gen).tolist()) for _ in range(9)]
     asked = [Request(i, (i + 1, *p), SamplingParams(200, ignore_eos=True)) for i, p in enumerate(prompts)]
     want = engine_of(model, None, page_size=128).generate(asked)
     steps = []

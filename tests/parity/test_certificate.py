@@ -48,7 +48,7 @@ def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict
     assert [link.link for link in result.links] == ["a", "b", "c", "v", "s"]
     assert all(link.max_abs_diff == 0.0 and link.first_difference is None for link in result.links)
     lengths = [link.rows for link in result.links]
-    assert lengths[0] == lengths[1] > 40 and lengths[2] > 20 < lengths[3] and lengths[4] > 45, "the links have compared too little"
+    assert lengths[0] == lengths[1] > 40 and min(lengths[2:4]) > 20 and lengths[4] > 45, "they have compared too little"
     written = json.loads(json.dumps(result.to_json()))
     assert written["bit_equal"] is True
     assert written["kv_cache"] == ("e4m3[1x16,pow2]" if "kv_cache" in options else "bf16")

@@ -11,9 +11,9 @@
 Several ranks add three links (`parity_ranks`).
 
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
-link a takes the shorter way of passes without gradients. Rows of all links but d and v are compared as log-probs of all
-V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output differs
-at the first differing row is named.
+link a takes the shorter way of passes without gradients. Rows of all links but d and v are compared as log-probs of
+all V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output
+differs at the first differing row is named.
 """
 
 from __future__ import annotations

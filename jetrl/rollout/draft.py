@@ -94,7 +94,8 @@ class DraftIndex:
     def write(self, rows: Tensor, starts: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """Append the first `counts` [B] of `tokens` [B, J] at columns `starts` [B] of `rows` [B]; note the places.
 
-        What follows the first `counts` is written too and is beyond the text's end.
+        What follows the first `counts` is written too and is beyond the text's end; drafts may read it, so it must be
+        tokens of the vocabulary.
         """
         column = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.texts[rows[:, None], column.clamp_max(self.texts.shape[1] - 1)] = tokens.to(torch.int32)
@@ -118,7 +119,8 @@ class DraftIndex:
     def draft(self, rows: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Guesses of what follows texts `rows` [B]: tokens [B, depth], how many of them, and the text they are from.
 
-        Where a text repeats itself, its draft goes on around the repetition.
+        Where a text repeats itself, its draft goes on around the repetition. What follows the drafts that count is
+        any token, but a token: a graph computes all of them.
         """
         length = self.lengths[rows]
         tail = self._before(rows, length)  # [B, C]
@@ -145,7 +147,8 @@ class DraftIndex:
     def _before(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The C tokens before `columns` of texts `rows` (same shape), the nearest first; -1 before the text begins."""
         at = columns[..., None] - self._back
-        return torch.where(at >= 0, self.texts[rows[..., None], at.clamp_min(0)].to(torch.int64), -1)
+        inside = at.clamp(0, self.texts.shape[1] - 1)  # `note` masks columns beyond a text's end only afterwards
+        return torch.where(at >= 0, self.texts[rows[..., None], inside].to(torch.int64), -1)
 
     def _keys(self, tail: Tensor, groups: Tensor) -> Tensor:
         """Where in `places` the ends of `tail` [..., C] are noted: [..., P]. Sums and products wrap around."""

@@ -79,7 +79,7 @@ class DraftGraphs:
         positions = (step.positions[:n].cpu().numpy() + 1).reshape(-1)
         owner = np.repeat(np.arange(n), j)
         drawn, found = sample_rows(held.logits[: n * j], table.take(owner), positions)
-        tokens, logprobs = torch.full_like(step.tokens, -1), torch.zeros_like(step.tokens, dtype=torch.float32)
+        tokens, logprobs = torch.zeros_like(step.tokens), torch.zeros_like(step.tokens, dtype=torch.float32)
         tokens[:n], logprobs[:n] = drawn.view(n, j), found.view(n, j)
         settle(held.state, self.index, step, tokens, logprobs, torch.zeros_like(logprobs))
 
@@ -121,8 +121,8 @@ class DraftGraphs:
         j, last = size.depth + 1, self.model.spec.max_position - 1
 
         def each(column: Tensor) -> Tensor:
-            """A value of each sequence for each of its rows."""
-            return column[:, None].expand(-1, j).reshape(-1)
+            """A value of each sequence for each of its rows, contiguous: of one sequence, `flatten` makes no copy."""
+            return column[:, None].expand(-1, j).flatten().contiguous()
 
         step = propose(state, self.index, size.depth)
         plan = PagedPlan(

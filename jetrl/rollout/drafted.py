@@ -154,7 +154,7 @@ def burst(
         real = ahead <= step.drafted[:, None]
         if not bool(real.any()):  # all are full
             break
-        drawn = torch.full_like(step.tokens, -1)
+        drawn = torch.zeros_like(step.tokens)
         logprobs = torch.zeros(drawn.shape, dtype=torch.float32, device=index.device)
         drawn[real], logprobs[real] = compute(step, real)
         settle(state, index, step, drawn, logprobs, torch.zeros_like(logprobs))

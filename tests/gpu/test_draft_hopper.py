@@ -111,8 +111,8 @@ def assert_equal(got: list[Completion], want: list[Completion], what: str) -> No
 def test_a_rollout_with_drafts_is_the_one_without(
     name: str, precision: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First its own drafts, of which few hold; then those from the answers before, which hold; and every third one of
-    these spoilt. Runs of graphs, and steps without them for truncated distributions."""
+    """First its own drafts, of which few hold; then those from the answers before, which hold; and these with every
+    fifth token spoilt. Runs of graphs, and steps without them for truncated distributions."""
     from jetrl.kernels.backends import gluon_draft
 
     launches, launch = [], gluon_draft._launch
@@ -130,10 +130,14 @@ def test_a_rollout_with_drafts_is_the_one_without(
         assert metrics["rollout/tokens_per_decode_step"] > 1 + 0.4 * depth, metrics
         index = engine.speculator.index
         assert isinstance(index, DraftIndex)
-        index.texts[::3] += 1
+        # old texts still end as new ones do at most places, so they give drafts, of which some do not hold
+        index.texts[:, ::5] = (index.texts[:, ::5] + 1) % model.spec.vocab_size
         assert_equal(engine.generate(asked), want, "spoilt drafts")
-        assert engine.take_metrics()["rollout/draft_acceptance"] < metrics["rollout/draft_acceptance"]
+        spoilt = engine.take_metrics()
+        assert 0.0 < spoilt["rollout/draft_acceptance"] < metrics["rollout/draft_acceptance"], (spoilt, metrics)
         assert isinstance(engine.runner.draft_graphs, draft_graphs.DraftGraphs) and launches
+        alone = engine_of(model, build_speculator("on", depth, 1), page_size=128, max_num_seqs=1)
+        assert_equal(alone.generate(asked[:4]), want[:4], "one sequence")
         small = engine_of(model, build_speculator("on", depth, 7), page_size=64, max_num_seqs=7, max_tokens_per_step=64,
                           kv_cache_tokens=64 * 24)
         assert_equal(small.generate(asked), want, "few pages, FlashAttention-4's kernel, mixed batches")

@@ -118,6 +118,23 @@ def test_writing_step_by_step_is_what_the_host_sends() -> None:
     assert torch.equal(alone.places[:-1] & mask, lonely.places[:-1] & mask)
 
 
+def test_a_short_end_may_be_sent_with_a_long_beginning() -> None:
+    """All that is sent at once is as wide as the longest of it, which must not reach beyond a text that is nearly full."""
+    rng = np.random.default_rng(1)
+    texts, known = rng.integers(0, 50, (2, 64)), np.array([60, 0])
+    index = DraftIndex(2, 64, CPU)
+    for starts, counts in ((np.array([0, 0]), known), (known, np.array([4, 64]))):
+        tokens = np.zeros((2, 64), dtype=np.int64)
+        for row in range(2):
+            tokens[row, : counts[row]] = texts[row, starts[row] : starts[row] + counts[row]]
+        index.put(starts + counts, np.array([3, 4]))
+        index.extend(np.arange(2), starts, tokens, counts)
+    assert torch.equal(index.texts[:2, :64], torch.from_numpy(texts).to(torch.int32))
+    together = index_of(texts.tolist(), [3, 4])
+    mask = (1 << 40) - 1  # places without their stamps
+    assert torch.equal(index.places[:-1] & mask, together.places[:-1] & mask)
+
+
 def test_places_are_forgotten_before_stamps_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jetrl.rollout.draft._MAX_STAMP", 10)
     index = index_of([[1, 2, 3, 1, 2]], [0])

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
+import hopper_inputs
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from jetrl.rollout.draft_graphs import DraftGraphs, DraftSize, _Graph
 from jetrl.rollout.drafted import Burst, Proposal
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.plan import Finished, Plan
-from jetrl.rollout.sampler import SamplingTable, is_cut, sample_rows
+from jetrl.rollout.sampler import SamplingTable, is_cut
 from jetrl.rollout.speculate import Speculator, build_speculator
 from jetrl.rollout.texts import SOURCES, Texts
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
@@ -271,16 +272,12 @@ class GraphRunner(BurstRunner):
 
 
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize(("deepest", "holds"), [(7, 0.6), (3, 1.0), (1, 0.0)])
+@pytest.mark.parametrize(("deepest", "holds"), [(7, 0.6), (3, 1.0), (1, 0.0), (7, None)])
 def test_steps_of_fixed_shapes_give_the_same_bits(
-    deepest: int, holds: float, cut: bool, monkeypatch: pytest.MonkeyPatch
+    deepest: int, holds: float | None, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor):
-        ones, zeros = np.ones(len(keys)), np.zeros(len(keys))
-        table = SamplingTable(temperature.numpy(), ones, zeros.astype(int), zeros, keys.numpy().view(np.uint64))
-        return *sample_rows(logits, table, positions.numpy()), logits.amax(-1)
-
-    monkeypatch.setattr("jetrl.rollout.draft_graphs.draw", draw)
+    """And their ops get what a GPU's kernels require: contiguous, of one dtype, with indices in range."""
+    calls = hopper_inputs.require(monkeypatch)
     model = real_model("fp8", "fp8")
     few = {"top_p": 0.8} if cut else {}
     requests = [
@@ -294,8 +291,15 @@ def test_steps_of_fixed_shapes_give_the_same_bits(
         return made
 
     expected = engine().generate(requests)
-    for sizes in ({"page_size": 4}, {"page_size": 4, "kv_cache_tokens": 120, "max_num_seqs": 3}):
-        made = speculating(engine(**sizes), deepest, holds, answers=whole(requests, expected))
+    for sizes in ({}, {"kv_cache_tokens": 120, "max_num_seqs": 3}, {"max_num_seqs": 1}):
+        made = speculating(engine(page_size=4, **sizes), deepest, holds, answers=whole(requests, expected))
         made.runner = GraphRunner(model, 4)
         assert made.generate(requests) == expected
-        assert (made.take_metrics()["rollout/tokens_per_decode_step"] > 1.2) == (holds > 0)
+        if holds is not None:
+            assert (made.take_metrics()["rollout/tokens_per_decode_step"] > 1.2) == (holds > 0)
+        index, graphs = made.speculator.index, made.runner.draft_graphs  # type: ignore[union-attr]
+        assert isinstance(index, DraftIndex) and isinstance(graphs, Replayed)
+        assert 0 <= int(index.texts.min()) and int(index.texts.max()) < model.spec.vocab_size, "no tokens"
+        assert (not cut) in {size.draws for size in graphs._graphs}
+        assert max(size.rows for size in graphs._graphs) == {None: 8, 3: 4, 1: 1}[sizes.get("max_num_seqs")]
+    assert all(calls[op] for op in ("forward", "qkv_norm_rope", "attend_cached_quantize")) and (calls["draw"] or cut)

@@ -1,6 +1,7 @@
 """Exact speculation: what drafts cost, what they save at a given acceptance, and how many of them a real model accepts.
 
     python benchmarks/bench_draft.py                                   # steps and engine, Qwen3-8B's shape, FP8
+    python benchmarks/bench_draft.py --quick                           # the same in about a minute
     python benchmarks/bench_draft.py --parts acceptance --train "h200_smollm2 model.path=FOLDER train.steps=20"
 
 - steps: milliseconds of a decode step with k drafts, at batch sizes and contexts, over random keys; and tokens a second
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from jetrl.rollout.texts import SOURCES
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
 LEVELS = (0.0, 0.4, 0.6, 0.8)  # forced acceptance
+FORCED = ((0.6, 3), (0.8, 7))  # in whole rollouts, and the drafts of a step
+QUICK = {"batch": [1, 16, 64], "engine_batch": [16], "repeats": 2, "rounds": 1, "forced": FORCED[:1]}
 PAGE, BURST = 128, 8
 
 
@@ -93,37 +96,39 @@ def expected(holds: float, depth: int) -> float:
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 
-def steps(model: Any, batches: Sequence[int], contexts: Sequence[int], repeats: int = 4) -> list[dict[str, Any]]:
+def steps(model: Any, batches: Sequence[int], contexts: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
     """A decode step with k drafts over random keys, in graphs; the depths of a batch and context take turns."""
-    found = []
     for context in contexts:
         for batch in batches:
-            width = -(-(context + 512) // PAGE)
-            cache = KVCache(model.spec, batch * width, PAGE, model.dtype, torch.device("cuda"), model.recipe.kv_cache)
-            fill(cache)
-            index = Useless(batch, context + 512, torch.device("cuda"))
-            with torch.no_grad():
-                plain = DecodeGraphs(model, cache, torch.device("cuda"), BURST)
-                drafted = DraftGraphs(model, cache, index, BURST)
-                times: dict[int, list[float]] = {k: [] for k in DEPTHS}
-                for turn in range(repeats + 1):
-                    for k in DEPTHS:
-                        torch.cuda.synchronize()
-                        start = time.perf_counter()
-                        run(plain, drafted, batch, context, width, k)
-                        if turn:
-                            times[k].append((time.perf_counter() - start) / BURST * 1e3)
-            base = statistics.median(times[0])
-            for k in DEPTHS:
-                step = statistics.median(times[k])
+            times = step_times(model, batch, context, repeats)
+            rows = []
+            for k, step in times.items():
                 row = {"part": "steps", "batch": batch, "context": context, "drafts": k, "step_ms": step,
-                       "of plain": step / base}
+                       "of plain": step / times[0]}
                 row |= {f"tokens/s at {a}": batch * expected(a, k) / step * 1e3 for a in LEVELS}
-                found.append(row | {f"gain at {a}": expected(a, k) * base / step for a in LEVELS})
-                print(table([found[-1]], STEP_COLUMNS), flush=True)
-            del cache, plain, drafted, index
-            torch.cuda.empty_cache()
-    return found
+                rows.append(row | {f"gain at {a}": expected(a, k) * times[0] / step for a in LEVELS})
+            print(table(rows, STEP_COLUMNS), flush=True)
+            yield from rows
+
+
+def step_times(model: Any, batch: int, context: int, repeats: int) -> dict[int, float]:
+    """Milliseconds of a step, by its number of drafts; the first round captures and is not counted."""
+    torch.cuda.empty_cache()  # of the sizes before
+    width = -(-(context + 512) // PAGE)
+    cache = KVCache(model.spec, batch * width, PAGE, model.dtype, torch.device("cuda"), model.recipe.kv_cache)
+    fill(cache)
+    index = Useless(batch, context + 512, torch.device("cuda"))
+    plain = DecodeGraphs(model, cache, torch.device("cuda"), BURST)
+    drafted = DraftGraphs(model, cache, index, BURST)
+    times: dict[int, list[float]] = {k: [] for k in DEPTHS}
+    for turn in range(repeats + 1):
+        for k in DEPTHS:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(plain, drafted, batch, context, width, k)
+            if turn:
+                times[k].append((time.perf_counter() - start) / BURST * 1e3)
+    return {k: statistics.median(each) for k, each in times.items()}
 
 
 STEP_COLUMNS = ["batch", "context", "drafts", "step_ms", "of plain", *(f"gain at {a}" for a in LEVELS)]
@@ -165,9 +170,10 @@ def run(plain: DecodeGraphs, drafted: DraftGraphs, batch: int, context: int, wid
 # ---- engine ---------------------------------------------------------------------------------------------------------
 
 
-def engine(model: Any, batches: Sequence[int], prompt: int, new: int, rounds: int = 2) -> list[dict[str, Any]]:
+def engine(
+    model: Any, batches: Sequence[int], prompt: int, new: int, rounds: int, levels: Sequence[tuple[float, int]]
+) -> Iterator[dict[str, Any]]:
     """Whole rollouts, the variants of a batch in turns; the first round compiles and is not counted."""
-    found = []
     for batch in batches:
         g, sampling = np.random.default_rng(1), SamplingParams(new, ignore_eos=True)
         asked = [
@@ -175,9 +181,12 @@ def engine(model: Any, batches: Sequence[int], prompt: int, new: int, rounds: in
             for i in range(batch)
         ]
         want = rollout(make(model, None, batch), asked)[0]
-        # with random weights nothing repeats, so no draft of its own ever holds
-        variants: dict[str, Speculator | None] = {"off": None, "auto, never accepted": build_speculator("auto", 7, 256)}
-        for holds, depth in ((0.6, 3), (0.8, 7)):
+        # its own index would know the answers from the round before
+        useless = build_speculator("auto", 7, 256)
+        assert useless is not None
+        useless.new_index = Useless  # type: ignore[method-assign, assignment]
+        variants: dict[str, Speculator | None] = {"off": None, "auto, never accepted": useless}
+        for holds, depth in levels:
             speculator = variants[f"{depth} drafts, {holds}"] = Speculator(
                 DepthRule(len(SOURCES), depth, always=True), 256
             )
@@ -194,15 +203,15 @@ def engine(model: Any, batches: Sequence[int], prompt: int, new: int, rounds: in
                 per_step[name] = of.take_metrics().get("rollout/tokens_per_decode_step", 1.0)
                 if turn:
                     seconds[name].append(spent)
-        base = statistics.median(seconds["off"])
-        for name, spent in seconds.items():
-            each = statistics.median(spent)
+        base, found = statistics.median(seconds["off"]), []
+        for name, rollouts in seconds.items():
+            each = statistics.median(rollouts)
             found.append({
                 "part": "engine", "batch": batch, "prompt": prompt, "new": new, "variant": name, "seconds": each,
-                "rounds": spent, "tokens/s": batch * new / each, "gain": base / each, "tokens/step": per_step[name],
+                "rounds": rollouts, "tokens/s": batch * new / each, "gain": base / each, "tokens/step": per_step[name],
             })
-        print(table(found[-len(seconds):], ENGINE_COLUMNS), flush=True)
-    return found
+        print(table(found, ENGINE_COLUMNS), flush=True)
+        yield from found
 
 
 ENGINE_COLUMNS = ["batch", "variant", "seconds", "tokens/s", "tokens/step", "gain"]
@@ -251,10 +260,18 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--engine-batch", nargs="+", type=int, default=[1, 64])
+    parser.add_argument("--repeats", type=int, default=4, help="bursts of each kind of step")
+    parser.add_argument("--rounds", type=int, default=2, help="rollouts of each variant")
+    parser.add_argument("--quick", action="store_true", help=f"other defaults: {QUICK}")
     parser.add_argument("--train", default="h200_smollm2 train.steps=20", help="recipe and overrides, for acceptance")
     parser.add_argument("--name", default="draft")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.set_defaults(forced=FORCED)
     args = parser.parse_args()
+    if args.quick:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args()
+    begin = time.perf_counter()
     require_gpu()
     rows: list[dict[str, Any]] = []
     failed = []
@@ -262,15 +279,19 @@ def main() -> None:
     if {"steps", "engine"} & set(args.parts):
         model = random_model("qwen3-8b", args.precision, "cuda", args.layers, args.kv)
     calls = {
-        "steps": lambda: steps(model, args.batch, args.context),
-        "engine": lambda: engine(model, args.engine_batch, args.prompt, args.new),
+        "steps": lambda: steps(model, args.batch, args.context, args.repeats),
+        "engine": lambda: engine(model, args.engine_batch, args.prompt, args.new, args.rounds, args.forced),
         "acceptance": lambda: acceptance(args.train),
     }
     for part in args.parts:
+        print(f"{part} begins after {time.perf_counter() - begin:.0f} s", flush=True)
         try:
-            rows += calls[part]()
+            for row in calls[part]():  # those before a failure stay
+                rows.append(row)
         except Exception:  # the other parts go on; the failure is told last
             failed.append(f"{part} failed:\n{traceback.format_exc()}")
+        torch.cuda.empty_cache()
+    print(f"done after {time.perf_counter() - begin:.0f} s", flush=True)
     for part, columns in (("steps", STEP_COLUMNS), ("engine", ENGINE_COLUMNS), ("acceptance", None)):
         mine = [row for row in rows if row["part"] == part]
         if mine:

@@ -119,7 +119,7 @@ def test_writing_step_by_step_is_what_the_host_sends() -> None:
 
 
 def test_a_short_end_may_be_sent_with_a_long_beginning() -> None:
-    """All that is sent at once is as wide as the longest of it, which must not reach beyond a text that is nearly full."""
+    """All that is sent at once is as wide as the longest of it; that must not reach beyond a text nearly full."""
     rng = np.random.default_rng(1)
     texts, known = rng.integers(0, 50, (2, 64)), np.array([60, 0])
     index = DraftIndex(2, 64, CPU)

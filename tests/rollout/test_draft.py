@@ -13,9 +13,25 @@ from jetrl.rollout.draft import DEEPEST, NGRAMS, DraftIndex, num_texts
 CPU = torch.device("cpu")
 
 
-def index_of(texts: list[list[int]], groups: list[int], pieces: int = 1) -> DraftIndex:
+class Exact(DraftIndex):
+    """Every n-gram of tokens below 4 and groups below 3 has its own place; in a hash table another may take it."""
+
+    def __init__(self, rows: int, longest: int, device: torch.device) -> None:
+        super().__init__(rows, longest, device)
+        self._sizes = torch.tensor([5**n for n in NGRAMS])
+        self._firsts = self._sizes.cumsum(0) - self._sizes
+        self.places = torch.full((3 * int(self._sizes.sum()) + 1,), -1, dtype=torch.int64)
+
+    def _keys(self, tail: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        digits = (tail + 1) * 5 ** torch.arange(NGRAMS[0])
+        return groups[..., None] * self._sizes.sum() + self._firsts + digits.cumsum(-1)[..., self._last]
+
+
+def index_of(
+    texts: list[list[int]], groups: list[int], pieces: int = 1, kind: type[DraftIndex] = DraftIndex
+) -> DraftIndex:
     """An index that got the texts one after another, or all together in `pieces` rounds."""
-    index = DraftIndex(len(texts), 64, CPU)
+    index = kind(len(texts), 64, CPU)
     lengths = np.zeros(len(texts), dtype=np.int64)
     for piece in range(pieces):
         parts = [t[len(t) * piece // pieces : len(t) * (piece + 1) // pieces] for t in texts]
@@ -44,7 +60,7 @@ def test_a_draft_follows_the_place_with_the_longest_shared_end(
     case: list[tuple[list[int], int]], pieces: int, depth: int
 ) -> None:
     texts, groups = [t for t, _ in case], [g for _, g in case]
-    index = index_of(texts, groups, pieces)
+    index = index_of(texts, groups, pieces, Exact)
     drafts, counts, sources = index.draft(torch.arange(len(texts)), depth)
     for row, text in enumerate(texts):
         places = [

@@ -5,21 +5,22 @@
     c  decode through the engine: mixed batch, shared prompts, forced preemption and re-admission = training forward
 
     d  (on a GPU) decode in CUDA graphs, several steps in a row = training forward, for the drawn tokens' log-probs
+    v  decode with drafts of the next tokens = decode without them, and their log-probs = training forward
     s  a prompt's rows shared by its samples, as `train.share_prompts` packs them = training forward
 
 Several ranks add three links (`parity_ranks`).
 
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
-link a takes the shorter way of passes without gradients. Rows of all links but d are compared as log-probs of all V
-tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output differs
-at the first differing row is named.
+link a takes the shorter way of passes without gradients. Rows of all links but d and v are compared as log-probs of
+all V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output
+differs at the first differing row is named.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,6 +37,7 @@ from jetrl.rollout.kv_cache import KVCache
 from jetrl.rollout.plan import Plan
 from jetrl.rollout.runner import ModelRunner
 from jetrl.rollout.sampler import SamplingTable
+from jetrl.rollout.speculate import Speculator, build_speculator
 from jetrl.train.packing import pack, to_device
 from jetrl.train.step import forward_batch
 from jetrl.types import (
@@ -85,6 +87,7 @@ class Workload:
     page_size: int = 16
     seed: int = 0
     step_tokens: int = 0  # of a step in link c; 0: a chunk and a token for each sequence
+    drafts: int = 3  # of a sequence in a step of link v
 
 
 def page_size_of(model: Transformer) -> int:
@@ -102,7 +105,7 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
     links = []
     sequences = random_sequences(model, work)
     graphs = (graph_link,) if model.head_weight.is_cuda else ()
-    for link in (packed_link, chunked_link, decode_link, *graphs, shared_link):
+    for link in (packed_link, chunked_link, decode_link, *graphs, draft_link, shared_link):
         progress(link.__doc__ or "")
         with torch.no_grad():
             links.append(link(model, sequences, work))
@@ -295,16 +298,30 @@ def _decode(
 
 def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
     """d: decode in CUDA graphs, several steps in a row = training forward (log-probs of the drawn tokens)"""
-    start = time.perf_counter()
-    prompts = prompts_of(sequences, work)
-    requests = [
-        Request(i, tuple(p), SamplingParams(work.new_tokens, seed=work.seed)) for i, p in enumerate(prompts)
-    ]
+    start, prompts = time.perf_counter(), prompts_of(sequences, work)
+    (completions,) = _generated(model, prompts, work, None, 1)
+    return _drawn(graph_link.__doc__ or "", model, prompts, completions, start)
+
+
+def _generated(
+    model: Transformer, prompts: list[list[int]], work: Workload, speculator: Speculator | None, times: int
+) -> list[list[Completion]]:
+    """What one engine generates from the prompts, so many times."""
+    sampling = SamplingParams(work.new_tokens, seed=work.seed)
+    requests = [Request(i, tuple(p), sampling) for i, p in enumerate(prompts)]
     engine = PagedEngine(
-        model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=len(requests), max_tokens_per_step=4096
+        model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=len(requests), max_tokens_per_step=4096,
+        speculator=speculator,
     )
     engine.load(WeightSet(0, "certificate", {}))
-    completions = engine.generate(requests)
+    return [engine.generate(requests) for _ in range(times)]
+
+
+def _drawn(
+    title: str, model: Transformer, prompts: list[list[int]], completions: list[Completion], start: float,
+    expected: list[Completion] | None = None,
+) -> LinkResult:
+    """The recorded log-probs against the training forward's, and the tokens against those that are expected."""
     rows = different = 0
     worst, first = 0.0, None
     sequences = whole_sequences(model, prompts, completions)
@@ -313,13 +330,30 @@ def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> L
         tokens, hidden = sequences[i], trained.hidden[i][len(prompt) - 1 : -1]
         learner = model.token_logprobs(hidden, tokens[len(prompt) :], 1.0)[0].cpu()
         sampler = torch.tensor(completion.logprobs, dtype=torch.float32)
-        unequal = (learner != sampler).nonzero()[:, 0].tolist()
+        apart = learner != sampler
+        if expected is not None:
+            apart |= tokens[len(prompt) :].cpu() != torch.tensor(expected[i].tokens)
+        unequal = apart.nonzero()[:, 0].tolist()
         rows, different = rows + len(sampler), different + len(unequal)
         if unequal:
             worst = max(worst, float((learner - sampler).abs().max()))
             first = first or f"sequence {i}, position {len(prompt) + unequal[0]}"
-    description = (graph_link.__doc__ or "").split(": ", 1)[1]
-    return LinkResult("d", description, rows, different, worst, time.perf_counter() - start, first)
+    letter, description = title.split(": ", 1)
+    return LinkResult(letter, description, rows, different, worst, time.perf_counter() - start, first)
+
+
+# ---- link v ---------------------------------------------------------------------------------------------------------
+
+
+def draft_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
+    """v: decode with drafts, many of which hold = decode without (tokens), training forward (their log-probs)"""
+    start, prompts = time.perf_counter(), prompts_of(sequences, work)
+    (plain,) = _generated(model, prompts, work, None, 1)
+    speculator = build_speculator("on", work.drafts, len(prompts))
+    assert speculator is not None
+    _, drafted = _generated(model, prompts, work, speculator, 2)  # the second time, from the first time's answers
+    found = _drawn(draft_link.__doc__ or "", model, prompts, drafted, start, plain)
+    return found if speculator.counts.accepted.any() else replace(found, rows=0, first_difference="no draft held")
 
 
 # ---- link s ---------------------------------------------------------------------------------------------------------

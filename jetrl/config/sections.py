@@ -151,7 +151,10 @@ class RolloutConfig(Section):
     """How completions are sampled, and the sizes of the engine."""
 
     section: ClassVar[str] = "rollout"
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("page_size",), "engine", ("vllm",)),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("page_size", "speculate", "max_draft_tokens"), "engine", ("vllm",)),
+        Rule(("max_draft_tokens",), "speculate", ("off",)),
+    )
     engine: str = Field(
         default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. vllm: vLLM, which "
         "does not (docs/ENGINES.md). Or your own, as module:Class or path/to/file.py:Class.",
@@ -177,6 +180,13 @@ class RolloutConfig(Section):
         description="Tokens in one engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
     kv_cache_tokens: int | None = Field(
         default=None, ge=1, description="Size of the KV cache in tokens. none: what is needed, if memory allows.")
+    speculate: Literal["off", "auto", "on"] = Field(
+        default="off", description="Guess tokens from what stands in the answer so far, in its siblings and in earlier "
+        "answers to its prompt, and compute several at once; tokens and log-probs keep their bits. auto: as many as "
+        "pay, by measured acceptance and times. on: always max_draft_tokens, for tests.",
+    )
+    max_draft_tokens: int = Field(
+        default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step; 0, 1, 3 or 7 are used.")
 
 
 class EnvironmentConfig(Section):

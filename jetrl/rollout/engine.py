@@ -19,9 +19,11 @@ from jetrl.errors import UserError
 from jetrl.rollout.kv_cache import pages_in_memory
 from jetrl.rollout.limits import check_vocabulary, most_tokens
 from jetrl.rollout.pages import PageAllocator
+from jetrl.rollout.plan import Drawn, Plan
 from jetrl.rollout.runner import Model, ModelRunner
 from jetrl.rollout.sampler import SamplingTable, check_params
 from jetrl.rollout.scheduler import ForcePreempt, Scheduler
+from jetrl.rollout.speculate import Speculator
 from jetrl.rollout.stopper import Stopper, Tokenizer
 from jetrl.types import Completion, FinishReason, Request, StepReport, WeightSet
 
@@ -82,6 +84,7 @@ class PagedEngine:
         max_tokens_per_step: int = 2048,
         kv_cache_tokens: int | None = None,
         eos_token_ids: Collection[int] | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < 1):
             raise UserError(
@@ -95,6 +98,7 @@ class PagedEngine:
         if eos_token_ids is None:
             eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.speculator = speculator
         self.weights: WeightSet | None = None
         self.stats: RolloutStats | None = None  # of the last session
         self._session: _Session | None = None
@@ -156,22 +160,33 @@ class PagedEngine:
         """One forward pass, or a burst of decode steps. If it fails, the session ends and its requests are lost."""
         session = self._session
         assert session is not None and session.scheduler.has_work, "step() of an engine without work"
-        scheduler, table = session.scheduler, session.table
         try:
-            plan, steps = scheduler.schedule(), 1
-            if burst := self.runner.burst(plan, table):
-                plan, steps = scheduler.extend(burst)
-            tokens, logprobs = self.runner.run(plan, table, steps)
-            stop = session.stopper.check(plan.sample_requests, tokens)
-            for end in scheduler.commit(tokens, logprobs, stop):
-                drawn = tuple(end.tokens.tolist()), tuple(end.logprobs.tolist())
-                completion = self._completion(session, end.request, end.id, *drawn, end.stopped)
+            plan, drawn = self._draw(session.scheduler, session.table)
+            stop = session.stopper.check(plan.sample_requests, drawn.tokens, drawn.counts)
+            for end in session.scheduler.commit(drawn.tokens, drawn.logprobs, stop, drawn.counts):
+                found = tuple(end.tokens.tolist()), tuple(end.logprobs.tolist())
+                completion = self._completion(session, end.request, end.id, *found, end.stopped)
                 session.finished.append((end.request, completion))
                 session.num_finished += 1
+                if self.speculator is not None:
+                    self.speculator.end(end)
         except BaseException:
             self._abandon()
             raise
         return session.report()
+
+    def _draw(self, scheduler: Scheduler, table: SamplingTable) -> tuple[Plan, Drawn]:
+        """The model's part of a step."""
+        plan, steps = scheduler.schedule(), 1
+        if self.speculator is not None and plan.is_decode:
+            return self.speculator.decode(scheduler, self.runner, plan, table)
+        if burst := self.runner.burst(plan, table):
+            plan, steps = scheduler.extend(burst)
+        return plan, Drawn.full(*self.runner.run(plan, table, steps))
+
+    def take_metrics(self) -> dict[str, float]:
+        """What became of drafts since the last call; nothing without speculation."""
+        return self.speculator.take_metrics() if self.speculator is not None else {}
 
     def collect(self) -> list[Completion]:
         """What has finished since the last call, in the order in which it finished."""
@@ -277,6 +292,8 @@ class PagedEngine:
         scheduler.check_integrity()
         assert allocator.num_used == 0, f"{allocator.num_used} pages are still held after the last request"
         self.runner.give_back()
+        if self.speculator is not None:
+            self.speculator.end_session()
         self.stats = RolloutStats(
             scheduler.num_drawn_tokens, scheduler.num_computed_tokens, scheduler.num_steps,
             time.perf_counter() - session.start, self.runner.model_seconds, self.runner.sample_seconds,
@@ -287,4 +304,6 @@ class PagedEngine:
     def _abandon(self) -> None:
         """After an error: drop all requests, and the cache, which may hold NaN."""
         self._session = None
+        if self.speculator is not None:
+            self.speculator.end_session()
         self.runner.release()

@@ -26,6 +26,34 @@ class Plan:
     sample_requests: np.ndarray  # [S] int64, place of the request in the order of `add`
     sample_positions: np.ndarray  # [S] int64
     sample_slots: np.ndarray  # [S] int64, the scheduler's own
+    # A decode plan with drafts: each step computes up to `depth` more tokens of a sequence, while their positions are
+    # below `reach[b]`, for which it has pages.
+    depth: int = 0
+    reach: np.ndarray | None = None  # [B] int64
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence computes one token and draws from it."""
+        count = len(self.counts)
+        return bool((self.counts == 1).all()) and np.array_equal(self.sample_rows, np.arange(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a burst drew: `counts[s]` tokens for sample s, the first of its column; what follows has no meaning."""
+
+    tokens: np.ndarray  # [N, S] int64
+    logprobs: np.ndarray  # [N, S] float32
+    counts: np.ndarray  # [S] int64
+
+    @classmethod
+    def full(cls, tokens: np.ndarray, logprobs: np.ndarray) -> Drawn:
+        """One token of every step for every sample."""
+        return cls(tokens, logprobs, np.full(tokens.shape[1], len(tokens), dtype=np.int64))
+
+    def meant(self) -> np.ndarray:
+        """True [N, S] where a token has a meaning."""
+        return np.asarray(np.arange(len(self.tokens))[:, None] < self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +65,7 @@ class Finished:
     tokens: np.ndarray  # [n] int64
     logprobs: np.ndarray  # [n] float32
     stopped: bool
+    prompt: int  # tokens before the first that was drawn
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ The forward is the one that the trainer calls; only the attention plan differs (
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.recipe import Recipe
+from jetrl.rollout.draft import DraftIndex
+from jetrl.rollout.draft_graphs import DraftGraphs
+from jetrl.rollout.drafted import Burst, Proposal, burst
 from jetrl.rollout.graphs import DecodeGraphs, DecodeInputs
 from jetrl.rollout.kv_cache import KVCache
 from jetrl.rollout.plan import Plan
@@ -42,11 +46,6 @@ class Model(Protocol):
         ...
 
 
-def _is_decode(plan: Plan) -> bool:
-    """Whether every sequence computes one token and draws from it."""
-    return bool((plan.counts == 1).all()) and np.array_equal(plan.sample_rows, np.arange(len(plan.counts)))
-
-
 class ModelRunner:
     """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
 
@@ -57,6 +56,7 @@ class ModelRunner:
         self.model, self.page_size = model, page_size
         self.cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
+        self.draft_graphs: DraftGraphs | None = None
         self.reset_times()
 
     @property
@@ -75,7 +75,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Free the cache's memory (the trainer may need it between two rollouts)."""
-        self.cache = self.graphs = None
+        self.cache = self.graphs = self.draft_graphs = None
 
     def give_back(self) -> None:
         """After a rollout: release a cache whose memory training needs. A small one stays, with its graphs."""
@@ -89,13 +89,15 @@ class ModelRunner:
         """Drop the captured graphs if the weights have moved (publishing writes in place)."""
         if self.graphs is not None and self.graphs.addresses != self.graphs.model.addresses():
             self.graphs = None
+        if self.draft_graphs is not None and self.draft_graphs.addresses != self.draft_graphs.model.addresses():
+            self.draft_graphs = None
 
     def burst(self, plan: Plan, table: SamplingTable) -> int:
         """How many steps in a row this plan could run, each feeding the next on the device; 0: not by a decode graph.
 
         Untruncated distributions only: the plain path draws from truncated ones, step by step.
         """
-        if not (self.cuda_graphs and self.device.type == "cuda" and _is_decode(plan)):
+        if not (self.cuda_graphs and self.device.type == "cuda" and plan.is_decode):
             return 0
         chosen = table.take(plan.sample_requests)
         return 1 if is_cut(chosen, self.model.spec.vocab_size).any() else self.max_burst
@@ -109,7 +111,7 @@ class ModelRunner:
         assert self.cache is not None, "reserve() comes before run()"
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
-        if self.cuda_graphs and self.device.type == "cuda" and _is_decode(plan):
+        if self.cuda_graphs and self.device.type == "cuda" and plan.is_decode:
             return self._decode(plan, table, steps)
         assert steps == 1, "only decode plans run for several steps"
         batch = self._batch(plan)
@@ -149,6 +151,42 @@ class ModelRunner:
             result = drawn.numpy(), logprobs.numpy()
         self.model_seconds += self._clock() - start
         return result
+
+    @torch.no_grad()
+    def run_drafted(self, plan: Plan, table: SamplingTable, steps: int, index: DraftIndex, rows: np.ndarray) -> Burst:
+        """`steps` steps of a decode plan with drafts, from `rows` [S] of `index`; `table` as in `run`."""
+        assert self.cache is not None and plan.depth, "reserve() and extend() come before run_drafted()"
+        start = self._clock()
+        if len(plan.copies):
+            self.cache.copy_pages(self._put(plan.copies))
+        chosen = table.take(plan.sample_requests)
+        if self.cuda_graphs and self.device.type == "cuda":
+            if self.draft_graphs is None or self.draft_graphs.index is not index:
+                self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.max_burst)
+            found = self.draft_graphs.run(plan, chosen, rows, steps)
+        else:
+            found = burst(plan, chosen, index, rows, steps, self.page_size, partial(self._positions, plan, chosen))
+        check_finite(torch.from_numpy(found.maxima).amax(0))
+        self.model_seconds += self._clock() - start
+        return found
+
+    def _positions(self, plan: Plan, table: SamplingTable, step: Proposal, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs drawn at the `real` [B, J] positions of a step with drafts, in their order."""
+        counts = real.sum(1)
+        some = counts > 0  # others are full
+        kept = counts[some]
+        starts, lengths = torch.zeros(len(kept) + 1, dtype=torch.int32), step.positions[some, 0] + kept
+        starts[1:] = kept.cumsum(0)
+        width = -(-int(lengths.max()) // self.page_size)
+        paged = PagedPlan(
+            cache=self.cache, cu_seqlens=starts.to(self.device), query_lengths=tuple(kept.tolist()),
+            kv_lengths=lengths.to(torch.int32), kv_pages=tuple((-(-lengths // self.page_size)).tolist()),
+            block_table=self._put(plan.block_table[some.cpu().numpy(), :width]), slots=step.slots[real],
+        )
+        positions = step.positions[real]
+        logits = self.model.logits(self.model(ForwardBatch(step.tokens[real], positions, paged, side="rollout")))
+        owner = torch.arange(len(counts), device=self.device)[:, None].expand_as(real)[real].cpu().numpy()
+        return sample_rows(logits, table.take(owner), positions.cpu().numpy() + 1)
 
     def _slots(self, plan: Plan) -> np.ndarray:
         """Cache slot of each new token [T] int64."""

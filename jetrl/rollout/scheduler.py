@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting: list[Tracked] = []  # both lists are kept in order of arrival
         self.running: list[Tracked] = []
         self._plan: Plan | None = None
-        self._slots = Slots(max_num_seqs)
+        self.slots = Slots(max_num_seqs)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse a request that could never run (UserError) or cannot continue its conversation (ValueError)."""
@@ -83,7 +83,7 @@ class Scheduler:
             if is_turn:
                 self.turns.begin(request.id)
         width = max(map(most_tokens, requests), default=0)
-        self._slots.widen(width, self.allocator.pages_for(width))
+        self.slots.widen(width, self.allocator.pages_for(width))
 
     def _is_turn(self, request: Request) -> bool:
         return request.max_conversation is not None or request.id in self.turns
@@ -117,65 +117,87 @@ class Scheduler:
         step.budget -= sum(step.counts)
         step.row = sum(step.counts)
         self._advance(slots, counts, step)
-        if self.waiting and self._slots.free:
+        if self.waiting and self.slots.free:
             self._admit(step)
         for prefix, (slot, _) in step.ready.items():
             if prefix.waiting:
-                pages = self._slots.table[slot, : self.allocator.pages_for(prefix.length)].tolist()
+                pages = self.slots.table[slot, : self.allocator.pages_for(prefix.length)].tolist()
                 self.prompts.hold(prefix, pages)
         assert step.slots, "nothing can run: pages or slots are lost"
-        self._plan = self._slots.plan(step, self.allocator.page_size)
+        self._plan = self.slots.plan(step, self.allocator.page_size)
         self.num_steps += 1
         self.num_computed_tokens += len(self._plan.tokens)
         return self._plan
 
-    def extend(self, limit: int) -> tuple[Plan, int]:
-        """Let the decode plan just made run for several steps, at most `limit`, before its `commit`.
+    def extend(self, limit: int, depth: int = 0) -> tuple[Plan, int]:
+        """Let the decode plan just made run for several steps, at most `limit`, before its `commit`, and each of them
+        compute up to `depth` drafted tokens of a sequence besides its own.
 
-        Takes the pages that all steps will write. There are fewer steps if a sequence would exceed its length or pages
-        run short (conversations between two turns give up theirs, but nothing is preempted), and one if preemption is
-        forced from outside. Returns the plan, its block table widened, and the number of steps.
+        Takes the pages that all steps may write. There are fewer steps if a sequence would exceed its length or pages
+        run short (conversations between two turns give up theirs, but nothing is preempted), then no drafts; and one
+        step if preemption is forced from outside. Returns the plan, its block table widened, and the number of steps.
         """
         plan = self._plan
         assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
-        slots, size, at = plan.sample_slots, self.allocator.page_size, self._slots
+        assert not depth or len(plan.tokens) * (depth + 1) <= self.max_tokens_per_step, "too many drafts"
+        slots, size, at = plan.sample_slots, self.allocator.page_size, self.slots
         limit = min(limit, int((at.max_length[slots] - at.length[slots]).min()))
         steps = 1 if self.force_preempt is not None else limit
-        while steps > 1:
-            more = np.maximum(-(-(at.computed[slots] + steps - 1) // size) - at.num_pages[slots], 0)
+        while steps > 1 or depth:
+            # the last token of a sequence is drawn, but not computed
+            reach = np.minimum(at.computed[slots] - 1 + steps * (depth + 1), at.max_length[slots] - 1)
+            more = np.maximum(-(-reach // size) - at.num_pages[slots], 0)
             if int(more.sum()) <= self.allocator.num_free:
                 break
             if not self.turns.drop_oldest():
-                steps -= 1
-        if steps <= 1:
+                steps, depth = (steps - 1, depth) if steps > 1 else (1, 0)
+        if steps <= 1 and not depth:
             return plan, 1
         for slot, count in zip(slots[more > 0].tolist(), more[more > 0].tolist(), strict=True):
             held = int(at.num_pages[slot])
             at.table[slot, held : held + count] = self.allocator.allocate(count)
             at.num_pages[slot] = held + count
-        at.computed[slots] += steps - 1
         self.num_steps += steps - 1
-        self.num_computed_tokens += (steps - 1) * len(slots)
-        widest = self.allocator.pages_for(int(at.computed[slots].max()))
-        self._plan = replace(plan, block_table=at.table[slots, :widest])
+        self.num_computed_tokens += (steps * (depth + 1) - 1) * len(slots)
+        at.computed[slots] = reach
+        table = at.table[slots, : self.allocator.pages_for(int(reach.max()))]
+        self._plan = replace(plan, block_table=table, depth=depth, reach=reach if depth else None)
         return self._plan, steps
 
-    def commit(self, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray) -> list[Finished]:
+    def commit(
+        self, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray, drawn: np.ndarray | None = None
+    ) -> list[Finished]:
         """Append the drawn `tokens` [S] with their `logprobs` [S]; end sequences that are full or where `stop` [S].
 
-        After `extend`, all are [steps, S], and what a sequence drew after its first `stop` is dropped. Returns the
-        sequences that ended.
+        After `extend`, all are [N, S], of which the first `drawn[s]` (none given: all) have a meaning, and what a
+        sequence drew after its first `stop` is dropped. Returns the sequences that ended.
         """
         plan, self._plan = self._plan, None
         tokens, logprobs, stop = np.atleast_2d(tokens), np.atleast_2d(logprobs), np.atleast_2d(stop)
         assert plan is not None and tokens.shape[1] == len(plan.sample_slots), "commit() must follow schedule()"
-        at, slots = self._slots, plan.sample_slots
+        at, slots = self.slots, plan.sample_slots
+        if drawn is None:
+            drawn = np.full(len(slots), len(tokens))
+        stop = stop & (np.arange(len(tokens))[:, None] < drawn)
         stopped = np.asarray(stop.any(0))
-        counts = np.where(stopped, stop.argmax(0) + 1, len(tokens))
+        counts = np.where(stopped, stop.argmax(0) + 1, drawn)
         at.append(slots, tokens, logprobs, counts)
+        if plan.depth:
+            at.computed[slots] = at.length[slots] - 1
+            self._give_back(slots)
         self.num_drawn_tokens += int(counts.sum())
         ended = stopped | (at.length[slots] >= at.max_length[slots])
         return [self._finish(at.owner[slots[s]], bool(stopped[s])) for s in np.flatnonzero(ended).tolist()]
+
+    def _give_back(self, slots: np.ndarray) -> None:
+        """Free the pages that were taken for drafts and hold no token. Keys of drafts that did not hold stay in the
+        others, beyond the sequence's end, until its own tokens take their places."""
+        at = self.slots
+        needed = -(-at.computed[slots] // self.allocator.page_size)
+        spare = at.num_pages[slots] > needed
+        for slot, count in zip(slots[spare].tolist(), needed[spare].tolist(), strict=True):
+            self.allocator.free(at.table[slot, count : at.num_pages[slot]])
+            at.num_pages[slot] = count
 
     def _finish(self, seq: Tracked | None, stopped: bool) -> Finished:
         """The sequence has finished; its pages stay if it is a turn whose conversation may continue."""
@@ -186,19 +208,19 @@ class Scheduler:
         else:
             self.allocator.free(pages)
         self.prompts.leave(seq.prefix)
-        return Finished(seq.request, seq.id, seq.tokens[prompt:], seq.logprobs[prompt:], stopped)
+        return Finished(seq.request, seq.id, seq.tokens[prompt:], seq.logprobs[prompt:], stopped, prompt)
 
     def _continue_running(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """Share the budget among running sequences, decoding ones first; slots and counts, in order of arrival."""
         slots = np.array([s.slot for s in self.running], dtype=np.int64)
-        pending = self._slots.length[slots] - self._slots.computed[slots]
+        pending = self.slots.length[slots] - self.slots.computed[slots]
         order = np.argsort(pending > 1, kind="stable")
         before = np.cumsum(pending[order]) - pending[order]
         counts = np.empty_like(pending)
         counts[order] = np.clip(self.max_tokens_per_step - before, 0, pending[order])
         slots, counts = slots[counts > 0], counts[counts > 0]
         if self._secure_pages(slots, step):
-            alive = np.array([self._slots.owner[slot] is not None for slot in slots.tolist()], dtype=bool)
+            alive = np.array([self.slots.owner[slot] is not None for slot in slots.tolist()], dtype=bool)
             slots, counts = slots[alive], counts[alive]
         return slots, counts
 
@@ -210,20 +232,20 @@ class Scheduler:
         one that this step has not given a page yet.
         """
         before = self.num_preemptions
-        blocks = self._slots.computed[slots] // self.allocator.page_size
-        beyond = blocks >= self._slots.num_pages[slots]
-        shared = self.allocator.ref_counts[self._slots.table[slots, blocks]] > 1
+        blocks = self.slots.computed[slots] // self.allocator.page_size
+        beyond = blocks >= self.slots.num_pages[slots]
+        shared = self.allocator.ref_counts[self.slots.table[slots, blocks]] > 1
         for i in np.flatnonzero(beyond | shared).tolist():
             slot, block = int(slots[i]), int(blocks[i])
-            while self._slots.owner[slot] is not None:  # until it has its page, or is the victim itself
-                old = int(self._slots.table[slot, block])
+            while self.slots.owner[slot] is not None:  # until it has its page, or is the victim itself
+                old = int(self.slots.table[slot, block])
                 if not beyond[i] and self.allocator.ref_counts[old] == 1:
                     break  # the other holders took copies or left
                 if self.allocator.num_free:
                     (page,) = self.allocator.allocate()
-                    self._slots.table[slot, block] = page
+                    self.slots.table[slot, block] = page
                     if beyond[i]:
-                        self._slots.num_pages[slot] = block + 1
+                        self.slots.num_pages[slot] = block + 1
                     else:
                         step.copies.append((old, page))
                         self.allocator.free([old])
@@ -234,14 +256,14 @@ class Scheduler:
 
     def _advance(self, slots: np.ndarray, counts: np.ndarray, step: Step) -> None:
         """Count the granted tokens as computed, and note the prompts that this completes."""
-        self._slots.computed[slots] += counts
+        self.slots.computed[slots] += counts
         for prefix in list(self.prompts.leading):
             assert prefix.leader is not None
             slot = prefix.leader.slot
-            if self._slots.computed[slot] >= prefix.length:
+            if self.slots.computed[slot] >= prefix.length:
                 last = step.slots.index(slot)
                 end = sum(step.counts[: last + 1])
-                self._complete(prefix, slot, end - (int(self._slots.computed[slot]) - prefix.length) - 1, step)
+                self._complete(prefix, slot, end - (int(self.slots.computed[slot]) - prefix.length) - 1, step)
 
     def _complete(self, prefix: Prefix, slot: int, row: int, step: Step) -> None:
         """The prompt is computed in this step: its last token is packed row `row`, its pages are those of `slot`."""
@@ -253,7 +275,7 @@ class Scheduler:
 
         Sequences whose prompt is being computed right now are skipped; a slot stays reserved for each.
         """
-        places = len(self._slots.free)
+        places = len(self.slots.free)
         kept: list[Tracked] = []
         for i, seq in enumerate(self.waiting):
             prefix = seq.prefix
@@ -273,7 +295,7 @@ class Scheduler:
                 return False
         step.promised += 1  # its first own page, in the next step
         leader, row = step.ready[seq.prefix]
-        pages = self._slots.table[leader, : self.allocator.pages_for(seq.prefix.length)]
+        pages = self.slots.table[leader, : self.allocator.pages_for(seq.prefix.length)]
         self.allocator.share(pages)
         self.turns.drop(seq.id)  # the leader's pages hold more
         slot = self._occupy(seq, pages, computed=seq.prefix.length)
@@ -333,7 +355,7 @@ class Scheduler:
 
     def _occupy(self, seq: Tracked, pages: np.ndarray, computed: int) -> int:
         """Let a waiting sequence run, with `pages`."""
-        slot = self._slots.occupy(seq, pages, computed)
+        slot = self.slots.occupy(seq, pages, computed)
         insort(self.running, seq, key=attrgetter("request"))
         self.prompts.wait_less(seq.prefix)
         return slot
@@ -343,7 +365,7 @@ class Scheduler:
         self.running.remove(seq)
         if seq.prefix.leader is seq:
             self.prompts.lead_no_more(seq.prefix)
-        return self._slots.vacate(seq)
+        return self.slots.vacate(seq)
 
     def _preempt(self, seq: Tracked) -> None:
         """Back to the queue, with the tokens so far and without pages."""
@@ -361,10 +383,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that every page reference has a holder, and that slots, prompts and conversations are consistent."""
-        own = [self._slots.pages(s.slot) for s in self.running]
+        own = [self.slots.pages(s.slot) for s in self.running]
         held = self.prompts.check_integrity(self.running, self.waiting)
         self.allocator.check_integrity([*own, *held, *self.turns.check_integrity()])
-        assert len(self._slots.free) + len(self.running) == len(self._slots.owner), "a slot is lost"
+        assert len(self.slots.free) + len(self.running) == len(self.slots.owner), "a slot is lost"
         for group in (self.running, self.waiting):
             arrivals = [s.request for s in group]
             assert arrivals == sorted(set(arrivals)), f"out of order of arrival: {arrivals}"

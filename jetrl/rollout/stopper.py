@@ -50,10 +50,11 @@ class Stopper:
         has_strings = np.array([bool(r.sampling.stop) for r in requests], dtype=bool)
         self._has_strings = np.concatenate((self._has_strings, has_strings))
 
-    def check(self, requests: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """True where `tokens` [steps, S], just drawn for `requests` [S] in that order, ends the sequence.
+    def check(self, requests: np.ndarray, tokens: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+        """True where `tokens` [N, S], just drawn for `requests` [S] in that order, ends the sequence.
 
-        What comes after the first True of a column has no meaning.
+        Of column s only the first `counts[s]` were drawn (none given: all). What comes after them, or after the first
+        True of a column, has no meaning.
         """
         if len(self._ids) == 1:
             stop = np.isin(tokens, self._ids[0])
@@ -62,7 +63,7 @@ class Stopper:
             for kind, ids in enumerate(self._ids):
                 stop |= (self._kind[requests] == kind) & np.isin(tokens, ids)
         for s in np.flatnonzero(self._has_strings[requests]).tolist():
-            for step, token in enumerate(tokens[:, s].tolist()):
+            for step, token in enumerate(tokens[: None if counts is None else counts[s], s].tolist()):
                 stop[step, s] |= self._completes_string(int(requests[s]), token)
                 if stop[step, s]:
                     self._tails.pop(int(requests[s]))

@@ -16,6 +16,7 @@ from jetrl.parallel.world import World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.rollout.engine import PagedEngine
+from jetrl.rollout.speculate import build_speculator
 from jetrl.rollout.vllm_engine import VllmEngine
 from jetrl.rollout.vllm_start import require_installed
 from jetrl.rollout.vllm_weights import layout
@@ -80,6 +81,7 @@ def paged_engine(context: EngineContext) -> PagedEngine:
         context.model, context.tokenizer, context.flow_digest, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
         max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,
         eos_token_ids=context.eos_token_ids,
+        speculator=build_speculator(r.speculate, r.max_draft_tokens, r.max_num_seqs),
     )
 
 

@@ -119,7 +119,7 @@ def test_taps_have_the_names_of_the_flow() -> None:
 def test_rollout_equals_training_bit_for_bit(precision: str, spec: ModelSpec, more: dict[str, Any]) -> None:
     """Packed against alone, prefill in chunks through pages, decoding with preemption."""
     result = certify(model_of(precision, spec, **more), WORK, "test", lambda text: None)
-    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "s"], result.links
+    assert result.ok and [link.link for link in result.links] == ["a", "b", "c", "v", "s"], result.links
 
 
 def test_a_random_shape_has_a_certificate() -> None:
@@ -131,7 +131,7 @@ def test_a_random_shape_has_a_certificate() -> None:
 def test_fp8_rollout_is_told_apart_and_routes_some_tokens_elsewhere() -> None:
     model = model_of("fp8_rollout")
     result = certify(model, WORK, "test", lambda text: None)
-    assert [link.ok for link in result.links] == [True, False, False, True]
+    assert [link.ok for link in result.links] == [True, False, False, False, True]
     batch, sides = varlen([tokens_of(60)]), (Routes(), Routes())
     with torch.no_grad():
         model(batch, routes=sides[0])

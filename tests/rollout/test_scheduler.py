@@ -49,8 +49,11 @@ class Simulation:
         force: ForcePreempt | None = None,
         stop_at: Callable[[int, int], bool] = lambda number, length: False,
         burst: int = 1,
+        depth: int = 0,
+        holds: float = 0.0,
     ) -> None:
         self.burst, self.bursts = burst, 0
+        self.depth, self.holds, self.drafted, self.accepted = depth, holds, 0, 0
         self.requests: list[Request] = []
         self.page_size, self.budget, self.stop_at = page_size, budget, stop_at
         self.allocator = PageAllocator(num_pages, page_size)
@@ -86,10 +89,16 @@ class Simulation:
         self.scheduler.check_integrity()
         # as the runner decides it: one token of each sequence, each drawing from its own row
         draws = plan.sample_rows.tolist() == list(range(len(plan.counts)))
-        if self.burst > 1 and draws and (plan.counts == 1).all():
-            plan, steps = self.scheduler.extend(self.burst)
+        assert plan.is_decode == (draws and bool((plan.counts == 1).all()))
+        if plan.is_decode and (self.burst > 1 or self.depth):
+            fits = len(plan.counts) * (self.depth + 1) <= self.budget
+            plan, steps = self.scheduler.extend(self.burst, self.depth if fits else 0)
             self.bursts += steps > 1
             self.scheduler.check_integrity()
+        if plan.depth:
+            tokens, logprobs, stop, counts = self.draw_with_drafts(plan, steps)
+            assert counts.min() >= 1 and len(tokens) <= steps * (plan.depth + 1)
+            return self.commit(plan, tokens, logprobs, stop, counts)
         drawn = [self.draw(plan, self.compute(plan))]
         for step in range(1, steps):  # each from the tokens of the one before, also beyond a stop
             later = replace(
@@ -98,10 +107,15 @@ class Simulation:
             )
             drawn.append(self.draw(later, self.compute(later)))
         tokens, logprobs, stop = (np.stack(column) for column in zip(*drawn, strict=True))
-        finished = self.scheduler.commit(tokens, logprobs, stop)
+        return self.commit(plan, tokens, logprobs, stop, np.full(tokens.shape[1], len(tokens)))
+
+    def commit(
+        self, plan: Plan, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray, counts: np.ndarray
+    ) -> list[int]:
+        finished = self.scheduler.commit(tokens, logprobs, stop, counts)
         for column, number in enumerate(plan.sample_requests.tolist()):  # forget what came after the stop
             if stop[:, column].any():
-                wasted = steps - 1 - int(stop[:, column].argmax())
+                wasted = int(counts[column]) - 1 - int(stop[:, column].argmax())
                 del self.history[number][len(self.history[number]) - wasted :]
         for end in finished:
             history, prompt = self.history[end.request], len(self.requests[end.request].tokens)
@@ -113,6 +127,58 @@ class Simulation:
         self.ended += ended
         self.scheduler.check_integrity()
         return ended
+
+    def draw_with_drafts(self, plan: Plan, steps: int) -> tuple[np.ndarray, ...]:
+        """Steps of a plan with drafts, each of which holds with probability `self.holds`: what `commit` takes."""
+        assert plan.reach is not None
+        batch, drawn = range(len(plan.tokens)), [[] for _ in plan.tokens]
+        for step in range(steps):
+            rows: list[tuple[int, list[int]]] = []
+            for b in batch:
+                number, position = int(plan.sample_requests[b]), int(plan.positions[b]) + len(drawn[b])
+                known = self.history[number]
+                assert len(known) == position + 1, "behind what was drawn"
+                room = int(plan.reach[b]) - position - 1
+                if room < 0:
+                    assert len(known) >= len(self.requests[number].tokens) + self.requests[number].sampling.max_tokens
+                    continue
+                guess: list[int] = []
+                for i in range(min(room, plan.depth, hash((number, position, "some")) % (2 * plan.depth + 1))):
+                    right = hash((number, position, i)) % 1000 < 1000 * self.holds
+                    after = next_token((*known, *guess), self.requests[number].id)
+                    guess.append(after if right else (after + 1) % 50)
+                rows.append((b, guess))
+            if not rows:
+                break
+            which, counts = np.array([b for b, _ in rows]), np.array([1 + len(guess) for _, guess in rows])
+            starts = plan.positions[which] + [len(drawn[b]) for b in which]
+            later = replace(
+                plan, starts=starts, counts=counts, block_table=plan.block_table[which],
+                tokens=np.array([t for b, g in rows for t in (self.history[plan.sample_requests[b]][-1], *g)]),
+                positions=np.concatenate([s + np.arange(n) for s, n in zip(starts, counts, strict=True)]),
+                copies=plan.copies if step == 0 else plan.copies[:0],
+            )
+            histories = iter(self.compute(later))
+            self.drafted += int(counts.sum()) - len(counts)
+            for b, guess in rows:
+                number = int(plan.sample_requests[b])
+                known, request, open_ = self.history[number], self.requests[number], True
+                for i in range(len(guess) + 1):
+                    computed = next(histories)
+                    if open_:
+                        assert computed == tuple(known), "a token from the row of another"
+                        known.append(next_token(tuple(known), request.id))
+                        stop = self.stop_at(request.id, len(known) - len(request.tokens))
+                        drawn[b].append((known[-1], logprob(tuple(known)), stop))
+                        open_ = i < len(guess) and guess[i] == known[-1]
+                        self.accepted += open_
+        counts = np.array([len(d) for d in drawn])
+        columns = [np.zeros((counts.max(), len(drawn)), dtype=t) for t in (np.int64, np.float32, bool)]
+        for b in batch:
+            for column, values in zip(columns, zip(*drawn[b], strict=True), strict=True):
+                column[: counts[b], b] = values
+                column[counts[b] :, b] = 1  # has no meaning, not even as a stop
+        return (*columns, counts)
 
     def compute(self, plan: Plan) -> list[tuple[int, ...]]:
         """Apply the page copies, write the planned rows, read every row's past back; the history of each row."""
@@ -264,6 +330,8 @@ def traffic(draw: st.DrawFn) -> dict:
         "budget": draw(st.integers(1, 24)),
         "force_seed": draw(st.integers(0, 1000)),
         "stop_every": draw(st.integers(3, 20)),
+        "depth": draw(st.sampled_from((0, 1, 3, 7))),
+        "holds": draw(st.sampled_from((0.0, 0.6, 1.0))),
     }
 
 
@@ -294,7 +362,7 @@ def test_random_traffic(case: dict) -> None:
 @given(traffic())
 def test_with_room_enough_nothing_is_computed_twice(case: dict) -> None:
     """Each distinct prompt once, each drawn token but the last once; a late sample one prompt token more."""
-    case.pop("force_seed"), case.pop("stop_every")
+    case.pop("force_seed"), case.pop("stop_every"), case.pop("depth"), case.pop("holds")
     case["num_pages"] = 400
     sim = Simulation(**case).run()
     prompts = {r.tokens for r in sim.requests}
@@ -317,6 +385,29 @@ def test_a_burst_takes_its_pages_before_and_drops_what_follows_a_stop() -> None:
     assert sim.times_computed() == plain.times_computed() + 3 == sim.scheduler.num_computed_tokens  # the dropped ones
     short = Simulation(requests, num_pages=9, burst=8, **sizes).run()  # pages for a part of a burst, then preemption
     assert short.history == plain.history and short.scheduler.num_preemptions > 0
+
+
+def test_drafts_that_hold_save_steps_and_pages_of_others_are_given_back() -> None:
+    requests = [request(i, (i, 1), 30) for i in range(3)]
+    sizes = dict(num_pages=60, page_size=2, max_num_seqs=3, budget=64)
+    plain = Simulation(requests, **sizes).run()
+    for holds, depth in ((1.0, 7), (1.0, 1), (0.6, 3), (0.0, 7)):
+        sim = Simulation(requests, **sizes, depth=depth, holds=holds)
+        while sim.scheduler.has_work:
+            sim.step()
+            held = [-(-(len(sim.history[s.request]) - 1) // 2) for s in sim.scheduler.running]
+            assert sim.allocator.num_used == sum(held), "pages of drafts that did not hold"
+        assert sim.history == plain.history and sim.allocator.num_used == 0
+        assert sim.drafted > 0 and (sim.accepted == sim.drafted * holds or holds == 0.6)
+        assert (sim.scheduler.num_steps < plain.scheduler.num_steps) == (holds > 0)
+
+
+def test_where_pages_run_short_there_are_no_drafts() -> None:
+    requests = [request(i, (i, 1), 20) for i in range(3)]
+    sizes = dict(page_size=4, max_num_seqs=3, budget=64)
+    sim = Simulation(requests, num_pages=8, **sizes, burst=4, depth=7, holds=0.6).run()
+    plain = Simulation(requests, num_pages=40, **sizes).run()
+    assert sim.history == plain.history and sim.scheduler.num_preemptions > 0 and sim.drafted > 0
 
 
 def test_samples_that_come_later_fork_from_a_preempted_leader() -> None:
@@ -489,6 +580,7 @@ def conversations(draw: st.DrawFn) -> dict:
         "talks": talks, "page_size": page_size, "num_pages": largest + draw(st.integers(0, 15)),
         "max_num_seqs": draw(st.integers(1, 6)), "budget": draw(st.integers(1, 16)), "burst": draw(st.integers(1, 5)),
         "force_seed": draw(st.integers(0, 100)), "stop_every": draw(st.integers(3, 20)),
+        "depth": draw(st.sampled_from((0, 1, 3, 7))), "holds": draw(st.sampled_from((0.0, 0.6, 1.0))),
     }
 
 
@@ -502,6 +594,7 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
     sim = Simulation(
         [], num_pages=999 if room else case["num_pages"], page_size=case["page_size"],
         max_num_seqs=case["max_num_seqs"], budget=case["budget"], burst=case["burst"],
+        depth=0 if room else case["depth"], holds=case["holds"],
         force=force if seed % 2 and not room else None,
         stop_at=lambda number, length: hash((number, length)) % stop_every == 0,
     )

@@ -1,6 +1,7 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache. Decode steps run in
-`gluon_attention`, which gives the same bits. FlashAttention-4 reads BF16: pages of an FP8 cache are first dequantized
-into scratch pages, which is exact, so the bits are those of a BF16 cache with the rounded keys and values.
+`gluon_attention`, those with drafts in `gluon_draft`; both give the same bits. FlashAttention-4 reads BF16: pages of
+an FP8 cache are first dequantized into scratch pages, which is exact, so the bits are those of a BF16 cache with the
+rounded keys and values.
 
 The keys are never split: with splits, the order of sums would change with the batch. On Hopper a row's bits depend
 neither on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic
@@ -18,7 +19,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backends import gluon_attention
+from jetrl.kernels.backends import gluon_attention, gluon_draft
 from jetrl.kernels.backends.triton_cache import read_cache, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
@@ -81,6 +82,8 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     """
     _check(q)
     cache, first = plan.cache.layer(layer), _decoding(q, plan)
+    if gluon_draft.takes(plan.query_lengths, cache, q.shape[1]):
+        return gluon_draft.decode(q, cache, plan.block_table, plan.kv_lengths, scale, plan.query_lengths[0])
     if first and first == len(plan.query_lengths):
         return gluon_attention.decode(q, cache, plan.block_table, plan.kv_lengths, scale)
     out = torch.empty_like(q)
@@ -108,6 +111,10 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
         _check(q)
         cache = plan.cache.layer(layer)
         return gluon_attention.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, pow2)
+    if q.shape[2] == BLOCK and gluon_draft.takes(plan.query_lengths, plan.cache.layer(layer), q.shape[1]):
+        _check(q)
+        cache, tokens = plan.cache.layer(layer), plan.query_lengths[0]
+        return gluon_draft.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, tokens, pow2)
     return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 

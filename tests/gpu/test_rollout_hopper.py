@@ -56,10 +56,10 @@ def generate(model: object, asked: list[Request], **sizes: int) -> list[Completi
 def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.kernels.backends import gluon_attention
+    from jetrl.kernels.backends import triton_decode_choice as choice
 
-    launches, launch = [], gluon_attention._launch
-    monkeypatch.setattr(gluon_attention, "_launch", lambda *args: (launches.append(1), launch(*args)))
+    launches, launch = [], choice._launch
+    monkeypatch.setattr(choice, "_launch", lambda *args: (launches.append(1), launch(*args)))
     helpers = _models()
     model = helpers.build(name, precision)
     asked = requests(model.spec.vocab_size)

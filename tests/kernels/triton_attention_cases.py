@@ -21,9 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
+from jetrl.kernels.backends import triton_decode_shared as shared
 from jetrl.kernels.backends import triton_decode_split as split
 from jetrl.kernels.backends import triton_quant as tq
-from jetrl.types import LayerCache
+from jetrl.kernels.qtensor import QTensor
+from jetrl.rollout.sharing import find_sharing
+from jetrl.types import LayerCache, SharedPages
 
 
 def _load() -> ModuleType:
@@ -84,7 +87,7 @@ def fix_interpreter() -> None:
     builder.create_exp2 = lambda self, x: interpreter.TensorHandle(exp2(x.data), x.dtype.scalar)
     interpreter.ReduceOps.sum = in_order
     tl.range = lambda start, stop, num_stages=0: range(start, int(stop.handle.data.item()))
-    split._reciprocal = triton.jit(plain_reciprocal)  # no assembly here
+    split._reciprocal = shared._reciprocal = triton.jit(plain_reciprocal)  # no assembly here
 
 
 if base.INTERPRET:
@@ -99,12 +102,18 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
         return (x.astype(np.float64) * y + z).astype(np.float32)
 
 
-def attend_by_steps(q: np.ndarray, k: np.ndarray, v: np.ndarray, units: np.ndarray, scale: np.float32) -> np.ndarray:
-    """One key head of one sequence: `q` [Q, H], `k`, `v` [J, H] BF16 numbers or codes, `units` [J, 2] -> FP32 [Q, H]."""
+State = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def tiles_by_steps(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, units: np.ndarray, scale: np.float32, first: int = 0
+) -> State:
+    """One key head of one sequence: `q` [Q, H], `k`, `v` [J, H] BF16 numbers or codes, `units` [J, 2], without the
+    first tiles -> maxima [Q], sums [Q, 4], outputs [Q, H]."""
     n, h = q.shape
     top, sums = np.full(n, -np.inf, np.float32), np.zeros((n, 4), np.float32)
     acc = np.zeros((n, h), np.float32)
-    for start in range((len(k) - 1) // TILE * TILE, -1, -TILE):
+    for start in range((len(k) - 1) // TILE * TILE, first * TILE - 1, -TILE):
         keys, values, unit = (np.zeros((TILE, x.shape[1]), np.float32) for x in (k, v, units))
         count = min(TILE, len(k) - start)
         for tile, x in ((keys, k), (values, v), (unit, units)):
@@ -122,6 +131,11 @@ def attend_by_steps(q: np.ndarray, k: np.ndarray, v: np.ndarray, units: np.ndarr
                 sums[:, part] += p[:, key]
         weights = torch.from_numpy(p * unit[:, 1]).bfloat16().float().numpy()
         acc, top = product(weights, values, acc * shrink[:, None]), new
+    return top, sums, acc
+
+
+def attend_by_steps(q: np.ndarray, k: np.ndarray, v: np.ndarray, units: np.ndarray, scale: np.float32) -> np.ndarray:
+    _, sums, acc = tiles_by_steps(q, k, v, units, scale)
     total = (sums[:, 0] + sums[:, 1]) + (sums[:, 2] + sums[:, 3])
     return acc * (np.float32(1) / total)[:, None]
 
@@ -169,18 +183,32 @@ class Case_:
             codes.view(torch.uint8)[~owned] = 0x7F
         return LayerCache(k.to(DEVICE), v.to(DEVICE), units.transpose(1, 2).bfloat16().contiguous().to(DEVICE))
 
-    def want(self) -> Tensor:
+    def heads(self, b: int) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """The query heads of each key head of sequence b, and the arguments of the definition."""
+        n, length = self.q.shape[1] // self.g, self.lengths[b]
+        at = self.table[b, : -(-length // self.page)].long()
+        k, v, units = (x[at].flatten(0, 1)[:length].float().numpy() for x in (self.k, self.v, self.units))
         scale = np.float32(self.scale) * np.float32(np.log2(np.e))
-        out, n = torch.empty_like(self.q), self.q.shape[1] // self.g
-        for b, length in enumerate(self.lengths):
-            at = self.table[b, : -(-length // self.page)].long()
-            k, v, units = (x[at].flatten(0, 1)[:length].float().numpy() for x in (self.k, self.v, self.units))
-            for group in range(self.g):
-                mine = slice(group * n, group * n + n)
-                q = self.q[b, mine].float().numpy()
-                y = attend_by_steps(q, k[:, group], v[:, group], units[:, group], scale)
-                out[b, mine] = torch.from_numpy(y).bfloat16()
+        for group in range(self.g):
+            mine = slice(group * n, group * n + n)
+            yield mine, (self.q[b, mine].float().numpy(), k[:, group], v[:, group], units[:, group], scale)
+
+    def want(self) -> Tensor:
+        out = torch.empty_like(self.q)
+        for b in range(len(self.lengths)):
+            for mine, arguments in self.heads(b):
+                out[b, mine] = torch.from_numpy(attend_by_steps(*arguments)).bfloat16()
         return out
+
+    def own(self, first: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the Gluon kernel keeps of each sequence without its first tiles; NaN where it has none to leave out."""
+        batch, n, h = self.q.shape
+        tops, sums, accs = (torch.full((batch, n, *x), float("nan")) for x in ((), (4,), (h,)))
+        for b, tiles in enumerate(first):
+            for mine, arguments in self.heads(b) if tiles else ():
+                for target, x in zip((tops, sums, accs), tiles_by_steps(*arguments, tiles), strict=True):
+                    target[b, mine] = torch.from_numpy(x)
+        return tops, sums, accs
 
     def arguments(self) -> tuple[Tensor, LayerCache, Tensor, Tensor, float]:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
@@ -199,6 +227,49 @@ def check_split(lengths: list[int], n: int, g: int, h: int, page: int, fp8: bool
             equal("scale", one.scale, two.scale)
 
 
+def check_shared(
+    lengths: list[int], groups: list[tuple[list[int], int]], n: int, g: int, h: int, page: int, fp8: bool
+) -> None:
+    """Groups of (members, shared pages), as the scheduler's page table shows them."""
+    case = Case_(lengths, n, g, h, page, fp8)
+    case.share(groups)
+    positions = np.array(lengths) - 1
+    found = find_sharing(case.table.numpy(), positions, page, shared.ROWS // (n // g))
+    assert found.saved > 0 or not groups
+    # chunks behind the last are padding
+    members = np.concatenate((found.members, np.full((2, found.members.shape[1]), -1, np.int32)))
+    tiles = np.concatenate((found.tiles, np.zeros(2, np.int32)))
+    plan = SharedPages(*(torch.from_numpy(x).to(DEVICE) for x in (found.first, members, tiles)))
+    q, cache, table, _, scale = case.arguments()
+    state = tuple(x.to(DEVICE) for x in case.own(found.first.tolist()))
+    out, want = torch.full_like(q, 7.0), case.want()
+    merged = found.first > 0
+    want[~torch.from_numpy(merged)] = 7.0  # nothing of theirs is shared: they are not touched
+    shared.go_on(q, cache, table, plan, scale, out, None, False, state)
+    equal("heads", out.cpu(), want)
+    if h == 128:
+        plain = tq.quantize_act(out.flatten(1), True)
+        codes = torch.full_like(plain.codes.view(torch.uint8), 9).view(plain.codes.dtype)
+        one = QTensor(codes, torch.full_like(plain.scale, 9.0), "1x128", plain.row_sections, plain.col_sections)
+        shared.go_on(q, cache, table, plan, scale, q, one, True, state)
+        equal("codes", one.codes.view(torch.uint8)[merged], plain.codes.view(torch.uint8)[merged])
+        rows = torch.from_numpy(merged).nonzero()[:, 0]
+        equal("scale", one.scale[rows], plain.scale[rows])
+
+
+def shared_cases() -> Iterator[tuple[str, Case]]:
+    for fp8 in (False, True):
+        for lengths, groups, n, g, h, page in (
+            ([300, 385, 257, 129, 260, 300], [([0, 1, 2], 2), ([3, 4], 1)], 8, 2, 128, 128),
+            ([258, 400, 300, 513, 300], [([0, 2, 4, 1], 1)], 9, 3, 64, 256),
+            ([129 + i for i in range(9)], [(list(range(9)), 1)], 16, 1, 64, 128),
+            ([642, 700], [([0, 1], 5)], 4, 4, 128, 128),
+        ):
+            yield f"shared {groups} of {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}", partial(
+                check_shared, lengths, groups, n, g, h, page, fp8
+            )
+
+
 def split_cases() -> Iterator[tuple[str, Case]]:
     narrow, wide = split.Shape(16, 16, 2, 4), split.Shape(64, 32, 2, 4)
     for fp8 in (False, True):
@@ -215,7 +286,7 @@ def split_cases() -> Iterator[tuple[str, Case]]:
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    return [case for kind in (split_cases,) for case in kind()]
+    return [case for kind in (split_cases, shared_cases) for case in kind()]
 
 
 if __name__ == "__main__":

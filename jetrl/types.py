@@ -301,19 +301,6 @@ class VarlenPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPages:
-    """Decoding sequences whose first pages are the same, so that one reading serves them all (`rollout.sharing`).
-
-    A chunk's `members` have its first `tiles` tiles of 128 keys in common; chunks without tiles are padding. All of
-    these keys are there already: each member's own tiles hold at least the new one.
-    """
-
-    first: Tensor  # [B] int32, the first tiles of each sequence that its chunk reads; 0: none
-    members: Tensor  # [C, S] int32, -1 behind the last
-    tiles: Tensor  # [C] int32
-
-
-@dataclass(frozen=True, slots=True)
 class PagedPlan:
     """Attention of new tokens over a paged cache; decode is the case of one query a sequence.
 
@@ -333,7 +320,7 @@ class PagedPlan:
     kv_pages: tuple[int, ...]
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
-    shared: SharedPages | None = None  # only where every sequence has one query
+    shared: Any = None  # kernels.decode.SharedPages, perhaps, where every sequence has one query
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class RolloutConfig(Section):
     """How completions are sampled, and the sizes of the engine."""
 
     section: ClassVar[str] = "rollout"
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("page_size",), "engine", ("vllm",)),)
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("page_size", "merge_prefix"), "engine", ("vllm",)),)
     engine: str = Field(
         default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. vllm: vLLM, which "
         "does not (docs/ENGINES.md). Or your own, as module:Class or path/to/file.py:Class.",
@@ -169,6 +169,9 @@ class RolloutConfig(Section):
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: int | None = Field(
         default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
+    merge_prefix: bool = Field(
+        default=False, description="Decode steps read pages that samples of a prompt share once for all of them, where "
+        "that takes less time. Changes no bit. Needs a GPU.")
     max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1,

@@ -19,6 +19,11 @@ TILE = 128  # keys
 READ_RATE, TILE_US, START_US = 3.8e6, 1.3, 6.0
 
 
+def chunk_size(heads: int) -> int:
+    """Sequences whose `heads` query heads of a key/value head fit in the 64 rows of the tensor core."""
+    return 64 // heads
+
+
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """The columns of `types.SharedPages`, and what they save."""
@@ -31,6 +36,14 @@ class Sharing:
     def pays(self, key_bytes: int) -> bool:
         """Whether a layer whose keys and values take `key_bytes` a token would need less time: an estimate."""
         return self.saved * key_bytes / READ_RATE > START_US + TILE_US * int(self.tiles.max(initial=0))
+
+    def padded(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`first`, `members` and `tiles` for `rows` sequences and as many chunks as these could form."""
+        (chunks, size), room = self.members.shape, rows // 2
+        assert chunks <= room and len(self.first) <= rows
+        first, members, tiles = np.zeros(rows, np.int32), np.full((room, size), -1, np.int32), np.zeros(room, np.int32)
+        first[: len(self.first)], members[:chunks], tiles[:chunks] = self.first, self.members, self.tiles
+        return first, members, tiles
 
 
 def find_sharing(table: np.ndarray, positions: np.ndarray, page: int, size: int) -> Sharing:
@@ -68,7 +81,7 @@ def _groups(common: np.ndarray, start: int, end: int, size: int) -> tuple[int, l
         return 0, []
     inner = common[start : end - 1]
     depth = int(inner.min())
-    saved, found = 0, []
+    saved, found = 0, list[tuple[int, int, int]]()
     cuts = [start, *(start + 1 + np.flatnonzero(inner == depth)).tolist(), end]
     for a, b in zip(cuts[:-1], cuts[1:], strict=True):
         more, parts = _groups(common, a, b, size)

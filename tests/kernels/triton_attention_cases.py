@@ -24,9 +24,10 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels.backends import triton_decode_shared as shared
 from jetrl.kernels.backends import triton_decode_split as split
 from jetrl.kernels.backends import triton_quant as tq
+from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.qtensor import QTensor
 from jetrl.rollout.sharing import find_sharing
-from jetrl.types import LayerCache, SharedPages
+from jetrl.types import LayerCache
 
 
 def _load() -> ModuleType:

@@ -71,6 +71,13 @@ def test_a_large_group_falls_into_chunks_and_a_small_gain_does_not_pay() -> None
     assert find_sharing(deep, np.full(64, 16 * PAGE), PAGE, 16).pays(2048)
 
 
+def test_padding_names_no_sequence() -> None:
+    found = find_sharing(table_of([[1, 2], [3, 4], [1, 5]], 2), np.full(3, PAGE), PAGE, 4)
+    first, members, tiles = found.padded(8)
+    assert first.tolist() == [2, 0, 2, 0, 0, 0, 0, 0] and tiles.tolist() == [2, 0, 0, 0]
+    assert members.tolist() == [[0, 2, -1, -1]] + [[-1] * 4] * 3
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_tables(data: st.DataObject) -> None:

@@ -225,13 +225,8 @@ def _add_up(sums, p, shrink):
 
 
 @gluon.jit
-def _decode_kernel(
-    q, keys, values, scales, table, lengths, out, codes, code_scales, shared, tops, parts, accs,
-    scale, table_stride, codes_stride, scales_stride, N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, MERGE: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    begin(PDL)
+def _rings(SLOTS: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr):
+    """Shared memory for tiles of keys, of values (the same) and of powers of two."""
     if FP8 and H == 128:  # words of two codes of a key, of four codes of a value
         k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 64], _K_SHARED)
         v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, 32], _V_SHARED)
@@ -242,6 +237,19 @@ def _decode_kernel(
         k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], _K_SHARED)
         v_ring = k_ring
     scale_ring = gl.allocate_shared_memory(gl.int32, [4, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return k_ring, v_ring, scale_ring
+
+
+@gluon.jit
+def _decode_kernel(
+    q, keys, values, scales, table, lengths, out, codes, code_scales, shared, tops, parts, accs,
+    scale, table_stride, codes_stride, scales_stride,
+    N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
+    FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, MERGE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    begin(PDL)
+    k_ring, v_ring, scale_ring = _rings(SLOTS, H, FP8)
     rings, sources = (k_ring, v_ring, scale_ring), (keys, values, scales)
     sequence, group = gl.program_id(0) // G, gl.program_id(0) % G
     length = gl.load(lengths + sequence)
@@ -283,12 +291,11 @@ def _decode_kernel(
         acc = mma_v2(v, weights.to(gl.bfloat16), acc)
         sums = _add_up(sums, p, shrink)
     async_copy.wait_group(0)
-    if MERGE:
-        if own < tiles:
-            _store_state(top, sums, acc, sequence, group, tops, parts, accs, N, G, FP8)
-    total = gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0)
-    y = (acc * gl.convert_layout(_reciprocal(total), gl.SliceLayout(0, _MMA))[None, :]).to(gl.bfloat16)
-    if own == tiles:
+    if MERGE and own < tiles:
+        _store_state(top, sums, acc, sequence, group, tops, parts, accs, N, G, FP8)
+    else:
+        total = gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0)
+        y = (acc * gl.convert_layout(_reciprocal(total), gl.SliceLayout(0, _MMA))[None, :]).to(gl.bfloat16)
         _store(
             y, sequence, group, out, codes, code_scales, codes_stride, scales_stride, N, G, FP8, QUANT, FLOOR, POW2
         )
@@ -383,9 +390,10 @@ def launch(
     if batch:
         _decode_kernel[(batch * groups,)](
             q, keys, values, scales if fp8 else q, table, lengths, out, codes, units, *(state or (q, q, q, q)),
-            log2_scale, table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries, PAGE=page,
-            SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
-            MERGE=state is not None, num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None, enable_fp_fusion=False, **LAUNCH,
+            log2_scale, table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries,
+            PAGE=page, SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS,
+            POW2=pow2, MERGE=state is not None, num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None,
+            enable_fp_fusion=False, **LAUNCH,
         )
 
 

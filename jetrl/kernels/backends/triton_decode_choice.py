@@ -13,9 +13,10 @@ from torch import Tensor
 from jetrl.kernels.backends import gluon_attention, triton_decode_shared, triton_decode_split
 from jetrl.kernels.backends.gluon_attention import serves as serves
 from jetrl.kernels.backends.triton_quant import new_codes, new_scale
+from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
-from jetrl.types import LayerCache, PagedPlan, SharedPages
+from jetrl.types import LayerCache, PagedPlan
 
 # The least bound of keys from which `triton_decode_split` is faster, by programs of the other kernel (sequences times
 # key/value heads, at most so many). Estimated, to be replaced by what benchmarks/bench_tail.py measures.

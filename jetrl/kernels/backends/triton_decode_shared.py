@@ -26,8 +26,9 @@ from torch import Tensor
 from jetrl.kernels.backends.triton_decode_split import TILE, _reciprocal, power_of_two, store_heads, widened
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS
+from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.qtensor import QTensor
-from jetrl.types import LayerCache, SharedPages
+from jetrl.types import LayerCache
 
 ROWS = 64  # query heads of a chunk: the rows of a `wgmma`
 _ROWS, _TILE = tl.constexpr(ROWS), tl.constexpr(TILE)

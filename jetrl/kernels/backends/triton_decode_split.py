@@ -163,7 +163,7 @@ def _weights_kernel(
 @triton.jit
 def _loaded(x, lane, LANES: tl.constexpr):
     """The 32 rows of LANES numbers from `x` on."""
-    rows = ()
+    rows: tuple[tl.tensor, ...] = ()
     for i in tl.static_range(_TILE // 4):
         rows = rows + (tl.load(x + i * LANES + lane),)
     return rows

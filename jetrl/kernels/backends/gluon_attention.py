@@ -47,9 +47,6 @@ _TILE = gl.constexpr(TILE)
 _PROCESSORS = 132
 _QUERIES = (8, 16)  # per key/value head: columns of the tensor core
 
-
-# ---- layouts --------------------------------------------------------------------------------------------------------
-
 _MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=_MMA, k_width=2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(operand_index=1, parent=_MMA, k_width=2))
@@ -74,8 +71,6 @@ _VALUE_WORDS = gl.constexpr(
 )
 _K_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # of 64 codes: for keys as well
-
-# ---- kernel ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -294,11 +289,10 @@ def _decode_kernel(
     if MERGE and own < tiles:
         _store_state(top, sums, acc, sequence, group, tops, parts, accs, N, G, FP8)
     else:
-        total = gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0)
-        y = (acc * gl.convert_layout(_reciprocal(total), gl.SliceLayout(0, _MMA))[None, :]).to(gl.bfloat16)
-        _store(
-            y, sequence, group, out, codes, code_scales, codes_stride, scales_stride, N, G, FP8, QUANT, FLOOR, POW2
-        )
+        inverse = _reciprocal(gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0))
+        y = (acc * gl.convert_layout(inverse, gl.SliceLayout(0, _MMA))[None, :]).to(gl.bfloat16)
+        to = (out, codes, code_scales, codes_stride, scales_stride)
+        _store(y, sequence, group, to, N, G, FP8, QUANT, FLOOR, POW2)
 
 
 @gluon.jit
@@ -321,10 +315,11 @@ def _store_state(
 
 @gluon.jit
 def _store(
-    y, sequence, group, out, codes, code_scales, codes_stride, scales_stride,
-    N: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    y, sequence, group, to, N: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr,
+    FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):
     """The heads [H, Q] of one group, BF16 or quantized."""
+    out, codes, code_scales, codes_stride, scales_stride = to
     H: gl.constexpr = y.shape[0]
     element, head = _value_rows(H, FP8), gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, _MMA))
     mine, head = head < N // G, group * (N // G) + head

@@ -163,9 +163,9 @@ def _weights_kernel(
 @triton.jit
 def _loaded(x, lane, LANES: tl.constexpr):
     """The 32 rows of LANES numbers from `x` on."""
-    rows: tuple[tl.tensor, ...] = ()
+    rows = ()
     for i in tl.static_range(_TILE // 4):
-        rows = rows + (tl.load(x + i * LANES + lane),)
+        rows = rows + (tl.load(x + i * LANES + lane),)  # type: ignore[assignment]
     return rows
 
 

@@ -1,0 +1,71 @@
+"""Decode kernels compiled for Hopper on any machine: the order in which the tensor core multiplies (no GPU needed).
+
+An operand that a thread holds four neighbouring keys of (`kWidth = 4`, Triton's choice for loads of 8 bits) is
+multiplied in another order than FlashAttention-4's. That changes last bits of few outputs, which a short run may miss.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from jetrl.kernels.backends import triton_decode_shared as shared  # noqa: E402
+from jetrl.kernels.backends import triton_decode_split as split  # noqa: E402
+
+COMMON = {"FLOOR": 0x2B8CBCCC, "POW2": True, "PDL": True, "G": 8, "H": 128, "PAGE": 128, "QUANT": True, "N": 32}
+POINTERS = {
+    "table": "*i32", "lengths": "*i32", "members": "*i32", "tiles_of": "*i32", "arrived": "*i32", "codes": "*u8",
+    "q": "*bf16", "scales": "*bf16", "weights": "*bf16", "out": "*bf16", "scale": "fp32",
+} | dict.fromkeys(
+    ("scores", "maxima", "shrinks", "acc", "accs", "sums", "tops", "parts", "code_scales"), "*fp32"
+)
+
+
+def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
+    """The kernel in Triton's GPU dialect, and its shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = COMMON | {"FP8": fp8} | constants
+    pages = "*u8" if fp8 else "*bf16"
+    kinds = {name: "constexpr" for name in constants} | POINTERS | {"keys": pages, "values": pages}
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return done.asm["ttgir"], done.metadata.shared
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_chains_multiply_keys_in_their_natural_order_and_read_ahead(rows: int, fp8: bool) -> None:
+    code, shared_bytes = compiled(split._chain_kernel, fp8, Q=4, ROWS=rows, COLS=32, STAGES=6)
+    assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
+    assert ("warp_group_dot" in code) == (rows == 64) and ("tt.dot " in code) == (rows == 16)
+    assert "async_copy_global_to_local" in code, "the loop over tiles waits for each of them"
+    assert shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one_thread(fp8: bool) -> None:
+    code, shared_bytes = compiled(shared._shared_kernel, fp8, S=16, STAGES=shared.STAGES)
+    assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"} and "warp_group_dot" in code
+    assert shared_bytes <= 227 * 1024
+    (name,) = set(re.findall(r"tensor<64x4x32xf32, #(\w+)>\) -> tensor<64x4xf32", code))
+    (layout,) = re.findall(rf"#{name} = #ttg.linear<(.*)>", code)
+    registers, others = layout.split("lane = ")
+    assert len(re.findall(r"\[0, 0, \d+\]", registers)) == 5 and not re.findall(r"\[0, 0, \d+\]", others)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_scores_come_from_wgmma(fp8: bool) -> None:
+    code, _ = compiled(split._scores_kernel, fp8, Q=4, SPLIT=64)
+    assert "warp_group_dot" in code and not re.findall(r"kWidth = 4", code)
+    code, _ = compiled(split._weights_kernel, fp8, Q=4, TP=256)
+    assert "tt.dot" not in code

@@ -37,7 +37,7 @@ from jetrl.types import ForwardBatch, LayerCache, PagedPlan
 
 CUDA, READ_TBPS = "cuda", 4.47  # reading, of one H200
 N, G, H, PAGE, LAYERS = 32, 8, 128, 128, 36
-SHAPES = {"16x16": split.Shape(16, 16, 6, 4), "16x32": split.Shape(16, 32, 6, 4), "64x32": split.Shape(64, 32, 4, 4)}
+SHAPES = {"16x16": split.Shape(16, 16, 8), "16x32": split.Shape(16, 32, 6), "64x32": split.Shape(64, 32, 5)}
 Rows = list[dict[str, Any]]
 
 

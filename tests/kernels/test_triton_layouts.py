@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 from jetrl.kernels.backends import triton_decode_shared as shared  # noqa: E402
@@ -69,3 +70,44 @@ def test_scores_come_from_wgmma(fp8: bool) -> None:
     assert "warp_group_dot" in code and not re.findall(r"kWidth = 4", code)
     code, _ = compiled(split._weights_kernel, fp8, Q=4, TP=256)
     assert "tt.dot" not in code
+
+
+def assembled(text: str, word: int) -> list[int]:
+    """What the few PTX instructions of `text` make of `word`: the 16-bit halves of $0 and $1."""
+    found = {"$2": word}
+
+    def halves(x: int) -> torch.Tensor:
+        return torch.tensor([x & 0xFFFF, x >> 16], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+    def value(of: str) -> int:
+        return found[of] if of in found else int(of, 0)
+
+    for line in text.strip("{} \n").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        if op in ("", ".reg"):
+            continue
+        target, *names = (part.strip() for part in rest.split(","))
+        x = [value(name) for name in names]
+        if op == "prmt.b32":
+            parts = [x[i // 4] >> 8 * (i % 4) & 0xFF for i in range(8)]
+            found[target] = sum(parts[x[2] >> 4 * i & 7] << 8 * i for i in range(4))
+        elif op == "mul.bf16x2":
+            low, high = ((halves(x[0]).double() * halves(x[1]).double()).bfloat16().view(torch.int16)).tolist()
+            found[target] = (low & 0xFFFF) | (high & 0xFFFF) << 16
+        else:
+            known = {"mov": lambda: x[0], "shr": lambda: x[0] >> x[1], "shl": lambda: x[0] << x[1] & 0xFFFFFFFF}
+            known |= {"and": lambda: x[0] & x[1], "or": lambda: x[0] | x[1]}
+            found[target] = known[op.removesuffix(".b32")]()
+    return [found[name] >> shift & 0xFFFF for name in ("$0", "$1") for shift in (0, 16)]
+
+
+def test_the_assembly_that_widens_codes() -> None:
+    """Every code at every place of a word, in order (but NaN, which attention never reads)."""
+    codes = [c for c in range(256) if c & 0x7F != 0x7F]
+    for i, code in enumerate(codes):
+        four = [code, codes[i * 7 % len(codes)], codes[i * 31 % len(codes)], codes[i * 101 % len(codes)]]
+        for turn in range(4):
+            now = four[turn:] + four[:turn]
+            want = torch.tensor(now, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int16)
+            got = assembled(split._WIDEN.value, sum(c << 8 * k for k, c in enumerate(now)))
+            assert got == [w & 0xFFFF for w in want.tolist()], now

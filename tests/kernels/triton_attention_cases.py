@@ -280,6 +280,8 @@ def split_cases() -> Iterator[tuple[str, Case]]:
             ([257, 1, 640], 3, 3, 64, 256, narrow),
             ([385, 2], 9, 3, 64, 128, wide),
             ([513], 16, 1, 64, 128, narrow),
+            ([5000], 1, 1, 64, 128, narrow),
+            ([1 + 9 * i for i in range(16)], 2, 1, 64, 128, wide),
         ):
             yield f"split {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}", partial(
                 check_split, lengths, n, g, h, page, fp8, shape

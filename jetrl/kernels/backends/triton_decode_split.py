@@ -41,15 +41,16 @@ from jetrl.types import LayerCache
 TILE = 128  # keys
 _TILE = tl.constexpr(TILE)
 _PROGRAMS = 4096  # of the first kernel, about: more walk through several tiles each
+_PROCESSORS = 132
 SCRATCH_BYTES = 1 << 28  # the most that a call takes
 
 
 class Shape(NamedTuple):
     """How the chains are cut: it changes no bits. `rows` 16 multiplies by `mma.sync`, 64 by `wgmma`."""
 
-    rows: int = 16
-    cols: int = 32  # elements of a head per program
-    stages: int = 6
+    rows: int
+    cols: int  # elements of a head per program
+    stages: int  # tiles that are read ahead, and one
     warps: int = 4
 
 
@@ -62,9 +63,9 @@ def _reciprocal(x):
 
 
 # PTX: four E4M3 codes in $2 -> BF16, in order, two in $0 and two in $1; 2**120 corrects the exponent's bias
-_WIDEN = tl.constexpr("""{ .reg .b32 x, high, low, t, c; mov.b32 c, 0x7b807b80; prmt.b32 x, $2, 0, 0x3120;
-    shr.b32 t, x, 4; and.b32 t, t, 0x07070707; and.b32 high, x, 0x80808080; or.b32 high, high, t;
-    shl.b32 low, x, 4; and.b32 low, low, 0xf0f0f0f0;
+_WIDEN = tl.constexpr("""{ .reg .b32 high, low, t, c; mov.b32 c, 0x7b807b80;
+    shr.b32 t, $2, 4; and.b32 t, t, 0x07070707; and.b32 high, $2, 0x80808080; or.b32 high, high, t;
+    shl.b32 low, $2, 4; and.b32 low, low, 0xf0f0f0f0;
     prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c; prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c; }""")
 
 
@@ -76,7 +77,7 @@ def widened(x, FP8: tl.constexpr, ON_GPU: tl.constexpr):
     an operand that holds four neighbouring keys per thread, which the tensor core would multiply in another order.
     """
     if FP8 and ON_GPU:
-        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
+        return tl.inline_asm_elementwise(_WIDEN, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
     elif FP8:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
     else:
@@ -281,6 +282,12 @@ def _padded(heads: int, groups: int) -> int:
     return triton.next_power_of_2(heads // groups)
 
 
+def shape_for(pairs: int, head_dim: int) -> Shape:
+    """The narrowest chains that still run all at once, for `pairs` of a sequence and a key/value head."""
+    few = pairs * (head_dim // 16 + 1) <= 2 * _PROCESSORS
+    return Shape(16, 16, 8) if few else Shape(16, 32, 6)
+
+
 def decode(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, out: Tensor | None = None,
     shape: Shape | None = None,
@@ -317,7 +324,7 @@ def launch(
     fp8, padded, tiles = cache.scales is not None, _padded(heads, groups), table.shape[1] * page // TILE
     keys, values = (x.view(torch.uint8) if fp8 else x for x in (cache.keys, cache.values))
     scales = cache.scales if cache.scales is not None else q
-    shape = (Shape() if shape is None else shape)
+    shape = shape_for(batch * groups, head_dim) if shape is None else shape
     scores = torch.empty(batch * groups * tiles * TILE * padded, dtype=torch.float32, device=q.device)
     weights = torch.empty(scores.shape, dtype=torch.bfloat16, device=q.device)
     maxima, shrinks = torch.empty(2, batch * groups * tiles * padded, dtype=torch.float32, device=q.device)

@@ -72,6 +72,12 @@ def test_scores_come_from_wgmma(fp8: bool) -> None:
     assert "tt.dot" not in code
 
 
+SIMPLE = {
+    "mov": int, "and": int.__and__, "or": int.__or__, "shr": int.__rshift__,
+    "shl": lambda x, by: x << by & 0xFFFFFFFF,
+}
+
+
 def assembled(text: str, word: int) -> list[int]:
     """What the few PTX instructions of `text` make of `word`: the 16-bit halves of $0 and $1."""
     found = {"$2": word}
@@ -95,9 +101,7 @@ def assembled(text: str, word: int) -> list[int]:
             low, high = ((halves(x[0]).double() * halves(x[1]).double()).bfloat16().view(torch.int16)).tolist()
             found[target] = (low & 0xFFFF) | (high & 0xFFFF) << 16
         else:
-            known = {"mov": lambda: x[0], "shr": lambda: x[0] >> x[1], "shl": lambda: x[0] << x[1] & 0xFFFFFFFF}
-            known |= {"and": lambda: x[0] & x[1], "or": lambda: x[0] | x[1]}
-            found[target] = known[op.removesuffix(".b32")]()
+            found[target] = SIMPLE[op.removesuffix(".b32")](*x)
     return [found[name] >> shift & 0xFFFF for name in ("$0", "$1") for shift in (0, 16)]
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.triton_decode_split import TILE, _reciprocal, power_of_two, store_heads, widened
+from jetrl.kernels.backends.triton_decode_split import TILE, _reciprocal, store_heads, widened
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS
 from jetrl.kernels.decode import SharedPages
@@ -32,7 +32,7 @@ from jetrl.types import LayerCache
 
 ROWS = 64  # query heads of a chunk: the rows of a `wgmma`
 _ROWS, _TILE = tl.constexpr(ROWS), tl.constexpr(TILE)
-STAGES = 2
+STAGES = 3  # tiles that are read ahead, and two
 
 
 @triton.jit
@@ -82,11 +82,12 @@ def _shared_kernel(
             row_at = ((page.to(tl.int64) * PAGE + inside) * G + group)[:, None] * H + col[None, :]
             k = widened(tl.load(keys + row_at), FP8, PDL)
             s = tl.dot(query, tl.trans(k))
-            if FP8:
-                s *= power_of_two(scales, page.to(tl.int64), group, inside, key >= 0, 0, G, PAGE)[None, :]
+            if FP8:  # a word: the powers of two of a key (BF16 in the lower half) and of its value
+                word = tl.load(scales + (page.to(tl.int64) * G + group) * PAGE + inside)
+                s *= (word << 16).to(tl.float32, bitcast=True)[None, :]
             p, top, sums, shrink = _softmax_step(s, top, sums, scale)
             if FP8:
-                p *= power_of_two(scales, page.to(tl.int64), group, inside, key >= 0, 1, G, PAGE)[None, :]
+                p *= (word & -65536).to(tl.float32, bitcast=True)[None, :]
             v = widened(tl.load(values + row_at), FP8, PDL)
             page = tl.load(pages + tl.maximum(block - 1, 0) * _TILE // PAGE)  # a tile ahead of its use
             acc = tl.dot(p.to(tl.bfloat16), v, acc * shrink[:, None])
@@ -113,7 +114,7 @@ def go_on(
     codes, units = (quantized.codes.view(torch.uint8), quantized.scale) if quantized is not None else (out, out)
     if chunks:
         _shared_kernel[(chunks * groups,)](
-            q, keys, values, cache.scales if cache.scales is not None else q, table, shared.members, shared.tiles,
+            q, keys, values, cache.scales.view(torch.int32) if cache.scales is not None else q, table, shared.members, shared.tiles,
             *state, out, codes, units, log2_scale, table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups,
             H=head_dim, S=size, PAGE=page, STAGES=STAGES, FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS,
             POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,

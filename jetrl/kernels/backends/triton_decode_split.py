@@ -43,14 +43,14 @@ _TILE = tl.constexpr(TILE)
 _PROGRAMS = 4096  # of the first kernel, about: more walk through several tiles each
 _PROCESSORS = 132
 SCRATCH_BYTES = 1 << 28  # the most that a call takes
+SUMS_AHEAD = 4  # tiles whose weights the chain of sums holds
 
 
 class Shape(NamedTuple):
-    """How the chains are cut: it changes no bits. `rows` 16 multiplies by `mma.sync`, 64 by `wgmma`."""
+    """How the chains are cut: it changes no bits."""
 
-    rows: int
     cols: int  # elements of a head per program
-    stages: int  # tiles that are read ahead, and one
+    ahead: int  # tiles whose values a program holds
     warps: int = 4
 
 
@@ -106,24 +106,28 @@ def _scores_kernel(
     tiles = tl.cdiv(length, _TILE)
     if part == 0:
         tl.store(arrived + pair, 0)
-    row, col, key = tl.arange(0, 64), tl.arange(0, H), tl.arange(0, _TILE)
+    COLUMNS: tl.constexpr = max(Q, 8)
+    row, col, key = tl.arange(0, COLUMNS), tl.arange(0, H), tl.arange(0, _TILE)
     place = (key // 8 * 2 + key % 2) * 4 + key // 2 % 4
-    at_q = q + (sequence * N + group * (N // G) + row)[:, None] * H + col[None, :]
-    query = tl.load(at_q, mask=(row < N // G)[:, None], other=0.0)
+    at_q = q + (sequence * N + group * (N // G) + row)[None, :] * H + col[:, None]
+    query = tl.load(at_q, mask=(row < N // G)[None, :], other=0.0)
     for block in range(part, tiles, SPLIT):
         alive = block * _TILE + key < length
         page = tl.load(table + sequence * table_stride + block * _TILE // PAGE).to(tl.int64)
         inside = (block * _TILE) % PAGE + key
         at = ((page * PAGE + inside) * G + group)[:, None] * H + col[None, :]
-        k = widened(tl.load(keys + at, mask=alive[:, None], other=0.0), FP8, PDL)
-        s = tl.dot(query, tl.trans(k))
+        # what is read once leaves the L2 cache first: scores and weights are read again
+        k = tl.load(keys + at, mask=alive[:, None], other=0.0, eviction_policy="evict_first")
         if FP8:
-            s *= power_of_two(scales, page, group, inside, alive, 0, G, PAGE)[None, :]
-        s = tl.where(alive[None, :], s, float("-inf"))
+            unit = power_of_two(scales, page, group, inside, alive, 0, G, PAGE)
+        s = tl.dot(widened(k, FP8, PDL), query)
+        if FP8:
+            s *= unit[:, None]
+        s = tl.where(alive[:, None], s, float("-inf"))
         first = (pair * T + block).to(tl.int64)
-        to = (first * _TILE + place)[None, :] * Q + row[:, None]
-        tl.store(scores + to, s, mask=(row < Q)[:, None])
-        tl.store(maxima + first * Q + row, tl.max(s, axis=1), mask=row < Q)
+        to = (first * _TILE + place)[:, None] * Q + row[None, :]
+        tl.store(scores + to, s, mask=(row < Q)[None, :])
+        tl.store(maxima + first * Q + row, tl.max(s, axis=0), mask=row < Q)
 
 
 @triton.jit
@@ -162,59 +166,95 @@ def _weights_kernel(
 
 
 @triton.jit
-def _loaded(x, lane, LANES: tl.constexpr):
-    """The 32 rows of LANES numbers from `x` on."""
-    rows = ()
-    for i in tl.static_range(_TILE // 4):
-        rows = rows + (tl.load(x + i * LANES + lane),)  # type: ignore[assignment]
-    return rows
+def _sum_chain(scores, shrinks, sums, first, tiles, to, Q: tl.constexpr, AHEAD: tl.constexpr):
+    """The four sums of each query, [4, Q] at `sums + to`: the 32 rows of a tile's 4 Q weights, one after another.
+
+    A tile's numbers are held in one of `AHEAD` sets. A set is read anew as soon as it is added up, so no register
+    moves, and nothing waits for a number before `AHEAD - 1` other tiles are done.
+    """
+    ROWS: tl.constexpr = _TILE // 4
+    lane, last = tl.arange(0, 4 * Q), tiles - 1
+    total = tl.zeros((4 * Q,), tl.float32)
+    rows, units = (), ()
+    for d in tl.static_range(AHEAD):
+        tile = first + tl.maximum(last - d, 0)
+        units = units + (tl.load(shrinks + tile * Q + lane % Q),)  # type: ignore[assignment]
+        for i in tl.static_range(ROWS):
+            rows = rows + (tl.load(scores + tile * (_TILE * Q) + i * 4 * Q + lane),)  # type: ignore[assignment]
+    for step in range(0, tiles, AHEAD):
+        new_rows, new_units = (), ()
+        for d in tl.static_range(AHEAD):
+            now = tl.fma(total, units[d], rows[d * ROWS])
+            for i in tl.static_range(1, ROWS):
+                now = now + rows[d * ROWS + i]
+            total = tl.where(step + d < tiles, now, total)
+            tile = first + tl.maximum(last - step - d - AHEAD, 0)
+            new_units = new_units + (tl.load(shrinks + tile * Q + lane % Q),)  # type: ignore[assignment]
+            for i in tl.static_range(ROWS):
+                at = scores + tile * (_TILE * Q) + i * 4 * Q + lane
+                new_rows = new_rows + (tl.load(at),)  # type: ignore[assignment]
+        rows, units = new_rows, new_units
+    tl.store(sums + to + lane, total)
 
 
 @triton.jit
-def _sum_chain(scores, shrinks, sums, first, tiles, to, Q: tl.constexpr):
-    """The four sums of each query, [4, Q] at `sums + to`. Numbers are read a tile ahead of their use."""
-    LANES: tl.constexpr = 4 * Q
-    lane = tl.arange(0, LANES)
-    total = tl.zeros((LANES,), tl.float32)
-    last = first + tiles - 1
-    shrink = tl.load(shrinks + last * Q + lane % Q)
-    parts = _loaded(scores + last * (_TILE * Q), lane, LANES)
-    for step in range(tiles):
-        tile = first + tl.maximum(tiles - 2 - step, 0)
-        next_shrink = tl.load(shrinks + tile * Q + lane % Q)
-        next_parts = _loaded(scores + tile * (_TILE * Q), lane, LANES)
-        total = tl.fma(total, shrink, parts[0])
-        for i in tl.static_range(1, _TILE // 4):
-            total = total + parts[i]
-        parts, shrink = next_parts, next_shrink
-    tl.store(sums + to + lane, total)
+def _values_at(values, pages, block, group, col, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr):
+    page, key = tl.load(pages + block * _TILE // PAGE).to(tl.int64), tl.arange(0, _TILE)
+    return values + ((page * PAGE + (block * _TILE) % PAGE + key) * G + group)[:, None] * H + col[None, :]
 
 
 @triton.jit
 def _value_chain(
     values, pages, weights, shrinks, acc_out, sequence, group, part, first, tiles, length,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, ON_GPU: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr,
+    AHEAD: tl.constexpr, FP8: tl.constexpr, ON_GPU: tl.constexpr,
 ):
-    """Elements `part * COLS` ... of the heads of a group, unscaled, to `acc_out` [B, N, H]."""
-    row, key = tl.arange(0, ROWS), tl.arange(0, _TILE)
+    """Elements `part * COLS` ... of the heads of a group, unscaled, to `acc_out` [B, N, H]; products are transposed.
+
+    Tiles are held in `AHEAD` sets of registers as in `_sum_chain`. A set of values is codes until the tile before is
+    multiplied; where its next tile lies was read one round earlier.
+    """
+    COLUMNS: tl.constexpr = max(Q, 8)
+    query, key, last = tl.arange(0, COLUMNS), tl.arange(0, _TILE), tiles - 1
     col = part * COLS + tl.arange(0, COLS)
-    acc = tl.zeros((ROWS, COLS), tl.float32)
-    last = tiles - 1
-    page = tl.load(pages + last * _TILE // PAGE)
-    for step in tl.range(0, tiles, num_stages=STAGES):
-        block = last - step
-        alive = block * _TILE + key < length
-        at = ((page.to(tl.int64) * PAGE + (block * _TILE) % PAGE + key) * G + group)[:, None] * H + col[None, :]
-        page = tl.load(pages + tl.maximum(block - 1, 0) * _TILE // PAGE)  # a tile ahead of its use
-        v = tl.load(values + at, mask=alive[:, None], other=0.0)
-        w = tl.load(
-            weights + ((first + block) * Q + row)[:, None] * _TILE + key[None, :], mask=(row < Q)[:, None], other=0.0
-        )
-        shrink = tl.load(shrinks + (first + block) * Q + row, mask=row < Q, other=0.0)
-        acc = tl.dot(w, widened(v, FP8, ON_GPU), acc * shrink[:, None])
-    to = acc_out + (sequence * N + group * (N // G) + row)[:, None] * H + col[None, :]
-    tl.store(to, acc, mask=(row < N // G)[:, None])
+    acc = tl.zeros((COLS, COLUMNS), tl.float32)
+    at_w = weights + (query * _TILE)[None, :] + key[:, None]
+    real = (query < Q)[None, :]
+    v, w, units, ats = (), (), (), ()
+    for d in tl.static_range(AHEAD):
+        block = tl.maximum(last - d, 0)
+        at = _values_at(values, pages, block, group, col, G, H, PAGE)
+        real_key = (block * _TILE + key < length)[:, None]
+        v = v + (tl.load(at, mask=real_key, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
+        w = w + (tl.load(at_w + (first + block) * Q * _TILE, mask=real, other=0.0),)  # type: ignore[assignment]
+        unit = tl.load(shrinks + (first + block) * Q + query, mask=query < Q, other=0.0)
+        units = units + (unit,)  # type: ignore[assignment]
+        page = tl.load(pages + tl.maximum(last - d - AHEAD, 0) * _TILE // PAGE)
+        ats = ats + (page,)  # type: ignore[assignment]
+    wide = widened(v[0], FP8, ON_GPU)
+    for step in range(0, tiles, AHEAD):
+        new_v, new_w, new_units, new_ats = (), (), (), ()
+        for d in tl.static_range(AHEAD):
+            block = tl.maximum(last - step - d - AHEAD, 0)  # full of keys, or not used
+            row = ats[d].to(tl.int64) * PAGE + (block * _TILE) % PAGE + key
+            at = values + (row * G + group)[:, None] * H + col[None, :]
+            new_v = new_v + (tl.load(at, eviction_policy="evict_first"),)  # type: ignore[assignment]
+            page = tl.load(pages + tl.maximum(last - step - d - 2 * AHEAD, 0) * _TILE // PAGE)
+            new_ats = new_ats + (page,)  # type: ignore[assignment]
+            if d + 1 < AHEAD:
+                next_wide = widened(v[d + 1], FP8, ON_GPU)
+            else:
+                next_wide = widened(new_v[0], FP8, ON_GPU)
+            now = tl.dot(tl.trans(wide), w[d], acc * units[d][None, :])
+            acc = tl.where(step + d < tiles, now, acc)
+            wide = next_wide
+            one = tl.load(at_w + (first + block) * Q * _TILE, mask=real, other=0.0)
+            new_w = new_w + (one,)  # type: ignore[assignment]
+            unit = tl.load(shrinks + (first + block) * Q + query, mask=query < Q, other=0.0)
+            new_units = new_units + (unit,)  # type: ignore[assignment]
+        v, w, units, ats = new_v, new_w, new_units, new_ats
+    to = acc_out + (sequence * N + group * (N // G) + query)[None, :] * H + col[:, None]
+    tl.store(to, acc, mask=(query < N // G)[None, :])
 
 
 @triton.jit
@@ -237,8 +277,8 @@ def store_heads(
 def _chain_kernel(
     values, table, lengths, scores, weights, shrinks, acc, sums, arrived, out, codes, code_scales,
     table_stride, codes_stride, scales_stride, T,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr,
+    AHEAD: tl.constexpr, SUMS_AHEAD: tl.constexpr, FP8: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr,
     POW2: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -248,11 +288,11 @@ def _chain_kernel(
     length = tl.load(lengths + sequence)
     tiles, first = tl.cdiv(length, _TILE), pair.to(tl.int64) * T
     if part == PARTS:
-        _sum_chain(scores, shrinks, sums, first, tiles, pair * 4 * Q, Q)
+        _sum_chain(scores, shrinks, sums, first, tiles, pair * 4 * Q, Q, SUMS_AHEAD)
     else:
         _value_chain(
             values, table + sequence * table_stride, weights, shrinks, acc, sequence, group, part, first, tiles, length,
-            N, G, H, Q, PAGE, ROWS, COLS, STAGES, FP8, PDL,
+            N, G, H, Q, PAGE, COLS, AHEAD, FP8, PDL,
         )
     tl.debug_barrier()  # all threads have stored what they computed
     if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == PARTS:
@@ -282,10 +322,11 @@ def _padded(heads: int, groups: int) -> int:
     return triton.next_power_of_2(heads // groups)
 
 
-def shape_for(pairs: int, head_dim: int) -> Shape:
-    """The narrowest chains that still run all at once, for `pairs` of a sequence and a key/value head."""
+def shape_for(pairs: int, head_dim: int, fp8: bool) -> Shape:
+    """For `pairs` of a sequence and a key/value head: narrow chains while all run at once. 32 codes are what one read
+    of memory brings."""
     few = pairs * (head_dim // 16 + 1) <= 2 * _PROCESSORS
-    return Shape(16, 16, 8) if few else Shape(16, 32, 6)
+    return Shape(32, 5) if fp8 else Shape(16, 5) if few else Shape(32, 3)
 
 
 def decode(
@@ -324,7 +365,7 @@ def launch(
     fp8, padded, tiles = cache.scales is not None, _padded(heads, groups), table.shape[1] * page // TILE
     keys, values = (x.view(torch.uint8) if fp8 else x for x in (cache.keys, cache.values))
     scales = cache.scales if cache.scales is not None else q
-    shape = shape_for(batch * groups, head_dim) if shape is None else shape
+    shape = shape_for(batch * groups, head_dim, fp8) if shape is None else shape
     scores = torch.empty(batch * groups * tiles * TILE * padded, dtype=torch.float32, device=q.device)
     weights = torch.empty(scores.shape, dtype=torch.bfloat16, device=q.device)
     maxima, shrinks = torch.empty(2, batch * groups * tiles * padded, dtype=torch.float32, device=q.device)
@@ -345,6 +386,6 @@ def launch(
     )
     _chain_kernel[(batch * groups * (head_dim // shape.cols + 1),)](
         values, table, lengths, scores, weights, shrinks, acc, sums, arrived, out, codes, units, table.stride(0),
-        codes.stride(0), units.stride(1), tiles, N=heads, H=head_dim, ROWS=shape.rows, COLS=shape.cols,
-        STAGES=shape.stages, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=shape.warps, **sizes,
+        codes.stride(0), units.stride(1), tiles, N=heads, H=head_dim, COLS=shape.cols,
+        AHEAD=shape.ahead, SUMS_AHEAD=SUMS_AHEAD, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=shape.warps, **sizes,
     )

@@ -15,8 +15,9 @@ import numpy as np
 
 TILE = 128  # keys
 # Decode attention of a layer: bytes read per microsecond, microseconds for each tile of the longest chunk, and for the
-# second kernel at all. Estimated, to be replaced by what benchmarks/bench_tail.py measures.
-READ_RATE, TILE_US, START_US = 3.8e6, 1.3, 6.0
+# second kernel at all. With benchmarks/bench_tail.py on an H200 (groups of 8 and 16), nothing that merges by these is
+# slower: measured before tiles were read ahead, which needs less per tile, so they ask for more than they must.
+READ_RATE, TILE_US, START_US = 3.8e6, 4.6, 16.0
 
 
 def chunk_size(heads: int) -> int:

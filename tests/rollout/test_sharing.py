@@ -67,8 +67,8 @@ def test_a_large_group_falls_into_chunks_and_a_small_gain_does_not_pay() -> None
     found = find_sharing(table, np.full(9, PAGE + 1), PAGE, 4)
     check(found, table, np.full(9, PAGE + 1), 4)
     assert len(found.members) == 2 and found.first.tolist().count(0) == 1 and not found.pays(2048)
-    deep = table_of([[*range(1, 17), 20 + i] for i in range(64)], 20)
-    assert find_sharing(deep, np.full(64, 16 * PAGE), PAGE, 16).pays(2048)
+    deep = table_of([[*range(1, 17), 20 + i] for i in range(256)], 20)
+    assert find_sharing(deep, np.full(256, 16 * PAGE), PAGE, 16).pays(2048)
 
 
 def test_padding_names_no_sequence() -> None:

@@ -19,8 +19,8 @@ from jetrl.precision.formats import BLOCK
 from jetrl.types import LayerCache, PagedPlan
 
 # The least bound of keys from which `triton_decode_split` is faster, by programs of the other kernel (sequences times
-# key/value heads, at most so many). Estimated, to be replaced by what benchmarks/bench_tail.py measures.
-SPLIT_FROM = ((16, 2048), (32, 4096), (64, 4096), (128, 8192))
+# key/value heads, at most so many): benchmarks/bench_tail.py on an H200, both formats.
+SPLIT_FROM = ((16, 2048),)
 
 
 def splits(batch: int, heads: int, groups: int, bound: int) -> bool:

@@ -110,12 +110,13 @@ def go_on(
     (chunks, size), fp8 = shared.members.shape, cache.scales is not None
     assert size * (heads // groups) <= ROWS, "a chunk has more query heads than rows"
     keys, values = (x.view(torch.uint8) if fp8 else x for x in (cache.keys, cache.values))
+    scales = cache.scales.view(torch.int32) if cache.scales is not None else q
     log2_scale = float(np.float32(scale) * np.float32(math.log2(math.e)))  # one FP32 product, as in FlashAttention-4
     codes, units = (quantized.codes.view(torch.uint8), quantized.scale) if quantized is not None else (out, out)
     if chunks:
         _shared_kernel[(chunks * groups,)](
-            q, keys, values, cache.scales.view(torch.int32) if cache.scales is not None else q, table, shared.members, shared.tiles,
-            *state, out, codes, units, log2_scale, table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups,
-            H=head_dim, S=size, PAGE=page, STAGES=STAGES, FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS,
-            POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
+            q, keys, values, scales, table, shared.members, shared.tiles, *state, out, codes, units, log2_scale,
+            table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, S=size, PAGE=page,
+            STAGES=STAGES, FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
+            enable_fp_fusion=False, **LAUNCH,
         )

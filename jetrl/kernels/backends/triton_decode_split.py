@@ -93,14 +93,14 @@ def power_of_two(scales, page, group, inside, alive, which: tl.constexpr, G: tl.
 
 @triton.jit
 def _scores_kernel(
-    q, keys, scales, table, lengths, scores, maxima, arrived, table_stride, T,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
+    q, keys, scales, table, lengths, scores, maxima, arrived, table_stride, T, split,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr,
     FP8: tl.constexpr, PDL: tl.constexpr,
 ):
     """Scores [B, G, T, 128, Q], -inf beyond the last key, in the order of the sums: element i of part p is key
     8 (i // 2) + 2 p + i % 2 of its tile, and stands at 4 i + p. Their maxima [B, G, T, Q]. Resets `arrived` [B, G]."""
     begin(PDL)
-    pair, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    pair, part = tl.program_id(0) // split, tl.program_id(0) % split
     sequence, group = pair // G, pair % G
     length = tl.load(lengths + sequence)
     tiles = tl.cdiv(length, _TILE)
@@ -111,7 +111,7 @@ def _scores_kernel(
     place = (key // 8 * 2 + key % 2) * 4 + key // 2 % 4
     at_q = q + (sequence * N + group * (N // G) + row)[None, :] * H + col[:, None]
     query = tl.load(at_q, mask=(row < N // G)[None, :], other=0.0)
-    for block in range(part, tiles, SPLIT):
+    for block in range(part, tiles, split):
         alive = block * _TILE + key < length
         page = tl.load(table + sequence * table_stride + block * _TILE // PAGE).to(tl.int64)
         inside = (block * _TILE) % PAGE + key
@@ -144,6 +144,13 @@ def _weights_kernel(
     if block * _TILE < length:
         tile, head, place = tl.arange(0, TP), tl.arange(0, Q), tl.arange(0, _TILE)
         first = pair.to(tl.int64) * T
+        key = place // 8 * 8 + place % 4 * 2 + place // 4 % 2
+        if FP8:
+            page = tl.load(table + sequence * table_stride + block * _TILE // PAGE).to(tl.int64)
+            inside, alive = (block * _TILE) % PAGE + key, block * _TILE + key < length
+            unit = power_of_two(scales, page, group, inside, alive, 1, G, PAGE)
+        at = scores + ((first + block) * _TILE + place)[:, None] * Q + head[None, :]
+        s = tl.load(at)  # everything is read before the first store, behind which no read would begin
         later = (tile > block) & (tile * _TILE < length)
         every = tl.load(
             maxima + (first + tile)[:, None] * Q + head[None, :], mask=later[:, None], other=float("-inf")
@@ -151,26 +158,30 @@ def _weights_kernel(
         before = tl.max(every, axis=0)
         top = tl.maximum(before, tl.load(maxima + (first + block) * Q + head))
         tl.store(shrinks + (first + block) * Q + head, tl.exp2((before - top) * scale))
-        at = scores + ((first + block) * _TILE + place)[:, None] * Q + head[None, :]
-        s = tl.load(at)
         zeros = tl.zeros_like(s)
         p = tl.exp2(tl.fma(s, scale + zeros, zeros - (top * scale)[None, :]))
         tl.store(at, p)
-        key = place // 8 * 8 + place % 4 * 2 + place // 4 % 2
         if FP8:
-            page = tl.load(table + sequence * table_stride + block * _TILE // PAGE).to(tl.int64)
-            inside, alive = (block * _TILE) % PAGE + key, block * _TILE + key < length
-            p *= power_of_two(scales, page, group, inside, alive, 1, G, PAGE)[:, None]
+            p *= unit[:, None]
         to = weights + ((first + block) * Q + head)[None, :] * _TILE + key[:, None]
         tl.store(to, p.to(tl.bfloat16))
+
+
+@triton.jit
+def _rows(at, Q: tl.constexpr):
+    """The rows of 4 Q numbers of a tile."""
+    rows = ()
+    for i in tl.static_range(_TILE // 4):
+        rows = rows + (tl.load(at + i * 4 * Q),)  # type: ignore[assignment]
+    return rows
 
 
 @triton.jit
 def _sum_chain(scores, shrinks, sums, first, tiles, to, Q: tl.constexpr, AHEAD: tl.constexpr):
     """The four sums of each query, [4, Q] at `sums + to`: the 32 rows of a tile's 4 Q weights, one after another.
 
-    A tile's numbers are held in one of `AHEAD` sets. A set is read anew as soon as it is added up, so no register
-    moves, and nothing waits for a number before `AHEAD - 1` other tiles are done.
+    A tile's numbers are held in one of `AHEAD` sets of registers. A set is read anew as soon as it is added up, so no
+    register moves. The branch for each tile keeps the compiler from collecting these reads at the end of a round.
     """
     ROWS: tl.constexpr = _TILE // 4
     lane, last = tl.arange(0, 4 * Q), tiles - 1
@@ -179,28 +190,28 @@ def _sum_chain(scores, shrinks, sums, first, tiles, to, Q: tl.constexpr, AHEAD: 
     for d in tl.static_range(AHEAD):
         tile = first + tl.maximum(last - d, 0)
         units = units + (tl.load(shrinks + tile * Q + lane % Q),)  # type: ignore[assignment]
-        for i in tl.static_range(ROWS):
-            rows = rows + (tl.load(scores + tile * (_TILE * Q) + i * 4 * Q + lane),)  # type: ignore[assignment]
+        rows = rows + _rows(scores + tile * (_TILE * Q) + lane, Q)
     for step in range(0, tiles, AHEAD):
         new_rows, new_units = (), ()
         for d in tl.static_range(AHEAD):
-            now = tl.fma(total, units[d], rows[d * ROWS])
-            for i in tl.static_range(1, ROWS):
-                now = now + rows[d * ROWS + i]
-            total = tl.where(step + d < tiles, now, total)
-            tile = first + tl.maximum(last - step - d - AHEAD, 0)
-            new_units = new_units + (tl.load(shrinks + tile * Q + lane % Q),)  # type: ignore[assignment]
-            for i in tl.static_range(ROWS):
-                at = scores + tile * (_TILE * Q) + i * 4 * Q + lane
-                new_rows = new_rows + (tl.load(at),)  # type: ignore[assignment]
-        rows, units = new_rows, new_units
+            set_rows, unit = rows[d * ROWS : (d + 1) * ROWS], units[d]  # type: ignore[var-annotated]
+            if step + d < tiles:
+                total = tl.fma(total, unit, set_rows[0])
+                for i in tl.static_range(1, ROWS):
+                    total = total + set_rows[i]
+                tile = first + tl.maximum(last - step - d - AHEAD, 0)
+                unit = tl.load(shrinks + tile * Q + lane % Q)
+                set_rows = _rows(scores + tile * (_TILE * Q) + lane, Q)
+            new_units = new_units + (unit,)  # type: ignore[assignment]
+            new_rows = new_rows + set_rows
+        rows, units = new_rows, new_units  # type: ignore[assignment]
     tl.store(sums + to + lane, total)
 
 
 @triton.jit
-def _values_at(values, pages, block, group, col, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr):
-    page, key = tl.load(pages + block * _TILE // PAGE).to(tl.int64), tl.arange(0, _TILE)
-    return values + ((page * PAGE + (block * _TILE) % PAGE + key) * G + group)[:, None] * H + col[None, :]
+def _values_at(values, page, block, group, col, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr):
+    row = page.to(tl.int64) * PAGE + (block * _TILE) % PAGE + tl.arange(0, _TILE)
+    return values + (row * G + group)[:, None] * H + col[None, :]
 
 
 @triton.jit
@@ -220,31 +231,27 @@ def _value_chain(
     acc = tl.zeros((COLS, COLUMNS), tl.float32)
     at_w = weights + (query * _TILE)[None, :] + key[:, None]
     real = (query < Q)[None, :]
-    v, w, units, ats = (), (), (), ()
+    v, w, units, next_pages = (), (), (), ()
     for d in tl.static_range(AHEAD):
         block = tl.maximum(last - d, 0)
-        at = _values_at(values, pages, block, group, col, G, H, PAGE)
+        at = _values_at(values, tl.load(pages + block * _TILE // PAGE), block, group, col, G, H, PAGE)
         real_key = (block * _TILE + key < length)[:, None]
         v = v + (tl.load(at, mask=real_key, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
         w = w + (tl.load(at_w + (first + block) * Q * _TILE, mask=real, other=0.0),)  # type: ignore[assignment]
         unit = tl.load(shrinks + (first + block) * Q + query, mask=query < Q, other=0.0)
         units = units + (unit,)  # type: ignore[assignment]
         page = tl.load(pages + tl.maximum(last - d - AHEAD, 0) * _TILE // PAGE)
-        ats = ats + (page,)  # type: ignore[assignment]
-    wide = widened(v[0], FP8, ON_GPU)
+        next_pages = next_pages + (page,)  # type: ignore[assignment]
+    wide = widened(v[0], FP8, ON_GPU)  # type: ignore[misc]
     for step in range(0, tiles, AHEAD):
-        new_v, new_w, new_units, new_ats = (), (), (), ()
+        new_v, new_w, new_units, new_pages = (), (), (), ()
         for d in tl.static_range(AHEAD):
             block = tl.maximum(last - step - d - AHEAD, 0)  # full of keys, or not used
-            row = ats[d].to(tl.int64) * PAGE + (block * _TILE) % PAGE + key
-            at = values + (row * G + group)[:, None] * H + col[None, :]
+            at = _values_at(values, next_pages[d], block, group, col, G, H, PAGE)
             new_v = new_v + (tl.load(at, eviction_policy="evict_first"),)  # type: ignore[assignment]
             page = tl.load(pages + tl.maximum(last - step - d - 2 * AHEAD, 0) * _TILE // PAGE)
-            new_ats = new_ats + (page,)  # type: ignore[assignment]
-            if d + 1 < AHEAD:
-                next_wide = widened(v[d + 1], FP8, ON_GPU)
-            else:
-                next_wide = widened(new_v[0], FP8, ON_GPU)
+            new_pages = new_pages + (page,)  # type: ignore[assignment]
+            next_wide = widened(v[d + 1] if d + 1 < AHEAD else new_v[0], FP8, ON_GPU)  # type: ignore[misc]
             now = tl.dot(tl.trans(wide), w[d], acc * units[d][None, :])
             acc = tl.where(step + d < tiles, now, acc)
             wide = next_wide
@@ -252,7 +259,7 @@ def _value_chain(
             new_w = new_w + (one,)  # type: ignore[assignment]
             unit = tl.load(shrinks + (first + block) * Q + query, mask=query < Q, other=0.0)
             new_units = new_units + (unit,)  # type: ignore[assignment]
-        v, w, units, ats = new_v, new_w, new_units, new_ats
+        v, w, units, next_pages = new_v, new_w, new_units, new_pages
     to = acc_out + (sequence * N + group * (N // G) + query)[None, :] * H + col[:, None]
     tl.store(to, acc, mask=(query < N // G)[None, :])
 
@@ -377,8 +384,8 @@ def launch(
     sizes = {"G": groups, "Q": padded, "PAGE": page, "FP8": fp8, "enable_fp_fusion": False, **LAUNCH}
     split = min(tiles, max(1, _PROGRAMS // (batch * groups)))
     _scores_kernel[(batch * groups * split,)](
-        q, keys, scales, table, lengths, scores, maxima, arrived, table.stride(0), tiles, N=heads, H=head_dim,
-        SPLIT=split, num_warps=4, num_stages=1, **sizes,
+        q, keys, scales, table, lengths, scores, maxima, arrived, table.stride(0), tiles, split,
+        N=heads, H=head_dim, num_warps=4, num_stages=1, **sizes,
     )
     _weights_kernel[(batch * groups * tiles,)](
         scales, table, lengths, scores, maxima, weights, shrinks, log2_scale, table.stride(0), tiles,
@@ -386,6 +393,7 @@ def launch(
     )
     _chain_kernel[(batch * groups * (head_dim // shape.cols + 1),)](
         values, table, lengths, scores, weights, shrinks, acc, sums, arrived, out, codes, units, table.stride(0),
-        codes.stride(0), units.stride(1), tiles, N=heads, H=head_dim, COLS=shape.cols,
-        AHEAD=shape.ahead, SUMS_AHEAD=SUMS_AHEAD, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=shape.warps, **sizes,
+        codes.stride(0), units.stride(1), tiles, N=heads, H=head_dim, COLS=shape.cols, AHEAD=shape.ahead,
+        SUMS_AHEAD=SUMS_AHEAD, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=shape.warps,
+        **sizes,
     )

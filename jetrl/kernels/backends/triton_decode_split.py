@@ -203,7 +203,7 @@ def _sum_chain(scores, shrinks, sums, first, tiles, to, Q: tl.constexpr, AHEAD: 
                 unit = tl.load(shrinks + tile * Q + lane % Q)
                 set_rows = _rows(scores + tile * (_TILE * Q) + lane, Q)
             new_units = new_units + (unit,)  # type: ignore[assignment]
-            new_rows = new_rows + set_rows
+            new_rows = new_rows + set_rows  # type: ignore[assignment]
         rows, units = new_rows, new_units  # type: ignore[assignment]
     tl.store(sums + to + lane, total)
 

@@ -316,6 +316,7 @@ class PagedPlan:
     kv_pages: tuple[int, ...]
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
+    shared: Any = None  # kernels.decode.SharedPages, perhaps, where every sequence has one query
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class RolloutConfig(Section):
 
     section: ClassVar[str] = "rollout"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("page_size", "speculate", "max_draft_tokens"), "engine", ("vllm",)),
+        Rule(("page_size", "merge_prefix", "speculate", "max_draft_tokens"), "engine", ("vllm",)),
         Rule(("max_draft_tokens",), "speculate", ("off",)),
     )
     engine: str = Field(
@@ -174,6 +174,9 @@ class RolloutConfig(Section):
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: int | None = Field(
         default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
+    merge_prefix: bool = Field(
+        default=False, description="Decode steps read pages that samples of a prompt share once for all of them, where "
+        "that takes less time. Changes no bit. Needs a GPU.")
     max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1,

@@ -1,4 +1,5 @@
-"""The state of a decode step on the device, and its advance from one token to the next without the host.
+"""The state of a decode step on the device, and its advance from one token to the next without the host; what
+sequences share.
 
 Legend: `B` rows, `M` pages per sequence, `S` steps that the record has room for.
 """
@@ -35,6 +36,20 @@ class DecodeState:
             torch.zeros(3, steps, size, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int32, device=device), page_size,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """Decoding sequences whose first pages are the same, so that one reading serves them all (`rollout.sharing`).
+
+    Only a hint: attention without it has the same bits. A chunk's `members` have its first `tiles` tiles of 128 keys in
+    common; chunks without tiles are padding. All of these keys are there already: each member's own tiles hold at least
+    the new one.
+    """
+
+    first: Tensor  # [B] int32, the first tiles of each sequence that its chunk reads; 0: none
+    members: Tensor  # [C, S'] int32, -1 behind the last
+    tiles: Tensor  # [C] int32
 
 
 def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor) -> None:

@@ -84,7 +84,7 @@ class PagedEngine:
         max_tokens_per_step: int = 2048,
         kv_cache_tokens: int | None = None,
         eos_token_ids: Collection[int] | None = None,
-        speculator: Speculator | None = None,
+        speculator: Speculator | None = None, merge_prefix: bool = False,
     ) -> None:
         if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < 1):
             raise UserError(
@@ -93,6 +93,7 @@ class PagedEngine:
             )
         self.model, self.tokenizer, self.flow_digest = model, tokenizer, flow_digest
         self.runner = ModelRunner(model, page_size)
+        self.runner.merge_prefix = merge_prefix
         self.page_size, self.kv_cache_tokens = page_size, kv_cache_tokens
         self.max_num_seqs, self.max_tokens_per_step = max_num_seqs, max_tokens_per_step
         if eos_token_ids is None:

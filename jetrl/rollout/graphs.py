@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.kernels.decode import DecodeState, advance
+from jetrl.kernels.decode import DecodeState, SharedPages, advance
 from jetrl.kernels.logprob import draw
+from jetrl.rollout.sharing import Sharing, chunk_size, find_sharing
 from jetrl.types import ForwardBatch, PagedPlan
+
+_SHARE_FROM = 17  # sequences; fewer have kernels that read keys in parallel, which do not merge
 
 
 def padded_batch(n: int) -> int:
@@ -32,14 +35,17 @@ def padded_batch(n: int) -> int:
 
 
 class GraphSize(NamedTuple):
-    """What a graph is captured for: rows, width of the page table, and whether it draws its tokens itself."""
+    """What a graph is captured for: rows, width of the page table, whether it draws its tokens itself, and whether it
+    reads shared pages once."""
 
     rows: int
     width: int
     draws: bool
+    shares: bool = False
 
     def holds(self, other: GraphSize) -> bool:
-        return self.rows >= other.rows and self.width >= other.width and self.draws == other.draws
+        alike = self.draws == other.draws and self.shares == other.shares
+        return self.rows >= other.rows and self.width >= other.width and alike
 
 
 def choose(captured: Collection[GraphSize], need: GraphSize, times: int) -> GraphSize:
@@ -78,8 +84,10 @@ class DecodeInputs:
 class DecodeGraphs:
     """Captures on first use of a batch size, then replays. Both methods give what plain steps give, bit for bit."""
 
-    def __init__(self, model: Any, cache: Any, device: torch.device, max_steps: int) -> None:
+    def __init__(self, model: Any, cache: Any, device: torch.device, max_steps: int, merges: bool = False) -> None:
         self.model, self.cache, self.device, self.max_steps = model, cache, device, max_steps
+        self.merges = merges  # `rollout.merge_prefix`
+        self._heads = model.spec.num_heads // model.spec.num_kv_heads if merges else 1
         self.addresses = model.addresses()
         self._graphs: dict[GraphSize, _Graph] = {}
         self._asked: Counter[GraphSize] = Counter()
@@ -108,12 +116,14 @@ class DecodeGraphs:
     def _ready(self, step: DecodeInputs, draws: bool) -> _Graph:
         """The graph that fits, its inputs in place."""
         n, pages = step.block_table.shape
-        need = GraphSize(padded_batch(n), max(32, 1 << (pages - 1).bit_length()), draws)  # a wide table costs nothing
+        sharing = self._sharing(step)
+        width = max(32, 1 << (pages - 1).bit_length())  # a wide table costs nothing
+        need = GraphSize(padded_batch(n), width, draws, sharing is not None)
         self._asked[need] += 1
         taken = choose(self._graphs.keys(), need, self._asked[need])
         if taken not in self._graphs:
             self._graphs[taken] = self._capture(*taken)
-        held, (size, width, _) = self._graphs[taken], taken
+        held, (size, width, *_) = self._graphs[taken], taken
         integers = np.zeros((5, size), dtype=np.int64)
         integers[2] = -1  # a padding row writes nothing
         columns = (step.tokens, step.positions, step.slots, step.keys.view(np.int64), step.sample_positions)
@@ -130,16 +140,36 @@ class DecodeGraphs:
         held.state.kv_lengths.copy_(sent[:, width])
         held.state.count.zero_()
         held.temperature.copy_(torch.from_numpy(temperature), non_blocking=True)
+        if sharing is not None:
+            assert isinstance(held.batch.plan, PagedPlan)
+            shared = held.batch.plan.shared
+            for target, values in zip((shared.first, shared.members, shared.tiles), sharing.padded(size), strict=True):
+                target.copy_(torch.from_numpy(values), non_blocking=True)
         return held
 
-    def _capture(self, size: int, width: int, draws: bool) -> _Graph:
+    def _sharing(self, step: DecodeInputs) -> Sharing | None:
+        """The first pages that are worth reading once for several sequences."""
+        if not self.merges or len(step.tokens) < _SHARE_FROM:
+            return None
+        keys = self.cache.keys
+        found = find_sharing(step.block_table, step.positions, self.cache.page_size, chunk_size(self._heads))
+        return found if found.pays(2 * keys.shape[3] * keys.shape[4] * keys.element_size()) else None
+
+    def _shared(self, size: int) -> SharedPages:
+        """Room for what `_sharing` finds among `size` sequences; nothing is shared yet."""
+        none = Sharing(
+            np.zeros(0, np.int32), np.zeros((0, chunk_size(self._heads)), np.int32), np.zeros(0, np.int32), 0
+        )
+        return SharedPages(*(torch.from_numpy(x).to(self.device) for x in none.padded(size)))
+
+    def _capture(self, size: int, width: int, draws: bool, shares: bool) -> _Graph:
         device = self.device
         state = DecodeState.empty(size, width, self.max_steps, self.cache.page_size, device)
         integers = state.integers
         plan = PagedPlan(
             cache=self.cache, cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
             query_lengths=(1,) * size, kv_lengths=state.kv_lengths, kv_pages=(width,) * size,
-            slots=integers[2], block_table=state.table,
+            slots=integers[2], block_table=state.table, shared=self._shared(size) if shares else None,
         )
         batch = ForwardBatch(integers[0], integers[1], plan, "rollout")
         temperature = torch.ones(size, dtype=torch.float32, device=device)

@@ -50,6 +50,7 @@ class ModelRunner:
     """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
 
     cuda_graphs = True  # a subclass that inspects each step turns them off
+    merge_prefix = False  # `rollout.merge_prefix`
     max_burst = 8  # decode steps between two looks at the tokens: hides the host, wastes up to 7 tokens a sequence
 
     def __init__(self, model: Model, page_size: int) -> None:
@@ -135,7 +136,7 @@ class ModelRunner:
         """`run` of steps in which every sequence computes and draws one token, as CUDA graphs."""
         start = self._clock()
         if self.graphs is None:
-            self.graphs = DecodeGraphs(self.model, self.cache, self.device, self.max_burst)
+            self.graphs = DecodeGraphs(self.model, self.cache, self.device, self.max_burst, self._merges)
         chosen = table.take(plan.sample_requests)
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
@@ -187,6 +188,12 @@ class ModelRunner:
         logits = self.model.logits(self.model(ForwardBatch(step.tokens[real], positions, paged, side="rollout")))
         owner = torch.arange(len(counts), device=self.device)[:, None].expand_as(real)[real].cpu().numpy()
         return sample_rows(logits, table.take(owner), positions.cpu().numpy() + 1)
+
+    @property
+    def _merges(self) -> bool:
+        """Whether pages that sequences share may be read once: there are kernels for pages of whole tiles."""
+        spec = self.model.spec
+        return self.merge_prefix and self.page_size % 128 == 0 and spec.num_heads // spec.num_kv_heads <= 16
 
     def _slots(self, plan: Plan) -> np.ndarray:
         """Cache slot of each new token [T] int64."""

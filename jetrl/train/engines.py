@@ -80,7 +80,7 @@ def paged_engine(context: EngineContext) -> PagedEngine:
     return PagedEngine(
         context.model, context.tokenizer, context.flow_digest, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
         max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,
-        eos_token_ids=context.eos_token_ids,
+        eos_token_ids=context.eos_token_ids, merge_prefix=r.merge_prefix,
         speculator=build_speculator(r.speculate, r.max_draft_tokens, r.max_num_seqs),
     )
 

@@ -45,7 +45,7 @@ def requests(vocab: int) -> list[Request]:
     return [Request(i, prompts[i % 4], kinds[i % 5]) for i in range(40)]
 
 
-def generate(model: object, asked: list[Request], **sizes: int) -> list[Completion]:
+def generate(model: object, asked: list[Request], **sizes: int | bool) -> list[Completion]:
     engine = PagedEngine(model, NoText(), "flow", **sizes)
     engine.load(WeightSet(1, "flow", {}))
     return list(engine.generate(asked))
@@ -56,10 +56,10 @@ def generate(model: object, asked: list[Request], **sizes: int) -> list[Completi
 def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.kernels.backends import gluon_attention
+    from jetrl.kernels.backends import triton_decode_choice as choice
 
-    launches, launch = [], gluon_attention._launch
-    monkeypatch.setattr(gluon_attention, "_launch", lambda *args: (launches.append(1), launch(*args)))
+    launches, launch = [], choice._launch
+    monkeypatch.setattr(choice, "_launch", lambda *args: (launches.append(1), launch(*args)))
     helpers = _models()
     model = helpers.build(name, precision)
     asked = requests(model.spec.vocab_size)
@@ -102,3 +102,25 @@ def test_broken_logits_are_reported() -> None:
     table = SamplingTable.build([SamplingParams(1)] * 3, [0, 1, 2])
     with pytest.raises(FloatingPointError, match=r"\[1\]"):
         sample_rows(logits, table, np.arange(3))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8 kv"])
+def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of a long prompt each, of which some end early: the decode graphs read shared pages once."""
+    from jetrl.kernels.backends import triton_decode_shared
+    from jetrl.rollout.sharing import Sharing
+
+    model = _models().build("qwen3", precision)
+    g = np.random.default_rng(1)
+    prompts = [tuple(g.integers(1, model.spec.vocab_size, n).tolist()) for n in (300, 700, 256, 90)]
+    asked = [
+        Request(i, prompts[i // 12], SamplingParams(20 + 7 * (i % 5), ignore_eos=True)) for i in range(48)
+    ]
+    apart = generate(model, asked, page_size=128)
+    merged, go_on = [], triton_decode_shared.go_on
+    monkeypatch.setattr(triton_decode_shared, "go_on", lambda *args: (merged.append(1), go_on(*args)))
+    monkeypatch.setattr(Sharing, "pays", lambda self, key_bytes: bool(self.saved))
+    together = generate(model, asked, page_size=128, merge_prefix=True)
+    assert merged, "no step merged anything"
+    for a, b in zip(apart, together, strict=True):
+        assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id}"

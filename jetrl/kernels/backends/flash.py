@@ -1,7 +1,7 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache. Decode steps run in
-`gluon_attention`, those with drafts in `gluon_draft`; both give the same bits. FlashAttention-4 reads BF16: pages of
-an FP8 cache are first dequantized into scratch pages, which is exact, so the bits are those of a BF16 cache with the
-rounded keys and values.
+the kernels of `triton_decode_choice`, those with drafts in `gluon_draft`; all give the same bits. FlashAttention-4 reads
+BF16: pages of an FP8 cache are first dequantized into scratch pages, which is exact, so the bits are those of a BF16
+cache with the rounded keys and values.
 
 The keys are never split: with splits, the order of sums would change with the batch. On Hopper a row's bits depend
 neither on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic
@@ -19,7 +19,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backends import gluon_attention, gluon_draft
+from jetrl.kernels.backends import gluon_draft, triton_decode_choice
 from jetrl.kernels.backends.triton_cache import read_cache, write_cache
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.qtensor import QTensor
@@ -85,13 +85,12 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     if gluon_draft.takes(plan.query_lengths, cache, q.shape[1]):
         return gluon_draft.decode(q, cache, plan.block_table, plan.kv_lengths, scale, plan.query_lengths[0])
     if first and first == len(plan.query_lengths):
-        return gluon_attention.decode(q, cache, plan.block_table, plan.kv_lengths, scale)
+        return triton_decode_choice.decode(q, cache, plan, scale)
     out = torch.empty_like(q)
     if not plan.query_lengths:
         return out
     if first:
-        decoding = cache, plan.block_table[:first], plan.kv_lengths[:first]
-        gluon_attention.decode(q[:first], *decoding, scale, out[:first])
+        triton_decode_choice.decode(q[:first], cache, plan, scale, out[:first], first)
     table, lengths = plan.block_table[first:], plan.kv_lengths[first:]
     starts = plan.cu_seqlens[first:] - first if first else plan.cu_seqlens
     if cache.scales is not None:
@@ -110,7 +109,7 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
     if q.shape[2] == BLOCK and plan.query_lengths and _decoding(q, plan) == len(plan.query_lengths):
         _check(q)
         cache = plan.cache.layer(layer)
-        return gluon_attention.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, pow2)
+        return triton_decode_choice.decode_quantize(q, cache, plan, scale, pow2)
     if q.shape[2] == BLOCK and gluon_draft.takes(plan.query_lengths, plan.cache.layer(layer), q.shape[1]):
         _check(q)
         cache, tokens = plan.cache.layer(layer), plan.query_lengths[0]
@@ -120,7 +119,7 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
 
 def _decoding(q: Tensor, plan: PagedPlan) -> int:
     """How many sequences the decode kernel takes: the leading ones with one query each, if it supports these sizes."""
-    if not gluon_attention.serves(plan.cache.layer(0), q.shape[1]):
+    if not triton_decode_choice.serves(plan.cache.layer(0), q.shape[1]):
         return 0
     count = len(plan.query_lengths)
     if plan.query_lengths == (1,) * count:

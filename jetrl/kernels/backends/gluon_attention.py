@@ -47,9 +47,6 @@ _TILE = gl.constexpr(TILE)
 _PROCESSORS = 132
 _QUERIES = (8, 16)  # per key/value head: columns of the tensor core
 
-
-# ---- layouts --------------------------------------------------------------------------------------------------------
-
 _MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=_MMA, k_width=2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(operand_index=1, parent=_MMA, k_width=2))
@@ -74,8 +71,6 @@ _VALUE_WORDS = gl.constexpr(
 )
 _K_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _V_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # of 64 codes: for keys as well
-
-# ---- kernel ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -139,12 +134,12 @@ def _copy_rows(slot, source, first, group, left, G: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    rings, sources, pages, half, tiles, length, group,
+    rings, sources, pages, half, tiles, own, length, group,
     G: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, FP8: gl.constexpr,
 ):
     """Begin to copy tile number `half`, counting keys and values alternately, to its slot; `KEYS`: it holds keys."""
     tile = half // 2
-    if tile < tiles:
+    if tile < own:
         block = tiles - 1 - tile
         page = gl.load(pages + block * _TILE // PAGE).to(gl.int64)
         inside, left = (block * _TILE) % PAGE, length - block * _TILE
@@ -224,14 +219,9 @@ def _add_up(sums, p, shrink):
     return gl.sum(gl.where(first[None, :][:, None, :], begun, parts), axis=2)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "scales_stride"])  # one kernel for all batches: seconds to compile each
-def _decode_kernel(
-    q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
-    N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
-    FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    begin(PDL)
+@gluon.jit
+def _rings(SLOTS: gl.constexpr, H: gl.constexpr, FP8: gl.constexpr):
+    """Shared memory for tiles of keys, of values (the same) and of powers of two."""
     if FP8 and H == 128:  # words of two codes of a key, of four codes of a value
         k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 64], _K_SHARED)
         v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, 32], _V_SHARED)
@@ -242,13 +232,29 @@ def _decode_kernel(
         k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], _K_SHARED)
         v_ring = k_ring
     scale_ring = gl.allocate_shared_memory(gl.int32, [4, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return k_ring, v_ring, scale_ring
+
+
+@gluon.jit(do_not_specialize=["table_stride", "scales_stride"])  # one kernel for all batches: seconds to compile each
+def _decode_kernel(
+    q, keys, values, scales, table, lengths, out, codes, code_scales, shared, tops, parts, accs,
+    scale, table_stride, codes_stride, scales_stride,
+    N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PAGE: gl.constexpr, SLOTS: gl.constexpr,
+    FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, MERGE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    begin(PDL)
+    k_ring, v_ring, scale_ring = _rings(SLOTS, H, FP8)
     rings, sources = (k_ring, v_ring, scale_ring), (keys, values, scales)
     sequence, group = gl.program_id(0) // G, gl.program_id(0) % G
     length = gl.load(lengths + sequence)
     pages = table + sequence * table_stride
     tiles = gl.cdiv(length, _TILE)
+    own = tiles
+    if MERGE:  # the first tiles belong to several sequences: `triton_decode_shared` goes on with them
+        own -= gl.load(shared + sequence)
     for half in gl.static_range(SLOTS - 1):
-        _copy(rings, sources, pages, half, tiles, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)
+        _copy(rings, sources, pages, half, tiles, own, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)
     element, head = gl.arange(0, H, layout=gl.SliceLayout(1, _RIGHT)), gl.arange(0, Q, layout=gl.SliceLayout(0, _RIGHT))
     at_q = (sequence * N + group * (N // G) + head)[None, :] * H + element[:, None]
     query = gl.load(q + at_q, mask=(head < N // G)[None, :], other=0.0)
@@ -257,10 +263,10 @@ def _decode_kernel(
     parts_layout: gl.constexpr = _parts(gl.zeros([_TILE, Q], gl.float32, layout=_RIGHT)).type.layout
     sums = gl.zeros([4, Q], gl.float32, layout=gl.SliceLayout(2, parts_layout))
     acc = gl.zeros([H, Q], gl.float32, layout=_MMA)
-    for t in range(tiles):
+    for t in range(own):
         async_copy.wait_group(SLOTS - 2)  # this tile's keys are here
         gl.thread_barrier()
-        _copy(rings, sources, pages, 2 * t - 1 + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8)
+        _copy(rings, sources, pages, 2 * t - 1 + SLOTS, tiles, own, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8)
         k = _key_operand(k_ring.index((2 * t) % SLOTS), FP8)
         s = mma_v2(k, query, gl.zeros([_TILE, Q], gl.float32, layout=_MMA))
         if FP8:  # BF16 in the lower half: the key's power of two
@@ -269,7 +275,7 @@ def _decode_kernel(
         s = gl.convert_layout(s, _RIGHT)
         async_copy.wait_group(SLOTS - 2)  # this tile's values are here
         gl.thread_barrier()
-        _copy(rings, sources, pages, 2 * t + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 0, FP8)
+        _copy(rings, sources, pages, 2 * t + SLOTS, tiles, own, length, group, G, PAGE, SLOTS, SLOTS % 2 == 0, FP8)
         p, top, shrink = _softmax(s, top, scale)
         weights = p
         if FP8:  # BF16 in the upper half: the value's. What is rounded next rounds as p alone would.
@@ -280,19 +286,40 @@ def _decode_kernel(
         acc = mma_v2(v, weights.to(gl.bfloat16), acc)
         sums = _add_up(sums, p, shrink)
     async_copy.wait_group(0)
-    total = gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0)
-    y = (acc * gl.convert_layout(_reciprocal(total), gl.SliceLayout(0, _MMA))[None, :]).to(gl.bfloat16)
-    _store(
-        y, sequence, group, out, codes, code_scales, codes_stride, scales_stride, N, G, FP8, QUANT, FLOOR, POW2
-    )
+    if MERGE and own < tiles:
+        _store_state(top, sums, acc, sequence, group, tops, parts, accs, N, G, FP8)
+    else:
+        inverse = _reciprocal(gl.sum(gl.sum(sums.reshape([2, 2, Q]), axis=1), axis=0))
+        y = (acc * gl.convert_layout(inverse, gl.SliceLayout(0, _MMA))[None, :]).to(gl.bfloat16)
+        to = (out, codes, code_scales, codes_stride, scales_stride)
+        _store(y, sequence, group, to, N, G, FP8, QUANT, FLOOR, POW2)
+
+
+@gluon.jit
+def _store_state(
+    top, sums, acc, sequence, group, tops, parts, accs, N: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr,
+):
+    """What the tiles after these need: maxima [B, N], sums [B, N, 4], outputs [B, N, H], FP32."""
+    H: gl.constexpr = acc.shape[0]
+    Q: gl.constexpr = acc.shape[1]
+    first = sequence * N + group * (N // G)
+    head = gl.arange(0, Q, layout=top.type.layout)
+    gl.store(tops + first + head, top, mask=head < N // G)
+    sums_layout: gl.constexpr = sums.type.layout
+    part = gl.arange(0, 4, layout=gl.SliceLayout(1, sums_layout))
+    head = gl.arange(0, Q, layout=gl.SliceLayout(0, sums_layout))
+    gl.store(parts + ((first + head) * 4)[None, :] + part[:, None], sums, mask=(head < N // G)[None, :])
+    element, head = _value_rows(H, FP8), gl.arange(0, Q, layout=gl.SliceLayout(0, _MMA))
+    gl.store(accs + ((first + head) * H)[None, :] + element[:, None], acc, mask=(head < N // G)[None, :])
 
 
 @gluon.jit
 def _store(
-    y, sequence, group, out, codes, code_scales, codes_stride, scales_stride,
-    N: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    y, sequence, group, to, N: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr, QUANT: gl.constexpr,
+    FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):
     """The heads [H, Q] of one group, BF16 or quantized."""
+    out, codes, code_scales, codes_stride, scales_stride = to
     H: gl.constexpr = y.shape[0]
     element, head = _value_rows(H, FP8), gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, _MMA))
     mine, head = head < N // G, group * (N // G) + head
@@ -321,7 +348,7 @@ def decode(
     is at least 1.
     """
     out = torch.empty_like(q) if out is None else out
-    _launch(q, cache, table, lengths, scale, out, None, False)
+    launch(q, cache, table, lengths, scale, out, None, False)
     return out
 
 
@@ -333,14 +360,16 @@ def decode_quantize(
     assert head_dim == BLOCK, "a group of the quantizer is a head"
     codes, scales = new_codes(batch, heads * head_dim, q.device), new_scale(batch, heads, q.device)
     quantized = QTensor(codes, scales, "1x128", (batch,), (heads * head_dim,))
-    _launch(q, cache, table, lengths, scale, q, quantized, pow2)
+    launch(q, cache, table, lengths, scale, q, quantized, pow2)
     return quantized
 
 
-def _launch(
+def launch(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, out: Tensor,
-    quantized: QTensor | None, pow2: bool,
+    quantized: QTensor | None, pow2: bool, state: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
+    """`state`: how many of the first tiles of each sequence [B] int32 to leave out, and where what was computed goes if
+    any were: maxima [B, N], sums [B, N, 4], outputs [B, N, H], FP32; nothing goes to `out` or `quantized` then."""
     (batch, heads, head_dim), (page, groups) = q.shape, cache.keys.shape[1:3]
     keys, values, scales = cache.keys, cache.values, cache.scales
     assert serves(cache, heads) and q.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
@@ -355,10 +384,11 @@ def _launch(
     queries = next(size for size in _QUERIES if size >= heads // groups)
     if batch:
         _decode_kernel[(batch * groups,)](
-            q, keys, values, scales if fp8 else q, table, lengths, out, codes, units, log2_scale, table.stride(0),
-            codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries, PAGE=page,
-            SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2,
-            num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None, enable_fp_fusion=False, **LAUNCH,
+            q, keys, values, scales if fp8 else q, table, lengths, out, codes, units, *(state or (q, q, q, q)),
+            log2_scale, table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, Q=queries,
+            PAGE=page, SLOTS=_slots(fp8, batch * groups), FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS,
+            POW2=pow2, MERGE=state is not None, num_warps=4, maxnreg=128 if fp8 and head_dim == BLOCK else None,
+            enable_fp_fusion=False, **LAUNCH,
         )
 
 

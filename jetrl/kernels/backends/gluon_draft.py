@@ -28,16 +28,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from jetrl.kernels.backends.gluon_attention import (
-    _K_SHARED,
     _MMA,
     _RIGHT,
     _TILE,
-    _V_SHARED,
     _add_up,
     _copy,
     _key_operand,
     _parts,
     _reciprocal,
+    _rings,
     _value_operand,
     _value_rows,
     serves,
@@ -64,21 +63,6 @@ def _softmax(s, top, scale):
 
 
 @gluon.jit
-def _rings(H: gl.constexpr, SLOTS: gl.constexpr, FP8: gl.constexpr):
-    """The ring of tiles in shared memory, as tiles of keys and as tiles of values."""
-    if FP8 and H == 128:  # words of two codes of a key, of four codes of a value
-        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 64], _K_SHARED)
-        v_ring = k_ring._reinterpret(gl.int32, [SLOTS, _TILE, 32], _V_SHARED)
-    elif FP8:
-        k_ring = gl.allocate_shared_memory(gl.int16, [SLOTS, _TILE, 32], _V_SHARED)
-        v_ring = k_ring
-    else:
-        k_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, _TILE, H], _K_SHARED)
-        v_ring = k_ring
-    return k_ring, v_ring
-
-
-@gluon.jit
 def _draft_kernel(
     q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, J: gl.constexpr, EACH: gl.constexpr,
@@ -87,8 +71,7 @@ def _draft_kernel(
 ):
     """One key/value head of one sequence, for EACH of its J tokens."""
     begin(PDL)
-    k_ring, v_ring = _rings(H, SLOTS, FP8)
-    scale_ring = gl.allocate_shared_memory(gl.int32, [4, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_ring, v_ring, scale_ring = _rings(SLOTS, H, FP8)
     rings, sources = (k_ring, v_ring, scale_ring), (keys, values, scales)
     PARTS: gl.constexpr = (J + EACH - 1) // EACH
     HEADS: gl.constexpr = N // G
@@ -100,7 +83,7 @@ def _draft_kernel(
     pages = table + sequence * table_stride
     tiles = gl.cdiv(length, _TILE)
     for half in gl.static_range(SLOTS - 1):
-        _copy(rings, sources, pages, half, tiles, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)
+        _copy(rings, sources, pages, half, tiles, tiles, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)
     query = _query(q, sequence, first, group, N, G, H, Q, J, EACH)
     key = gl.arange(0, _TILE, layout=gl.SliceLayout(1, _MMA))
     seen = gl.minimum(before + first + gl.arange(0, Q, layout=gl.SliceLayout(0, _MMA)) // HEADS, length)
@@ -111,7 +94,7 @@ def _draft_kernel(
     for t in range(tiles):
         async_copy.wait_group(SLOTS - 2)  # this tile's keys are here
         gl.thread_barrier()
-        _copy(rings, sources, pages, 2 * t - 1 + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8)
+        _copy(rings, sources, pages, 2 * t - 1 + SLOTS, tiles, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8)
         k = _key_operand(k_ring.index((2 * t) % SLOTS), FP8)
         s = mma_v2(k, query, gl.zeros([_TILE, Q], gl.float32, layout=_MMA))
         if FP8:  # BF16 in the lower half: the key's power of two
@@ -120,7 +103,7 @@ def _draft_kernel(
         s = gl.convert_layout(s, _RIGHT)
         async_copy.wait_group(SLOTS - 2)  # this tile's values are here
         gl.thread_barrier()
-        _copy(rings, sources, pages, 2 * t + SLOTS, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 0, FP8)
+        _copy(rings, sources, pages, 2 * t + SLOTS, tiles, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 0, FP8)
         p, top, shrink = _softmax(s, top, scale)
         weights = p
         if FP8:  # BF16 in the upper half: the value's. What is rounded next rounds as p alone would.

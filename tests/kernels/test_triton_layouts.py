@@ -1,0 +1,118 @@
+"""Decode kernels compiled for Hopper on any machine: the order in which the tensor core multiplies (no GPU needed).
+
+An operand that a thread holds four neighbouring keys of (`kWidth = 4`, Triton's choice for loads of 8 bits) is
+multiplied in another order than FlashAttention-4's. That changes last bits of few outputs, which a short run may miss.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from jetrl.kernels.backends import triton_decode_shared as shared  # noqa: E402
+from jetrl.kernels.backends import triton_decode_split as split  # noqa: E402
+
+COMMON = {"FLOOR": 0x2B8CBCCC, "POW2": True, "PDL": True, "G": 8, "H": 128, "PAGE": 128, "QUANT": True, "N": 32}
+POINTERS = {
+    "table": "*i32", "lengths": "*i32", "members": "*i32", "tiles_of": "*i32", "arrived": "*i32", "codes": "*u8",
+    "q": "*bf16", "scales": "*bf16", "weights": "*bf16", "out": "*bf16", "scale": "fp32",
+} | dict.fromkeys(
+    ("scores", "maxima", "shrinks", "acc", "accs", "sums", "tops", "parts", "code_scales"), "*fp32"
+)
+
+
+def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
+    """The kernel in Triton's GPU dialect, and its shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = COMMON | {"FP8": fp8} | constants
+    pages = "*u8" if fp8 else "*bf16"
+    kinds = {name: "constexpr" for name in constants} | POINTERS | {"keys": pages, "values": pages}
+    if kernel is shared._shared_kernel and fp8:
+        kinds["scales"] = "*i32"
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return done.asm["ttgir"], done.metadata.shared
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_chains_multiply_keys_in_their_natural_order(fp8: bool) -> None:
+    shape = split.shape_for(8, 128, fp8)
+    code, _ = compiled(split._chain_kernel, fp8, Q=4, COLS=shape.cols, AHEAD=shape.ahead, SUMS_AHEAD=split.SUMS_AHEAD)
+    assert set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
+    assert code.count("tt.dot ") == shape.ahead and "warp_group_dot" not in code
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one_thread(fp8: bool) -> None:
+    code, shared_bytes = compiled(shared._shared_kernel, fp8, S=16, STAGES=shared.STAGES)
+    assert code.count("async_copy_global_to_local") >= (3 if fp8 else 2) * shared.STAGES
+    assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"} and "warp_group_dot" in code
+    assert shared_bytes <= 227 * 1024
+    (name,) = set(re.findall(r"tensor<64x4x32xf32, #(\w+)>\) -> tensor<64x4xf32", code))
+    (layout,) = re.findall(rf"#{name} = #ttg.linear<(.*)>", code)
+    registers, others = layout.split("lane = ")
+    assert len(re.findall(r"\[0, 0, \d+\]", registers)) == 5 and not re.findall(r"\[0, 0, \d+\]", others)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_scores_multiply_the_head_in_its_natural_order(fp8: bool) -> None:
+    code, _ = compiled(split._scores_kernel, fp8, Q=4)
+    assert code.count("tt.dot ") == 1 and set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
+    code, _ = compiled(split._weights_kernel, fp8, Q=4, TP=256)
+    assert "tt.dot" not in code
+
+
+SIMPLE = {
+    "mov": int, "and": int.__and__, "or": int.__or__, "shr": int.__rshift__,
+    "shl": lambda x, by: x << by & 0xFFFFFFFF,
+}
+
+
+def assembled(text: str, word: int) -> list[int]:
+    """What the few PTX instructions of `text` make of `word`: the 16-bit halves of $0 and $1."""
+    found = {"$2": word}
+
+    def halves(x: int) -> torch.Tensor:
+        return torch.tensor([x & 0xFFFF, x >> 16], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+    def value(of: str) -> int:
+        return found[of] if of in found else int(of, 0)
+
+    for line in text.strip("{} \n").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        if op in ("", ".reg"):
+            continue
+        target, *names = (part.strip() for part in rest.split(","))
+        x = [value(name) for name in names]
+        if op == "prmt.b32":
+            parts = [x[i // 4] >> 8 * (i % 4) & 0xFF for i in range(8)]
+            found[target] = sum(parts[x[2] >> 4 * i & 7] << 8 * i for i in range(4))
+        elif op == "mul.bf16x2":
+            low, high = ((halves(x[0]).double() * halves(x[1]).double()).bfloat16().view(torch.int16)).tolist()
+            found[target] = (low & 0xFFFF) | (high & 0xFFFF) << 16
+        else:
+            found[target] = SIMPLE[op.removesuffix(".b32")](*x)
+    return [found[name] >> shift & 0xFFFF for name in ("$0", "$1") for shift in (0, 16)]
+
+
+def test_the_assembly_that_widens_codes() -> None:
+    """Every code at every place of a word, in order (but NaN, which attention never reads)."""
+    codes = [c for c in range(256) if c & 0x7F != 0x7F]
+    for i, code in enumerate(codes):
+        four = [code, codes[i * 7 % len(codes)], codes[i * 31 % len(codes)], codes[i * 101 % len(codes)]]
+        for turn in range(4):
+            now = four[turn:] + four[:turn]
+            want = torch.tensor(now, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int16)
+            got = assembled(split._WIDEN.value, sum(c << 8 * k for k, c in enumerate(now)))
+            assert got == [w & 0xFFFF for w in want.tolist()], now

@@ -30,6 +30,17 @@ def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
     return backend_of(x).quantize_act_t(x, pow2)
 
 
+def quantize_both(
+    x: Tensor, pow2: bool, pow2_t: bool, tile: bool, sections: tuple[int, ...] | None = None
+) -> tuple[QTensor, QTensor]:
+    """`quantize_act(x, pow2, sections)` and the transposed matrix for wgrad, from one read of `x` [T, C].
+
+    The second is `quantize_act_t(x, pow2_t)` or, with `tile`, has one scale for 128 features and 128 tokens.
+    """
+    _check(x, sections, x.shape[-1])
+    return backend_of(x).quantize_both(x, pow2, pow2_t, tile, sections)
+
+
 def quantize_weight(
     w: Tensor, sections: tuple[int, ...] | None = None, pow2: bool = False, out: QTensor | None = None
 ) -> QTensor:

@@ -97,6 +97,36 @@ def quantize_128x128(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | 
     return QTensor(codes, scale, "128x128", sections, (w.shape[1],))
 
 
+def quantize_both(
+    x: Tensor, pow2: bool, pow2_t: bool, tile: bool, sections: tuple[int, ...] | None = None
+) -> tuple[QTensor, QTensor]:
+    """Both orientations of `x` [T, C]: rows for a GEMM, and the transposed matrix [C, T] for wgrad.
+
+    `quantize_1x128(x, pow2, sections)`, and `quantize_128x1(x, pow2_t)` or, with `tile`, `quantize_128x128(x.T, pow2_t)`.
+    """
+    quantize_t = quantize_128x128 if tile else quantize_1x128
+    return quantize_1x128(x, pow2, sections), quantize_t(x.T.contiguous(), pow2_t)
+
+
+def swiglu_backward_quantize(
+    grad: Tensor, gate_up: Tensor, pow2: bool, pow2_t: bool
+) -> tuple[QTensor, QTensor, QTensor]:
+    """SwiGLU's gradient in both orientations, and SwiGLU's output [F, T] in tiles, for down's wgrad.
+
+    `quantize_both` of `swiglu_backward(grad, gate_up)` [T, 2F], whose groups restart at up, a scale for each row on both
+    sides; then `quantize_128x128(swiglu(gate_up).T)`.
+    """
+    f = grad.shape[1]
+    dy, dy_t = quantize_both(swiglu_backward(grad, gate_up), pow2, pow2_t, False, (f, f))
+    return dy, dy_t, quantize_128x128(swiglu(gate_up).T.contiguous(), pow2_t)
+
+
+def wgrad(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """`fp8_gemm` of `dy_t` [N, T] (1x128) and `x_t` [K, T] -> FP32 [N, K]; by tiles of x it is rounded to BF16."""
+    dw = fp8_gemm(dy_t, x_t)
+    return dw if x_t.granularity == "1x128" else dw.to(torch.bfloat16).to(torch.float32)
+
+
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """One power-of-two scale for each head vector (the FP8 KV cache). `x` [..., H] -> codes [..., H], scales [...].
 

@@ -5,6 +5,8 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
     fprop   y  = rounded(q(x) @ q(W).T)          dgrad   dx = rounded(q(dy) @ q(W))
     wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation;
                                                  dW is added to `weight.grad` in place (`kernels.gradient`)
+
+With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, both orientations come from one read, and dW is rounded to BF16.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
-from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.qtensor import Granularity, QTensor
+from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_both, quantize_weight
 from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
 from jetrl.model.shards import Shard, gathered, gathered_codes, shard_of
 from jetrl.precision.recipe import LinearRecipe
@@ -32,6 +34,10 @@ class _FP8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe, keep: bool) -> Tensor:
         pow2 = recipe.fprop.left.pow2
         ctx.layer, ctx.recipe, ctx.needs_weight = layer, recipe, keep
+        if keep and recipe.wgrad_tiles:
+            x_q, x_t = quantize_both(x, pow2, recipe.saved_activation.pow2, True)
+            ctx.save_for_backward(x_t.codes, x_t.scale)
+            return gemm.fp8_gemm(x_q, layer.fp8_operand(), x.dtype)
         if keep:
             x_t = quantize_act_t(x, recipe.saved_activation.pow2)
             ctx.save_for_backward(x_t.codes, x_t.scale)
@@ -41,20 +47,24 @@ class _FP8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         layer, recipe, dy = ctx.layer, ctx.recipe, dy.contiguous()
-        dx = dw = None
+        row, col = recipe.dgrad.left.pow2, recipe.wgrad.left.pow2
+        dx = dw = dy_q = dy_t = None
         if ctx.needs_input_grad[0]:
-            dy_q = quantize_act(dy, recipe.dgrad.left.pow2, layer.sections)
+            if ctx.needs_weight and recipe.wgrad_tiles:
+                dy_q, dy_t = quantize_both(dy, row, col, False, layer.sections)
+            else:
+                dy_q = quantize_act(dy, row, layer.sections)
             dx = gemm.fp8_gemm(dy_q, layer.fp8_operand_t(), dy.dtype)
         if ctx.needs_weight:
-            codes, scale = ctx.saved_tensors
-            x_t = QTensor(codes, scale, "1x128", (codes.shape[0],), (codes.shape[1],))
-            dy_t = quantize_act_t(dy, recipe.wgrad.left.pow2)
-            if (grad := grad_in_place(layer.weight)) is not None:
-                gemm.wgrad_into(dy_t, x_t, grad)
-                grad_done(layer.weight)
-            else:
-                dw = gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(layer.weight))
+            x_t = saved_activation(recipe, *ctx.saved_tensors)
+            dw = layer.add_gradient(quantize_act_t(dy, col) if dy_t is None else dy_t, x_t)
         return dx, dw, None, None, None
+
+
+def saved_activation(recipe: LinearRecipe, codes: Tensor, scale: Tensor) -> QTensor:
+    """What wgrad reads of the input, [K, T], from the two tensors that are kept of it."""
+    granularity: Granularity = "128x128" if recipe.wgrad_tiles else "1x128"
+    return QTensor(codes, scale, granularity, (codes.shape[0],), (codes.shape[1],))
 
 
 class _BF16Linear(torch.autograd.Function):
@@ -205,6 +215,14 @@ class FlowLinear(nn.Module):
     def bf16_operand(self) -> Any:
         assert self.published.numel(), "publish() has not run"
         return self._operand("bf16")
+
+    def add_gradient(self, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
+        """wgrad, added in place to the master's gradient; None then, else what autograd is to accumulate."""
+        if (grad := grad_in_place(self.weight)) is None:
+            return gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))
+        gemm.wgrad_into(dy_t, x_t, grad)
+        grad_done(self.weight)
+        return None
 
     def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
         """`forward` without a gradient; an FP8 layer also accepts an `x` that the kernel before it has quantized."""

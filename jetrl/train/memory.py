@@ -148,7 +148,7 @@ def recipe_for(config: Config, spec: ModelSpec) -> Recipe:
     q = config.quant
     return build_recipe(
         config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad,
     )
 
 
@@ -259,7 +259,8 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int) -> float:
     """Bytes a token that the forward pass of a layer keeps for the backward pass.
 
     Of each block: the residual stream (BF16), each linear's input (FP8 along tokens with a scale for 128, or BF16), and
-    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up.
+    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up. With
+    wgrad by tiles (`model.fused_mlp`), SwiGLU's output is made again.
     """
     def linear(role: str, size: int) -> float:
         return size + size / 32 if recipe.linear(layer, role, "train") is not None else 2 * size
@@ -273,7 +274,9 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int) -> float:
             total += linear("qkv", d) + 2 * heads + 2 * heads + 2 * attended + 4 * spec.num_heads
             total += linear("o", attended) if fp8 else 0  # in BF16 it is attention's output itself
         elif block.kind == "mlp":
-            total += linear("gate_up", d) + 4 * spec.intermediate_size + linear("down", spec.intermediate_size)
+            total += linear("gate_up", d) + 4 * spec.intermediate_size
+            into = recipe.linear(layer, "down", "train")
+            total += 0 if into is not None and into.wgrad_tiles else linear("down", spec.intermediate_size)
         else:  # a block that is not in this package
             total += sum(linear(role, w.in_size) + 2 * sum(w.sections) for role, w in block.linears(spec).items())
     return total

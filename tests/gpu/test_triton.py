@@ -40,6 +40,14 @@ def test_large_shapes_equal_their_definitions() -> None:
         a, t = cases.tq.quantize_act(x.cuda()), cases.tq.quantize_act_t(x.cuda())
         cases.equal_q("1x128", a, cases.ref.quantize_1x128(x))
         cases.equal_q("128x1", t, cases.ref.quantize_128x1(x))
+        for tile in (False, True):
+            both, want = cases.tf.quantize_both(x.cuda(), False, False, tile), cases.ref.quantize_both(x, False, False, tile)
+            cases.equal_q("both, rows", both[0], want[0])
+            cases.equal_q(f"both, transposed, tile {tile}", both[1], want[1])
+        g = cases.sample(rows, cols // 2, "normal", 9)
+        got = cases.tf.swiglu_backward_quantize(g.cuda(), x.cuda(), False, False)
+        for q, wanted in zip(got, cases.ref.swiglu_backward_quantize(g, x, False, False), strict=True):
+            cases.equal_q("swiglu gradient", q, wanted)
         w = cases.sample(1, cols, "normal", 8)[0]
         if cols <= 8192:  # beyond, the definition itself leaves the order of the sum open
             got, want = cases.tp.rms_norm(x.cuda(), w.cuda(), 1e-6), cases.ref.rms_norm(x, w, 1e-6)

@@ -21,6 +21,7 @@ from torch import Tensor
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.backends import reference as backend
+from jetrl.kernels.backends import triton_both as tf
 from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
@@ -174,6 +175,41 @@ def quantizer_cases() -> Iterator[tuple[str, Case]]:
 def equal_q(name: str, got: object, want: object) -> None:
     equal(f"{name} codes", got.codes, want.codes)
     equal(f"{name} scale", got.scale, want.scale)
+
+
+def both_cases() -> Iterator[tuple[str, Case]]:
+    def both(kind: str, pow2: bool, pow2_t: bool, tile: bool) -> None:
+        shapes = ((130, 168, None), (5, 136, None), (300, 256, None), (257, 1032, None))
+        if not tile:
+            shapes = ((130, 168, (40, 128)), (5, 136, None), (130, 328, (200, 128)), (257, 384, (256, 128)))
+        for rows, cols, sections in few(shapes):
+            x = sample(rows, cols, kind)
+            got = tf.quantize_both(x.to(DEVICE), pow2, pow2_t, tile, sections)
+            want = ref.quantize_both(x, pow2, pow2_t, tile, sections)
+            equal_q("rows", got[0], want[0])
+            equal_q("transposed", got[1], want[1])
+            assert got[1].granularity == want[1].granularity and got[1].row_sections == want[1].row_sections
+            for q in got:
+                codes = q.codes.as_strided((len(q.codes), q.codes.stride(0)), (q.codes.stride(0), 1)).float()
+                padding = codes[:, q.codes.shape[1] :]
+                assert kind == "nan" or tq.has_gaps(q.col_sections) or not padding.any(), "padding is not zero"
+
+    def swiglu(kind: str, pow2: bool, pow2_t: bool) -> None:
+        for rows, f in few(((130, 168), (5, 128), (300, 384), (257, 1000))):
+            x, g = sample(rows, 2 * f, kind), sample(rows, f, "normal", 1)
+            got = tf.swiglu_backward_quantize(g.to(DEVICE), x.to(DEVICE), pow2, pow2_t)
+            want = ref.swiglu_backward_quantize(g, x, pow2, pow2_t)
+            for name, a, b in zip(("rows", "transposed", "output"), got, want, strict=True):
+                equal_q(name, a, b)
+
+    for kind, pow2, tile in itertools.product(KINDS, (False, True), (False, True)):
+        if (kind, pow2) != ("nan", True):
+            yield f"both orientations {kind} pow2={pow2} tile={tile}", partial(both, kind, pow2, pow2, tile)
+    yield "both orientations, scales of two kinds", partial(both, "normal", False, True, True)
+    for kind, pow2 in itertools.product(("normal", "zero", "nan", "wide"), (False, True)):
+        if (kind, pow2) != ("nan", True):
+            yield f"swiglu gradient in both orientations {kind} pow2={pow2}", partial(swiglu, kind, pow2, pow2)
+    yield "swiglu gradient, scales of two kinds", partial(swiglu, "normal", False, True)
 
 
 def norm_cases() -> Iterator[tuple[str, Case]]:
@@ -382,10 +418,11 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
         def add(dtype: torch.dtype = dtype) -> None:
             for rows, cols in few(((7, 300), (16, 128), (2049, 4096))):
                 grad = sample(rows, cols, "normal", dtype=dtype)
-                x = sample(rows, cols, "normal", 1, torch.float32) / 100
-                want, got = (grad.float() + x).to(dtype), grad.to(DEVICE)
-                ta.add_rounded(got, x.to(DEVICE))
-                equal("sum", got, want)
+                for kind in (torch.float32, torch.bfloat16):
+                    x = (sample(rows, cols, "normal", 1, torch.float32) / 100).to(kind)
+                    want, got = (grad.float() + x.float()).to(dtype), grad.to(DEVICE, copy=True)
+                    ta.add_rounded(got, x.to(DEVICE))
+                    equal("sum", got, want)
 
         yield f"gradients added in {dtype}", add
 
@@ -455,7 +492,7 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
 
 def all_cases() -> list[tuple[str, Case]]:
     kinds = (
-        quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
+        quantizer_cases, both_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
         adamw_cases,
     )
     return [case for kind in kinds for case in kind()]

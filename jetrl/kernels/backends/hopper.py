@@ -28,6 +28,7 @@ from jetrl.kernels.backends.flash import (
     attend_varlen,
 )
 from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
+from jetrl.kernels.backends.triton_both import quantize_both, swiglu_backward_quantize
 from jetrl.kernels.backends.triton_cache import round_heads, write_cache
 from jetrl.kernels.backends.triton_decode import advance
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
@@ -52,8 +53,8 @@ __all__ = [
     "attend_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "bf16_dgrad", "bf16_gemm",
     "bf16_wgrad", "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward",
     "logprob_entropy", "logprobs", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope",
-    "qkv_norm_rope_backward", "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward",
-    "rope", "rope_backward", "round_heads", "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_quantize",
+    "qkv_norm_rope_backward", "quantize_act", "quantize_act_t", "quantize_both", "quantize_weight", "rms_norm", "rms_norm_backward",
+    "rope", "rope_backward", "round_heads", "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_backward_quantize", "swiglu_quantize",
     "wgrad_gemm", "wgrad_into", "write_cache",
 ]
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB

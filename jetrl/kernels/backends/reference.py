@@ -43,6 +43,8 @@ _LOGIT_ELEMENTS = 1 << 22  # logits held at once
 
 quantize_act = ref.quantize_1x128
 quantize_act_t = ref.quantize_128x1
+quantize_both = ref.quantize_both
+swiglu_backward_quantize = ref.swiglu_backward_quantize
 
 
 def quantize_weight(
@@ -117,8 +119,7 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
     return ref.fp8_gemm(a, b).to(out_dtype)
 
 
-def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
-    return ref.fp8_gemm(dy_t, x_t)
+wgrad_gemm = ref.wgrad
 
 
 def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:

@@ -1,0 +1,63 @@
+"""gate_up, SwiGLU and down as one autograd function, for `quant.wgrad = "tile"`: the bits of one after another.
+
+Forward is the rollout's kernels, with SwiGLU's output written as codes only. Backward makes SwiGLU's gradient in both
+orientations and SwiGLU's output for down's wgrad in one kernel (`swiglu_backward_quantize`), so that neither is ever
+written in BF16, and nothing of SwiGLU's output is kept. Kept are gate_up's input, in tiles, and its output (BF16).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels import gemm
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.quantize import quantize_both
+from jetrl.model.linear import FlowLinear, saved_activation
+from jetrl.precision.recipe import LinearRecipe
+from jetrl.types import Side
+
+
+class _FusedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_up_master: Tensor, down_master: Tensor, gate_up: FlowLinear, down: FlowLinear,
+        recipe: LinearRecipe,
+    ) -> Tensor:
+        rows = recipe.fprop.left.pow2
+        ctx.layers, ctx.recipe = (gate_up, down), recipe
+        x_q, x_t = quantize_both(x, rows, recipe.saved_activation.pow2, True)
+        hidden = gemm.fp8_gemm(x_q, gate_up.fp8_operand(), x.dtype)
+        ctx.save_for_backward(hidden, x_t.codes, x_t.scale)
+        return gemm.fp8_gemm(backend_of(x).swiglu_quantize(hidden, rows), down.fp8_operand(), x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (gate_up, down), recipe, dy = ctx.layers, ctx.recipe, dy.contiguous()
+        hidden, *saved = ctx.saved_tensors
+        rows, columns = recipe.dgrad.left.pow2, recipe.wgrad.left.pow2
+        dy_q, dy_t = quantize_both(dy, rows, columns, False, down.sections)
+        d_act = gemm.fp8_gemm(dy_q, down.fp8_operand_t(), dy.dtype)
+        d_q, d_t, act_t = backend_of(dy).swiglu_backward_quantize(d_act, hidden, rows, columns)
+        d_down = down.add_gradient(dy_t, act_t)
+        dx = gemm.fp8_gemm(d_q, gate_up.fp8_operand_t(), dy.dtype) if ctx.needs_input_grad[0] else None
+        d_gate_up = gate_up.add_gradient(d_t, saved_activation(recipe, *saved))
+        return dx, d_gate_up, d_down, None, None, None
+
+
+def fused_recipe(gate_up: FlowLinear, down: FlowLinear, side: Side) -> LinearRecipe | None:
+    """The recipe of both linears, if `fused_mlp` computes them: FP8 with tiles for wgrad, no bias, both trained."""
+    recipe = gate_up.recipes[side]
+    if recipe is None or recipe != down.recipes[side] or not recipe.wgrad_tiles:
+        return None
+    plain = gate_up.bias is None and down.bias is None
+    return recipe if plain and gate_up.weight.requires_grad and down.weight.requires_grad else None
+
+
+def fused_mlp(x: Tensor, gate_up: FlowLinear, down: FlowLinear, recipe: LinearRecipe) -> Tensor:
+    """`down(swiglu(gate_up(x)))` of `x` [T, D], with gradients; `recipe` by `fused_recipe`."""
+    return _FusedMLP.apply(x, gate_up.weight, down.weight, gate_up, down, recipe)

@@ -102,7 +102,7 @@ def quantize_both(
 ) -> tuple[QTensor, QTensor]:
     """Both orientations of `x` [T, C]: rows for a GEMM, and the transposed matrix [C, T] for wgrad.
 
-    `quantize_1x128(x, pow2, sections)`, and `quantize_128x1(x, pow2_t)` or, with `tile`, `quantize_128x128(x.T, pow2_t)`.
+    `quantize_1x128(x, pow2, sections)`; `quantize_128x1(x, pow2_t)` or, with `tile`, `quantize_128x128(x.T, pow2_t)`.
     """
     quantize_t = quantize_128x128 if tile else quantize_1x128
     return quantize_1x128(x, pow2, sections), quantize_t(x.T.contiguous(), pow2_t)
@@ -113,8 +113,8 @@ def swiglu_backward_quantize(
 ) -> tuple[QTensor, QTensor, QTensor]:
     """SwiGLU's gradient in both orientations, and SwiGLU's output [F, T] in tiles, for down's wgrad.
 
-    `quantize_both` of `swiglu_backward(grad, gate_up)` [T, 2F], whose groups restart at up, a scale for each row on both
-    sides; then `quantize_128x128(swiglu(gate_up).T)`.
+    `quantize_both` of `swiglu_backward(grad, gate_up)` [T, 2F], whose groups restart at up, a scale for each row in
+    both; then `quantize_128x128(swiglu(gate_up).T)`.
     """
     f = grad.shape[1]
     dy, dy_t = quantize_both(swiglu_backward(grad, gate_up), pow2, pow2_t, False, (f, f))

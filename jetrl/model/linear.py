@@ -6,7 +6,7 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
     wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation;
                                                  dW is added to `weight.grad` in place (`kernels.gradient`)
 
-With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, both orientations come from one read, and dW is rounded to BF16.
+With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, one read gives both orientations, and dW is rounded to BF16.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
 CACHE_SHARE, KEEP_SHARE = 0.8, 0.1  # as `rollout.kv_cache` and `rollout.runner` have them
 LOGITS = 1 << 29  # elements of a chunk of logits, as in the hopper backend
+KEPT = 5 << 29  # bytes of softmax residuals, likewise
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -134,7 +135,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     return Memory(
         **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
         activations=_activations(config, spec, recipe, tokens),
-        passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad),
+        passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad, not config.rl.entropy_coef),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
         kept_cache=cache if cache <= KEEP_SHARE * capacity else 0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
@@ -290,16 +291,17 @@ def _activations(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -
     return int(tokens * (ends + sum(saved_of_layer(spec, recipe, layer) for layer in range(spec.num_layers))))
 
 
-def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, grad: int) -> int:
-    """The most that the backward pass makes and frees: chunks of logits, or one layer's gradients.
+def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, grad: int, keep: bool) -> int:
+    """The most that lm_head and backward pass make and free: chunks of logits, or one layer's gradients.
 
-    A chunk is FP32 logits and their BF16 gradient; that of the chunk before is still held. Gradients in BF16 are summed
-    in FP32 by matrix: the lm_head's is the largest.
+    A chunk is FP32 logits and, in the backward pass, their BF16 gradient. With `keep`, the softmax's residuals wait for
+    the backward pass, which makes logits again for the rest only. Gradients in BF16 are summed in FP32 by matrix: the
+    lm_head's is the largest.
     """
     v, rows = spec.vocab_size, max(128, LOGITS // spec.vocab_size // 128 * 128)
-    first, rest = min(rows, tokens), min(rows, max(tokens - rows, 0))
-    more = max(4 * v * (first + rest), 2 * v * first + 6 * v * rest) if rest else 0
-    head = max(6 * v * first, more) + (4 * v * spec.hidden_size if grad == 2 else 0)
+    kept = min(KEPT // (2 * v), tokens) if keep else 0
+    chunk = (4 if kept == tokens else 6) * v * min(rows, tokens)
+    head = 2 * v * kept + chunk + (4 * v * spec.hidden_size if grad == 2 else 0)
     layer = tokens * (4 * spec.hidden_size + 10 * spec.intermediate_size)
     if checkpointing:
         layer += int(tokens * saved_of_layer(spec, recipe, 0))

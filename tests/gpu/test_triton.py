@@ -41,7 +41,8 @@ def test_large_shapes_equal_their_definitions() -> None:
         cases.equal_q("1x128", a, cases.ref.quantize_1x128(x))
         cases.equal_q("128x1", t, cases.ref.quantize_128x1(x))
         for tile in (False, True):
-            both, want = cases.tf.quantize_both(x.cuda(), False, False, tile), cases.ref.quantize_both(x, False, False, tile)
+            both = cases.tf.quantize_both(x.cuda(), False, False, tile)
+            want = cases.ref.quantize_both(x, False, False, tile)
             cases.equal_q("both, rows", both[0], want[0])
             cases.equal_q(f"both, transposed, tile {tile}", both[1], want[1])
         g = cases.sample(rows, cols // 2, "normal", 9)

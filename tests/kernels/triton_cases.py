@@ -402,6 +402,19 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
 
     yield "logits gradient", gradient
 
+    def residual() -> None:
+        z = torch.randn(5, 5003, generator=torch.Generator().manual_seed(1)) * 3
+        targets, temperature = torch.tensor([0, 5002, 17, 4096, 4095]), torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0])
+        args = [t.to(DEVICE) for t in (z, targets, temperature)]
+        out = torch.full((5, 5008), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        tv.residual(*args, tv.logprobs_and_statistics(*args)[1:], out[:, :5003])
+        want = torch.softmax(z.double() / temperature[:, None], -1)
+        want[torch.arange(5), targets] -= 1
+        torch.testing.assert_close(out[:, :5003].double().cpu(), want, rtol=4e-3, atol=1e-6)
+        assert (out[:, 5003:] == 7).all(), "padding is not the kernel's"
+
+    yield "softmax without the target", residual
+
     def broken() -> None:
         z = torch.zeros(3, 50)
         z[1, 7] = float("nan")
@@ -492,8 +505,8 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
 
 def all_cases() -> list[tuple[str, Case]]:
     kinds = (
-        quantizer_cases, both_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
-        adamw_cases,
+        quantizer_cases, both_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases,
+        decode_cases, adamw_cases,
     )
     return [case for kind in kinds for case in kind()]
 

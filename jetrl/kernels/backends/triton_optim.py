@@ -4,7 +4,6 @@
 # (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

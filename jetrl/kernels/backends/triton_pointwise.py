@@ -21,7 +21,9 @@ from jetrl.kernels.qtensor import QTensor
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds an FP32 of at most 2**22 to an integer, half to even
 _MAGIC_BITS = tl.constexpr(0x4B400000)
-_PARTIAL_ROWS = 256  # programs of the first stage of the weight gradient: fixed, so that the order of sums is fixed
+# Programs of the first stage of a norm's weight gradient: fixed, so that the order of sums is fixed. As many as an H200
+# holds at the same time with rows of 4096, three on each of its 132 multiprocessors.
+_PARTIAL_ROWS = 396
 
 
 @triton.jit
@@ -128,13 +130,15 @@ def _norm_backward_kernel(
         at = (rows // heads) * x_stride + (rows % heads) * x_head_stride
         v = tl.load(x + at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         g = tl.load(grad + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        inv = inv_rms(v, D, EPS)[:, None]
+        if MORE:  # loaded here, so that all of a row is on its way at the same time
+            m = tl.load(more + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # not the exact sum of `inv_rms`, whose integers take longer than reading: gradients are outside parity
+        inv = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v, axis=1) / D + EPS))[:, None]
         n = v * inv
         gw = g * w[None, :]
         mean = tl.sum(gw * n, axis=1) / D
         d = ((gw - n * mean[:, None]) * inv).to(tl.bfloat16)
         if MORE:
-            m = tl.load(more + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             d = (d.to(tl.float32) + m).to(tl.bfloat16)
         tl.store(dx + rows[:, None] * D + cols[None, :], d, mask=mask)
         dw += tl.where(mask, g * n, 0.0)

@@ -168,7 +168,7 @@ def main() -> None:
             if values := [row[key] for row in of if key in row]:
                 line[key] = median(values)
                 line["spread %"] = 100 * (max(values) / min(values) - 1) if key != "peak GiB" else line["spread %"]
-        shown.append(line | {"error": row["error"] for row in of if "error" in row})
+        shown.append(line | {"error": next((row["error"] for row in of if "error" in row), "")})
     print(environment())
     columns = ["precision", "state", "variant", "update_ms", "TFLOP/s", "logprob_ms", "spread %", "peak GiB", "error"]
     print(table(shown, columns))

@@ -11,8 +11,8 @@ columns, GRPO's objective, the metrics of parity, micro-batches from host memory
 Gradients are FP32 in every state. `logprob_ms` is the pass of a reference policy over the same batch.
 
 Variants: `old` quantizes by rows for wgrad and makes the lm_head's logits again; `head` keeps the softmax's residuals;
-`new` also has wgrad by tiles, with fused quantizers (`quant.wgrad = "tile"`). Kernels that changed for all are not told
-apart. A variant that does not fit into memory has a row that says so. Writes `benchmarks/results/update.json`.
+`new` also has wgrad by tiles, with fused quantizers (`quant.wgrad = "tile"`); `new saved8` keeps SwiGLU's input in FP8
+too (`quant.saved_gate_up`). Kernels that changed for all are not told apart. A variant that does not fit into memory has a row that says so. Writes `benchmarks/results/update.json`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ STATES = {
     "bf16": ("bfloat16", "bfloat16", False), "fp32-8bit": ("float32", "8bit", False),
     "fp32-offload": ("float32", "bfloat16", True),
 }
-VARIANTS = {"old": ("row", False), "head": ("row", True), "new": ("tile", True)}  # wgrad; keep the softmax's residuals
+# quant.wgrad, quant.saved_gate_up, whether the softmax's residuals are kept
+VARIANTS = {
+    "old": ("row", "bf16", False), "head": ("row", "bf16", True), "new": ("tile", "bf16", True),
+    "new saved8": ("tile", "fp8", True),
+}
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -88,10 +92,10 @@ def packed_batch(args: argparse.Namespace, learner: Learner, config: Config) -> 
 
 def switch(model: Transformer, precision: str, variant: str, bound: int) -> None:
     """Let `model` compute its gradients as `variant` does."""
-    wgrad, keep = VARIANTS[variant]
+    wgrad, saved, keep = VARIANTS[variant]
     load_backend("hopper").KEPT_BYTES = bound if keep else 0
     if precision == "fp8":
-        recipe = build_recipe("fp8", 1, wgrad=wgrad).linear(0, "o", "train")
+        recipe = build_recipe("fp8", 1, wgrad=wgrad, saved_gate_up=saved).linear(0, "o", "train")
         for module in model.modules():
             if isinstance(module, FlowLinear):
                 module.recipes["train"] = recipe

@@ -8,7 +8,7 @@ linear's input x and output gradient dy are caught as they are in BF16. Two tabl
 
     wgrad alone    dW from these x and dy with each way of quantizing, against `dy.T @ x` in FP32 (CPU: float64)
     whole          the gradient of the whole backward pass, by rows and by tiles, against that of a flow without FP8
-                   and, on a CPU, without BF16 (activations in FP32)
+                   and, on a CPU, without BF16 (activations in FP32); `same flow` is against FP8 by rows instead
 
 Cosine and relative error, the median and the worst matrix. Writes `benchmarks/results/gradient_quality.json`.
 """
@@ -134,11 +134,16 @@ def whole(model: Transformer, batch: PackedBatch, config: Config) -> Iterable[di
     plain = build_recipe("bf16", layers)
     want = gradient(with_recipe(model, plain, torch.float32 if cpu else torch.bfloat16), batch, config)
     flows = {"row": build_recipe("fp8", layers), "tile": build_recipe("fp8", layers, wgrad="tile")}
+    flows["tile, saved8"] = build_recipe("fp8", layers, wgrad="tile", saved_gate_up="fp8")
     if cpu:
         flows["bf16"] = plain
     for way, recipe in flows.items():
         got = gradient(with_recipe(model, recipe, torch.bfloat16), batch, config)
         yield from (compared(name, way, got[name], want[name]) | {"what": "whole"} for name in want)
+        if way == "row":
+            rows = got
+        elif recipe is not plain:
+            yield from (compared(name, way, got[name], rows[name]) | {"what": "same flow"} for name in want)
 
 
 def main() -> None:

@@ -109,13 +109,15 @@ def quantize_both(
 
 
 def swiglu_backward_quantize(
-    grad: Tensor, gate_up: Tensor, pow2: bool, pow2_t: bool
+    grad: Tensor, gate_up: Tensor | QTensor, pow2: bool, pow2_t: bool
 ) -> tuple[QTensor, QTensor, QTensor]:
     """SwiGLU's gradient in both orientations, and SwiGLU's output [F, T] in tiles, for down's wgrad.
 
     `quantize_both` of `swiglu_backward(grad, gate_up)` [T, 2F], whose groups restart at up, a scale for each row in
-    both; then `quantize_128x128(swiglu(gate_up).T)`.
+    both; then `quantize_128x128(swiglu(gate_up).T)`. A quantized `gate_up` is read as `rounded(code * scale)`.
     """
+    if isinstance(gate_up, QTensor):
+        gate_up = dequantize(gate_up).to(grad.dtype)
     f = grad.shape[1]
     dy, dy_t = quantize_both(swiglu_backward(grad, gate_up), pow2, pow2_t, False, (f, f))
     return dy, dy_t, quantize_128x128(swiglu(gate_up).T.contiguous(), pow2_t)

@@ -2,7 +2,8 @@
 
 Forward is the rollout's kernels, with SwiGLU's output written as codes only. Backward makes SwiGLU's gradient in both
 orientations and SwiGLU's output for down's wgrad in one kernel (`swiglu_backward_quantize`), so that neither is ever
-written in BF16, and nothing of SwiGLU's output is kept. Kept are gate_up's input, in tiles, and its output (BF16).
+written in BF16, and nothing of SwiGLU's output is kept. Kept are gate_up's input, in tiles, and its output: in BF16, or
+with `quant.saved_gate_up = "fp8"` as codes with a scale for 128 columns of a row, from which both are then made.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.quantize import quantize_both
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize import quantize_act, quantize_both
 from jetrl.model.linear import FlowLinear, saved_activation
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
@@ -31,21 +33,28 @@ class _FusedMLP(torch.autograd.Function):
         ctx.layers, ctx.recipe = (gate_up, down), recipe
         x_q, x_t = quantize_both(x, rows, recipe.saved_activation.pow2, True)
         hidden = gemm.fp8_gemm(x_q, gate_up.fp8_operand(), x.dtype)
-        ctx.save_for_backward(hidden, x_t.codes, x_t.scale)
+        kept = [hidden]
+        if recipe.saved_out.is_quantized:
+            q = quantize_act(hidden, recipe.saved_out.pow2, gate_up.sections)
+            kept = [q.codes, q.scale]
+        ctx.save_for_backward(x_t.codes, x_t.scale, *kept)
         return gemm.fp8_gemm(backend_of(x).swiglu_quantize(hidden, rows), down.fp8_operand(), x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up, down), recipe, dy = ctx.layers, ctx.recipe, dy.contiguous()
-        hidden, *saved = ctx.saved_tensors
+        codes, scale, *kept = ctx.saved_tensors
+        hidden: Tensor | QTensor = kept[0]
+        if recipe.saved_out.is_quantized:
+            hidden = QTensor(kept[0], kept[1], "1x128", (kept[0].shape[0],), gate_up.sections)
         rows, columns = recipe.dgrad.left.pow2, recipe.wgrad.left.pow2
         dy_q, dy_t = quantize_both(dy, rows, columns, False, down.sections)
         d_act = gemm.fp8_gemm(dy_q, down.fp8_operand_t(), dy.dtype)
         d_q, d_t, act_t = backend_of(dy).swiglu_backward_quantize(d_act, hidden, rows, columns)
         d_down = down.add_gradient(dy_t, act_t)
         dx = gemm.fp8_gemm(d_q, gate_up.fp8_operand_t(), dy.dtype) if ctx.needs_input_grad[0] else None
-        d_gate_up = gate_up.add_gradient(d_t, saved_activation(recipe, *saved))
+        d_gate_up = gate_up.add_gradient(d_t, saved_activation(recipe, codes, scale))
         return dx, d_gate_up, d_down, None, None, None
 
 

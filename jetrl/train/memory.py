@@ -149,7 +149,7 @@ def recipe_for(config: Config, spec: ModelSpec) -> Recipe:
     q = config.quant
     return build_recipe(
         config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
     )
 
 
@@ -275,8 +275,9 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int) -> float:
             total += linear("qkv", d) + 2 * heads + 2 * heads + 2 * attended + 4 * spec.num_heads
             total += linear("o", attended) if fp8 else 0  # in BF16 it is attention's output itself
         elif block.kind == "mlp":
-            total += linear("gate_up", d) + 4 * spec.intermediate_size
             into = recipe.linear(layer, "down", "train")
+            kept = 4 if into is None or not into.saved_out.is_quantized else 2 + 2 / 32
+            total += linear("gate_up", d) + kept * spec.intermediate_size
             total += 0 if into is not None and into.wgrad_tiles else linear("down", spec.intermediate_size)
         else:  # a block that is not in this package
             total += sum(linear(role, w.in_size) + 2 * sum(w.sections) for role, w in block.linears(spec).items())

@@ -201,6 +201,11 @@ def both_cases() -> Iterator[tuple[str, Case]]:
             want = ref.swiglu_backward_quantize(g, x, pow2, pow2_t)
             for name, a, b in zip(("rows", "transposed", "output"), got, want, strict=True):
                 equal_q(name, a, b)
+            on_device = tq.quantize_act(x.to(DEVICE), pow2, (f, f))
+            got = tf.swiglu_backward_quantize(g.to(DEVICE), on_device, pow2, pow2_t)
+            want = ref.swiglu_backward_quantize(g, ref.quantize_1x128(x, pow2, (f, f)), pow2, pow2_t)
+            for name, a, b in zip(("rows", "transposed", "output"), got, want, strict=True):
+                equal_q(f"{name}, of a quantized input", a, b)
 
     for kind, pow2, tile in itertools.product(KINDS, (False, True), (False, True)):
         if (kind, pow2) != ("nan", True):

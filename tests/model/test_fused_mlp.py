@@ -77,7 +77,26 @@ def test_what_it_keeps_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         fused_mlp(normal(T, D, seed=1).to(BF16).requires_grad_(), gate_up, down, recipe)
     kept = [(tuple(t.shape), t.dtype) for t in saved]
-    assert kept == [((T, 2 * F), BF16), ((D, T), torch.float8_e4m3fn), ((2, 2), torch.float32)]
+    assert kept == [((D, T), torch.float8_e4m3fn), ((2, 2), torch.float32), ((T, 2 * F), BF16)]
+
+
+def test_kept_in_fp8() -> None:
+    """Both gradients read the rounded input of SwiGLU; the forward pass does not."""
+    x, dy, results = normal(T, D, seed=1).to(BF16), normal(T, D, seed=2).to(BF16), {}
+    for kind in ("bf16", "fp8"):
+        gate_up, down = linears(True, saved_gate_up=kind)
+        recipe, saved, a = fused_recipe(gate_up, down, "train"), [], x.clone().requires_grad_()
+        assert recipe is not None
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            y = fused_mlp(a, gate_up, down, recipe)
+        y.backward(dy)
+        results[kind] = (y.detach(), a.grad, gate_up.weight.grad, down.weight.grad)
+        if kind == "fp8":
+            kept = [(tuple(t.shape), t.dtype) for t in saved[2:]]
+            assert kept == [((T, 2 * F), torch.float8_e4m3fn), ((T, 4), torch.float32)]
+    assert_bitwise_equal(results["fp8"][0], results["bf16"][0], "forward")
+    for name, got, want in zip(("dx", "gate_up", "down"), results["fp8"][1:], results["bf16"][1:], strict=True):
+        assert 24 < sqnr_db(got, want) < 45, f"{name}: {sqnr_db(got, want):.1f} dB"
 
 
 def test_where_it_is_not_used() -> None:

@@ -47,6 +47,11 @@ def test_wgrad_by_tiles() -> None:
     assert (linear.fprop, linear.dgrad) == (rows.fprop, rows.dgrad)
     with pytest.raises(UserError, match="quant.wgrad = 'block' is not known; use one of 'row', 'tile'"):
         build_recipe("fp8", 1, wgrad="block")
+    kept = build_recipe("fp8", 1, wgrad="tile", saved_gate_up="fp8").linear(0, "gate_up", "train")
+    assert kept is not None and kept.saved_out == act_1x128("fp32") and linear.saved_out == BF16
+    assert kept.with_row_wgrad().saved_out == BF16
+    with pytest.raises(UserError, match="quant.saved_gate_up = 'fp8' has no effect with quant.wgrad = 'row'"):
+        build_recipe("fp8", 1, saved_gate_up="fp8")
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])

@@ -91,17 +91,27 @@ def _both_kernel(
 
 @triton.jit
 def _swiglu_backward_kernel(
-    grad, gate_up, codes, up_codes, scale, up_scale, codes_t, up_codes_t, scale_t, up_scale_t, act_t, act_scale,
-    num_rows, grad_stride, x_stride, codes_stride, scale_stride, codes_t_stride, scale_t_stride, act_stride,
-    act_scale_stride, F: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, POW2_T: tl.constexpr,
+    grad, gate_up, saved_scale, up_saved_scale, codes, up_codes, scale, up_scale, codes_t, up_codes_t, scale_t,
+    up_scale_t, act_t, act_scale, num_rows, grad_stride, x_stride, saved_stride, codes_stride, scale_stride,
+    codes_t_stride, scale_t_stride, act_stride, act_scale_stride, F: tl.constexpr, FLOOR: tl.constexpr,
+    POW2: tl.constexpr, POW2_T: tl.constexpr, SAVED: tl.constexpr,
 ):
-    """128 tokens of 128 columns of gate and of up: both parts of the gradient, and SwiGLU's output."""
+    """128 tokens of 128 columns of gate and of up: both parts of the gradient, and SwiGLU's output.
+
+    SAVED: gate and up are codes with a scale for each row and group of columns.
+    """
     group, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows, cols = block * 128 + tl.arange(0, 128), group * 128 + tl.arange(0, 128)
     mask = (rows < num_rows)[:, None] & (cols < F)[None, :]
     at = gate_up + rows[:, None] * x_stride + cols[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
+    if SAVED:
+        first = group.to(tl.int64) * saved_stride + rows
+        s = tl.load(saved_scale + first, mask=rows < num_rows, other=0.0)
+        s_up = tl.load(up_saved_scale + first, mask=rows < num_rows, other=0.0)
+        gate = (gate * s[:, None]).to(tl.bfloat16).to(tl.float32)
+        up = (up * s_up[:, None]).to(tl.bfloat16).to(tl.float32)
     g = tl.load(grad + rows[:, None] * grad_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     sig = sigmoid32(gate)
     act = (gate * sig * up).to(tl.bfloat16)
@@ -165,20 +175,22 @@ def quantize_both(
 
 
 def swiglu_backward_quantize(
-    grad: Tensor, gate_up: Tensor, pow2: bool, pow2_t: bool
+    grad: Tensor, gate_up: Tensor | QTensor, pow2: bool, pow2_t: bool
 ) -> tuple[QTensor, QTensor, QTensor]:
     """`reference.swiglu_backward_quantize`, bit-equal."""
     (rows, f), device = grad.shape, grad.device
-    assert gate_up.shape == (rows, 2 * f) and grad.stride(1) == gate_up.stride(1) == 1 and rows > 0
-    assert grad.dtype == gate_up.dtype == torch.bfloat16
-    groups = triton.cdiv(f, BLOCK)
+    saved, groups = isinstance(gate_up, QTensor), triton.cdiv(f, BLOCK)
+    x, x_scale = (gate_up.codes, gate_up.scale) if isinstance(gate_up, QTensor) else (gate_up, grad)
+    assert x.shape == (rows, 2 * f) and grad.stride(1) == x.stride(1) == 1 and rows > 0
+    assert grad.dtype == torch.bfloat16 and (x_scale.shape == (rows, 2 * groups) if saved else x.dtype == grad.dtype)
     q = QTensor(new_codes(rows, 2 * f, device), new_scale(rows, 2 * groups, device), "1x128", (rows,), (f, f))
     t, act = _transposed(2 * f, rows, False, device), _transposed(f, rows, True, device)
     codes, codes_t, act_codes = (x.codes.view(torch.uint8) for x in (q, t, act))
     _swiglu_backward_kernel[(groups, triton.cdiv(rows, BLOCK))](
-        grad, gate_up, codes, codes[:, f:], q.scale, q.scale[:, groups:], codes_t, codes_t[f:], t.scale, t.scale[f:],
-        act_codes, act.scale, rows, grad.stride(0), gate_up.stride(0), codes.stride(0), q.scale.stride(1),
-        codes_t.stride(0), t.scale.stride(1), act_codes.stride(0), act.scale.stride(0), F=f, FLOOR=_FLOOR_BITS,
-        POW2=pow2, POW2_T=pow2_t, num_warps=WARPS["swiglu"], enable_fp_fusion=False,
+        grad, x, x_scale, x_scale[:, groups:] if saved else grad, codes, codes[:, f:], q.scale, q.scale[:, groups:],
+        codes_t, codes_t[f:], t.scale, t.scale[f:], act_codes, act.scale, rows, grad.stride(0), x.stride(0),
+        x_scale.stride(1), codes.stride(0), q.scale.stride(1), codes_t.stride(0), t.scale.stride(1),
+        act_codes.stride(0), act.scale.stride(0), F=f, FLOOR=_FLOOR_BITS, POW2=pow2, POW2_T=pow2_t, SAVED=saved,
+        num_warps=WARPS["swiglu"], enable_fp_fusion=False,
     )
     return q, t, act

@@ -4,9 +4,9 @@
     python benchmarks/bench_gradient_kernels.py --tokens 16384
 
 Rows: for each matrix the weight gradient by rows and by tiles, added to an FP32 gradient or written first; for each
-input and output gradient both orientations by two kernels and by one; SwiGLU's backward pass with its quantizers; the
-norm's; the lm_head's. `TB/s` counts the bytes that the operation needs, read and written once. The warps of the fused
-kernels are swept. Calls take turns, each with a cold L2. Writes `benchmarks/results/kernels_gradient.json`.
+input and output gradient the quantizers of both orientations; SwiGLU's backward pass, with its output again and apart;
+the norm's; the lm_head's. `TB/s` counts the bytes that the operation needs, read and written once. The fused kernel's
+warps and registers are swept. Calls take turns, each with a cold L2. Writes `benchmarks/results/kernels_gradient.json`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def wgrads(ops: Any, tokens: int) -> Cases:
     cases: Cases = {}
     for name, (n, k) in MATRICES.items():
         dy_t, x = ops.quantize_act_t(normal(tokens, n)), normal(tokens, k)
-        by_row, by_tile = ops.quantize_act_t(x), ops.quantize_both(x, False, False, True)[1]
+        by_row, by_tile = ops.quantize_act_t(x), ops.quantize_act_t(x, False, True)
         grad = torch.zeros(n, k, device="cuda")
         flop = 2.0 * tokens * n * k
         for way, x_t in (("row", by_row), ("tile", by_tile)):
@@ -45,36 +45,25 @@ def wgrads(ops: Any, tokens: int) -> Cases:
     return cases
 
 
-def quantizers(ops: Any, warps: dict[str, int], tokens: int) -> Cases:
+def quantizers(ops: Any, options: dict[str, int], tokens: int) -> Cases:
     cases: Cases = {}
     for width in (D, MATRICES["qkv"][0], F):
-        x, size = normal(tokens, width), 4.0 * tokens * width
-        cases[f"quantize {width}, two kernels"] = (lambda x=x: (ops.quantize_act(x), ops.quantize_act_t(x)), size, 0.0)
-        for count in (4, 8, 16):
-            for tile in (False, True):
-
-                def both(x: Tensor = x, count: int = count, tile: bool = tile) -> None:
-                    warps["both"] = count
-                    ops.quantize_both(x, False, False, tile)
-
-                cases[f"quantize {width}, one kernel, tile={tile}, {count} warps"] = (both, size, 0.0)
+        x, size = normal(tokens, width), 3.0 * tokens * width
+        cases[f"quantize {width}, rows"] = (lambda x=x: ops.quantize_act(x), size, 0.0)
+        cases[f"quantize {width}, columns"] = (lambda x=x: ops.quantize_act_t(x), size, 0.0)
+        cases[f"quantize {width}, tiles transposed"] = (lambda x=x: ops.quantize_act_t(x, False, True), size, 0.0)
     gate_up, grad = normal(tokens, 2 * F), normal(tokens, F)
+    size = 10.0 * tokens * F
+    cases["swiglu backward, gradient only"] = (lambda: ops.swiglu_backward(grad, gate_up), size, 0.0)
+    cases["swiglu again, its tiles"] = (
+        lambda: ops.quantize_act_t(ops.swiglu(gate_up), False, True), 5.0 * tokens * F, 0.0)
+    for warps, registers in ((8, 128), (8, 255), (16, 128)):
 
-    def apart() -> None:
-        d = ops.swiglu_backward(grad, gate_up)
-        ops.quantize_act(d)
-        ops.quantize_act_t(d)
+        def both(warps: int = warps, registers: int = registers) -> None:
+            options.update(num_warps=warps, maxnreg=registers)
+            ops.swiglu_backward_act(grad, gate_up, False)
 
-    size = 11.0 * tokens * F
-    cases["swiglu backward, three kernels, output not made"] = (apart, size, 0.0)
-    for count in (8, 16, 32):
-        for pow2 in (False, True):
-
-            def fused(count: int = count, pow2: bool = pow2) -> None:
-                warps["swiglu"] = count
-                ops.swiglu_backward_quantize(grad, gate_up, pow2, pow2)
-
-            cases[f"swiglu backward, one kernel, {count} warps, pow2={pow2}"] = (fused, size, 0.0)
+        cases[f"swiglu backward with its tiles, {warps} warps, {registers} registers"] = (both, size + tokens * F, 0.0)
 
     def forward() -> None:
         act = ops.swiglu(gate_up)
@@ -116,12 +105,12 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu()
     ops = load_backend("hopper")
-    from jetrl.kernels.backends.triton_both import WARPS
+    from jetrl.kernels.backends.triton_swiglu import OPTIONS
 
     rows: list[dict[str, Any]] = []
-    chosen = dict(WARPS)
+    chosen = dict(OPTIONS)
     parts: list[Callable[[], Cases]] = [
-        lambda: wgrads(ops, args.tokens), lambda: quantizers(ops, WARPS, args.tokens), lambda: head(ops, args.tokens)
+        lambda: wgrads(ops, args.tokens), lambda: quantizers(ops, OPTIONS, args.tokens), lambda: head(ops, args.tokens)
     ]
     for part in parts:
         try:
@@ -131,7 +120,7 @@ def main() -> None:
             rows.append({"what": f"FAILED: {type(error).__name__}: {str(error)[:200]}"})
             continue
         finally:
-            WARPS.update(chosen)
+            OPTIONS.update(chosen)
         for name, (_, size, flop) in cases.items():
             us = median(times[name])
             row: dict[str, Any] = {"what": name, "tokens": args.tokens, "us": us}

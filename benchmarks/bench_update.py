@@ -11,7 +11,7 @@ columns, GRPO's objective, the metrics of parity, micro-batches from host memory
 Gradients are FP32 in every state. `logprob_ms` is the pass of a reference policy over the same batch.
 
 Variants: `old` quantizes by rows for wgrad and makes the lm_head's logits again; `head` keeps the softmax's residuals;
-`new` also has wgrad by tiles, with fused quantizers (`quant.wgrad = "tile"`); `new saved8` keeps SwiGLU's input in FP8
+`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`); `new saved8` keeps SwiGLU's input in FP8
 too (`quant.saved_gate_up`). Kernels that changed for all are not told apart. A variant that does not fit has a row
 that says so. Writes `benchmarks/results/update.json`.
 """
@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row["error"] = str(error).split("\n")[0][:200]
             if number or "error" in row:
                 rows.append(row)
-            print(row, flush=True)
+            print(f"round {number}, {variant}: {row.get('update_ms', 0.0):.0f} ms{row.get('error', '')}", flush=True)
         if not failed:
             row = {"variant": "reference pass", "round": number, "state": args.state, "tokens": sum(lengths)}
             row["logprob_ms"], row["peak GiB"] = timed(lambda: logprob_pass(model, batch, 1.0))

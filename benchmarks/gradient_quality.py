@@ -29,7 +29,7 @@ from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe
 from jetrl.kernels import gemm
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act_t, quantize_both
+from jetrl.kernels.quantize import quantize_act_t
 from jetrl.loop import Clock
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
@@ -106,7 +106,7 @@ def ways(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     for scale, pow2 in (("fp32", False), ("pow2", True)):
         dy_t = quantize_act_t(dy, pow2)
         sides: dict[str, QTensor] = {
-            "row": quantize_act_t(x, pow2), "tile": quantize_both(x.contiguous(), pow2, pow2, True)[1]
+            "row": quantize_act_t(x, pow2), "tile": quantize_act_t(x.contiguous(), pow2, True)
         }
         found |= {f"{side} {scale}": gemm.wgrad_gemm(dy_t, x_t) for side, x_t in sides.items()}
     return found

@@ -63,9 +63,9 @@ class QuantConfig(Section):
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
     wgrad: WgradKind = Field(
-        default="row", description="Activations that weight gradients read (dense layers; experts take row). row: a "
+        default="tile", description="Activations that weight gradients read (dense layers; experts take row). row: a "
         "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
-        "GEMM and fused quantizers then, and each micro-batch's weight gradient is rounded to BF16 before it is added.")
+        "GEMM, SwiGLU's output is made again, and a micro-batch's weight gradient is rounded to BF16 before it is added.")
     saved_gate_up: CacheKind = Field(
         default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers). fp8: rounded as an "
         "activation is, which saves a quarter of a layer's memory for the backward pass.")

@@ -97,30 +97,15 @@ def quantize_128x128(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | 
     return QTensor(codes, scale, "128x128", sections, (w.shape[1],))
 
 
-def quantize_both(
-    x: Tensor, pow2: bool, pow2_t: bool, tile: bool, sections: tuple[int, ...] | None = None
-) -> tuple[QTensor, QTensor]:
-    """Both orientations of `x` [T, C]: rows for a GEMM, and the transposed matrix [C, T] for wgrad.
+def swiglu_backward_act(grad: Tensor, gate_up: Tensor | QTensor, pow2_t: bool) -> tuple[Tensor, QTensor]:
+    """`swiglu_backward(grad, gate_up)` [T, 2F], and SwiGLU's output again in tiles [F, T], for down's wgrad.
 
-    `quantize_1x128(x, pow2, sections)`; `quantize_128x1(x, pow2_t)` or, with `tile`, `quantize_128x128(x.T, pow2_t)`.
-    """
-    quantize_t = quantize_128x128 if tile else quantize_1x128
-    return quantize_1x128(x, pow2, sections), quantize_t(x.T.contiguous(), pow2_t)
-
-
-def swiglu_backward_quantize(
-    grad: Tensor, gate_up: Tensor | QTensor, pow2: bool, pow2_t: bool
-) -> tuple[QTensor, QTensor, QTensor]:
-    """SwiGLU's gradient in both orientations, and SwiGLU's output [F, T] in tiles, for down's wgrad.
-
-    `quantize_both` of `swiglu_backward(grad, gate_up)` [T, 2F], whose groups restart at up, a scale for each row in
-    both; then `quantize_128x128(swiglu(gate_up).T)`. A quantized `gate_up` is read as `rounded(code * scale)`.
+    The second is `quantize_128x128(swiglu(gate_up).T, pow2_t)`. A quantized `gate_up` is read as
+    `rounded(code * scale)`.
     """
     if isinstance(gate_up, QTensor):
         gate_up = dequantize(gate_up).to(grad.dtype)
-    f = grad.shape[1]
-    dy, dy_t = quantize_both(swiglu_backward(grad, gate_up), pow2, pow2_t, False, (f, f))
-    return dy, dy_t, quantize_128x128(swiglu(gate_up).T.contiguous(), pow2_t)
+    return swiglu_backward(grad, gate_up), quantize_128x128(swiglu(gate_up).T.contiguous(), pow2_t)
 
 
 def wgrad(dy_t: QTensor, x_t: QTensor) -> Tensor:

@@ -1,8 +1,7 @@
 """gate_up, SwiGLU and down as one autograd function, for `quant.wgrad = "tile"`: the bits of one after another.
 
-Forward is the rollout's kernels, with SwiGLU's output written as codes only. Backward makes SwiGLU's gradient in both
-orientations and SwiGLU's output for down's wgrad in one kernel (`swiglu_backward_quantize`), so that neither is ever
-written in BF16, and nothing of SwiGLU's output is kept. Kept are gate_up's input, in tiles, and its output: in BF16, or
+Forward is the rollout's kernels, with SwiGLU's output written as codes only. Backward makes SwiGLU's gradient and, for
+down's wgrad, SwiGLU's output again in one kernel (`swiglu_backward_act`), so that nothing of the output is kept. Kept are gate_up's input, in tiles, and its output: in BF16, or
 with `quant.saved_gate_up = "fp8"` as codes with a scale for 128 columns of a row, from which both are then made.
 """
 
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act, quantize_both
+from jetrl.kernels.quantize import quantize_act, quantize_act_t
 from jetrl.model.linear import FlowLinear, saved_activation
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
@@ -31,8 +30,8 @@ class _FusedMLP(torch.autograd.Function):
     ) -> Tensor:
         rows = recipe.fprop.left.pow2
         ctx.layers, ctx.recipe = (gate_up, down), recipe
-        x_q, x_t = quantize_both(x, rows, recipe.saved_activation.pow2, True)
-        hidden = gemm.fp8_gemm(x_q, gate_up.fp8_operand(), x.dtype)
+        x_t = quantize_act_t(x, recipe.saved_activation.pow2, True)
+        hidden = gemm.fp8_gemm(quantize_act(x, rows), gate_up.fp8_operand(), x.dtype)
         kept = [hidden]
         if recipe.saved_out.is_quantized:
             q = quantize_act(hidden, recipe.saved_out.pow2, gate_up.sections)
@@ -49,12 +48,13 @@ class _FusedMLP(torch.autograd.Function):
         if recipe.saved_out.is_quantized:
             hidden = QTensor(kept[0], kept[1], "1x128", (kept[0].shape[0],), gate_up.sections)
         rows, columns = recipe.dgrad.left.pow2, recipe.wgrad.left.pow2
-        dy_q, dy_t = quantize_both(dy, rows, columns, False, down.sections)
-        d_act = gemm.fp8_gemm(dy_q, down.fp8_operand_t(), dy.dtype)
-        d_q, d_t, act_t = backend_of(dy).swiglu_backward_quantize(d_act, hidden, rows, columns)
-        d_down = down.add_gradient(dy_t, act_t)
-        dx = gemm.fp8_gemm(d_q, gate_up.fp8_operand_t(), dy.dtype) if ctx.needs_input_grad[0] else None
-        d_gate_up = gate_up.add_gradient(d_t, saved_activation(recipe, codes, scale))
+        d_act = gemm.fp8_gemm(quantize_act(dy, rows, down.sections), down.fp8_operand_t(), dy.dtype)
+        d, act_t = backend_of(dy).swiglu_backward_act(d_act, hidden, columns)
+        d_down = down.add_gradient(quantize_act_t(dy, columns), act_t)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = gemm.fp8_gemm(quantize_act(d, rows, gate_up.sections), gate_up.fp8_operand_t(), dy.dtype)
+        d_gate_up = gate_up.add_gradient(quantize_act_t(d, columns), saved_activation(recipe, codes, scale))
         return dx, d_gate_up, d_down, None, None, None
 
 

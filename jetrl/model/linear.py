@@ -6,7 +6,7 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
     wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation;
                                                  dW is added to `weight.grad` in place (`kernels.gradient`)
 
-With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, one read gives both orientations, and dW is rounded to BF16.
+With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gradient import begins_in_place, grad_done, grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import Granularity, QTensor
-from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_both, quantize_weight
+from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
 from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
 from jetrl.model.shards import Shard, gathered, gathered_codes, shard_of
 from jetrl.precision.recipe import LinearRecipe
@@ -34,12 +34,8 @@ class _FP8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe, keep: bool) -> Tensor:
         pow2 = recipe.fprop.left.pow2
         ctx.layer, ctx.recipe, ctx.needs_weight = layer, recipe, keep
-        if keep and recipe.wgrad_tiles:
-            x_q, x_t = quantize_both(x, pow2, recipe.saved_activation.pow2, True)
-            ctx.save_for_backward(x_t.codes, x_t.scale)
-            return gemm.fp8_gemm(x_q, layer.fp8_operand(), x.dtype)
         if keep:
-            x_t = quantize_act_t(x, recipe.saved_activation.pow2)
+            x_t = quantize_act_t(x, recipe.saved_activation.pow2, recipe.wgrad_tiles)
             ctx.save_for_backward(x_t.codes, x_t.scale)
         return gemm.fp8_gemm(quantize_act(x, pow2), layer.fp8_operand(), x.dtype)
 
@@ -47,17 +43,13 @@ class _FP8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         layer, recipe, dy = ctx.layer, ctx.recipe, dy.contiguous()
-        row, col = recipe.dgrad.left.pow2, recipe.wgrad.left.pow2
-        dx = dw = dy_q = dy_t = None
+        dx = dw = None
         if ctx.needs_input_grad[0]:
-            if ctx.needs_weight and recipe.wgrad_tiles:
-                dy_q, dy_t = quantize_both(dy, row, col, False, layer.sections)
-            else:
-                dy_q = quantize_act(dy, row, layer.sections)
+            dy_q = quantize_act(dy, recipe.dgrad.left.pow2, layer.sections)
             dx = gemm.fp8_gemm(dy_q, layer.fp8_operand_t(), dy.dtype)
         if ctx.needs_weight:
             x_t = saved_activation(recipe, *ctx.saved_tensors)
-            dw = layer.add_gradient(quantize_act_t(dy, col) if dy_t is None else dy_t, x_t)
+            dw = layer.add_gradient(quantize_act_t(dy, recipe.wgrad.left.pow2), x_t)
         return dx, dw, None, None, None
 
 

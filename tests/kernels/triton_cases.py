@@ -21,7 +21,6 @@ from torch import Tensor
 from jetrl.kernels import reference as ref
 from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.backends import reference as backend
-from jetrl.kernels.backends import triton_both as tf
 from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
@@ -29,6 +28,7 @@ from jetrl.kernels.backends import triton_optim as ta
 from jetrl.kernels.backends import triton_pointwise as tp
 from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.kernels.backends import triton_quant as tq
+from jetrl.kernels.backends import triton_swiglu as ts
 from jetrl.kernels.decode import DecodeState
 from jetrl.rollout.sampler import SamplingTable, sample_rows
 from jetrl.types import LayerCache, SamplingParams
@@ -177,44 +177,32 @@ def equal_q(name: str, got: object, want: object) -> None:
     equal(f"{name} scale", got.scale, want.scale)
 
 
-def both_cases() -> Iterator[tuple[str, Case]]:
-    def both(kind: str, pow2: bool, pow2_t: bool, tile: bool) -> None:
-        shapes = ((130, 168, None), (5, 136, None), (300, 256, None), (257, 1032, None))
-        if not tile:
-            shapes = ((130, 168, (40, 128)), (5, 136, None), (130, 328, (200, 128)), (257, 384, (256, 128)))
-        for rows, cols, sections in few(shapes):
+def tile_cases() -> Iterator[tuple[str, Case]]:
+    def tiles(kind: str, pow2: bool) -> None:
+        for rows, cols in few(((130, 168), (5, 136), (300, 256), (257, 1032))):
             x = sample(rows, cols, kind)
-            got = tf.quantize_both(x.to(DEVICE), pow2, pow2_t, tile, sections)
-            want = ref.quantize_both(x, pow2, pow2_t, tile, sections)
-            equal_q("rows", got[0], want[0])
-            equal_q("transposed", got[1], want[1])
-            assert got[1].granularity == want[1].granularity and got[1].row_sections == want[1].row_sections
-            for q in got:
-                codes = q.codes.as_strided((len(q.codes), q.codes.stride(0)), (q.codes.stride(0), 1)).float()
-                padding = codes[:, q.codes.shape[1] :]
-                assert kind == "nan" or tq.has_gaps(q.col_sections) or not padding.any(), "padding is not zero"
+            got, want = tq.quantize_act_t(x.to(DEVICE), pow2, True), backend.quantize_act_t(x, pow2, True)
+            equal_q("tiles", got, want)
+            assert got.granularity == want.granularity and got.row_sections == want.row_sections
+            codes = got.codes.as_strided((cols, got.codes.stride(0)), (got.codes.stride(0), 1)).float()
+            assert kind == "nan" or not codes[:, rows:].any(), "padding is not zero"
 
-    def swiglu(kind: str, pow2: bool, pow2_t: bool) -> None:
+    def swiglu(kind: str, pow2: bool) -> None:
         for rows, f in few(((130, 168), (5, 128), (300, 384), (257, 1000))):
             x, g = sample(rows, 2 * f, kind), sample(rows, f, "normal", 1)
-            got = tf.swiglu_backward_quantize(g.to(DEVICE), x.to(DEVICE), pow2, pow2_t)
-            want = ref.swiglu_backward_quantize(g, x, pow2, pow2_t)
-            for name, a, b in zip(("rows", "transposed", "output"), got, want, strict=True):
-                equal_q(name, a, b)
-            on_device = tq.quantize_act(x.to(DEVICE), pow2, (f, f))
-            got = tf.swiglu_backward_quantize(g.to(DEVICE), on_device, pow2, pow2_t)
-            want = ref.swiglu_backward_quantize(g, ref.quantize_1x128(x, pow2, (f, f)), pow2, pow2_t)
-            for name, a, b in zip(("rows", "transposed", "output"), got, want, strict=True):
-                equal_q(f"{name}, of a quantized input", a, b)
+            for saved in (False, True):
+                a = tq.quantize_act(x.to(DEVICE), pow2, (f, f)) if saved else x.to(DEVICE)
+                b = ref.quantize_1x128(x, pow2, (f, f)) if saved else x
+                got, want = ts.swiglu_backward_act(g.to(DEVICE), a, pow2), ref.swiglu_backward_act(g, b, pow2)
+                equal(f"gradient, of a quantized input: {saved}", got[0], want[0])
+                equal_q(f"output, of a quantized input: {saved}", got[1], want[1])
 
-    for kind, pow2, tile in itertools.product(KINDS, (False, True), (False, True)):
+    for kind, pow2 in itertools.product(KINDS, (False, True)):
         if (kind, pow2) != ("nan", True):
-            yield f"both orientations {kind} pow2={pow2} tile={tile}", partial(both, kind, pow2, pow2, tile)
-    yield "both orientations, scales of two kinds", partial(both, "normal", False, True, True)
+            yield f"transposed tiles {kind} pow2={pow2}", partial(tiles, kind, pow2)
     for kind, pow2 in itertools.product(("normal", "zero", "nan", "wide"), (False, True)):
         if (kind, pow2) != ("nan", True):
-            yield f"swiglu gradient in both orientations {kind} pow2={pow2}", partial(swiglu, kind, pow2, pow2)
-    yield "swiglu gradient, scales of two kinds", partial(swiglu, "normal", False, True)
+            yield f"swiglu gradient and output {kind} pow2={pow2}", partial(swiglu, kind, pow2)
 
 
 def norm_cases() -> Iterator[tuple[str, Case]]:
@@ -510,7 +498,7 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
 
 def all_cases() -> list[tuple[str, Case]]:
     kinds = (
-        quantizer_cases, both_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases,
+        quantizer_cases, tile_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases,
         decode_cases, adamw_cases,
     )
     return [case for kind in kinds for case in kind()]

@@ -28,7 +28,6 @@ from jetrl.kernels.backends.flash import (
     attend_varlen,
 )
 from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
-from jetrl.kernels.backends.triton_both import quantize_both, swiglu_backward_quantize
 from jetrl.kernels.backends.triton_cache import round_heads, write_cache
 from jetrl.kernels.backends.triton_decode import advance
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
@@ -47,14 +46,15 @@ from jetrl.kernels.backends.triton_pointwise import (
 )
 from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.backends.triton_swiglu import swiglu_backward_act
 
 __all__ = [
     "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend",
     "attend_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "bf16_dgrad", "bf16_gemm",
     "bf16_wgrad", "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward", "logprob_entropy",
     "logprobs", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "qkv_norm_rope_backward",
-    "quantize_act", "quantize_act_t", "quantize_both", "quantize_weight", "rms_norm", "rms_norm_backward", "rope",
-    "rope_backward", "round_heads", "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_backward_quantize",
+    "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope",
+    "rope_backward", "round_heads", "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_backward_act",
     "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
 ]
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB

@@ -42,9 +42,11 @@ __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "s
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once
 
 quantize_act = ref.quantize_1x128
-quantize_act_t = ref.quantize_128x1
-quantize_both = ref.quantize_both
-swiglu_backward_quantize = ref.swiglu_backward_quantize
+swiglu_backward_act = ref.swiglu_backward_act
+
+
+def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor:
+    return ref.quantize_128x128(x.T.contiguous(), pow2) if tile else ref.quantize_128x1(x, pow2)
 
 
 def quantize_weight(

@@ -73,6 +73,8 @@ def quantizers(ops: Any, options: dict[str, int], tokens: int) -> Cases:
     cases["swiglu forward, output and two quantizers"] = (forward, 6.0 * tokens * F, 0.0)
     cases["swiglu forward, row codes"] = (lambda: ops.swiglu_quantize(gate_up, False), 5.0 * tokens * F, 0.0)
     x, g, more, w = normal(tokens, D), normal(tokens, D), normal(tokens, D), normal(D)
+    cases["norm and sum forward, row codes"] = (
+        lambda: ops.add_rms_norm_quantize(x, more, w, 1e-6, False), 7.0 * tokens * D, 0.0)
     size = 8.0 * tokens * D
     cases["norm backward with the stream's"] = (lambda: ops.rms_norm_backward(g, x, w, 1e-6, more), size, 0.0)
     return cases

@@ -11,7 +11,8 @@ columns, GRPO's objective, the metrics of parity, micro-batches from host memory
 Gradients are FP32 in every state. `logprob_ms` is the pass of a reference policy over the same batch.
 
 Variants: `old` quantizes by rows for wgrad and makes the lm_head's logits again; `head` keeps the softmax's residuals;
-`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`); `new saved8` keeps SwiGLU's input in FP8
+`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`);
+`new saved8` keeps SwiGLU's input in FP8
 too (`quant.saved_gate_up`). Kernels that changed for all are not told apart. A variant that does not fit has a row
 that says so. Writes `benchmarks/results/update.json`.
 """

@@ -65,7 +65,7 @@ class QuantConfig(Section):
     wgrad: WgradKind = Field(
         default="tile", description="Activations that weight gradients read (dense layers; experts take row). row: a "
         "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
-        "GEMM, SwiGLU's output is made again, and a micro-batch's weight gradient is rounded to BF16 before it is added.")
+        "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
     saved_gate_up: CacheKind = Field(
         default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers). fp8: rounded as an "
         "activation is, which saves a quarter of a layer's memory for the backward pass.")

@@ -1,8 +1,9 @@
 """gate_up, SwiGLU and down as one autograd function, for `quant.wgrad = "tile"`: the bits of one after another.
 
 Forward is the rollout's kernels, with SwiGLU's output written as codes only. Backward makes SwiGLU's gradient and, for
-down's wgrad, SwiGLU's output again in one kernel (`swiglu_backward_act`), so that nothing of the output is kept. Kept are gate_up's input, in tiles, and its output: in BF16, or
-with `quant.saved_gate_up = "fp8"` as codes with a scale for 128 columns of a row, from which both are then made.
+down's wgrad, SwiGLU's output again in one kernel (`swiglu_backward_act`), so that nothing of the output is kept. Kept
+are gate_up's input, in tiles, and its output: in BF16, or with `quant.saved_gate_up = "fp8"` as codes with a scale for
+128 columns of a row, from which both are then made.
 """
 
 from __future__ import annotations

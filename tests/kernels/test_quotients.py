@@ -7,6 +7,7 @@ rounding to FP32 is right. A hardware reciprocal may be a unit off; more are tri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def fma(a: Any, b: Any, c: Any) -> np.ndarray:
     """`a * b + c` of FP32, rounded once."""
     p, c = np.broadcast_arrays(np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64))
     s = p + c
@@ -37,7 +38,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.where((error != 0) & (bits & 1 == 0) & np.isfinite(s), odd, s).astype(F32)
 
 
-def units(x: np.ndarray, by: int) -> np.ndarray:
+def units(x: Any, by: int) -> np.ndarray:
     return (x.view(np.int32) + by).view(F32)
 
 

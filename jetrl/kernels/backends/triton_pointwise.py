@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
-from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, new_codes, new_scale, quotient, reciprocal, scale_from, to_bf16
+from jetrl.kernels.backends.triton_quant import (
+    _FLOOR_BITS,
+    abs_bits,
+    new_codes,
+    new_scale,
+    quotient,
+    reciprocal,
+    scale_from,
+    to_bf16,
+)
 from jetrl.kernels.qtensor import QTensor
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds an FP32 of at most 2**22 to an integer, half to even

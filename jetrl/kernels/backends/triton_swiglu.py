@@ -29,7 +29,8 @@ from jetrl.kernels.backends.triton_quant import (
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 
-OPTIONS = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor, so that one reads while the other computes
+# two programs on a multiprocessor, so that one reads while the other computes
+OPTIONS = {"num_warps": 8, "maxnreg": 128}
 
 
 @triton.jit
@@ -83,7 +84,8 @@ def _swiglu_backward_act_kernel(
     s = scale_from(tl.max(tl.max(top, axis=0), axis=0), FLOOR, POW2)
     tl.store(act_scale + group.to(tl.int64) * act_scale_stride + block, s)
     word = pack4(quotient(a, s, True), quotient(b, s, True), quotient(c, s, True), quotient(d, s, True))
-    tl.store(words_t + cols[:, None].to(tl.int64) * words_t_stride + four[None, :], tl.trans(word), mask=(cols < F)[:, None])
+    to = words_t + cols[:, None].to(tl.int64) * words_t_stride + four[None, :]
+    tl.store(to, tl.trans(word), mask=(cols < F)[:, None])
 
 
 def swiglu_backward_act(grad: Tensor, gate_up: Tensor | QTensor, pow2_t: bool) -> tuple[Tensor, QTensor]:

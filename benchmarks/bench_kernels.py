@@ -201,10 +201,14 @@ def head() -> Rows:
             cases["logprobs"] = lambda z=z, s=temperature, y=targets: ops.logprobs(z, y, s)
         else:
             g = torch.randn(t, device=CUDA)
-            statistics = ops.logprob_entropy(hidden, prepared, targets, temperature)[2]
+            *_, statistics, residual = ops.logprob_entropy(hidden, prepared, targets, temperature, True)
             grad = torch.zeros(V, D, device=CUDA)
-            inputs = (g, None, hidden, w, targets, temperature, statistics, grad)
-            cases["logprob_backward"] = lambda inputs=inputs: ops.logprob_backward(*inputs)
+            for name, entropy, kept in (("", None, None), (", kept", None, residual), (", entropy", g, None)):
+                inputs = (g, entropy, hidden, w, targets, temperature, statistics, kept, grad)
+                cases[f"logprob_backward{name}"] = lambda inputs=inputs: ops.logprob_backward(*inputs)
+            cases["logprob_entropy, kept"] = lambda h=hidden, y=targets, s=temperature: ops.logprob_entropy(
+                h, prepared, y, s, True
+            )
             part = hidden[:768]
             cases["head_logits 768 rows"] = lambda part=part: ops.head_logits(part, prepared)
         times = interleaved(cases, rounds=5)

@@ -12,6 +12,7 @@ from typing import Literal
 Precision = Literal["bf16", "fp8", "fp8_rollout"]
 ScaleKind = Literal["fp32", "pow2"]
 CacheKind = Literal["bf16", "fp8"]
+WgradKind = Literal["row", "tile"]
 
 Algo = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_pp", "gae"]

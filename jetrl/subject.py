@@ -104,14 +104,16 @@ def subject_of(
 
 
 def random_model(
-    shape: str, precision: str, device: str, layers: int | None = None, kv_cache: str = "", masters: bool = True
+    shape: str, precision: str, device: str, layers: int | None = None, kv_cache: str = "", masters: bool = True,
+    master_dtype: torch.dtype = torch.bfloat16,
 ) -> Transformer:
     """A model of a published shape with random BF16 weights, made on the device; its bits depend on the device.
 
-    `layers`: this many instead of the shape's own. Without `masters`, only the published weights are held.
+    `layers`: this many instead of the shape's own. Without `masters`, only the published weights are held; else masters
+    are of `master_dtype`.
     """
     config, spec = _random_shape(shape, precision, device, kv_cache, layers)
-    model = _drawn(config, spec, recipe_of(config, spec), torch.bfloat16 if masters else None)
+    model = _drawn(config, spec, recipe_of(config, spec), master_dtype if masters else None)
     return model.publish() if masters else model
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule
+from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import Rule, Section
 from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.rl import RLConfig
@@ -53,6 +53,7 @@ class QuantConfig(Section):
     """Details of the FP8 recipe; the blocks are 128x128 for weights and 1x128 for activations and gradients."""
 
     section: ClassVar[str] = "quant"
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("saved_gate_up",), "wgrad", ("row",)),)
     weight_scale: ScaleKind = Field(
         default="fp32", description="Scales of weight blocks: any FP32 number, or powers of two.")
     activation_scale: ScaleKind = Field(
@@ -61,6 +62,13 @@ class QuantConfig(Section):
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
+    wgrad: WgradKind = Field(
+        default="tile", description="Activations that weight gradients read (dense layers; experts take row). row: a "
+        "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
+        "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
+    saved_gate_up: CacheKind = Field(
+        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers). fp8: rounded as an "
+        "activation is, which saves a quarter of a layer's memory for the backward pass.")
     kv_cache: CacheKind = Field(
         default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
 
@@ -291,6 +299,7 @@ class Config(Section):
     section: ClassVar[str] = ""
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(tuple(f"quant.{key}" for key in QuantConfig.model_fields), "precision", ("bf16",)),
+        Rule(("quant.wgrad", "quant.saved_gate_up"), "precision", ("fp8_rollout",)),
         Rule(tuple(f"vllm.{key}" for key in VLLMConfig.model_fields), "rollout.engine", ("jetrl",)),
     )
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")

@@ -35,7 +35,10 @@ def fp8_gemm(a: QTensor, b: Any, out_dtype: torch.dtype) -> Tensor:
 
 
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
-    """wgrad: `dy_t` [N, T] by `x_t` [K, T], both with groups of 128 tokens -> FP32 [N, K]."""
+    """wgrad: `dy_t` [N, T] by `x_t` [K, T], both with groups of 128 tokens -> FP32 [N, K].
+
+    `x_t` has a scale for each row, or for each tile of 128x128; then the result is rounded to BF16.
+    """
     if dy_t.codes.shape[1] != x_t.codes.shape[1]:
         raise ValueError(f"token counts differ: {tuple(dy_t.codes.shape)} and {tuple(x_t.codes.shape)}")
     return backend_of(dy_t.codes).wgrad_gemm(dy_t, x_t)

@@ -72,6 +72,12 @@ def grad_done(master: Tensor) -> None:
         sink.done(master)
 
 
+def begins_in_place(master: Tensor) -> bool:
+    """Whether `grad_in_place` would add to zeros that it makes for this: a caller may set `master.grad` instead."""
+    in_place = getattr(master, "adds_in_place", False) and getattr(master, "sink", None) is None
+    return bool(in_place) and master.grad is None
+
+
 def grad_in_place(master: Tensor) -> Tensor | None:
     """What to add the gradient to: the sink's buffer, or `master.grad`, zeros if it did not exist.
 

@@ -57,18 +57,19 @@ def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor
+        ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.master = master
         ctx.set_materialize_grads(False)
-        logprobs, entropies, statistics = backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature)
-        ctx.save_for_backward(hidden, weight, targets, temperature, statistics)
+        logprobs, entropies, *kept = backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature, keep)
+        ctx.save_for_backward(hidden, weight, targets, temperature, *kept)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, targets, temperature, statistics = ctx.saved_tensors
+        hidden, weight, targets, temperature, statistics, residual = ctx.saved_tensors
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(temperature)
         # contiguous: the gradient of a sum is one number with stride 0, and kernels index rows from the first address
@@ -79,19 +80,23 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         dh = backend_of(hidden).logprob_backward(
             grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
-            targets, temperature, statistics, grad,
+            targets, temperature, statistics, residual, grad,
         )
         if grad is not None and dw is None:
             grad_done(ctx.master)
-        return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), None, None, None, None
+        return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), *[None] * 5
 
 
 def token_logprobs(
-    hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: float
+    hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: float,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` [T] and entropy, FP32 [T] each, from `hidden` [T, D]; chunked, never [T, V] at once.
+    """Log-prob of `targets` [T] and entropy, FP32 [T] each, from `hidden` [T, D]; FP32 logits are made in chunks.
 
-    `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `master`.
+    `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `master`. `keep`: a
+    backend may hold `p - onehot` [T, V] in BF16 until the backward pass, up to a bound of its own, and need no logits
+    there. Of no use if the entropy has a gradient, which is of another form.
     """
     temp = torch.full(targets.shape, temperature, dtype=torch.float32, device=hidden.device)
-    return _TokenLogprobs.apply(hidden, master, weight, prepared, targets, temp)
+    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or master.requires_grad)
+    return _TokenLogprobs.apply(hidden, master, weight, prepared, targets, temp, keep)

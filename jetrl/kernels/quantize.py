@@ -24,10 +24,13 @@ def quantize_act(x: Tensor, pow2: bool = False, sections: tuple[int, ...] | None
     return backend_of(x).quantize_act(x, pow2, sections)
 
 
-def quantize_act_t(x: Tensor, pow2: bool = False) -> QTensor:
-    """`x` [T, C] -> QTensor of `x.T` [C, T], one scale per column of `x` and group of 128 tokens (wgrad operand)."""
+def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor:
+    """`x` [T, C] -> QTensor of `x.T` [C, T] (wgrad operand), one scale per column of `x` and group of 128 tokens.
+
+    `tile`: one scale for 128 features and 128 tokens.
+    """
     _check(x, None, 0)
-    return backend_of(x).quantize_act_t(x, pow2)
+    return backend_of(x).quantize_act_t(x, pow2, tile)
 
 
 def quantize_weight(

@@ -97,6 +97,23 @@ def quantize_128x128(w: Tensor, pow2: bool = False, sections: tuple[int, ...] | 
     return QTensor(codes, scale, "128x128", sections, (w.shape[1],))
 
 
+def swiglu_backward_act(grad: Tensor, gate_up: Tensor | QTensor, pow2_t: bool) -> tuple[Tensor, QTensor]:
+    """`swiglu_backward(grad, gate_up)` [T, 2F], and SwiGLU's output again in tiles [F, T], for down's wgrad.
+
+    The second is `quantize_128x128(swiglu(gate_up).T, pow2_t)`. A quantized `gate_up` is read as
+    `rounded(code * scale)`.
+    """
+    if isinstance(gate_up, QTensor):
+        gate_up = dequantize(gate_up).to(grad.dtype)
+    return swiglu_backward(grad, gate_up), quantize_128x128(swiglu(gate_up).T.contiguous(), pow2_t)
+
+
+def wgrad(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """`fp8_gemm` of `dy_t` [N, T] (1x128) and `x_t` [K, T] -> FP32 [N, K]; by tiles of x it is rounded to BF16."""
+    dw = fp8_gemm(dy_t, x_t)
+    return dw if x_t.granularity == "1x128" else dw.to(torch.bfloat16).to(torch.float32)
+
+
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """One power-of-two scale for each head vector (the FP8 KV cache). `x` [..., H] -> codes [..., H], scales [...].
 

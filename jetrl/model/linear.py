@@ -5,6 +5,8 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
     fprop   y  = rounded(q(x) @ q(W).T)          dgrad   dx = rounded(q(dy) @ q(W))
     wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation;
                                                  dW is added to `weight.grad` in place (`kernels.gradient`)
+
+With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.gradient import begins_in_place, grad_done, grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
-from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.qtensor import Granularity, QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
 from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
 from jetrl.model.shards import Shard, gathered, gathered_codes, shard_of
@@ -33,7 +35,7 @@ class _FP8Linear(torch.autograd.Function):
         pow2 = recipe.fprop.left.pow2
         ctx.layer, ctx.recipe, ctx.needs_weight = layer, recipe, keep
         if keep:
-            x_t = quantize_act_t(x, recipe.saved_activation.pow2)
+            x_t = quantize_act_t(x, recipe.saved_activation.pow2, recipe.wgrad_tiles)
             ctx.save_for_backward(x_t.codes, x_t.scale)
         return gemm.fp8_gemm(quantize_act(x, pow2), layer.fp8_operand(), x.dtype)
 
@@ -46,15 +48,15 @@ class _FP8Linear(torch.autograd.Function):
             dy_q = quantize_act(dy, recipe.dgrad.left.pow2, layer.sections)
             dx = gemm.fp8_gemm(dy_q, layer.fp8_operand_t(), dy.dtype)
         if ctx.needs_weight:
-            codes, scale = ctx.saved_tensors
-            x_t = QTensor(codes, scale, "1x128", (codes.shape[0],), (codes.shape[1],))
-            dy_t = quantize_act_t(dy, recipe.wgrad.left.pow2)
-            if (grad := grad_in_place(layer.weight)) is not None:
-                gemm.wgrad_into(dy_t, x_t, grad)
-                grad_done(layer.weight)
-            else:
-                dw = gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(layer.weight))
+            x_t = saved_activation(recipe, *ctx.saved_tensors)
+            dw = layer.add_gradient(quantize_act_t(dy, recipe.wgrad.left.pow2), x_t)
         return dx, dw, None, None, None
+
+
+def saved_activation(recipe: LinearRecipe, codes: Tensor, scale: Tensor) -> QTensor:
+    """What wgrad reads of the input, [K, T], from the two tensors that are kept of it."""
+    granularity: Granularity = "128x128" if recipe.wgrad_tiles else "1x128"
+    return QTensor(codes, scale, granularity, (codes.shape[0],), (codes.shape[1],))
 
 
 class _BF16Linear(torch.autograd.Function):
@@ -205,6 +207,17 @@ class FlowLinear(nn.Module):
     def bf16_operand(self) -> Any:
         assert self.published.numel(), "publish() has not run"
         return self._operand("bf16")
+
+    def add_gradient(self, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
+        """wgrad, added in place to the master's gradient; None then, else what autograd is to accumulate."""
+        if x_t.granularity == "128x128" and begins_in_place(self.weight):  # saves zeros and an addition
+            self.weight.grad = gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))
+            return None
+        if (grad := grad_in_place(self.weight)) is None:
+            return gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))
+        gemm.wgrad_into(dy_t, x_t, grad)
+        grad_done(self.weight)
+        return None
 
     def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
         """`forward` without a gradient; an FP8 layer also accepts an `x` that the kernel before it has quantized."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from jetrl.kernels import pointwise
-from jetrl.model.block import Block, Build, Context, Piece, Tap
+from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
+from jetrl.model.fused_mlp import fused_mlp, fused_recipe
 from jetrl.spec import ModelSpec
 
 
@@ -18,6 +20,9 @@ class MLP(Block):
     def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
         at, side = self.at, context.batch.side
         y, residual = self.add_norm(x, residual, tap)
+        recipe = fused_recipe(self.gate_up, self.down, side) if tap is no_tap and torch.is_grad_enabled() else None
+        if recipe is not None:
+            return fused_mlp(y, self.gate_up, self.down, recipe), residual
         y = self.gate_up(y, side)
         tap(f"{at}.gate_up", y)
         y = pointwise.swiglu(y)

@@ -217,7 +217,12 @@ class Transformer(nn.Module):
         """FP32 logits [T, V]."""
         return logprob.head_logits(hidden, self.head_operand())
 
-    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs of `targets` [T] and entropies at the sampling temperature, FP32 [T] each; differentiable."""
-        head = self.head
-        return logprob.token_logprobs(hidden, head.weight, head.published, self.head_operand(), targets, temperature)
+    def token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, keep: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of `targets` [T] and entropies at the sampling temperature, FP32 [T] each; differentiable.
+
+        `keep` as in `logprob.token_logprobs`: False if the entropies will have a gradient.
+        """
+        head, operand = self.head, self.head_operand()
+        return logprob.token_logprobs(hidden, head.weight, head.published, operand, targets, temperature, keep)

@@ -119,7 +119,7 @@ class _Backward(_Builder):
         weight = self.saved(f"{name}.quantize_weight", linear.dgrad.right)
         dy_t = self.op(f"{name}.quantize_dy_t", "quantize", {"x": dy}, linear.wgrad.left)
         x_t = self.op(f"{name}.quantize_x_t", "quantize", {"x": x}, linear.saved_activation)
-        self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", op, {"dy": dy_t, "x": x_t}, FP32))
+        self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", op, {"dy": dy_t, "x": x_t}, linear.weight_grad))
         return self.op(f"{name}.dgrad", op, {"dy": dy_q, "weight": weight}, linear.grad)
 
     def bf16_linear(self, name: str, weight: str, dy: str, x: str, op: str = "gemm") -> str:
@@ -202,6 +202,8 @@ class BlockBackward(_Scope):
         op = "grouped_gemm" if shape.experts else "gemm"
         if linear is None:
             return builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x), op)
+        if shape.experts:
+            linear = linear.with_row_wgrad()
         return builder.fp8_linear(name, linear, dy, self.saved(x), shape.out_sections, op)
 
     def router(self, name: str, dy: str, x: str) -> str:

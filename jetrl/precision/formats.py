@@ -87,6 +87,11 @@ def weight_128x128(scale: ScaleKind) -> Format:
     return _e4m3("weight_128x128", (BLOCK, BLOCK), scale)
 
 
+def act_128x128(scale: ScaleKind) -> Format:
+    """Activations that wgrad reads, in tiles: one scale for 128 tokens of 128 features."""
+    return _e4m3("act_128x128", (BLOCK, BLOCK), scale)
+
+
 def wgrad_128x1(scale: ScaleKind) -> Format:
     """Both operands of wgrad, whose reduction runs over tokens: one scale for 128 tokens of one feature."""
     return _e4m3("wgrad_128x1", (BLOCK, 1), scale)

@@ -34,7 +34,8 @@ ROUNDING: Mapping[str, str] = {
     "grouped_gemm": "as a gemm, each row by its expert's matrix",
     "add": "fp32 addition, rounded once to bf16",
     "logprob": "fp32 logits / temperature; float64 log-sum-exp, rounded once to fp32",
-    "logprob_backward": "fp32 logits made again; gradient of the logits rounded once to bf16",
+    "logprob_backward": "p - onehot rounded once to bf16, times a factor of the row in fp32 (with an entropy gradient: "
+    "the gradient of fp32 logits made again, rounded once to bf16)",
     "rms_norm_backward": "fp32, rounded once to bf16",
     "weight_sum": "fp32 sum over tokens",
     "optimizer": "gradients and states in fp32; master weight in its own dtype",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jetrl.precision.block import Block, Linear
+from jetrl.precision.formats import BF16
 from jetrl.precision.recipe import Role
 from jetrl.spec import ModelSpec
 
@@ -33,7 +34,9 @@ class MLP(Block):
 
     def backward(self, flow: BlockBackward, dy: str) -> str:
         dx = flow.linear("down", dy, "swiglu")
-        dx = flow.op("swiglu.dgrad", "swiglu_backward", {"dy": dx, "gate_up": flow.saved("gate_up")})
+        linear = flow.recipe.linear(flow.layer, "gate_up", flow.side)
+        kept = flow.saved("gate_up", BF16 if linear is None else linear.saved_out)
+        dx = flow.op("swiglu.dgrad", "swiglu_backward", {"dy": dx, "gate_up": kept})
         return flow.linear("gate_up", dx, "mlp_norm")
 
     def rows(self, pen: Pen) -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
-from jetrl.choices import CacheKind, Precision, ScaleKind
+from jetrl.choices import CacheKind, Precision, ScaleKind, WgradKind
 from jetrl.errors import UserError
-from jetrl.precision.formats import BF16, Format, act_1x128, kv_head, weight_128x128, wgrad_128x1
+from jetrl.precision.formats import BF16, FP32, Format, act_1x128, act_128x128, kv_head, weight_128x128, wgrad_128x1
 from jetrl.types import Side
 
 Role = str  # of a linear within its layer: "qkv", "gate_up"; blocks declare theirs (`block.Block.linears`)
@@ -26,7 +26,7 @@ class LinearRecipe:
 
     fprop:  y  [T, N] = x  [T, K] @ W [N, K]^T     x in blocks along K, W in tiles
     dgrad:  dx [T, K] = dy [T, N] @ W [N, K]       dy in blocks along N, W the same codes as in fprop
-    wgrad:  dW [N, K] = dy [T, N]^T @ x [T, K]     both in blocks along T
+    wgrad:  dW [N, K] = dy [T, N]^T @ x [T, K]     dy in blocks along T; x likewise, or in tiles (then dW is BF16)
     """
 
     fprop: Operands  # activation, weight
@@ -35,6 +35,18 @@ class LinearRecipe:
     saved_activation: Format  # the one copy of x kept for backward, in the orientation that wgrad reads
     out: Format = BF16  # y
     grad: Format = BF16  # dx and dy between operators
+    saved_out: Format = BF16  # y as SwiGLU's backward reads it, and down's wgrad through it
+    weight_grad: Format = FP32  # what a micro-batch's dW is rounded to before FP32 addition
+
+    @property
+    def wgrad_tiles(self) -> bool:
+        """Whether wgrad reads activations in 128x128 tiles."""
+        return self.wgrad.right.name == "act_128x128"
+
+    def with_row_wgrad(self) -> LinearRecipe:
+        """The same linear with both operands of wgrad in blocks along tokens: what experts compute."""
+        left = self.wgrad.left
+        return replace(self, wgrad=Operands(left, left), saved_activation=left, saved_out=BF16, weight_grad=FP32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +65,17 @@ class Recipe:
     num_first_layers_in_bf16: int = 0
     num_last_layers_in_bf16: int = 0
     kv_cache: Format = BF16
+    wgrad: WgradKind = "row"
+    saved_gate_up: CacheKind = "bf16"
 
     def __post_init__(self) -> None:
         _require_one_of("precision", self.name, get_args(Precision))
         _require_one_of("quant.weight_scale", self.weight_scale, get_args(ScaleKind))
         _require_one_of("quant.activation_scale", self.activation_scale, get_args(ScaleKind))
+        _require_one_of("quant.wgrad", self.wgrad, get_args(WgradKind))
+        _require_one_of("quant.saved_gate_up", self.saved_gate_up, get_args(CacheKind))
+        if self.saved_gate_up == "fp8" and self.wgrad == "row":
+            raise UserError("quant.saved_gate_up = 'fp8' has no effect with quant.wgrad = 'row'; set 'tile' there.")
         if self.name == "bf16" and self.kv_cache.is_quantized:
             raise UserError("quant.kv_cache = 'fp8' has no effect with precision = 'bf16'; set one of the two.")
         first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
@@ -85,11 +103,15 @@ class Recipe:
 
     def fp8_linear(self) -> LinearRecipe:
         """The one FP8 linear of this recipe, operand by operand."""
+        rows = wgrad_128x1(self.activation_scale)
+        saved = rows if self.wgrad == "row" else act_128x128(self.activation_scale)
         return LinearRecipe(
             fprop=Operands(act_1x128(self.activation_scale), weight_128x128(self.weight_scale)),
             dgrad=Operands(act_1x128(self.activation_scale), weight_128x128(self.weight_scale)),
-            wgrad=Operands(wgrad_128x1(self.activation_scale), wgrad_128x1(self.activation_scale)),
-            saved_activation=wgrad_128x1(self.activation_scale),
+            wgrad=Operands(rows, saved),
+            saved_activation=saved,
+            saved_out=act_1x128(self.activation_scale) if self.saved_gate_up == "fp8" else BF16,
+            weight_grad=FP32 if self.wgrad == "row" else BF16,
         )
 
 
@@ -107,6 +129,8 @@ def build_recipe(
     num_last_layers_in_bf16: int = 0,
     kv_cache: str = "bf16",
     head_dim: int | None = None,
+    wgrad: str = "row",
+    saved_gate_up: str = "bf16",
 ) -> Recipe:
     """The recipe from a config's `precision` key and [quant] table; raises UserError for values that cannot work.
 
@@ -122,4 +146,6 @@ def build_recipe(
         num_first_layers_in_bf16=num_first_layers_in_bf16,
         num_last_layers_in_bf16=num_last_layers_in_bf16,
         kv_cache=kv_head(head_dim) if kv_cache == "fp8" and head_dim is not None else BF16,
+        wgrad=wgrad,  # type: ignore[arg-type]
+        saved_gate_up=saved_gate_up,  # type: ignore[arg-type]
     )

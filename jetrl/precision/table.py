@@ -14,7 +14,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
 WIDTH = 80
-_SHORT = {"act_1x128": "A8", "weight_128x128": "W8", "wgrad_128x1": "T8", "kv_head": "K8"}
+_SHORT = {"act_1x128": "A8", "weight_128x128": "W8", "act_128x128": "X8", "wgrad_128x1": "T8", "kv_head": "K8"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
 CACHE_SHARE, KEEP_SHARE = 0.8, 0.1  # as `rollout.kv_cache` and `rollout.runner` have them
 LOGITS = 1 << 29  # elements of a chunk of logits, as in the hopper backend
+KEPT = 5 << 29  # bytes of softmax residuals, likewise
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -135,7 +136,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     return Memory(
         **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
         activations=_activations(config, spec, recipe, tokens),
-        passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad),
+        passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad, not config.rl.entropy_coef),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
         kept_cache=cache if cache <= KEEP_SHARE * capacity else 0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
@@ -149,7 +150,7 @@ def recipe_for(config: Config, spec: ModelSpec) -> Recipe:
     q = config.quant
     return build_recipe(
         config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
     )
 
 
@@ -268,8 +269,9 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int = 81
     """Bytes a token that the forward pass of a layer keeps for the backward pass; of `tokens`, which experts pad.
 
     Of each block: the residual stream (BF16), each linear's input (FP8 along tokens with a scale for 128, or BF16), and
-    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up. Of
-    experts that for each row, with their outputs, and the router's input and logits.
+    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up. With
+    wgrad by tiles (`model.fused_mlp`), SwiGLU's output is made again. Of experts that for each row, with their outputs,
+    and the router's input and logits.
     """
     def linear(role: str, size: int) -> float:
         return size + size / 32 if recipe.linear(layer, role, "train") is not None else 2 * size
@@ -283,7 +285,10 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int = 81
             total += linear("qkv", d) + 2 * heads + 2 * heads + 2 * attended + 4 * spec.num_heads
             total += linear("o", attended) if fp8 else 0  # in BF16 it is attention's output itself
         elif block.kind == "mlp":
-            total += linear("gate_up", d) + 4 * spec.intermediate_size + linear("down", spec.intermediate_size)
+            into = recipe.linear(layer, "down", "train")
+            kept = 4 if into is None or not into.saved_out.is_quantized else 2 + 2 / 32
+            total += linear("gate_up", d) + kept * spec.intermediate_size
+            total += 0 if into is not None and into.wgrad_tiles else linear("down", spec.intermediate_size)
         elif block.kind == "moe":
             assert spec.experts is not None
             f, k = spec.experts.intermediate_size, spec.experts.per_token
@@ -302,16 +307,17 @@ def _activations(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -
     return int(tokens * (ends + sum(saved_of_layer(spec, recipe, layer, tokens) for layer in range(spec.num_layers))))
 
 
-def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, grad: int) -> int:
-    """The most that the backward pass makes and frees: chunks of logits, or one layer's gradients.
+def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, grad: int, keep: bool) -> int:
+    """The most that lm_head and backward pass make and free: chunks of logits, or one layer's gradients.
 
-    A chunk is FP32 logits and their BF16 gradient; that of the chunk before is still held. Gradients in BF16 are summed
-    in FP32 by matrix: the lm_head's is the largest.
+    A chunk is FP32 logits and, in the backward pass, their BF16 gradient. With `keep`, the softmax's residuals wait for
+    the backward pass, which makes logits again for the rest only. Gradients in BF16 are summed in FP32 by matrix: the
+    lm_head's is the largest.
     """
     v, rows = spec.vocab_size, max(128, LOGITS // spec.vocab_size // 128 * 128)
-    first, rest = min(rows, tokens), min(rows, max(tokens - rows, 0))
-    more = max(4 * v * (first + rest), 2 * v * first + 6 * v * rest) if rest else 0
-    head = max(6 * v * first, more) + (4 * v * spec.hidden_size if grad == 2 else 0)
+    kept = min(KEPT // (2 * v), tokens) if keep else 0
+    chunk = (4 if kept == tokens else 6) * v * min(rows, tokens)
+    head = 2 * v * kept + chunk + (4 * v * spec.hidden_size if grad == 2 else 0)
     layer = tokens * (4 * spec.hidden_size + 10 * spec.intermediate_size)
     if spec.experts is not None:
         layer = max(layer, _passing_experts(spec, tokens, checkpointing, grad))

@@ -282,7 +282,7 @@ def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
     q = config.quant
     return build_recipe(
         config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
     )
 
 

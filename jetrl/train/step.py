@@ -61,13 +61,16 @@ def forward_batch(micro: MicroBatch) -> ForwardBatch:
 
 
 def forward_rows(
-    model: Transformer, micro: MicroBatch, temperature: float, routes: Routes | None = None
+    model: Transformer, micro: MicroBatch, temperature: float, routes: Routes | None = None, keep: bool = True
 ) -> Rows:
-    """Training forward of one micro-batch; log-probs and entropy of the rows whose target is the policy's token."""
+    """Training forward of one micro-batch; log-probs and entropy of the rows whose target is the policy's token.
+
+    `keep`: see `kernels.logprob.token_logprobs`.
+    """
     hidden = model(forward_batch(micro), routes=routes)
     index = micro.loss_mask.nonzero()[:, 0]
     rows = hidden[index]
-    logprobs, entropy = model.token_logprobs(rows, micro.targets[index], temperature)
+    logprobs, entropy = model.token_logprobs(rows, micro.targets[index], temperature, keep)
     return Rows(index, logprobs, entropy, rows)
 
 
@@ -116,7 +119,8 @@ def _policy_update(
     parameters = [*model.parameters(), *(shared.parameters() if shared is not None else ())]
 
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
-        rows = forward_rows(model, micro, temperature, routes := routing.routes())
+        keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
+        rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep)
         if on_policy:
             gap.add(
                 rows.logprobs, micro.rollout_logprobs[rows.index], sequence_ids=micro.sequence_ids[rows.index]

@@ -60,6 +60,22 @@ def test_wgrad_matches_the_definition(ops, n: int, k: int, t: int) -> None:
     assert relative_error(dw, want) < 5e-4  # wgmma adds E4M3 products with some 14 bits below the largest
 
 
+@pytest.mark.parametrize(("n", "k", "t"), [(256, 512, 384), (960, 576, 130), (64, 136, 1), (4096, 2048, 1000)])
+@pytest.mark.parametrize("pow2", [False, True])
+def test_wgrad_by_tiles_matches_the_definition(ops, n: int, k: int, t: int, pow2: bool) -> None:
+    dy, x = matrix(t, n, 4), matrix(t, k, 5)
+    dy_t, x_t = ops.quantize_act_t(dy.to(CUDA), pow2), ops.quantize_act_t(x.to(CUDA), pow2, True)
+    dw = ops.wgrad_gemm(dy_t, x_t)
+    want = ref.wgrad(ref.quantize_128x1(dy, pow2), ref.quantize_128x128(x.T.contiguous(), pow2))
+    assert dw.dtype == torch.float32 and dw.shape == want.shape
+    assert relative_error(dw, want) < 3e-3  # the rounding to BF16
+    for dtype in (torch.float32, torch.bfloat16):
+        before = matrix(n, k, 6).to(CUDA, dtype) * 30
+        grad = before.clone()
+        ops.wgrad_into(dy_t, x_t, grad)
+        assert torch.equal(grad, (before.float() + dw).to(dtype)), "what the GEMM wrote is added once"
+
+
 @pytest.mark.parametrize(("k", "sections"), [(576, (576, 192, 192)), (4096, (4096, 1024, 1024)), (1536, (576,))])
 def test_fp8_rows_do_not_depend_on_the_batch(ops, k: int, sections: tuple[int, ...]) -> None:
     w = ops.prepare_fp8(ops.quantize_weight(matrix(sum(sections), k, 6).to(CUDA), False, sections))

@@ -36,7 +36,11 @@ def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: i
     assert torch.equal(sampled, whole[0][:5])  # the sampler's path
     monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 128 * v)
     parts = ops.logprob_entropy(hidden, w, targets, temperature)
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole[:3], parts[:3], strict=True))
+    assert whole[3] is None
+    kept, in_parts = (ops.logprob_entropy(hidden, w, targets, temperature, keep=True) for _ in range(2))
+    assert kept[3].shape == (t, w.weight.shape[0]) and torch.equal(kept[3], in_parts[3])
+    assert all(torch.equal(a, b) for a, b in zip(whole[:3], kept[:3], strict=True))
     z = (hidden.double() @ weight.double().T) / temperature.double()[:, None]
     logp = torch.log_softmax(z, -1)
     torch.testing.assert_close(whole[0].double(), logp.gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=2e-5)
@@ -45,8 +49,9 @@ def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: i
 
 @pytest.mark.parametrize(("t", "d", "v"), [(700, 576, 49152), (300, 64, 1003)])
 @pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("kept", ["all", "some", "none"])
 def test_gradients_match_autograd(
-    ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int, with_entropy: bool
+    ops, monkeypatch: pytest.MonkeyPatch, t: int, d: int, v: int, with_entropy: bool, kept: str
 ) -> None:
     hidden, weight, targets, temperature = problem(t, d, v)
     g = torch.Generator(CUDA).manual_seed(1)
@@ -59,12 +64,16 @@ def test_gradients_match_autograd(
     want = torch.autograd.grad(loss, (h, w))
     monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 256 * v)
 
-    statistics = ops.logprob_entropy(hidden, ops.prepare_bf16(weight), targets, temperature)[2]
+    # none of the rows kept, some of them, all
+    monkeypatch.setattr(ops, "KEPT_BYTES", {"all": 5 << 29, "some": 2 * 150 * v, "none": 0}[kept])
+    *_, statistics, residual = ops.logprob_entropy(hidden, ops.prepare_bf16(weight), targets, temperature, True)
+    some = 150 * v // (-(-v // 8) * 8)
+    assert (0 if residual is None else len(residual)) == {"all": t, "some": some, "none": 0}[kept]
 
     def backward(dtype: torch.dtype, fill: float) -> tuple[Tensor, Tensor]:
         grad = torch.full(weight.shape, fill, dtype=dtype, device=CUDA)
         dh = ops.logprob_backward(
-            gl, ge if with_entropy else None, hidden, weight, targets, temperature, statistics, grad
+            gl, ge if with_entropy else None, hidden, weight, targets, temperature, statistics, residual, grad
         )
         return dh, grad
 
@@ -73,7 +82,7 @@ def test_gradients_match_autograd(
     assert torch.equal(rounded, got[1].to(torch.bfloat16)), "chunks add up in FP32"
     assert ((added - got[1]).norm() / got[1].norm()).item() < 1e-3, "the gradient is added to what was there"
     frozen = ops.logprob_backward(
-        gl, ge if with_entropy else None, hidden, weight, targets, temperature, statistics, None
+        gl, ge if with_entropy else None, hidden, weight, targets, temperature, statistics, residual, None
     )
     assert torch.equal(frozen, got[0])
     for name, a, b, c in zip(("hidden", "weight"), got, want, again, strict=True):

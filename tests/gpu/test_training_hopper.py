@@ -19,7 +19,10 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
 @pytest.mark.parametrize(
     "changes",
     [
-        {"precision": "fp8"}, {"precision": "bf16"},
+        {"precision": "fp8"}, {"precision": "bf16"}, {"quant.wgrad": "row"},
+        {"train.activation_checkpointing": True, "train.max_tokens_per_gpu": 60},
+        {"quant.activation_scale": "pow2", "rl.entropy_coef": 0.01},
+        {"quant.saved_gate_up": "fp8"},
         {"train.master_dtype": "bfloat16", "train.optimizer_dtype": "bfloat16", "rl.kl_coef": 0.1},
         {"model.arch": ARCH | {"hidden_size": 128, "head_dim": 128}},  # heads that the decode kernel serves
         {"quant.kv_cache": "fp8"},

@@ -28,6 +28,7 @@ from jetrl.kernels.backends import triton_optim as ta
 from jetrl.kernels.backends import triton_pointwise as tp
 from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.kernels.backends import triton_quant as tq
+from jetrl.kernels.backends import triton_swiglu as ts
 from jetrl.kernels.decode import DecodeState
 from jetrl.rollout.sampler import SamplingTable, sample_rows
 from jetrl.types import LayerCache, SamplingParams
@@ -174,6 +175,34 @@ def quantizer_cases() -> Iterator[tuple[str, Case]]:
 def equal_q(name: str, got: object, want: object) -> None:
     equal(f"{name} codes", got.codes, want.codes)
     equal(f"{name} scale", got.scale, want.scale)
+
+
+def tile_cases() -> Iterator[tuple[str, Case]]:
+    def tiles(kind: str, pow2: bool) -> None:
+        for rows, cols in few(((130, 168), (5, 136), (300, 256), (257, 1032))):
+            x = sample(rows, cols, kind)
+            got, want = tq.quantize_act_t(x.to(DEVICE), pow2, True), backend.quantize_act_t(x, pow2, True)
+            equal_q("tiles", got, want)
+            assert got.granularity == want.granularity and got.row_sections == want.row_sections
+            codes = got.codes.as_strided((cols, got.codes.stride(0)), (got.codes.stride(0), 1)).float()
+            assert kind == "nan" or not codes[:, rows:].any(), "padding is not zero"
+
+    def swiglu(kind: str, pow2: bool) -> None:
+        for rows, f in few(((130, 168), (5, 128), (300, 384), (257, 1000))):
+            x, g = sample(rows, 2 * f, kind), sample(rows, f, "normal", 1)
+            for saved in (False, True):
+                a = tq.quantize_act(x.to(DEVICE), pow2, (f, f)) if saved else x.to(DEVICE)
+                b = ref.quantize_1x128(x, pow2, (f, f)) if saved else x
+                got, want = ts.swiglu_backward_act(g.to(DEVICE), a, pow2), ref.swiglu_backward_act(g, b, pow2)
+                equal(f"gradient, of a quantized input: {saved}", got[0], want[0])
+                equal_q(f"output, of a quantized input: {saved}", got[1], want[1])
+
+    for kind, pow2 in itertools.product(KINDS, (False, True)):
+        if (kind, pow2) != ("nan", True):
+            yield f"transposed tiles {kind} pow2={pow2}", partial(tiles, kind, pow2)
+    for kind, pow2 in itertools.product(("normal", "zero", "nan", "wide"), (False, True)):
+        if (kind, pow2) != ("nan", True):
+            yield f"swiglu gradient and output {kind} pow2={pow2}", partial(swiglu, kind, pow2)
 
 
 def norm_cases() -> Iterator[tuple[str, Case]]:
@@ -366,6 +395,19 @@ def logprob_cases() -> Iterator[tuple[str, Case]]:
 
     yield "logits gradient", gradient
 
+    def residual() -> None:
+        z = torch.randn(5, 5003, generator=torch.Generator().manual_seed(1)) * 3
+        targets, temperature = torch.tensor([0, 5002, 17, 4096, 4095]), torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0])
+        args = [t.to(DEVICE) for t in (z, targets, temperature)]
+        out = torch.full((5, 5008), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        tv.residual(*args, tv.logprobs_and_statistics(*args)[1:], out[:, :5003])
+        want = torch.softmax(z.double() / temperature[:, None], -1)
+        want[torch.arange(5), targets] -= 1
+        torch.testing.assert_close(out[:, :5003].double().cpu(), want, rtol=4e-3, atol=1e-6)
+        assert (out[:, 5003:] == 7).all(), "padding is not the kernel's"
+
+    yield "softmax without the target", residual
+
     def broken() -> None:
         z = torch.zeros(3, 50)
         z[1, 7] = float("nan")
@@ -382,10 +424,11 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
         def add(dtype: torch.dtype = dtype) -> None:
             for rows, cols in few(((7, 300), (16, 128), (2049, 4096))):
                 grad = sample(rows, cols, "normal", dtype=dtype)
-                x = sample(rows, cols, "normal", 1, torch.float32) / 100
-                want, got = (grad.float() + x).to(dtype), grad.to(DEVICE)
-                ta.add_rounded(got, x.to(DEVICE))
-                equal("sum", got, want)
+                for kind in (torch.float32, torch.bfloat16):
+                    x = (sample(rows, cols, "normal", 1, torch.float32) / 100).to(kind)
+                    want, got = (grad.float() + x.float()).to(dtype), grad.to(DEVICE, copy=True)
+                    ta.add_rounded(got, x.to(DEVICE))
+                    equal("sum", got, want)
 
         yield f"gradients added in {dtype}", add
 
@@ -455,8 +498,8 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
 
 def all_cases() -> list[tuple[str, Case]]:
     kinds = (
-        quantizer_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases, decode_cases,
-        adamw_cases,
+        quantizer_cases, tile_cases, norm_cases, attention_input_cases, swiglu_cases, logprob_cases, gradient_cases,
+        decode_cases, adamw_cases,
     )
     return [case for kind in kinds for case in kind()]
 

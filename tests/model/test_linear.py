@@ -10,7 +10,7 @@ from tolerances import assert_bitwise_equal, sqnr_db
 from torch import Tensor, nn
 
 from jetrl import api
-from jetrl.kernels import gemm
+from jetrl.kernels import gemm, reference
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
@@ -63,6 +63,23 @@ def test_all_three_gemms_are_fp8(weight_scale: str, activation_scale: str) -> No
     exact = (x.double() @ layer.weight.double().T, dy.double() @ layer.weight.double(), dy.double().T @ x.double())
     for name, got, true in zip(("fprop", "dgrad", "wgrad"), (y, dx, layer.weight.grad), exact, strict=True):
         assert 24 < sqnr_db(got, true) < 40, f"{name}: {sqnr_db(got, true):.1f} dB is not what FP8 gives"
+
+
+@pytest.mark.parametrize("activation_scale", ["fp32", "pow2"])
+def test_wgrad_by_tiles_changes_the_weight_gradient_only(activation_scale: str) -> None:
+    by_rows = linear(activation_scale=activation_scale)
+    layer = linear(activation_scale=activation_scale, wgrad="tile")
+    (x, y, dy, dx), (_, y_rows, _, dx_rows) = run(layer), run(by_rows)
+    assert_bitwise_equal(y, y_rows, "fprop")
+    assert_bitwise_equal(dx, dx_rows, "dgrad")
+    pow2 = activation_scale == "pow2"
+    dy_t, x_t = quantize_act_t(dy, pow2), quantize_weight(x.T.contiguous(), None, pow2)
+    a, b = reference.dequantize(dy_t).double(), reference.dequantize(x_t).double()
+    torch.testing.assert_close(layer.weight.grad.double(), a @ b.T, rtol=2**-8, atol=1e-4)
+    assert_bitwise_equal(layer.weight.grad, layer.weight.grad.to(BF16).float(), "rounded to BF16")
+    true = dy.double().T @ x.double()
+    assert 24 < sqnr_db(layer.weight.grad, true) < 40
+    assert sqnr_db(layer.weight.grad, true) > sqnr_db(by_rows.weight.grad, true) - 1
 
 
 def test_one_fp8_activation_is_kept_in_the_orientation_of_wgrad() -> None:

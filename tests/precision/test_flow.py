@@ -24,7 +24,7 @@ from jetrl.precision.flow import (
     layer_ranges,
     require_unified,
 )
-from jetrl.precision.formats import BF16, FP32, act_1x128, kv_head, weight_128x128, wgrad_128x1
+from jetrl.precision.formats import BF16, FP32, act_1x128, act_128x128, kv_head, weight_128x128, wgrad_128x1
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -83,6 +83,17 @@ def test_formats_on_the_edges_of_one_layer() -> None:
     assert train["logprob.logits"].format == FP32
     untied = build_flow(dataclasses.replace(SPEC, tie_embeddings=False), recipe(), "train_forward").edge_map()
     assert untied["lm_head.weight"].source == "lm_head.weight"
+
+
+def test_wgrad_by_tiles_is_in_the_backward_flow_and_not_in_the_digest() -> None:
+    rows, tiles = recipe(), recipe(wgrad="tile")
+    graph = build_flow(SPEC, tiles, "train_backward")
+    edges, nodes = graph.edge_map(), graph.node_map()
+    for role in ROLES:
+        assert edges[f"layers.0.{role}.wgrad.dy"].format == wgrad_128x1("fp32")
+        assert edges[f"layers.0.{role}.wgrad.x"].format == act_128x128("fp32")
+        assert nodes[f"layers.0.{role}.wgrad"].out == BF16
+    assert flow_digest(SPEC, rows) == flow_digest(SPEC, tiles), "weights and log-probs are the same function"
 
 
 def test_backward_formats_and_optimizer_inputs() -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.precision.formats import BF16, act_1x128, kv_head, weight_128x128, wgrad_128x1
+from jetrl.precision.formats import BF16, FP32, act_1x128, act_128x128, kv_head, weight_128x128, wgrad_128x1
 from jetrl.precision.recipe import build_recipe
 
 ROLES = ("qkv", "o", "gate_up", "down")
@@ -35,6 +35,23 @@ def test_formats_of_the_three_gemms() -> None:
     assert other is not None
     assert other.fprop == (act_1x128("pow2"), weight_128x128("fp32"))
     assert other.wgrad == (wgrad_128x1("pow2"), wgrad_128x1("pow2"))
+
+
+def test_wgrad_by_tiles() -> None:
+    linear = build_recipe("fp8", 1, activation_scale="pow2", wgrad="tile").linear(0, "qkv", "train")
+    rows = build_recipe("fp8", 1, activation_scale="pow2").linear(0, "qkv", "train")
+    assert linear is not None and rows is not None
+    assert linear.wgrad == (wgrad_128x1("pow2"), act_128x128("pow2")) and linear.saved_activation == linear.wgrad.right
+    assert (linear.weight_grad, rows.weight_grad) == (BF16, FP32)
+    assert linear.wgrad_tiles and not rows.wgrad_tiles and linear.with_row_wgrad() == rows
+    assert (linear.fprop, linear.dgrad) == (rows.fprop, rows.dgrad)
+    with pytest.raises(UserError, match="quant.wgrad = 'block' is not known; use one of 'row', 'tile'"):
+        build_recipe("fp8", 1, wgrad="block")
+    kept = build_recipe("fp8", 1, wgrad="tile", saved_gate_up="fp8").linear(0, "gate_up", "train")
+    assert kept is not None and kept.saved_out == act_1x128("fp32") and linear.saved_out == BF16
+    assert kept.with_row_wgrad().saved_out == BF16
+    with pytest.raises(UserError, match="quant.saved_gate_up = 'fp8' has no effect with quant.wgrad = 'row'"):
+        build_recipe("fp8", 1, saved_gate_up="fp8")
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_rollout"])

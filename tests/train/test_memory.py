@@ -91,7 +91,7 @@ def test_a_small_model_by_hand() -> None:
     assert (light.gradients, light.in_flight) == (4 * own, 4 * flying)
     lanes = of(SMALL, "train.reduction=fixed", "train.reduction_lanes=8", ranks=2)
     assert (lanes.gradients, lanes.in_flight) == (4 * own, 4 * (flying + matrices))
-    saved = 2 * (4 * 256 + 264 + 4 * 512 + 2 * 256 + 16 + 264 + 264 + 4 * 512 + 528)
+    saved = 2 * (4 * 256 + 264 + 4 * 512 + 2 * 256 + 16 + 264 + 264 + 4 * 512)  # the output of SwiGLU is made again
     assert memory.activations == memory.tokens * (saved + 10 * 256) and memory.tokens == 8192
     assert memory.passing == 8192 * (4 * 256 + 10 * 512), "more than 6 bytes for each of 8192 x 1024 logits"
     assert memory.update == 16 * total + memory.published + memory.tables + memory.activations + memory.passing + (
@@ -102,8 +102,11 @@ def test_a_small_model_by_hand() -> None:
 def test_what_settings_and_ranks_change() -> None:
     spec = SHAPES["qwen3-8b"]
     base = of(spec)
-    chunk = 3456 * 151936  # logits in FP32, their gradient and that of the chunk before in BF16
-    assert base.passing == 8 * chunk and of(spec, "train.max_tokens_per_gpu=3072").passing == 6 * 3072 * 151936
+    chunk = 3456 * 151936  # logits in FP32; of all rows what the backward pass needs of them, in BF16
+    assert base.passing == 4 * chunk + 2 * 8192 * 151936
+    assert of(spec, "train.max_tokens_per_gpu=3072").passing == 6 * 3072 * 151936
+    assert of(spec, "train.max_tokens_per_gpu=12000").passing == 6 * chunk + (5 << 29) // (2 * 151936) * 2 * 151936
+    assert of(spec, "rl.entropy_coef=0.01").passing == 6 * chunk, "logits are made again"
     assert of(spec, "train.activation_checkpointing=true").activations < base.activations / 5
     assert of(spec, "train.reduction=fixed").in_flight > base.in_flight == 0
     shared = of(spec, ranks=2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backends.operands import PreparedFP8, gather, left_operand, whole_rows
+from jetrl.kernels.backends.operands import PreparedFP8, gather, left_operand, rows_to, whole_rows
 from jetrl.kernels.backends.triton_optim import add_rounded
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.support import broken
@@ -46,18 +46,33 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
 
 
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
-    """`dy_t` [N, T] by `x_t` [K, T], groups of 128 tokens on both sides -> FP32 [N, K]."""
+    """`kernels.gemm.wgrad_gemm`: `dy_t` [N, T] by `x_t` [K, T], groups of 128 tokens on both sides -> FP32 [N, K]."""
+    if x_t.granularity == "128x128":
+        return _wgrad_by_tiles(dy_t, x_t).to(torch.float32)
     out = torch.zeros(dy_t.codes.shape[0], x_t.codes.shape[0], dtype=torch.float32, device=dy_t.codes.device)
     _add_wgrad(dy_t, x_t, out)
     return out
 
 
 def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
-    """`kernels.gemm.wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 result."""
-    if grad.dtype == torch.float32:
+    """`kernels.gemm.wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 result.
+
+    By tiles the GEMM is the forward pass's, 1.4 times as fast, and writes BF16; the addition is always a pass then.
+    """
+    if x_t.granularity == "128x128":
+        add_rounded(grad, _wgrad_by_tiles(dy_t, x_t))
+    elif grad.dtype == torch.float32:
         _add_wgrad(dy_t, x_t, grad)
     else:
         add_rounded(grad, wgrad_gemm(dy_t, x_t))
+
+
+def _wgrad_by_tiles(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """[N, K] in BF16, one scale for 128x128 of `x_t`."""
+    a, b = whole_rows(dy_t.codes), rows_to(whole_rows(x_t.codes), 16)  # 16: rows of the result, in bytes
+    out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
+    deep_gemm.fp8_gemm_nt((a, dy_t.scale), (b, x_t.scale), out, disable_ue8m0_cast=True)
+    return gather(out, x_t.row_sections)
 
 
 def _add_wgrad(dy_t: QTensor, x_t: QTensor, out: Tensor) -> None:

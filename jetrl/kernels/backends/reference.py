@@ -45,7 +45,11 @@ __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "s
 _LOGIT_ELEMENTS = 1 << 22  # logits held at once
 
 quantize_act = ref.quantize_1x128
-quantize_act_t = ref.quantize_128x1
+swiglu_backward_act = ref.swiglu_backward_act
+
+
+def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor:
+    return ref.quantize_128x128(x.T.contiguous(), pow2) if tile else ref.quantize_128x1(x, pow2)
 
 
 def quantize_weight(
@@ -120,8 +124,7 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
     return ref.fp8_gemm(a, b).to(out_dtype)
 
 
-def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
-    return ref.fp8_gemm(dy_t, x_t)
+wgrad_gemm = ref.wgrad
 
 
 def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
@@ -235,11 +238,12 @@ def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
 
 
 def logprob_entropy(
-    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
 
-    The third result is for `logprob_backward`; None here, where that computes plain FP32 logits and their own sums.
+    The others are for `logprob_backward`: statistics of the rows and, with `keep`, what it would make again. Both None
+    here, where that computes plain FP32 logits and their own sums.
     """
     logprobs, entropies = [], []
     rows = max(1, _LOGIT_ELEMENTS // w.values.shape[0])
@@ -248,16 +252,21 @@ def logprob_entropy(
         weights, top, total = ref.exp_weights(z)
         logprobs.append(ref.logprob(z, t, top, total))
         entropies.append(ref.entropy(z, weights, top, total))
-    return torch.cat(logprobs), torch.cat(entropies), None
+    return torch.cat(logprobs), torch.cat(entropies), None, None
 
 
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
-    temperature: Tensor, statistics: Tensor | None, d_weight: Tensor | None,
+    temperature: Tensor, statistics: Tensor | None, residual: Tensor | None, d_weight: Tensor | None,
 ) -> Tensor:
     """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are recomputed in chunks.
 
-    `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded to `hidden`'s dtype.
+    Without an entropy gradient, `r = rounded(p - onehot)` is free of the gradient, which is a factor for each row:
+
+        f = -grad_logprob / temperature          dh = rounded(f * (r @ W))          dW = r.T @ rounded(f * h)
+
+    With one, `dz = (grad_logprob * (onehot - p) - grad_entropy * p * (log p + H)) / temperature`, rounded;
+    `dh = rounded(dz @ W)`, `dW = dz.T @ h`. "Rounded" is to the dtype of `hidden`, all else FP32.
     """
     w = weight.to(torch.float32)
     d_hidden, total = torch.empty_like(hidden), torch.zeros_like(w)
@@ -267,11 +276,18 @@ def logprob_backward(
         h, temp = hidden[part].to(torch.float32), temperature[part, None]
         logp = torch.log_softmax((h @ w.T).div_(temp), -1)
         p = logp.exp()
+        if grad_entropy is None:
+            factor = -grad_logprob[part, None] / temp
+            p.scatter_add_(1, targets[part, None], torch.full_like(factor, -1.0))
+            p = p.to(hidden.dtype).to(torch.float32)
+            d_hidden[part] = ((p @ w) * factor).to(hidden.dtype)
+            if d_weight is not None:
+                total.addmm_(p.T, (h * factor).to(hidden.dtype).to(torch.float32))
+            continue
         dz = p * -grad_logprob[part, None]
         dz.scatter_add_(1, targets[part, None], grad_logprob[part, None])
-        if grad_entropy is not None:
-            ent = -(p * logp).sum(-1, keepdim=True)
-            dz.sub_(p * (logp + ent) * grad_entropy[part, None])
+        ent = -(p * logp).sum(-1, keepdim=True)
+        dz.sub_(p * (logp + ent) * grad_entropy[part, None])
         dz = dz.div_(temp).to(hidden.dtype).to(torch.float32)
         d_hidden[part] = (dz @ w).to(hidden.dtype)
         if d_weight is not None:

@@ -15,8 +15,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
-LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if _ON_GPU else {"PDL": False}
+ON_GPU = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # else no inline assembly
+LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if ON_GPU.value else {"PDL": False}
 
 
 @triton.jit

@@ -190,6 +190,16 @@ def _dlogits_kernel(
     tl.store(out + row * out_stride + cols, dz.to(tl.bfloat16), mask=cols < V)
 
 
+@triton.jit
+def _residual_kernel(logits, temperature, tops, log_totals, targets, out, V, stride, out_stride, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * B + tl.arange(0, B)
+    z = load_scaled(logits, temperature, row, cols, V, stride)
+    p = tl.exp((z - tl.load(tops + row)) - tl.load(log_totals + row))
+    r = tl.where(cols == tl.load(targets + row), p - 1.0, p)
+    tl.store(out + row * out_stride + cols, r.to(tl.bfloat16), mask=cols < V)
+
+
 class RowStatistics:
     """Maxima, sums and (with `moment`) entropy sums of the segments of `logits` [T, V] at `temperature` [T], FP32."""
 
@@ -273,6 +283,19 @@ def sample(
             enable_fp_fusion=False,
         )
     return tokens, out, stats.maxima.amax(-1)
+
+
+def residual(logits: Tensor, targets: Tensor, temperature: Tensor, statistics: Tensor, out: Tensor) -> None:
+    """`out` [T, V] BF16 = `rounded(p - onehot)`, p the softmax of logits / temperature; `statistics` as for `dlogits`.
+    """
+    assert logits.stride(1) == out.stride(1) == 1 and targets.is_contiguous() and temperature.is_contiguous()
+    assert statistics.shape == (3, logits.shape[0]) and statistics.stride(1) == 1 and out.shape == logits.shape
+    rows, vocab = logits.shape
+    if rows:
+        _residual_kernel[(rows, triton.cdiv(vocab, SEGMENT))](
+            logits, temperature, statistics[1], statistics[2], targets, out, vocab, logits.stride(0), out.stride(0),
+            B=SEGMENT, num_warps=8, enable_fp_fusion=False,
+        )
 
 
 def dlogits(

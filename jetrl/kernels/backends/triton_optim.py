@@ -4,7 +4,6 @@
 # (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,7 +43,8 @@ def _squares_kernel(x, out, size, ROW: tl.constexpr):
 def _add_kernel(grad, x, size, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < size
-    total = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) + tl.load(x + at, mask=inside, other=0.0)
+    more = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) + more
     tl.store(grad + at, total.to(grad.dtype.element_ty), mask=inside)
 
 
@@ -75,8 +75,8 @@ def add_in_order(total: Tensor, parts: Tensor, first: bool) -> None:
 
 
 def add_rounded(grad: Tensor, x: Tensor) -> None:
-    """`grad = rounded(grad + x)` in one pass, `grad` FP32 or BF16, `x` FP32, both contiguous and of one shape."""
-    assert grad.shape == x.shape and x.dtype == torch.float32 and grad.is_contiguous() and x.is_contiguous()
+    """`grad = rounded(grad + x)` in one pass, `grad` and `x` FP32 or BF16, contiguous and of one shape."""
+    assert grad.shape == x.shape and grad.is_contiguous() and x.is_contiguous()
     _add_kernel[(triton.cdiv(x.numel(), 2048),)](grad, x, x.numel(), B=2048, num_warps=8, enable_fp_fusion=False)
 
 

@@ -16,12 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
-from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
+from jetrl.kernels.backends.triton_quant import (
+    _FLOOR_BITS,
+    abs_bits,
+    new_codes,
+    new_scale,
+    quotient,
+    reciprocal,
+    scale_from,
+    to_bf16,
+)
 from jetrl.kernels.qtensor import QTensor
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds an FP32 of at most 2**22 to an integer, half to even
 _MAGIC_BITS = tl.constexpr(0x4B400000)
-_PARTIAL_ROWS = 256  # programs of the first stage of the weight gradient: fixed, so that the order of sums is fixed
+_BELOW_2 = tl.constexpr(2.0 - 2.0**-23)
+# Programs of the first stage of a norm's weight gradient: fixed, so that the order of sums is fixed. As many as an H200
+# holds at the same time with rows of 4096, three on each of its 132 multiprocessors.
+_PARTIAL_ROWS = 396
 
 
 @triton.jit
@@ -71,8 +83,15 @@ def exp32(x):
 
 @triton.jit
 def sigmoid32(x):
-    e = exp32(-x) + 1.0
-    return tl.div_rn(tl.full(e.shape, 1.0, tl.float32), e)
+    """`reference.sigmoid` of BF16 values: a reciprocal corrected twice, of a quarter of the sum (far from denormals).
+
+    Of all sums that a BF16 `x` gives, this is wrong for one, the FP32 below 2 (`tests/kernels/test_quotients.py`).
+    """
+    quarter = (exp32(x * -1.0) + 1.0) * 0.25
+    less, r = quarter * -1.0, reciprocal(quarter)
+    r = tl.fma(tl.fma(less, r, 1.0), r, r)
+    r = tl.fma(tl.fma(less, r, 1.0), r, r) * 0.25
+    return tl.where(quarter == _BELOW_2 * 0.25, 0.5 + 2.0**-24, r)
 
 
 @triton.jit
@@ -101,7 +120,7 @@ def _norm_kernel(
         y = tl.where(mask, y.to(tl.float32), 0.0)
         groups = tl.reshape(y, (R, B // 128, 128))
         s = scale_from(tl.max(abs_bits(groups), axis=2), FLOOR, POW2)
-        q = tl.reshape(encode(groups, s[:, :, None]).to(tl.uint8, bitcast=True), (R, B))
+        q = tl.reshape(quotient(groups, s[:, :, None], True).to(tl.float8e4nv).to(tl.uint8, bitcast=True), (R, B))
         write = alive[:, None] & (cols < written)[None, :]
         tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=write)
         group = tl.arange(0, B // 128)
@@ -128,13 +147,15 @@ def _norm_backward_kernel(
         at = (rows // heads) * x_stride + (rows % heads) * x_head_stride
         v = tl.load(x + at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         g = tl.load(grad + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        inv = inv_rms(v, D, EPS)[:, None]
+        if MORE:  # loaded here, so that all of a row is on its way at the same time
+            m = tl.load(more + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # not the exact sum of `inv_rms`, whose integers take longer than reading: gradients are outside parity
+        inv = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v, axis=1) / D + EPS))[:, None]
         n = v * inv
         gw = g * w[None, :]
         mean = tl.sum(gw * n, axis=1) / D
         d = ((gw - n * mean[:, None]) * inv).to(tl.bfloat16)
         if MORE:
-            m = tl.load(more + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             d = (d.to(tl.float32) + m).to(tl.bfloat16)
         tl.store(dx + rows[:, None] * D + cols[None, :], d, mask=mask)
         dw += tl.where(mask, g * n, 0.0)
@@ -188,15 +209,15 @@ def _swiglu_kernel(
     at = gate_up + rows[:, None] * x_stride + cols[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
-    y = (gate * sigmoid32(gate) * up).to(tl.bfloat16)
+    y = gate * sigmoid32(gate) * up
     if QUANT:
-        y = tl.where(mask, y.to(tl.float32), 0.0)
+        y = tl.where(mask, to_bf16(y), 0.0)
         s = scale_from(tl.max(abs_bits(y), axis=1), FLOOR, POW2)
-        q = encode(y, s[:, None]).to(tl.uint8, bitcast=True)
+        q = quotient(y, s[:, None], True).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=alive & (cols < written)[None, :])
         tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=rows < num_rows)
     else:
-        tl.store(out + rows[:, None] * F + cols[None, :], y, mask=mask)
+        tl.store(out + rows[:, None] * F + cols[None, :], y.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit

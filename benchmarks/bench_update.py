@@ -1,0 +1,184 @@
+"""The update as a run makes it: `train.step.update` on a step's packed batch, then publishing. Variants take turns.
+
+    python benchmarks/bench_update.py                       # FP8, BF16 masters and moments: old and new take turns
+    python benchmarks/bench_update.py --state fp32-8bit      # FP32 masters, 8-bit moments: a state that trains
+    python benchmarks/bench_update.py --state fp32-offload   # FP32 masters, BF16 moments in host memory
+    python benchmarks/bench_update.py --precision bf16 --variants head old
+
+One process, one model of Qwen3-8B's shape with random weights, `--tokens` in sequences of `--length` (512 of them the
+prompt), one sequence a micro-batch. The measured call has everything of a run's update: rows with loss and their
+columns, GRPO's objective, the metrics of parity, micro-batches from host memory, norm, clipping, optimizer, publishing.
+Gradients are FP32 in every state. `logprob_ms` is the pass of a reference policy over the same batch.
+
+Variants: `old` quantizes by rows for wgrad and makes the lm_head's logits again; `head` keeps the softmax's residuals;
+`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`);
+`new saved8` keeps SwiGLU's input in FP8
+too (`quant.saved_gate_up`). Kernels that changed for all are not told apart. A variant that does not fit has a row
+that says so. Writes `benchmarks/results/update.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_step import flops
+from common import RESULTS, SPEC, environment, median, require_gpu, save, table
+
+from jetrl.config import Config, load_config
+from jetrl.config.shipped import find_recipe
+from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.gradient import accumulate_in
+from jetrl.model.linear import FlowLinear
+from jetrl.model.transformer import Transformer
+from jetrl.precision.recipe import build_recipe
+from jetrl.subject import random_model
+from jetrl.train.fitting import on_gpu
+from jetrl.train.optim import build_optimizer
+from jetrl.train.packing import pack
+from jetrl.train.passes import estimate, logprob_pass
+from jetrl.train.publish import publish
+from jetrl.train.step import Learner, update
+from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+
+PROMPT, FLOW = 512, "benchmark"
+STATES = {
+    "bf16": ("bfloat16", "bfloat16", False), "fp32-8bit": ("float32", "8bit", False),
+    "fp32-offload": ("float32", "bfloat16", True),
+}
+# quant.wgrad, quant.saved_gate_up, whether the softmax's residuals are kept
+VARIANTS = {
+    "old": ("row", "bf16", False), "head": ("row", "bf16", True), "new": ("tile", "bf16", True),
+    "new saved8": ("tile", "fp8", True),
+}
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """GRPO as the shipped recipe for 8B has it, in the state that is asked for."""
+    masters, moments, offload = STATES[args.state]
+    overrides = [
+        f"precision={args.precision}", f"train.master_dtype={masters}", f"train.optimizer_dtype={moments}",
+        f"train.offload_optimizer={str(offload).lower()}", f"train.max_tokens_per_gpu={args.length}",
+        f"rollout.max_response_length={args.length - PROMPT}", f"task.max_prompt_length={PROMPT}",
+    ]
+    overrides += ["quant.kv_cache=bf16"] if args.precision == "fp8" else []
+    return on_gpu(load_config(find_recipe("gsm8k_qwen3_8b"), overrides))
+
+
+def groups_of(args: argparse.Namespace) -> list[Group]:
+    """One group of answers of equal length with random tokens; the log-probs are those of uniform draws."""
+    g = np.random.default_rng(0)
+    count = args.tokens // args.length
+    prompt = tuple(g.integers(1, SPEC.vocab_size, PROMPT).tolist())
+    trajectories = []
+    for _ in range(count):
+        answer = tuple(g.integers(1, SPEC.vocab_size, args.length - PROMPT).tolist())
+        logprobs = (float(-np.log(SPEC.vocab_size)),) * len(answer)
+        segments = (Segment("environment", prompt, ""), Segment("policy", answer, "", logprobs))
+        trajectories.append(Trajectory(segments, "stop", 0, FLOW))
+    rewards = tuple(float(i % 2) for i in range(count))
+    return [Group(Prompt(0, Problem("0", "", ""), prompt), tuple(trajectories), rewards)]
+
+
+def packed_batch(args: argparse.Namespace, learner: Learner, config: Config) -> PackedBatch:
+    groups = groups_of(args)
+    batches = pack(groups, max_tokens_per_gpu=args.length, flow_digest=FLOW, weight_version=0)
+    _, (batch,), _ = estimate(groups, batches, learner, None, config, True)
+    return batch
+
+
+def switch(model: Transformer, precision: str, variant: str, bound: int) -> None:
+    """Let `model` compute its gradients as `variant` does."""
+    wgrad, saved, keep = VARIANTS[variant]
+    load_backend("hopper").KEPT_BYTES = bound if keep else 0
+    if precision == "fp8":
+        recipe = build_recipe("fp8", 1, wgrad=wgrad, saved_gate_up=saved).linear(0, "o", "train")
+        for module in model.modules():
+            if isinstance(module, FlowLinear):
+                module.recipes["train"] = recipe
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds, and the peak of allocated memory in GiB."""
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3, torch.cuda.max_memory_allocated() / 2**30
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    config = config_of(args)
+    masters = getattr(torch, STATES[args.state][0])
+    model = random_model("qwen3-8b", args.precision, "cuda", args.layers, master_dtype=masters)
+    accumulate_in(model, torch.float32)
+    learner = Learner(model, build_optimizer(model.named_parameters(), config.train))
+    batch = packed_batch(args, learner, config)
+    lengths = [n for micro in batch.micro_batches for n in micro.lengths]
+    bound: int = load_backend("hopper").KEPT_BYTES
+    rows: list[dict[str, Any]] = []
+    failed: set[str] = set()
+
+    def step() -> None:
+        update(learner, [batch], config, 1)
+        publish(model, 0, FLOW)
+
+    for number in range(args.rounds + 1):  # the first compiles
+        for variant in args.variants:
+            if variant in failed:
+                continue
+            row: dict[str, Any] = {"variant": variant, "round": number, "state": args.state, "tokens": sum(lengths)}
+            switch(model, args.precision, variant, bound)
+            try:
+                row["update_ms"], row["peak GiB"] = timed(step)
+                row["TFLOP/s"] = flops(args.layers, lengths, 3) / row["update_ms"] / 1e9
+            except torch.OutOfMemoryError as error:
+                failed.add(variant)
+                row["error"] = str(error).split("\n")[0][:200]
+            if number or "error" in row:
+                rows.append(row)
+            print(f"round {number}, {variant}: {row.get('update_ms', 0.0):.0f} ms{row.get('error', '')}", flush=True)
+        if not failed:
+            row = {"variant": "reference pass", "round": number, "state": args.state, "tokens": sum(lengths)}
+            row["logprob_ms"], row["peak GiB"] = timed(lambda: logprob_pass(model, batch, 1.0))
+            rows += [row] if number else []
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", choices=["fp8", "bf16"], default="fp8")
+    parser.add_argument("--state", choices=list(STATES), default="bf16")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--layers", type=int, default=SPEC.num_layers)
+    parser.add_argument("--tokens", type=int, default=32768, help="of an update")
+    parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--name", default="update")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    require_gpu()
+    rows = [row | {"precision": args.precision, "layers": args.layers} for row in measure(args)]
+    save(args.name, rows, args.out)
+    shown = []
+    for variant in [*args.variants, "reference pass"]:
+        of = [row for row in rows if row["variant"] == variant]
+        line: dict[str, Any] = {"variant": variant, "state": args.state, "precision": args.precision}
+        for key in ("update_ms", "TFLOP/s", "logprob_ms", "peak GiB"):
+            if values := [row[key] for row in of if key in row]:
+                line[key] = median(values)
+                line["spread %"] = 100 * (max(values) / min(values) - 1) if key != "peak GiB" else line["spread %"]
+        shown.append(line | {"error": next((row["error"] for row in of if "error" in row), "")})
+    print(environment())
+    columns = ["precision", "state", "variant", "update_ms", "TFLOP/s", "logprob_ms", "spread %", "peak GiB", "error"]
+    print(table(shown, columns))
+
+
+if __name__ == "__main__":
+    main()

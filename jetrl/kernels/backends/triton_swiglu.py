@@ -1,0 +1,106 @@
+"""SwiGLU's gradient, and in the same kernel SwiGLU's output again, in the tiles that down's weight gradient reads.
+
+Nothing of SwiGLU's output is then kept for the backward pass, nor written in BF16. Codes, scales and gradients are
+bit-equal to `reference.swiglu_backward_act`.
+
+Legend: `T` tokens, `F` feed-forward. FP fusion is off, as in `triton_quant`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (kernels take pointers and compile-time numbers, for which there are no types)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.backends.triton_pointwise import sigmoid32
+from jetrl.kernels.backends.triton_quant import (
+    _FLOOR_BITS,
+    abs_bits,
+    new_codes,
+    new_tile_scale,
+    pack4,
+    quotient,
+    scale_from,
+    to_bf16,
+)
+from jetrl.kernels.qtensor import QTensor
+from jetrl.precision.formats import BLOCK
+
+# two programs on a multiprocessor, so that one reads while the other computes
+OPTIONS = {"num_warps": 8, "maxnreg": 128}
+
+
+@triton.jit
+def _quarter(
+    grad, gate_up, saved_scale, up_saved_scale, out, row, cols, num_rows, grad_stride, x_stride, saved_first,
+    F: tl.constexpr, SAVED: tl.constexpr,
+):
+    """Every fourth row of a tile: writes both parts of the gradient, returns SwiGLU's output (rounded, as FP32)."""
+    alive = row < num_rows
+    mask = alive[:, None] & (cols < F)[None, :]
+    at = gate_up + row[:, None] * x_stride + cols[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
+    if SAVED:
+        s = tl.load(saved_scale + saved_first + row, mask=alive, other=0.0)
+        s_up = tl.load(up_saved_scale + saved_first + row, mask=alive, other=0.0)
+        gate = to_bf16(gate * s[:, None])
+        up = to_bf16(up * s_up[:, None])
+    g = tl.load(grad + row[:, None] * grad_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    sig = sigmoid32(gate)
+    silu = gate * sig
+    to = out + row[:, None] * (2 * F) + cols[None, :]
+    tl.store(to, ((g * up) * (sig * (gate * (1.0 - sig) + 1.0))).to(tl.bfloat16), mask=mask)
+    tl.store(to + F, (g * silu).to(tl.bfloat16), mask=mask)
+    return to_bf16(silu * up)
+
+
+@triton.jit
+def _swiglu_backward_act_kernel(
+    grad, gate_up, saved_scale, up_saved_scale, out, words_t, act_scale, num_rows, grad_stride, x_stride, saved_stride,
+    words_t_stride, act_scale_stride,
+    F: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, SAVED: tl.constexpr,
+):
+    """128 tokens of 128 columns of gate and of up. SAVED: both are codes with a scale for each row and 128 columns."""
+    group, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    four, cols = block * 32 + tl.arange(0, 32), group * 128 + tl.arange(0, 128)
+    row, first = four * 4, group.to(tl.int64) * saved_stride
+    a = _quarter(
+        grad, gate_up, saved_scale, up_saved_scale, out, row, cols, num_rows, grad_stride, x_stride, first, F, SAVED
+    )
+    b = _quarter(
+        grad, gate_up, saved_scale, up_saved_scale, out, row + 1, cols, num_rows, grad_stride, x_stride, first, F, SAVED
+    )
+    c = _quarter(
+        grad, gate_up, saved_scale, up_saved_scale, out, row + 2, cols, num_rows, grad_stride, x_stride, first, F, SAVED
+    )
+    d = _quarter(
+        grad, gate_up, saved_scale, up_saved_scale, out, row + 3, cols, num_rows, grad_stride, x_stride, first, F, SAVED
+    )
+    top = tl.maximum(tl.maximum(abs_bits(a), abs_bits(b)), tl.maximum(abs_bits(c), abs_bits(d)))
+    s = scale_from(tl.max(tl.max(top, axis=0), axis=0), FLOOR, POW2)
+    tl.store(act_scale + group.to(tl.int64) * act_scale_stride + block, s)
+    word = pack4(quotient(a, s, True), quotient(b, s, True), quotient(c, s, True), quotient(d, s, True))
+    to = words_t + cols[:, None].to(tl.int64) * words_t_stride + four[None, :]
+    tl.store(to, tl.trans(word), mask=(cols < F)[:, None])
+
+
+def swiglu_backward_act(grad: Tensor, gate_up: Tensor | QTensor, pow2_t: bool) -> tuple[Tensor, QTensor]:
+    """`reference.swiglu_backward_act`, bit-equal."""
+    (rows, f), device = grad.shape, grad.device
+    saved, groups = isinstance(gate_up, QTensor), triton.cdiv(f, BLOCK)
+    x, x_scale = (gate_up.codes, gate_up.scale) if isinstance(gate_up, QTensor) else (gate_up, grad)
+    assert x.shape == (rows, 2 * f) and grad.stride(1) == x.stride(1) == 1 and rows > 0
+    assert grad.dtype == torch.bfloat16 and (x_scale.shape == (rows, 2 * groups) if saved else x.dtype == grad.dtype)
+    out = torch.empty(rows, 2 * f, dtype=grad.dtype, device=device)
+    codes, scale = new_codes(f, rows, device), new_tile_scale(f, rows, device)
+    words = codes.as_strided((f, codes.stride(0)), (codes.stride(0), 1)).view(torch.int32)
+    _swiglu_backward_act_kernel[(groups, triton.cdiv(rows, BLOCK))](
+        grad, x, x_scale, x_scale[:, groups:] if saved else grad, out, words, scale, rows, grad.stride(0), x.stride(0),
+        x_scale.stride(1), words.stride(0), scale.stride(0), F=f, FLOOR=_FLOOR_BITS, POW2=pow2_t, SAVED=saved,
+        enable_fp_fusion=False, **OPTIONS,
+    )
+    return out, QTensor(codes, scale, "128x128", (f,), (rows,))

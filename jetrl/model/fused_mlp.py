@@ -1,0 +1,73 @@
+"""gate_up, SwiGLU and down as one autograd function, for `quant.wgrad = "tile"`: the bits of one after another.
+
+Forward is the rollout's kernels, with SwiGLU's output written as codes only. Backward makes SwiGLU's gradient and, for
+down's wgrad, SwiGLU's output again in one kernel (`swiglu_backward_act`), so that nothing of the output is kept. Kept
+are gate_up's input, in tiles, and its output: in BF16, or with `quant.saved_gate_up = "fp8"` as codes with a scale for
+128 columns of a row, from which both are then made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jetrl.kernels import gemm
+from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize import quantize_act, quantize_act_t
+from jetrl.model.linear import FlowLinear, saved_activation
+from jetrl.precision.recipe import LinearRecipe
+from jetrl.types import Side
+
+
+class _FusedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_up_master: Tensor, down_master: Tensor, gate_up: FlowLinear, down: FlowLinear,
+        recipe: LinearRecipe,
+    ) -> Tensor:
+        rows = recipe.fprop.left.pow2
+        ctx.layers, ctx.recipe = (gate_up, down), recipe
+        x_t = quantize_act_t(x, recipe.saved_activation.pow2, True)
+        hidden = gemm.fp8_gemm(quantize_act(x, rows), gate_up.fp8_operand(), x.dtype)
+        kept = [hidden]
+        if recipe.saved_out.is_quantized:
+            q = quantize_act(hidden, recipe.saved_out.pow2, gate_up.sections)
+            kept = [q.codes, q.scale]
+        ctx.save_for_backward(x_t.codes, x_t.scale, *kept)
+        return gemm.fp8_gemm(backend_of(x).swiglu_quantize(hidden, rows), down.fp8_operand(), x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (gate_up, down), recipe, dy = ctx.layers, ctx.recipe, dy.contiguous()
+        codes, scale, *kept = ctx.saved_tensors
+        hidden: Tensor | QTensor = kept[0]
+        if recipe.saved_out.is_quantized:
+            hidden = QTensor(kept[0], kept[1], "1x128", (kept[0].shape[0],), gate_up.sections)
+        rows, columns = recipe.dgrad.left.pow2, recipe.wgrad.left.pow2
+        d_act = gemm.fp8_gemm(quantize_act(dy, rows, down.sections), down.fp8_operand_t(), dy.dtype)
+        d, act_t = backend_of(dy).swiglu_backward_act(d_act, hidden, columns)
+        d_down = down.add_gradient(quantize_act_t(dy, columns), act_t)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = gemm.fp8_gemm(quantize_act(d, rows, gate_up.sections), gate_up.fp8_operand_t(), dy.dtype)
+        d_gate_up = gate_up.add_gradient(quantize_act_t(d, columns), saved_activation(recipe, codes, scale))
+        return dx, d_gate_up, d_down, None, None, None
+
+
+def fused_recipe(gate_up: FlowLinear, down: FlowLinear, side: Side) -> LinearRecipe | None:
+    """The recipe of both linears, if `fused_mlp` computes them: FP8 with tiles for wgrad, no bias, both trained."""
+    recipe = gate_up.recipes[side]
+    if recipe is None or recipe != down.recipes[side] or not recipe.wgrad_tiles:
+        return None
+    plain = gate_up.bias is None and down.bias is None
+    return recipe if plain and gate_up.weight.requires_grad and down.weight.requires_grad else None
+
+
+def fused_mlp(x: Tensor, gate_up: FlowLinear, down: FlowLinear, recipe: LinearRecipe) -> Tensor:
+    """`down(swiglu(gate_up(x)))` of `x` [T, D], with gradients; `recipe` by `fused_recipe`."""
+    return _FusedMLP.apply(x, gate_up.weight, down.weight, gate_up, down, recipe)

@@ -1,7 +1,7 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache. Decode steps run in
-the kernels of `triton_decode_choice`, those with drafts in `gluon_draft`; all give the same bits. FlashAttention-4 reads
-BF16: pages of an FP8 cache are first dequantized into scratch pages, which is exact, so the bits are those of a BF16
-cache with the rounded keys and values.
+the kernels of `triton_decode_choice`, those with drafts in `gluon_draft`; all give the same bits. FlashAttention-4
+reads BF16: pages of an FP8 cache are first dequantized into scratch pages, which is exact, so the bits are those of a
+BF16 cache with the rounded keys and values.
 
 The keys are never split: with splits, the order of sums would change with the batch. On Hopper a row's bits depend
 neither on the batch nor on the chunk of queries, so prefill, decode and training agree. Backward is the deterministic

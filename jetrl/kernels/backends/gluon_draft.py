@@ -94,7 +94,9 @@ def _draft_kernel(
     for t in range(tiles):
         async_copy.wait_group(SLOTS - 2)  # this tile's keys are here
         gl.thread_barrier()
-        _copy(rings, sources, pages, 2 * t - 1 + SLOTS, tiles, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8)
+        _copy(
+            rings, sources, pages, 2 * t - 1 + SLOTS, tiles, tiles, length, group, G, PAGE, SLOTS, SLOTS % 2 == 1, FP8
+        )
         k = _key_operand(k_ring.index((2 * t) % SLOTS), FP8)
         s = mma_v2(k, query, gl.zeros([_TILE, Q], gl.float32, layout=_MMA))
         if FP8:  # BF16 in the lower half: the key's power of two

@@ -66,8 +66,8 @@ from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backw
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
 from jetrl.kernels.backends.triton_route import group as group
 from jetrl.kernels.backends.triton_route import route as route
-from jetrl.kernels.reference_moe import route_backward as route_backward
 from jetrl.kernels.backends.triton_swiglu import swiglu_backward_act
+from jetrl.kernels.reference_moe import route_backward as route_backward
 
 __all__ = [
     "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend",

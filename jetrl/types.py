@@ -392,8 +392,7 @@ class WeightTensor:
 class WeightSet:
     """What publishing gives an engine: every tensor of the model by its Hugging Face name, as the forward reads it.
 
-    In one process the tensors are views of the trainer's own memory, which the next publishing overwrites; an engine
-    aliases or copies them, or sends them elsewhere. `model.weights.checksum` names their content.
+    Here they are views of the trainer's memory, which the next publishing overwrites. `weights.checksum` names them.
     """
 
     version: int

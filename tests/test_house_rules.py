@@ -34,7 +34,8 @@ REPORT_MAY = {"types", "errors", "report", "__init__"}
 NO_TORCH = [
     "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
     "rollout/scheduler.py", "rollout/pages.py", "rollout/plan.py", "rollout/slots.py", "rollout/prompts.py",
-    "rollout/turns.py", "rollout/limits.py", "rollout/depth.py", "rollout/texts.py", "rollout/sharing.py", "rl/advantage.py",
+    "rollout/turns.py", "rollout/limits.py", "rollout/depth.py", "rollout/texts.py", "rollout/sharing.py",
+    "rl/advantage.py",
 ]
 
 MAX_MODULE, MAX_FUNCTION = 400, 60

@@ -20,7 +20,7 @@ from jetrl.loop import StopRequest, run
 def kernels():
     where = caches()
     return {
-        "Triton": {p.parent.name for p in where["Triton"].glob("*/*.cubin")},
+        "Triton": {f"{p.stem} {p.parent.name}" for p in where["Triton"].glob("*/*.cubin")},
         "DeepGEMM": {p.parent.name for p in where["DeepGEMM"].rglob("kernel.cubin")},
         "FlashAttention-4": {p.name for p in where["FlashAttention-4"].rglob("*.o")},
     }

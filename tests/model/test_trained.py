@@ -18,7 +18,7 @@ from jetrl.tasks.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("builtin:arithmetic")
 SPEC = hf.spec_from_hf(ARCH | {"vocab_size": len(TOKENIZER)})
-FP8_CACHE = build_recipe("fp8", 2, "pow2", "fp32", 1, 0, "fp8", 16)
+FP8_CACHE = build_recipe("fp8", 2, "pow2", "fp32", 1, 0, "fp8", 16, wgrad="tile")  # as a config has it
 
 
 def written(path: Path, recipe: Recipe | None, base: dict[str, Any] | None = None) -> Path:

@@ -78,7 +78,8 @@ def test_two_arms_two_seeds(tiny: Study, in_process: list[str], tmp_path: Path) 
     assert set(one["series"]["parity/logprob_abs_diff_mean"]["values"]) == {0.0}
     assert set(one["by_position"]) >= {"1", "2"}
     assert not any(one["by_position"].values()) and max(two["by_position"].values()) > 0
-    assert data["score"] == "reward" and len(one["held_out"]["scores"][0]) == 4
+    binary = all(run["held_out"]["binary"] for run in data["runs"])
+    assert data["score"] == ("accuracy" if binary else "reward") and len(one["held_out"]["scores"][0]) == 4
     rows = read_held_out(out / "runs" / "one-s0")
     assert sorted(rows) == [0, 1, 2] and rows[2]["problems"] == [0, 1, 2, 3]
     assert {d["outcome"]: d["seeds"] for d in data["differences"]} == {"last": [0, 1], "mean": [0, 1]}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def refused(*args: Any, **options: Any) -> None:
@@ -36,6 +37,8 @@ def main(folder: Path, kv_cache: str, master: str) -> None:
     from jetrl.kernels.compiling import Job
     from jetrl.train import kernels_needed, setup
 
+    product = torch.mm  # on a GPU it may give FP32 from BF16
+    torch.mm = lambda a, b, out_dtype=None: product(a, b).to(out_dtype or a.dtype)  # type: ignore[assignment]
     dispatch.require = lambda name: None  # type: ignore[attr-defined, assignment]
     dispatch._serving["cpu"], dispatch.DEVICE_OF["hopper"] = "hopper", "cpu"
     config = tiny_config(folder, {

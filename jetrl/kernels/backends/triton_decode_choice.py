@@ -20,7 +20,7 @@ from jetrl.types import LayerCache, PagedPlan
 
 # The least bound of keys from which `triton_decode_split` is faster, by programs of the other kernel (sequences times
 # key/value heads, at most so many): benchmarks/bench_tail.py on an H200, both formats.
-SPLIT_FROM = ((16, 2048),)
+SPLIT_FROM = ((16, 2048), (32, 8192))
 
 
 def splits(batch: int, heads: int, groups: int, bound: int) -> bool:

@@ -190,7 +190,7 @@ def _dlogits_kernel(
     tl.store(out + row * out_stride + cols, dz.to(tl.bfloat16), mask=cols < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "tops", "log_totals", "targets"])
 def _residual_kernel(logits, temperature, tops, log_totals, targets, out, V, stride, out_stride, B: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * B + tl.arange(0, B)

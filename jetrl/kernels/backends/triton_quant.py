@@ -161,7 +161,7 @@ def _row_of_four(at, row, x_stride, num_rows, inside):
     return tl.load(at + row[:, None] * x_stride, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all lengths
 def _columns_kernel(
     x, words_t, scale_t, num_rows, num_cols, x_stride, words_t_stride, scale_t_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,

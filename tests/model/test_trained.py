@@ -49,7 +49,7 @@ def test_loading_goes_by_the_folder_and_what_is_asked_wins(tmp_path: Path) -> No
     assert not asked.model.recipe.kv_cache.is_quantized and asked.model.recipe.weight_scale == "pow2"
     assert "KV cache bf16 (as asked)" in asked.formats and "precision fp8 (as " in asked.formats
     plain = load_model(folder, "bf16")
-    assert plain.model.recipe == build_recipe("bf16", 2)
+    assert plain.model.recipe == build_recipe("bf16", 2, wgrad="tile")
     assert plain.formats == "precision bf16 (as asked), KV cache bf16 (the default)"
     with pytest.raises(UserError, match="quant.kv_cache: has no effect"):
         load_model(folder, "bf16", kv_cache="fp8")

@@ -54,7 +54,7 @@ def test_loading_goes_by_the_folder_and_what_is_asked_wins(tmp_path: Path) -> No
     with pytest.raises(UserError, match="quant.kv_cache: has no effect"):
         load_model(folder, "bf16", kv_cache="fp8")
     silent = load_model(written(tmp_path / "n", None))
-    assert silent.model.recipe == build_recipe("fp8", 2)
+    assert silent.model.recipe == build_recipe("fp8", 2, wgrad="tile")
     assert silent.formats == "precision fp8 (the default), KV cache bf16 (the default)"
     ids = [3, 4, 5, 6]
     assert not bool((own.logprobs(ids) == silent.logprobs(ids)).all())

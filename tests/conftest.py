@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         alone = "PYTEST_XDIST_WORKER" not in os.environ
         torch.set_num_threads(min(2 if alone else 1, torch.get_num_threads()))
+    # under nohup SIGHUP is ignored, and programs that tests start would inherit that; tests send it to them
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,9 +16,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         alone = "PYTEST_XDIST_WORKER" not in os.environ
         torch.set_num_threads(min(2 if alone else 1, torch.get_num_threads()))
-    # under nohup SIGHUP is ignored, and programs that tests start would inherit that; tests send it to them
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # jobs of a shell ignore SIGINT, and nohup's SIGHUP; programs that tests start would inherit that, and tests send them
+    for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
+            signal.signal(getattr(signal, name), handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         alone = "PYTEST_XDIST_WORKER" not in os.environ
         torch.set_num_threads(min(2 if alone else 1, torch.get_num_threads()))
-    # jobs of a shell ignore SIGINT, and nohup's SIGHUP; programs that tests start would inherit that, and tests send them
+    # jobs of a shell ignore SIGINT, those of nohup SIGHUP; programs that tests start would inherit that
     for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
             signal.signal(getattr(signal, name), handler)

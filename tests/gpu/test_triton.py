@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
+import importlib
 
 import pytest
 import torch
@@ -12,18 +10,9 @@ import torch
 pytestmark = pytest.mark.gpu
 
 
-def _load(name: str = "triton_cases") -> ModuleType:
-    path = Path(__file__).parents[1] / "kernels" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 FILES = ("triton_cases", "triton_cache_cases", "triton_moe_cases")
 if torch.cuda.is_available():
-    CASES = [case for name in FILES for case in _load(name).all_cases()]
+    CASES = [case for name in FILES for case in importlib.import_module(name).all_cases()]
 else:  # collected on a machine without a GPU: the marker keeps it from running
     CASES = []
 
@@ -35,7 +24,8 @@ def test_kernel_equals_its_definition(case) -> None:
 
 def test_large_shapes_equal_their_definitions() -> None:
     """Shapes of a real model, where other tile sizes and 64-bit offsets are in use."""
-    cases = _load()
+    import triton_cases as cases
+
     for rows, cols in ((5000, 4096), (257, 12288)):
         x = cases.sample(rows, cols, "normal", 7)
         a, t = cases.tq.quantize_act(x.cuda()), cases.tq.quantize_act_t(x.cuda())
@@ -57,7 +47,8 @@ def test_large_shapes_equal_their_definitions() -> None:
 
 
 def test_full_vocabulary_equals_the_definition() -> None:
-    cases = _load()
+    import triton_cases as cases
+
     z = torch.randn(6, 151936, generator=torch.Generator().manual_seed(0)) * 5
     targets, temperature = torch.arange(6) * 30000, torch.tensor([1.0, 1.0, 0.6, 1.4, 1.0, 0.9])
     zt = z / temperature[:, None]
@@ -71,7 +62,8 @@ def test_full_vocabulary_equals_the_definition() -> None:
 
 def test_every_bf16_value_with_4096_scales() -> None:
     """Codes and scales against true division: all significands of value and maximum, 22 exponents, both signs."""
-    cases = _load()
+    import triton_cases as cases
+
     exponents = torch.linspace(80, 254, 32).int()  # biased, from below the floor to the largest
     top = (exponents[:, None] * 128 + torch.arange(128)).view(-1, 1)
     below = top - torch.arange(22 * 128)[None, :]  # as integers, BF16 are in the order of their values
@@ -93,7 +85,8 @@ def test_every_bf16_value_with_4096_scales() -> None:
 
 
 def test_sigmoid_of_every_bf16_value() -> None:
-    cases = _load()
+    import triton_cases as cases
+
     gate = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(64, 1024)
     x = torch.cat([gate, torch.ones_like(gate)], 1)
     cases.equal("swiglu", cases.tp.swiglu(x.cuda()), cases.ref.swiglu(x))

@@ -8,16 +8,14 @@ own way; `tests/gpu/test_decode_hopper.py` compares kernels with kernels there).
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
@@ -29,17 +27,6 @@ from jetrl.kernels.qtensor import QTensor
 from jetrl.rollout.sharing import find_sharing
 from jetrl.types import LayerCache
 
-
-def _load() -> ModuleType:
-    """The cases next to this file, which make the interpreter round as a GPU does."""
-    spec = importlib.util.spec_from_file_location("triton_cases", Path(__file__).with_name("triton_cases.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-base = _load()
 DEVICE, Case, equal = base.DEVICE, base.Case, base.equal
 TILE = 128
 

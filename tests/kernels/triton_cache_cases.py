@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import torch
+import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
@@ -22,17 +20,6 @@ from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.types import LayerCache
 
-
-def _load() -> ModuleType:
-    """The cases next to this file, which make the interpreter round as a GPU does."""
-    spec = importlib.util.spec_from_file_location("triton_cases", Path(__file__).with_name("triton_cases.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-base = _load()
 DEVICE, KINDS, Case, equal, sample = base.DEVICE, base.KINDS, base.Case, base.equal, base.sample
 HEADS = ((9, 3, 64), (4, 2, 128), (5, 5, 32), (6, 1, 80))  # query heads, key/value heads, size
 

@@ -5,14 +5,12 @@ Groups of a GPU are padded, the definition's are not, so grouped matrices are co
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import torch
+import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
@@ -23,17 +21,6 @@ from jetrl.kernels.groups import Groups
 
 BLOCKS = (16, 32, 64, 128)
 
-
-def _load() -> ModuleType:
-    """The cases next to this file, which make the interpreter round as a GPU does."""
-    spec = importlib.util.spec_from_file_location("triton_cases", Path(__file__).with_name("triton_cases.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-base = _load()
 DEVICE, INTERPRET, Case, equal, few, sample = (
     base.DEVICE, base.INTERPRET, base.Case, base.equal, base.few, base.sample,
 )

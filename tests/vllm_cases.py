@@ -45,7 +45,7 @@ print("FOUND " + json.dumps([read_metrics(run_dir), list(read_samples(run_dir))]
 _GREEDY = """\
 import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-               "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+               "VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 from vllm import LLM, SamplingParams
 llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", generation_config="vllm", enforce_eager=True,
           max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=1 << 27, gpu_memory_utilization=0.3)

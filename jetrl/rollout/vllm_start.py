@@ -75,6 +75,8 @@ def imported(pow2: bool) -> Any:
     os.environ["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"  # else another kernel with another layout, if installed
     for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         os.environ.setdefault(name, value)
+    if importlib.util.find_spec("flashinfer") is None:  # some versions import it without looking, to draw tokens
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     require_installed()
     try:
         vllm = importlib.import_module("vllm")

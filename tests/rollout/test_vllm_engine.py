@@ -3,6 +3,7 @@ the real one where it is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -26,7 +27,7 @@ from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.rollout import vllm_scales
 from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.vllm_engine import VllmEngine, draw_seed
-from jetrl.rollout.vllm_start import TRIED
+from jetrl.rollout.vllm_start import TRIED, imported
 from jetrl.rollout.vllm_weights import Layout, check
 from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.setup import Session, build, prepare
@@ -43,7 +44,7 @@ BASE: dict[str, object] = {"rollout.engine": "vllm", "precision": "bf16", "train
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in as the module vllm; afterwards no trace of it, nor of the variables that starting vLLM sets."""
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
-                 "VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND"):
+                 "VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(name, "before")
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "vllm"}
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fake_vllm"))
@@ -414,6 +415,15 @@ def test_scales_of_activations_are_those_of_the_recipe(tmp_path: Path, pow2: boo
     engine: Any = session_of(tmp_path, changes)[0].engine
     assert os.environ["VLLM_USE_DEEP_GEMM_E8M0"] == ("1" if pow2 else "0")
     assert engine.inner.layout.by_value == pow2
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_flashinfer_draws_only_where_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
+    find, there = importlib.util.find_spec, importlib.util.find_spec("json") if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flashinfer" else find(name))
+    imported(pow2=False)
+    assert os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == (None if installed else "0")
 
 
 def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

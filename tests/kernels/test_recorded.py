@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,3 +89,29 @@ def test_flash_attention_is_one_job_for_all_lengths() -> None:
 
     assert key(300) == key(4000) and key(300, pages=3) == key(300, pages=5)
     assert len({key(300), key(300, heads=4), key(300, pages=3)}) == 3
+
+
+def test_grouped_gemms_are_compiled_with_the_tiles_that_they_were_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+    library = SimpleNamespace(tiles=128)
+    library.get_mk_alignment_for_contiguous_layout = lambda: library.tiles
+    library.set_mk_alignment_for_contiguous_layout = lambda tiles: setattr(library, "tiles", tiles)
+    library.m_grouped_bf16_gemm_nt_contiguous = lambda *args: made.append(("called", library.tiles))
+    monkeypatch.setattr(recorded, "_deep_gemm", lambda: library)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    jobs, x = [], torch.zeros(64, 32, dtype=torch.bfloat16)
+    for tiles in (16, 32):
+        library.tiles = tiles
+        jobs += recorded.gemm_jobs("m_grouped_bf16_gemm_nt_contiguous", (x, x[None], x), {}, 8192, set())
+    assert len({job.key for job in jobs}) == 2
+    monkeypatch.setattr(recorded, "rebuilt", lambda value, made: value)
+    for one in jobs:
+        recorded.repeat_call(*one.arguments)
+    assert made == [("called", 16), ("called", 32)]
+
+
+def test_jobs_that_take_longest_come_first() -> None:
+    pytest.importorskip("triton")
+    kernel = SimpleNamespace(params=[], is_gluon=lambda: False, __module__="m", __name__="_chain_kernel")
+    other = SimpleNamespace(params=[], is_gluon=lambda: False, __module__="m", __name__="_add_kernel")
+    assert recorded.triton_job(kernel, (), {}).seconds > 5 * recorded.triton_job(other, (), {}).seconds

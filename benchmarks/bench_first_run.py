@@ -7,10 +7,10 @@ Cases are Qwen3-8B's shape (FP8 with FP8 KV, 256 sequences) and the recipe h200_
 own with empty caches of compilers, in a folder that is deleted. `needed`, the baseline: kernels are compiled when they
 are first called. `ahead`: first by `train/compile_ahead.py`, as a run does. Then both make a rollout in which
 sequences end one after the other, so that every batch size occurs, and one update of ragged sequences, each twice: what
-the first takes longer than the second is compilation (and capture of graphs). Weights are zeros: only shapes count. `new` counts
-kernels that were not on disk: after `ahead` there should be none. The ways `ahead` run one at a time, as all cores work
-for them; then the ways `needed`, of which each has one process, run side by side. What has not ended after `--limit`
-seconds in all is ended, and the rows that are there are shown.
+the first takes longer than the second is compilation (and capture of graphs). Weights are zeros: only shapes count.
+`new` counts kernels that were not on disk: after `ahead` there should be none. The ways `ahead` run one at a time, as
+all cores work for them; then the ways `needed`, of which each has one process, run side by side. What has not ended
+after `--limit` seconds in all is ended, and the rows that are there are shown.
 """
 
 from __future__ import annotations

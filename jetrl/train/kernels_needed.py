@@ -99,7 +99,8 @@ def reduced(config: Config, spec: ModelSpec) -> tuple[Config, ModelSpec]:
     experts = spec.experts
     if experts is not None:
         kinds = [experts.in_layer(i) for i in range(spec.num_layers)]
-        layers = max(layers, min(spec.num_layers, first + 1 + kinds[first:].index(True)) + last)
+        # the layer after experts begins with another kernel than the experts' own norm
+        layers = max(layers, min(spec.num_layers, first + 2 + kinds[first:].index(True) + last))
         if False in kinds:
             layers = max(layers, kinds.index(False) + 1)
         experts = replace(experts, dense_layers=tuple(i for i in experts.dense_layers if i < layers))
@@ -113,8 +114,8 @@ def row_counts(most: int) -> list[int]:
 
 
 def prompt_counts(most: int, experts: bool) -> list[int]:
-    """`row_counts`, and with `experts` every size up to 4,096 at which groups get other tiles or programs."""
-    return sorted({*row_counts(most), *(1 << n for n in range(13) if experts and 1 << n <= most)})
+    """`row_counts`, and with `experts` the sizes from which groups get other tiles or programs; smaller ones decode."""
+    return sorted({*row_counts(most), *(1 << n for n in range(4, 13) if experts and 1 << n <= most)})
 
 
 def roll_out(model: Transformer, config: Config) -> None:

@@ -21,6 +21,18 @@ SETTINGS: dict[str, dict[str, Any]] = {  # `ragged`: a rollout and an update wit
     "ragged": {}, "plain": {"rollout.max_num_seqs": 16},
     "sft": {"sft.steps": 3, "rl.kl_coef": 0.1, "rollout.top_p": 0.9},
     "drafts": {"rollout.speculate": "on", "rollout.merge_prefix": True, "rollout.max_num_seqs": 20},
+    "experts": {"rollout.max_num_seqs": 40},
+}
+GROUPED = (
+    "k_grouped_bf16_gemm_tn_contiguous",
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nn_contiguous",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_contiguous",
+)
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
 }
 
 
@@ -30,8 +42,12 @@ def refused(*args: Any, **options: Any) -> None:
 
 def stand_ins() -> None:
     gemm = types.ModuleType("deep_gemm")
-    for name in ("fp8_gemm_nt", "bf16_gemm_nt", "bf16_gemm_tn"):
+    for name in ("fp8_gemm_nt", "bf16_gemm_nt", "bf16_gemm_tn", *GROUPED):
         setattr(gemm, name, refused)
+    tiles = [128]
+    settings = {"get": lambda: tiles[0], "set": lambda rows: tiles.__setitem__(0, rows)}
+    for verb, call in settings.items():
+        setattr(gemm, f"{verb}_mk_alignment_for_contiguous_layout", call)
     gemm.set_pdl = lambda on: None  # type: ignore[attr-defined]
     names = ["flash_attn", "flash_attn.cute", "flash_attn.cute.interface"]
     sys.modules |= {"deep_gemm": gemm} | {name: types.ModuleType(name) for name in names}
@@ -125,6 +141,7 @@ def main(folder: Path, which: str, kv_cache: str, master: str) -> None:
         "quant.kv_cache": kv_cache, "rollout.page_size": 128, "train.master_dtype": master,
     } | (large if which == "ragged" else {})
     changes["model.arch"] = ARCH | arch | ({"max_position_embeddings": 8192} if which == "ragged" else {})
+    changes["model.arch"] |= EXPERTS if which == "experts" else {}
     if "sft.steps" in changes:
         changes["sft.cache_dir"] = str(folder / "sft")
     config = tiny_config(folder, changes).model_copy(update={"kernels": "hopper"})

@@ -61,7 +61,7 @@ def test_prompts_and_micro_batches_of_all_kinds(
     assert {sum(counts) for counts in plans} >= {5, 16, 50}
     assert set(trained) == {5, 16, 40}
     assert needed.row_counts(8192) == [5, 16, 1040, 4101, 8192]
-    assert needed.prompt_counts(16, True) == [1, 2, 4, 5, 8, 16]
+    assert needed.prompt_counts(70, True) == [5, 16, 32, 64, 70]
 
 
 def noted(name: str, called: set[str], op: Any) -> Any:
@@ -116,6 +116,7 @@ def test_long_sequences_that_decode_in_parallel_over_keys_come_with_every_width_
     ("which", "kv_cache", "master"), [
         ("ragged", "fp8", "float32"), ("ragged", "bf16", "bfloat16"), ("plain", "fp8", "float32"),
         ("sft", "bf16", "bfloat16"), ("drafts", "fp8", "float32"),
+        ("experts", "bf16", "bfloat16"),
     ],
 )
 def test_the_launches_of_a_run_are_among_those_found(tmp_path: Path, which: str, kv_cache: str, master: str) -> None:

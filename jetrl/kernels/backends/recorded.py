@@ -248,10 +248,18 @@ def repeat_gemms(name: str, calls: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 def _gemm_job(name: str, key: str, given: Any, named: dict[str, Any], tiles: int | None = None) -> Job:
     if key == name:  # its layout depends little on the length of the sum: one job for lengths of about one size
-        sizes = [(one[2][0].bit_length() // 4, *one[2][1:], one[4]) if one[:1] == ("tensor",) else one for one in given]
+        sizes = [_coarse(one) for one in given]
         key = f"{name} {sizes} {tiles} {sorted((k, str(v)) for k, v in named.items())}"
     call = ("deep_gemm", name, given, named, tiles)
     return Job(key, f"DeepGEMM {name}", f"{_HERE}:repeat_call", call, _SECONDS["DeepGEMM"])
+
+
+def _coarse(given: Any) -> Any:
+    """An argument of a GEMM as far as its layout depends on it: codes stand for their scales, numbers of rows of groups
+    for nothing."""
+    if isinstance(given, tuple) and given[:1] == ("tensor",):
+        return given[2][0].bit_length() // 4, *given[2][1:], given[4]
+    return (_coarse(given[0]) if isinstance(given[0], tuple) else ()) if isinstance(given, tuple) and given else given
 
 
 def _shape_of(name: str, given: Any, named: dict[str, Any]) -> tuple[Kind, int, int, int, int] | None:

@@ -1,14 +1,16 @@
 """The first rollout and the first update of a fresh machine: seconds in compilers, with kernels compiled ahead or not.
 
-    python benchmarks/bench_first_run.py                     # both ways, side by side where there are two GPUs
-    python benchmarks/bench_first_run.py --ways ahead --layers 4 --shape qwen3-0.6b --precision bf16
+    python benchmarks/bench_first_run.py --out DIR           # both cases, both ways: at most 5 minutes
+    python benchmarks/bench_first_run.py --cases h200_smollm2 --ways ahead
 
-Each way is a process of its own with empty caches of compilers, in a folder that is deleted. `needed`: kernels are
-compiled when they are first called. `ahead`: first by `train/compile_ahead.py`, as a run does. Then both make a rollout
-of 256 sequences that end one after the other, and one update of ragged sequences with few layers, each twice: what the
-first takes longer than the second is compilation (and capture of graphs). Weights are zeros: only shapes count. `new`
-counts the kernels that were not on disk: after `ahead` there should be none. On one GPU `ahead` comes first; whatever
-has not ended after `--limit` seconds in all is ended, and the rows that are there are shown.
+Cases are Qwen3-8B's shape (FP8 with FP8 KV, 256 sequences) and the recipe h200_smollm2. Each way is a process of its
+own with empty caches of compilers, in a folder that is deleted. `needed`, the baseline: kernels are compiled when they
+are first called. `ahead`: first by `train/compile_ahead.py`, as a run does. Then both make a rollout in which
+sequences end one after the other, so that every batch size occurs, and one update of ragged sequences, each twice: what
+the first takes longer than the second is compilation (and capture of graphs). Weights are zeros: only shapes count.
+`new` counts kernels that were not on disk: after `ahead` there should be none. The ways `ahead` run one at a time, as
+all cores work for them; then the ways `needed`, of which each has one process, run side by side. What has not ended
+after `--limit` seconds in all is ended, and the rows that are there are shown.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,21 +26,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import MARK, NoText, emit, environment, require_gpu, save, table
+from common import MARK, RESULTS, NoText, emit, environment, require_gpu, save, table
 
 from jetrl.config import Config, parse_config, resolve
+from jetrl.config.shipped import shipped
+from jetrl.config.toml import read_toml
 from jetrl.kernels.support import caches
 from jetrl.parallel.world import ALONE
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.types import Group, Problem, Prompt, Request, SamplingParams, Segment, Trajectory
 
+CASES = ("qwen3-8b", "h200_smollm2")
 COLUMNS = [
-    "way", "what", "first s", "in compilers", "longest step s", "again s", "Triton new", "DeepGEMM new", "FA4 new",
+    "case", "way", "what", "first s", "in compilers", "longest step s", "again s", "Triton new", "DeepGEMM new",
+    "FA4 new",
 ]
 _VARIABLES = {
     "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deepgemm", "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -45,21 +53,41 @@ _VARIABLES = {
 }
 
 
-def config_for(args: argparse.Namespace) -> Config:
-    precision, _, kv = args.precision.partition(" ")
-    data: dict[str, Any] = {
-        "name": "first", "precision": precision, "quant": {"kv_cache": "fp8"} if kv else {},
-        "model": {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"},
-        "task": {"name": "addition", "max_prompt_length": 1024},
-        "rollout": {"max_num_seqs": args.batch, "max_response_length": 2048},
-        "train": {
-            "max_tokens_per_gpu": 8192, "master_dtype": "bfloat16", "optimizer_dtype": "bfloat16",
-            "grad_dtype": "float32",
-        },
-    }
-    if not data["quant"]:
-        del data["quant"]
-    return resolve(parse_config(data), cuda_available=True)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run's config and shape; `prompts` and `answers` are the longest of its sequences."""
+
+    config: Config
+    spec: ModelSpec
+    prompts: int
+    answers: int
+    name: str
+    way: str
+
+    @property
+    def batch(self) -> int:
+        return self.config.rollout.max_num_seqs
+
+
+def case_for(name: str, way: str, layers: int) -> Case:
+    if name == "qwen3-8b":
+        data: dict[str, Any] = {
+            "name": "first", "precision": "fp8", "quant": {"kv_cache": "fp8"},
+            "task": {"name": "addition", "max_prompt_length": 1024},
+            "rollout": {"max_num_seqs": 256, "max_response_length": 2048},
+            "train": {
+                "max_tokens_per_gpu": 8192, "master_dtype": "bfloat16", "optimizer_dtype": "bfloat16",
+                "grad_dtype": "float32",
+            },
+        }
+        spec = SHAPES[name]
+    else:
+        data, spec = read_toml(shipped()[name]), SHAPES["smollm2-135m"]
+        data["task"].pop("chat_template", None)  # it is the tokenizer's, and no tokenizer is read here
+    data["model"] = {"arch": {"model_type": "qwen3"}, "tokenizer": "builtin:arithmetic"}
+    config = resolve(parse_config(data), cuda_available=True)
+    prompts, answers = config.task.max_prompt_length, config.rollout.max_response_length
+    return Case(config, replace(spec, num_layers=min(layers, spec.num_layers)), prompts, answers, name, way)
 
 
 class Compilers:
@@ -122,31 +150,34 @@ def measured(row: dict[str, Any], compilers: Compilers) -> Iterator[None]:
     row |= {name: count - before[name] for name, count in on_disk().items()}
 
 
-def requests(batch: int, vocabulary: int) -> list[Request]:
-    """Prompts of 50 to 1,000 tokens; the k-th answer has 8 + 2 k tokens, so that every batch size occurs."""
-    rng = np.random.default_rng(0)
+def requests(case: Case) -> list[Request]:
+    """Prompts of all lengths; answers end one after the other, so that every batch size occurs."""
+    rng, last = np.random.default_rng(0), min(case.answers, 8 + 2 * case.batch)
+
+    def prompt() -> tuple[int, ...]:
+        size = int(rng.integers(min(50, case.prompts // 2), case.prompts))
+        return tuple(rng.integers(case.spec.vocab_size, size=size).tolist())
+
     return [
-        Request(
-            k, tuple(rng.integers(vocabulary, size=int(rng.integers(50, 1000))).tolist()),
-            SamplingParams(8 + 2 * k, ignore_eos=True),
-        )
-        for k in range(batch)
+        Request(k, prompt(), SamplingParams(8 + (last - 8) * k // case.batch, ignore_eos=True))
+        for k in range(case.batch)
     ]
 
 
-def rollout(config: Config, spec: ModelSpec, args: argparse.Namespace, compilers: Compilers) -> dict[str, Any]:
+def rollout(case: Case, compilers: Compilers) -> dict[str, Any]:
     from jetrl.model.transformer import Transformer
     from jetrl.rollout.engine import PagedEngine
     from jetrl.train.setup import recipe_of
 
+    config, spec = case.config, case.spec
     model = Transformer(spec, recipe_of(config, spec), master_dtype=None).to("cuda")
-    row: dict[str, Any] = {"way": args.way, "what": f"rollout, {args.batch} to 1 sequences, {spec.num_layers} layers"}
-    asked, longest = requests(args.batch, spec.vocab_size), 0.0
+    row = about(case, f"rollout, {case.batch} to 1 sequences, {spec.num_layers} layers")
+    asked, longest = requests(case), 0.0
     with measured(row, compilers):
         zeros = ((name, torch.zeros(p.shape, device="cuda")) for name, p in list(model.named_parameters()))
         model.publish_values(zeros)
         engine = PagedEngine(
-            model, NoText(), "flow", page_size=config.rollout.page_size or 0, max_num_seqs=args.batch,
+            model, NoText(), "flow", page_size=config.rollout.page_size or 0, max_num_seqs=case.batch,
             max_tokens_per_step=config.rollout.max_tokens_per_step or 0,
         )
         engine.load(weights_in_place())
@@ -157,6 +188,10 @@ def rollout(config: Config, spec: ModelSpec, args: argparse.Namespace, compilers
     generated(engine, asked)
     row["again s"] = time.perf_counter() - start
     return row
+
+
+def about(case: Case, what: str) -> dict[str, Any]:
+    return {"case": case.name, "way": case.way, "what": what}
 
 
 def weights_in_place() -> Any:
@@ -179,37 +214,39 @@ def generated(engine: Any, asked: list[Request]) -> float:
     return longest
 
 
-def groups(spec: ModelSpec) -> list[Group]:
+def groups(case: Case) -> list[Group]:
     """Four groups of eight ragged answers."""
-    rng = np.random.default_rng(1)
+    rng, spec = np.random.default_rng(1), case.spec
 
     def answer(prompt: tuple[int, ...]) -> Trajectory:
-        tokens = tuple(rng.integers(spec.vocab_size, size=int(np.clip(rng.lognormal(6.3, 0.8), 20, 2000))).tolist())
+        size = int(np.clip(rng.lognormal(6.3, 0.8), 20, case.answers))
+        tokens = tuple(rng.integers(spec.vocab_size, size=size).tolist())
         given = Segment("environment", prompt, ""), Segment("policy", tokens, "", (0.0,) * len(tokens))
         return Trajectory(given, "stop", 0, "flow")
 
     found = []
     for number in range(4):
-        prompt = tuple(rng.integers(spec.vocab_size, size=int(rng.integers(50, 500))).tolist())
+        prompt = tuple(rng.integers(spec.vocab_size, size=int(rng.integers(20, min(500, case.prompts)))).tolist())
         answers = tuple(answer(prompt) for _ in range(8))
         rewards = tuple(float(i % 2) for i in range(8))
         found.append(Group(Prompt(number, Problem("", "", ""), prompt), answers, rewards))
     return found
 
 
-def update(config: Config, spec: ModelSpec, args: argparse.Namespace, compilers: Compilers) -> dict[str, Any]:
+def update(case: Case, compilers: Compilers) -> dict[str, Any]:
     from jetrl.train import setup
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
     from jetrl.train.step import update as one_update
 
-    row: dict[str, Any] = {"way": args.way, "what": f"update, {spec.num_layers} layers"}
+    config, spec = case.config, replace(case.spec, num_layers=min(4, case.spec.num_layers))
+    row = about(case, f"update, {spec.num_layers} layers")
 
     def once(learner: Any) -> None:
         batches = pack(
-            groups(spec), max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest="flow", weight_version=0
+            groups(case), max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest="flow", weight_version=0
         )
-        _, filled, _ = estimate(groups(spec), batches, learner, None, config, True)
+        _, filled, _ = estimate(groups(case), batches, learner, None, config, True)
         one_update(learner, filled, config, 1)
         learner.model.publish()
         torch.cuda.synchronize()
@@ -224,100 +261,118 @@ def update(config: Config, spec: ModelSpec, args: argparse.Namespace, compilers:
     return row
 
 
-def one(args: argparse.Namespace) -> None:
+def one(case: Case) -> None:
     """One way, in this process, whose caches are empty."""
-    from dataclasses import replace
-
     from jetrl.kernels.dispatch import select
     from jetrl.report.compiling import Compiling
     from jetrl.train.compile_ahead import compile_ahead
 
-    config, shape = config_for(args), SHAPES[args.shape]
+    config = case.config
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    if args.way == "ahead":
+    if case.way == "ahead":
         before, start = on_disk(), time.perf_counter()
-        compile_ahead(config, shape, ALONE, Compiling)
-        row = {"way": "ahead", "what": "phase before the run", "first s": time.perf_counter() - start}
+        compile_ahead(config, case.spec, ALONE, Compiling)
+        row = about(case, "phase before the run") | {"first s": time.perf_counter() - start}
         row |= {name: count - before[name] for name, count in on_disk().items()}
         markers = list((caches()["FlashAttention-4"].parent / "compiled").glob("*.json"))
         row["marker"] = json.loads(markers[0].read_text()) if markers else "none: something failed, see above"
         start = time.perf_counter()
-        compile_ahead(config, shape, ALONE, Compiling)
+        compile_ahead(config, case.spec, ALONE, Compiling)
         emit(row | {"again s": time.perf_counter() - start, "environment": environment()})
     select(config.kernels)
     compilers = Compilers()
     compilers.watch()
     errors = []
-    for part, layers in ((rollout, args.layers), (update, min(4, args.layers))):
+    for part in (rollout, update):
+        before_names = names_on_disk()
         try:
-            emit(part(config, replace(shape, num_layers=layers), args, compilers))
+            emit(part(case, compilers) | {"new kernels": sorted(names_on_disk() - before_names)})
         except Exception as error:  # the other part still tells something; the status tells of this one
             errors.append(error)
-            print(f"{args.way}: {part.__name__} failed: {type(error).__name__}: {error}", flush=True)
+            print(f"{case.name}, {case.way}: {part.__name__} failed: {type(error).__name__}: {error}", flush=True)
         torch.cuda.empty_cache()
     if errors:
         raise errors[0]
 
 
-def run_way(way: str, gpu: str | None, rows: list[dict[str, Any]], failures: list[str], deadline: float) -> None:
+def names_on_disk() -> set[str]:
+    """Triton's kernels in the cache, with their keys."""
+    return {f"{path.stem} {path.parent.name[:8]}" for path in caches()["Triton"].glob("*/*.cubin")}
+
+
+def run_way(case: str, way: str, rows: list[dict[str, Any]], failures: list[str], deadline: float) -> None:
     """Measure one way in a new process; its rows go to `rows`, everything else that it prints is shown."""
     with tempfile.TemporaryDirectory(prefix="first-run-") as folder:
         variables = {name: str(Path(folder) / where) for name, where in _VARIABLES.items()}
-        variables |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         process = subprocess.Popen(
-            [sys.executable, __file__, "--way", way, *sys.argv[1:]], env=os.environ | variables, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, __file__, *sys.argv[1:], "--cases", case, "--way", way], env=os.environ | variables,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )
-        timer = threading.Timer(max(1.0, deadline - time.monotonic()), process.kill)
+        timer = threading.Timer(max(1.0, deadline - time.monotonic()), os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(MARK):
                 rows.append(json.loads(line[len(MARK) :]))
             else:
-                print(f"[{way}] {line}", end="", flush=True)
+                print(f"[{case}, {way}] {line}", end="", flush=True)
         status = process.wait()
         timer.cancel()
         if status:
-            failures.append(f"{way}: ended with status {status}" + (" (time is up)" if status == -9 else ""))
+            failures.append(f"{case}, {way}: status {status}" + (" (time is up)" if status == -9 else ""))
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """What the issue asks for, in a line for each way: seconds of the phase, and of compilation after it."""
+    lines = []
+    for case, way in dict.fromkeys((row["case"], row["way"]) for row in rows):
+        mine = [row for row in rows if (row["case"], row["way"]) == (case, way)]
+        phase = sum(row["first s"] for row in mine if row["what"].startswith("phase"))
+        within = sum(row.get("in compilers", 0.0) for row in mine)
+        lines.append(f"{case}, {way}: phase {phase:.1f} s, then {within:.1f} s in compilers within the run")
+        for row in mine:
+            if way == "ahead" and row.get("new kernels"):
+                lines.append(f"  compiled by the {row['what']}: {', '.join(row['new kernels'])}")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=("ahead", "needed"), default=["ahead", "needed"])
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--precision", default="fp8 kv8", help="bf16, fp8 or 'fp8 kv8'")
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--layers", type=int, default=12, help="of the rollout, at most; kernels do not depend on it")
     parser.add_argument("--limit", type=float, default=290.0, help="seconds for everything")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--name", default="first_run")
     parser.add_argument("--way", choices=("ahead", "needed"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
-        one(args)
+        one(case_for(args.cases[0], args.way, args.layers))
         return
     require_gpu()
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
-    deadline, gpus = time.monotonic() + args.limit, torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    threads = [
-        threading.Thread(target=run_way, args=(way, visible[i % gpus], rows, failures, deadline))
-        for i, way in enumerate(args.ways)
-    ]
-    for i, thread in enumerate(threads):
-        thread.start()
-        if i % gpus == gpus - 1 or i == len(threads) - 1:
-            for begun in threads[: i + 1]:
-                begun.join()
-    save(args.name, rows)
+    deadline = time.monotonic() + args.limit
+    if "ahead" in args.ways:
+        for case in args.cases:
+            run_way(case, "ahead", rows, failures, deadline)
+    if "needed" in args.ways:
+        threads = [
+            threading.Thread(target=run_way, args=(case, "needed", rows, failures, deadline)) for case in args.cases
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    args.out.mkdir(parents=True, exist_ok=True)
+    save(args.name, rows, args.out)
     for row in rows:
         if "marker" in row:
-            print(f"compiled ahead: {json.dumps(row['marker'])}")
+            print(f"{row['case']}, compiled ahead: {json.dumps(row['marker'])}")
     print(table(rows, COLUMNS))
-    for failure in failures:
-        print(failure)
+    for line in [*summary(rows), *failures]:
+        print(line)
     sys.exit(bool(failures))
 
 

@@ -234,6 +234,7 @@ def child(descriptor: int) -> None:
         error = _attempted(lambda: function(call)(lambda job: pipe.send(("job", job)), *arguments))
         pipe.send(("failed" if error else "end", error))
         return
+    os.nice(5)  # the finder, whom all wait for, comes first
     pipe.send((0.0, _attempted(lambda: function(call)(*arguments)) if call else ""))
     while True:
         try:

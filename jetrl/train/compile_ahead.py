@@ -72,7 +72,7 @@ def _on_machine(
     with displays(count) as display:
         outcome = compile_all(
             "jetrl.train.kernels_needed:find", (config, spec, device, trains), workers=count,
-            prepare=("jetrl.kernels.backends.recorded:prepare", (config.kernels, device)), watcher=display,
+            prepare=("jetrl.kernels.backends.recorded:prepare", (device,)), watcher=display,
         )
         for text in told(outcome):
             display.message(text)

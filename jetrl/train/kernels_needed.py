@@ -2,14 +2,15 @@
 
 The miniature has the run's widths, vocabulary, precision and settings, one layer of each kind, and weights of zeros. It
 goes through the same engine, packing, losses and optimizer as the run, so what these launch is what is found. Numbers
-of rows are chosen by how compilers tell them apart: every size of a decode graph; prompts and micro-batches that are
-multiples of 16, that are padded to one (the scales' columns), and others; below and above 4,096 rows.
+of rows are chosen by how compilers tell them apart: every size of a decode graph; prompts and
+micro-batches of a few rows, around 1,000, and above 4,096. Kernels do not depend on lengths otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -17,19 +18,38 @@ import torch
 from jetrl.config import Config
 from jetrl.kernels.compiling import Job
 from jetrl.kernels.dispatch import select
+from jetrl.model.sharding import fill, shard_model
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.world import ALONE
+from jetrl.precision.recipe import build_recipe
+from jetrl.rl.losses import Stats
+from jetrl.rollout.depth import DEPTHS
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.graphs import padded_batch
+from jetrl.rollout.speculate import Speculator, build_speculator
 from jetrl.spec import ModelSpec
 from jetrl.train import setup
-from jetrl.train.optim import set_lr
-from jetrl.train.packing import packed, to_device
+from jetrl.train.optim import build_optimizer
+from jetrl.train.packing import packed
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, forward_rows, update
-from jetrl.types import Group, Problem, Prompt, Request, SamplingParams, Segment, Trajectory
+from jetrl.train.trainer import optimizer_step
+from jetrl.types import (
+    Group,
+    MicroBatch,
+    PackedBatch,
+    Problem,
+    Prompt,
+    Request,
+    SamplingParams,
+    Segment,
+    Trajectory,
+)
 
 _DIGEST = "in miniature"
+_FEW_PROGRAMS = 32  # sequences times key/value heads up to which decode steps may run in parallel over keys
+_MANY_KEYS = 4096  # tokens of a prompt, enough for its pages to be read once for all its samples
 _LOOKS = 4  # steps at each size: a decode graph of its own is captured when a size is asked for the third time
 
 
@@ -79,7 +99,8 @@ def reduced(config: Config, spec: ModelSpec) -> tuple[Config, ModelSpec]:
     experts = spec.experts
     if experts is not None:
         kinds = [experts.in_layer(i) for i in range(spec.num_layers)]
-        layers = max(layers, min(spec.num_layers, first + 1 + kinds[first:].index(True)) + last)
+        # the layer after experts begins with another kernel than the experts' own norm
+        layers = max(layers, min(spec.num_layers, first + 2 + kinds[first:].index(True) + last))
         if False in kinds:
             layers = max(layers, kinds.index(False) + 1)
         experts = replace(experts, dense_layers=tuple(i for i in experts.dense_layers if i < layers))
@@ -89,48 +110,85 @@ def reduced(config: Config, spec: ModelSpec) -> tuple[Config, ModelSpec]:
 
 def row_counts(most: int) -> list[int]:
     """Numbers of rows of each kind up to `most`, as the module's text says."""
-    small, large = (5, 13, 16), (4096 + 5, 4096 + 13, 4096 + 16)
-    return sorted({n for n in (*small, *large, most) if n <= most})
+    return sorted({n for n in (5, 16, 1040, 4101, most) if n <= most})
+
+
+def prompt_counts(most: int, experts: bool) -> list[int]:
+    """`row_counts`, and with `experts` the sizes from which groups get other tiles or programs; smaller ones decode."""
+    return sorted({*row_counts(most), *(1 << n for n in range(4, 13) if experts and 1 << n <= most)})
 
 
 def roll_out(model: Transformer, config: Config) -> None:
-    """Sessions of the engine: every size of a decode step, prompts of all kinds, prompts next to decode steps."""
+    """Sessions of the engine: every size of a decode step, prompts of all kinds, prompts next to decode steps, many
+    keys, pages that samples share, drafts of every depth."""
+    r, spec = config.rollout, model.spec
+    longest = min(spec.max_position, config.task.max_prompt_length + r.max_response_length)
+    params = SamplingParams(
+        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True
+    )
+    engine = _engine(model, config)
+    ask = partial(asked, spec.vocab_size, params)
+    engine.generate(ask([(1, min(new, longest - 1)) for new in shrinking(r.max_num_seqs)]))
+    for rows in prompt_counts(r.max_tokens_per_step or 0, spec.experts is not None):
+        engine.generate(ask([(part, 1) for part in parts(rows, longest - 1)]))
+    for running in {1, max(1, r.max_num_seqs - 1)}:  # decode steps with prompts next to them
+        engine.add(ask([(1, min(6, longest - 1))] * running))
+        engine.step()
+        engine.step()
+        engine.add(ask([(min(5, longest - 1), 1)], running))
+        while engine.has_work:
+            engine.step()
+        engine.collect()
+    for count in (2, 257, 513):  # prompts in one step
+        engine.generate(ask([(min(5, longest - 1), 1)] * min(count, r.max_num_seqs)))
+    same = ask([(min(5, longest - 1), 1)])[0]
+    engine.generate([replace(same, id=i) for i in range(min(4, r.max_num_seqs))])  # samples of one prompt
+    # evaluations draw from whole distributions, the most likely token
+    engine.generate(asked(spec.vocab_size, SamplingParams(1, temperature=0.0, ignore_eos=True), [(1, 2)]))
+    for count, keys in many_keys(spec.num_kv_heads, r.page_size or 0, longest - 3, r.max_num_seqs):
+        engine.generate(ask([(keys, 3)] * count))
+    if r.merge_prefix:
+        same = ask([(max(1, min(_MANY_KEYS, longest - 3)), 3)])[0]
+        for count in {min(17, r.max_num_seqs), r.max_num_seqs}:
+            engine.generate([replace(same, id=i) for i in range(count)])
+    engine.release()
+    for depth in [] if r.speculate == "off" else [d for d in DEPTHS if 0 < d <= r.max_draft_tokens]:
+        engine = _engine(model, config, build_speculator("on", depth, r.max_num_seqs))
+        sizes = {padded_batch(n) for n in range(1, r.max_num_seqs + 1)} if spec.experts else {1, r.max_num_seqs}
+        for count in sorted(min(size, r.max_num_seqs) for size in sizes):
+            engine.generate(ask([(1, min(2 * depth + 2, longest - 1))] * count))
+        engine.release()
+
+
+def _engine(model: Transformer, config: Config, speculator: Speculator | None = None) -> PagedEngine:
+    """The run's engine, its weights loaded."""
     r = config.rollout
     assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
     engine = PagedEngine(
         model, _NoText(), _DIGEST, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step,
+        max_tokens_per_step=r.max_tokens_per_step, merge_prefix=r.merge_prefix, speculator=speculator,
     )
     engine.runner.max_burst = 1
     engine.load(publish(model, 0, _DIGEST))
-    params = SamplingParams(
-        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True
-    )
-    longest = min(model.spec.max_position, config.task.max_prompt_length + r.max_response_length)
+    return engine
 
-    def asked(first: int, sizes: Sequence[tuple[int, int]]) -> list[Request]:
-        vocabulary = model.spec.vocab_size
-        return [
-            Request(first + i, ((first + i) % vocabulary, *[0] * (prompt - 1)), replace(params, max_tokens=new))
-            for i, (prompt, new) in enumerate(sizes)
-        ]
 
-    engine.generate(asked(0, [(1, min(new, longest - 1)) for new in shrinking(r.max_num_seqs)]))
-    for rows in row_counts(r.max_tokens_per_step):
-        engine.generate(asked(0, [(part, 1) for part in parts(rows, longest - 1)]))
-    for running in {1, max(1, r.max_num_seqs - 1)}:  # decode steps with prompts next to them
-        engine.add(asked(0, [(1, min(6, longest - 1))] * running))
-        engine.step()
-        engine.step()
-        engine.add(asked(running, [(min(5, longest - 1), 1)]))
-        while engine.has_work:
-            engine.step()
-        engine.collect()
-    for count in (2, 65, 129):  # prompts in one step
-        engine.generate(asked(0, [(min(5, longest - 1), 1)] * min(count, r.max_num_seqs)))
-    same = asked(0, [(min(5, longest - 1), 1)])[0]
-    engine.generate([replace(same, id=i) for i in range(min(4, r.max_num_seqs))])  # samples of one prompt
-    engine.release()
+def asked(
+    vocabulary: int, params: SamplingParams, sizes: Sequence[tuple[int, int]], first: int = 0
+) -> list[Request]:
+    """Requests with so many tokens of a prompt and new ones; prompts differ in their first token."""
+    return [
+        Request(first + i, ((first + i) % vocabulary, *[0] * (prompt - 1)), replace(params, max_tokens=new))
+        for i, (prompt, new) in enumerate(sizes)
+    ]
+
+
+def many_keys(groups: int, page: int, most: int, sequences: int) -> list[tuple[int, int]]:
+    """How many sequences, with how many keys each: what decodes in parallel over keys has kernels by the number of
+    sequences and by the width of the page table, a power of two."""
+    counts = [1 << n for n in range(8) if (1 << n) * groups <= _FEW_PROGRAMS and 1 << n <= sequences]
+    widths = [1 << n for n in range(5, 20) if page and page << (n - 1) < most]
+    return [(count, min(width * page - 3, most)) for width in widths for count in counts]
 
 
 def shrinking(most: int) -> list[int]:
@@ -154,11 +212,29 @@ def train(learner: Learner, config: Config) -> None:
     reference = learner.model if config.rl.kl_coef else None
     _, batches, _ = estimate(groups, [batch], learner, reference, config, True)
     update(learner, batches, config, config.rl.critic_warmup_steps + 1)
-    if config.sft.steps:  # its loss has no entropy
-        micro = to_device(batch.micro_batches[0], learner.model.head_weight.device)
-        forward_rows(learner.model, micro, 1.0).logprobs.sum().backward()
-        set_lr(learner.optimizer, 0.0)
+    if config.sft.steps:
+        warm_start(learner.model, batch, config)
     learner.model.publish()
+
+
+def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:
+    """A step of `train.sft`, which is in BF16 whatever the run's precision is."""
+    with torch.device("meta"):
+        student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
+    shard_model(student, ALONE)
+    fill(student, model.named_parameters(), model.head_weight.device)
+    student.to(model.head_weight.device).publish()
+    fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
+    optimizer = build_optimizer(student.named_parameters(), config.train.model_copy(update=fp32))
+
+    def loss_of(micro: MicroBatch) -> tuple[torch.Tensor, Stats]:
+        return forward_rows(student, micro, 1.0).logprobs.sum(), {}
+
+    optimizer_step(
+        list(student.parameters()), optimizer, batch, loss_of, lr=0.0, max_grad_norm=config.train.max_grad_norm,
+        reduction="fixed",
+    )
+    student.publish()
 
 
 def groups_of(config: Config, spec: ModelSpec) -> Iterator[Group]:

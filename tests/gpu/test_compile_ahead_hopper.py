@@ -44,7 +44,8 @@ if __name__ == "__main__":
     assert row["perf/compile_s"] < 1, f"the marker was not found: {row['perf/compile_s']} s"
     after = kernels()
     for name in before:
-        print(f"{name}: {len(before[name])} ahead, {len(after[name] - before[name])} by the run")
+        new = sorted(after[name] - before[name])
+        print(f"{name}: {len(before[name])} ahead, {len(new)} by the run", *new, sep="\\n  ")
     assert not after["FlashAttention-4"] - before["FlashAttention-4"]
     for name in ("Triton", "DeepGEMM"):
         assert len(after[name] - before[name]) <= len(after[name]) // 20, sorted(after[name] - before[name])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +82,15 @@ def test_gemms_of_other_kinds_are_one_job_for_sums_of_about_one_length() -> None
     assert len({key(4096), key(64), key(4096, 64)}) == 3
 
 
+def test_grouped_gemms_are_one_job_for_all_divisions_into_groups() -> None:
+    def key(sizes: tuple[int, ...], columns: int = 256) -> str:
+        codes = torch.zeros(sum(sizes) * columns, dtype=torch.float8_e4m3fn), torch.zeros(columns, sum(sizes) // 128)
+        given = codes, codes, torch.zeros(len(sizes), columns, columns), sizes, torch.zeros(len(sizes))
+        return next(recorded.gemm_jobs("k_grouped_fp8_gemm_nt_contiguous", given, {}, 8192, set())).key
+
+    assert key((128, 256)) == key((256, 256)) != key((128, 256), 512)
+
+
 def test_flash_attention_is_one_job_for_all_lengths() -> None:
     def key(tokens: int, heads: int = 8, pages: int | None = None) -> str:
         q = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16)
@@ -88,3 +99,65 @@ def test_flash_attention_is_one_job_for_all_lengths() -> None:
 
     assert key(300) == key(4000) and key(300, pages=3) == key(300, pages=5)
     assert len({key(300), key(300, heads=4), key(300, pages=3)}) == 3
+
+
+def test_grouped_gemms_are_compiled_with_the_tiles_that_they_were_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+    library = SimpleNamespace(tiles=128)
+    library.get_mk_alignment_for_contiguous_layout = lambda: library.tiles
+    library.set_mk_alignment_for_contiguous_layout = lambda tiles: setattr(library, "tiles", tiles)
+    library.m_grouped_bf16_gemm_nt_contiguous = lambda *args: made.append(("called", library.tiles))
+    monkeypatch.setattr(recorded, "_deep_gemm", lambda: library)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    jobs, x = [], torch.zeros(64, 32, dtype=torch.bfloat16)
+    for tiles in (16, 32):
+        library.tiles = tiles
+        jobs += recorded.gemm_jobs("m_grouped_bf16_gemm_nt_contiguous", (x, x[None], x), {}, 8192, set())
+    assert len({job.key for job in jobs}) == 2
+    monkeypatch.setattr(recorded, "rebuilt", lambda value, made: value)
+    for one in jobs:
+        recorded.repeat_call(*one.arguments)
+    assert made == [("called", 16), ("called", 32)]
+
+
+def test_jobs_that_take_longest_come_first() -> None:
+    pytest.importorskip("triton")
+    kernel = SimpleNamespace(params=[], is_gluon=lambda: False, __module__="m", __name__="_chain_kernel")
+    other = SimpleNamespace(params=[], is_gluon=lambda: False, __module__="m", __name__="_add_kernel")
+    assert recorded.triton_job(kernel, (), {}).seconds > 5 * recorded.triton_job(other, (), {}).seconds
+
+
+def test_kernels_have_one_variant_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from jetrl.kernels.backends.triton_decode import advance
+    from jetrl.kernels.backends.triton_logprob import logprobs_and_statistics, sample
+    from jetrl.kernels.backends.triton_optim import row_squares
+    from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize, swiglu_quantize
+    from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t
+    from jetrl.kernels.decode import DecodeState
+
+    found: dict[str, dict[str, int]] = {}
+
+    def emit(job: recorded.Job) -> None:
+        found.setdefault(job.name, {}).setdefault(job.key, 0)
+
+    weight = torch.ones(256, dtype=torch.bfloat16)
+    with ExitStack() as stack:
+        for patch in recorded._triton(emit):
+            stack.enter_context(patch)
+        for rows in (1, 2, 5, 16, 128, 129, 2048):
+            x, logits = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.zeros(rows, 4096)
+            quantize_act(x)
+            quantize_act_t(x, tile=True)
+            add_rms_norm_quantize(x, x, weight, 1e-6, False)
+            swiglu_quantize(x, False)
+            state = DecodeState.empty(rows, 32, 1 if rows == 5 else 8, 128, torch.device("cpu"))
+            draws = sample(logits, torch.ones(rows), state.integers[3], state.integers[4])
+            logprobs_and_statistics(logits, torch.zeros(rows, dtype=torch.int64), torch.ones(rows))
+            if rows <= 256:
+                advance(state, *draws)
+            row_squares(x.float(), torch.zeros(rows + 1, dtype=torch.float64)[1:])
+    many = {name: len(keys) for name, keys in found.items()}
+    # sums with and without entropy
+    assert many.pop("Triton sum_kernel") == 2 and set(many.values()) == {1} and len(many) == 9, many

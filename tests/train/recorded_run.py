@@ -1,16 +1,39 @@
 """Run by test_kernels_needed.py in a process of its own: the miniature with the hopper backend, whose launches are only
-recorded, on a CPU; then a run with other lengths, whose launches must be among those found. DeepGEMM and
+recorded, on a CPU; then a run, whose launches must be among those found. DeepGEMM and
 FlashAttention-4 are names here: a call of one is an error."""
 
 from __future__ import annotations
 
 import sys
 import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+
+SETTINGS: dict[str, dict[str, Any]] = {  # `ragged`: a rollout and an update with lengths by chance; others: whole runs
+    "ragged": {}, "plain": {"rollout.max_num_seqs": 16},
+    "sft": {"sft.steps": 3, "rl.kl_coef": 0.1, "rollout.top_p": 0.9},
+    "drafts": {"rollout.speculate": "on", "rollout.merge_prefix": True, "rollout.max_num_seqs": 20},
+    "experts": {"rollout.max_num_seqs": 40},
+}
+GROUPED = (
+    "k_grouped_bf16_gemm_tn_contiguous",
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nn_contiguous",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_contiguous",
+)
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 
 
 def refused(*args: Any, **options: Any) -> None:
@@ -19,8 +42,12 @@ def refused(*args: Any, **options: Any) -> None:
 
 def stand_ins() -> None:
     gemm = types.ModuleType("deep_gemm")
-    for name in ("fp8_gemm_nt", "bf16_gemm_nt", "bf16_gemm_tn"):
+    for name in ("fp8_gemm_nt", "bf16_gemm_nt", "bf16_gemm_tn", *GROUPED):
         setattr(gemm, name, refused)
+    tiles = [128]
+    settings = {"get": lambda: tiles[0], "set": lambda rows: tiles.__setitem__(0, rows)}
+    for verb, call in settings.items():
+        setattr(gemm, f"{verb}_mk_alignment_for_contiguous_layout", call)
     gemm.set_pdl = lambda on: None  # type: ignore[attr-defined]
     names = ["flash_attn", "flash_attn.cute", "flash_attn.cute.interface"]
     sys.modules |= {"deep_gemm": gemm} | {name: types.ModuleType(name) for name in names}
@@ -28,39 +55,117 @@ def stand_ins() -> None:
         setattr(sys.modules[names[-1]], name, refused)
 
 
-def main(folder: Path, kv_cache: str, master: str) -> None:
+class Gpu(str):
+    """A device that is a CPU, and says that it is a GPU where the code asks to choose a path."""
+
+    type = "cuda"
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`: what it would replay is recorded already."""
+
+    def pool(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """The paths that a GPU takes, on a CPU: decode steps as graphs, drawn by the kernel; tokens by chance."""
+    from jetrl.kernels.logprob import draw
+    from jetrl.rollout import sampler
+    from jetrl.rollout.draft_graphs import DraftGraphs
+    from jetrl.rollout.drafted import Burst
+    from jetrl.rollout.graphs import DecodeGraphs
+    from jetrl.rollout.runner import ModelRunner
+
+    rng, chunk, steps = np.random.default_rng(1), sampler._sample_chunk, DecodeGraphs.run
+
+    def drawn(logits: torch.Tensor, table: Any, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        if sampler.is_cut(table, logits.shape[1]).any():
+            return chunk(logits, table, positions)
+        columns = (table.temperature, table.key.view(np.int64), positions.astype(np.int64))
+        _, logprobs, _ = draw(logits, *(torch.from_numpy(c) for c in columns))
+        return torch.from_numpy(rng.integers(logits.shape[1], size=len(logits))), logprobs
+
+    def burst(self: Any, step: Any, count: int) -> tuple[torch.Tensor, ...]:
+        tokens, *rest = steps(self, step, count)
+        return torch.from_numpy(rng.integers(self.model.spec.vocab_size, size=tokens.shape)), *rest
+
+    def again(self: Any, plan: Any, table: Any, rows: np.ndarray, count: int) -> Burst:
+        held = self._ready(plan, table, rows, count, draws=True)
+        (size,) = (size for size, one in self._graphs.items() if one is held)
+        for _ in range(count):
+            self._step(size, held.state, held.temperature, held.batch.plan.cu_seqlens)
+        return Burst.read(held.state.record[:count, :, : len(plan.tokens)].numpy())
+
+    with ExitStack() as stack:
+        for name, value in {
+            "Stream": lambda device=None: SimpleNamespace(wait_stream=lambda other: None), "CUDAGraph": Graph,
+            "current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda other: None),
+            "stream": lambda stream: nullcontext(), "graph": lambda graph, pool=None: nullcontext(),
+            "synchronize": lambda device=None: None, "mem_get_info": lambda device=None: (8 << 30, 8 << 30),
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                total_memory=8 << 30, multi_processor_count=132
+            ),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(ModelRunner, "device", property(lambda self: Gpu("cpu"))))
+        stack.enter_context(mock.patch.object(sampler, "_sample_chunk", drawn))
+        stack.enter_context(mock.patch.object(DecodeGraphs, "run", burst))
+        stack.enter_context(mock.patch.object(DraftGraphs, "run", again))
+        yield
+
+
+def main(folder: Path, which: str, kv_cache: str, master: str) -> None:
     stand_ins()
     from tiny import ARCH, tiny_config
 
+    from jetrl import loop
     from jetrl.kernels import dispatch
     from jetrl.kernels.backends.recorded import recording
     from jetrl.kernels.compiling import Job
+    from jetrl.loop import StopRequest
     from jetrl.train import kernels_needed, setup
 
     product = torch.mm  # on a GPU it may give FP32 from BF16
     torch.mm = lambda a, b, out_dtype=None: product(a, b).to(out_dtype or a.dtype)  # type: ignore[assignment]
-    dispatch.require = lambda name: None  # type: ignore[attr-defined, assignment]
+    dispatch.require = setup.require = lambda name: None  # type: ignore[attr-defined, assignment]
     dispatch._serving["cpu"], dispatch.DEVICE_OF["hopper"] = "hopper", "cpu"
-    config = tiny_config(folder, {
-        "quant.kv_cache": kv_cache, "rollout.page_size": 128, "rollout.max_num_seqs": 24, "train.master_dtype": master,
-        "rollout.max_response_length": 4000, "task.max_prompt_length": 900, "train.max_tokens_per_gpu": 8192,
-        "rollout.max_tokens_per_step": 5000, "model.arch": ARCH | {
-            "hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "max_position_embeddings": 8192,
-        },
-    }).model_copy(update={"kernels": "hopper"})
+    large = {
+        "rollout.max_num_seqs": 24, "rollout.max_response_length": 4000, "task.max_prompt_length": 900,
+        "train.max_tokens_per_gpu": 8192, "rollout.max_tokens_per_step": 5000,
+    }
+    arch = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+    changes = SETTINGS[which] | {
+        "quant.kv_cache": kv_cache, "rollout.page_size": 128, "train.master_dtype": master,
+    } | (large if which == "ragged" else {})
+    changes["model.arch"] = ARCH | arch | ({"max_position_embeddings": 8192} if which == "ragged" else {})
+    changes["model.arch"] |= EXPERTS if which == "experts" else {}
+    if "sft.steps" in changes:
+        changes["sft.cache_dir"] = str(folder / "sft")
+    config = tiny_config(folder, changes).model_copy(update={"kernels": "hopper"})
     spec = setup.load_spec(config)[1]
     found: dict[str, Job] = {}
-    with recording(lambda job: found.setdefault(job.key, job), 8192):
-        kernels_needed.run(config, spec, True)
     more: dict[str, Job] = {}
-    with recording(lambda job: more.setdefault(job.key, job), 1):
-        ragged(config, spec)
+    with as_on_a_gpu():
+        with recording(lambda job: found.setdefault(job.key, job), 8192):
+            kernels_needed.run(config, spec, True)
+        with recording(lambda job: more.setdefault(job.key, job), 1):
+            if which == "ragged":
+                ragged(config, spec)
+            else:
+                assert loop.run(config, folder / "run", ["test"], StopRequest())
     missed = [key for key, job in more.items() if key not in found and job.stage == 0]
     kinds = {job.name.split()[0] for job in found.values()}
     assert kinds == {"Triton", "Gluon", "DeepGEMM", "DeepGEMM's", "FlashAttention-4"}, kinds
-    assert len(more) > 40, "the run must launch most of the kernels, or this finds nothing"
+    names = Counter(job.name for job in more.values())
+    for name in ("sample_kernel", "columns_kernel", "swiglu_kernel"):
+        assert names[f"Triton {name}"], f"the run must go through everything, or this finds nothing: {names}"
     print(f"{len(found)} found, {len(more)} in the run, {len(missed)} missed")
     print("\n".join(missed))
+    triton = Counter(job.name for job in found.values() if job.name.split()[0] in ("Triton", "Gluon"))
+    print(f"{triton.total()} kernels of Triton: {dict(triton)}")
 
 
 def ragged(config: Any, spec: Any) -> None:

@@ -58,9 +58,10 @@ def test_prompts_and_micro_batches_of_all_kinds(
 
     monkeypatch.setattr(Transformer, "forward", watched)
     needed.run(config, load_spec(config)[1], True)
-    assert {sum(counts) for counts in plans} >= {5, 13, 16, 50}
-    assert set(trained) == {5, 13, 16, 40}
-    assert needed.row_counts(8192) == [5, 13, 16, 4101, 4109, 4112, 8192]
+    assert {sum(counts) for counts in plans} >= {5, 16, 50}
+    assert set(trained) == {5, 16, 40}
+    assert needed.row_counts(8192) == [5, 16, 1040, 4101, 8192]
+    assert needed.prompt_counts(70, True) == [5, 16, 32, 64, 70]
 
 
 def noted(name: str, called: set[str], op: Any) -> Any:
@@ -104,15 +105,25 @@ def test_sizes_of_the_parts() -> None:
     assert max(needed.halves(4101, 26)) <= 26 and torch.tensor(needed.halves(5, 5)).tolist() == [2, 3]
 
 
+def test_long_sequences_that_decode_in_parallel_over_keys_come_with_every_width_of_the_page_table() -> None:
+    assert needed.many_keys(8, 128, 4000, 256) == [(1, 4000), (2, 4000), (4, 4000)]
+    assert needed.many_keys(8, 128, 10000, 2) == [(1, 4093), (2, 4093), (1, 8189), (2, 8189), (1, 10000), (2, 10000)]
+    assert needed.many_keys(8, 128, 1000, 2) == []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_cache", "master"), [("fp8", "float32"), ("bf16", "bfloat16")])
-def test_the_launches_of_a_ragged_run_are_among_those_found(tmp_path: Path, kv_cache: str, master: str) -> None:
+@pytest.mark.parametrize(
+    ("which", "kv_cache", "master"), [
+        ("ragged", "fp8", "float32"), ("ragged", "bf16", "bfloat16"), ("plain", "fp8", "float32"),
+        ("sft", "bf16", "bfloat16"), ("drafts", "fp8", "float32"),
+        ("experts", "bf16", "bfloat16"),
+    ],
+)
+def test_the_launches_of_a_run_are_among_those_found(tmp_path: Path, which: str, kv_cache: str, master: str) -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("recorded_run.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), kv_cache, master], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, str(Path(__file__).with_name("recorded_run.py")), str(tmp_path), which, kv_cache, master]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert " 0 missed" in done.stdout, done.stdout

@@ -62,7 +62,7 @@ def _softmax(s, top, scale):
     return gl.exp2(gl.fma(s, scale + zeros, zeros - (known * scale)[None, :])), new, shrink
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride", "scales_stride"])
 def _draft_kernel(
     q, keys, values, scales, table, lengths, out, codes, code_scales, scale, table_stride, codes_stride, scales_stride,
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, J: gl.constexpr, EACH: gl.constexpr,

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from jetrl.kernels.backends.gemm_layouts import Kind, layouts, representatives
 from jetrl.kernels.compiling import Job
-from jetrl.kernels.dispatch import load_backend
 
 _HERE = "jetrl.kernels.backends.recorded"
 _SECONDS = {"Triton": 1.5, "Gluon": 6.0, "DeepGEMM": 8.0, "FlashAttention-4": 7.0}  # about, of one core
+_LONGER = {"chain_kernel": 14.0, "shared_kernel": 9.0, "draft_kernel": 9.0}  # they come first
 _MOST_BYTES = 3 << 30  # of a GEMM's output in a job
 
 Emit = Callable[[Job], object]
 
 
-def prepare(backend: str, device: int) -> None:
-    """What a worker does first: import the libraries, start on its GPU."""
+def prepare(device: int) -> None:
+    """What a worker does first: start on its GPU. A library is imported by the first job that calls it: kernels of
+    Triton's, which come first, need none, and importing all in every process would keep all cores busy for seconds."""
     torch.cuda.set_device(device)
-    load_backend(backend)
     torch.empty(1, device="cuda")
 
 
@@ -90,9 +90,10 @@ def triton_job(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Job
     more = {name: classed(name, value) for name, value in options.items()}
     maker = "Gluon" if kernel.is_gluon() else "Triton"
     key = f"{kernel.__module__}.{kernel.__name__} {given} {sorted(more.items())}"
+    name = kernel.__name__.strip("_")
     return Job(
-        key, f"{maker} {kernel.__name__.strip('_')}", f"{_HERE}:compile_triton",
-        (kernel.__module__, kernel.__name__, given, more), _SECONDS[maker],
+        key, f"{maker} {name}", f"{_HERE}:compile_triton", (kernel.__module__, kernel.__name__, given, more),
+        _LONGER.get(name, _SECONDS[maker]),
     )
 
 
@@ -172,15 +173,26 @@ def _call_described(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, d
     return described(tuple(args), seen), {k: described(v, seen) for k, v in kwargs.items()}
 
 
-def repeat_call(module: str, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    """Call a library with tensors of zeros: it compiles its kernel, and may launch it."""
+def repeat_call(module: str, name: str, args: Any, kwargs: dict[str, Any], tiles: int | None = None) -> None:
+    """Call a library with tensors of zeros: it compiles its kernel, and may launch it. `tiles`: the rows of DeepGEMM's
+    grouped GEMMs, a setting of the process."""
     made: dict[int, Tensor] = {}
-    call = getattr(importlib.import_module(module), name)
+    library = _deep_gemm() if module == "deep_gemm" else importlib.import_module(module)
+    if tiles is not None:
+        library.set_mk_alignment_for_contiguous_layout(tiles)
+    call = getattr(library, name)
     with torch.no_grad():
         call(*rebuilt(args, made), **{k: rebuilt(v, made) for k, v in kwargs.items()})
     torch.cuda.synchronize()
     made.clear()
     torch.cuda.empty_cache()
+
+
+def _deep_gemm() -> Any:
+    """The library, with the settings that the backend makes."""
+    from jetrl.kernels.backends import deepgemm
+
+    return deepgemm.deep_gemm
 
 
 def _deepgemm(emit: Emit, most_rows: int) -> Iterator[Any]:
@@ -209,7 +221,8 @@ def gemm_jobs(
     given, named = _call_described(args, kwargs)
     plain = _shape_of(name, given, named)
     if plain is None:
-        yield _gemm_job(name, name, given, named)
+        tiles = _deep_gemm().get_mk_alignment_for_contiguous_layout() if name.startswith("m_grouped") else None
+        yield _gemm_job(name, name, given, named, tiles)
         return
     kind, rows, n, k, out_bytes = plain
     taken = layouts(kind, _column(rows), n, k, out_bytes, adds=kind == "wgrad", processors=_processors())[0]
@@ -229,16 +242,24 @@ def repeat_gemms(name: str, calls: Sequence[Any], kwargs: dict[str, Any]) -> Non
     """One GEMM with several numbers of rows."""
     for args in calls:
         made: dict[int, Tensor] = {}
-        getattr(importlib.import_module("deep_gemm"), name)(*rebuilt(args, made), **kwargs)
+        getattr(_deep_gemm(), name)(*rebuilt(args, made), **kwargs)
     torch.cuda.synchronize()
 
 
-def _gemm_job(name: str, key: str, given: Any, named: dict[str, Any]) -> Job:
+def _gemm_job(name: str, key: str, given: Any, named: dict[str, Any], tiles: int | None = None) -> Job:
     if key == name:  # its layout depends little on the length of the sum: one job for lengths of about one size
-        sizes = [(one[2][0].bit_length() // 4, *one[2][1:], one[4]) if one[:1] == ("tensor",) else one for one in given]
-        key = f"{name} {sizes} {sorted((k, str(v)) for k, v in named.items())}"
-    call = ("deep_gemm", name, given, named)
+        sizes = [_coarse(one) for one in given]
+        key = f"{name} {sizes} {tiles} {sorted((k, str(v)) for k, v in named.items())}"
+    call = ("deep_gemm", name, given, named, tiles)
     return Job(key, f"DeepGEMM {name}", f"{_HERE}:repeat_call", call, _SECONDS["DeepGEMM"])
+
+
+def _coarse(given: Any) -> Any:
+    """An argument of a GEMM as far as its layout depends on it: codes stand for their scales, numbers of rows of groups
+    for nothing."""
+    if isinstance(given, tuple) and given[:1] == ("tensor",):
+        return given[2][0].bit_length() // 4, *given[2][1:], given[4]
+    return (_coarse(given[0]) if isinstance(given[0], tuple) else ()) if isinstance(given, tuple) and given else given
 
 
 def _shape_of(name: str, given: Any, named: dict[str, Any]) -> tuple[Kind, int, int, int, int] | None:

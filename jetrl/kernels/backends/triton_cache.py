@@ -38,7 +38,7 @@ def scale_place(slot, group, G: tl.constexpr, PAGE: tl.constexpr):
     return ((slot // PAGE * G + group) * PAGE + slot % PAGE) * 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _round_kernel(
     x, out, num_rows, token_stride, group_stride,
     G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, FLOOR: tl.constexpr, PDL: tl.constexpr,
@@ -54,7 +54,7 @@ def _round_kernel(
     tl.store(out + row[:, None] * H + cols[None, :], stored(v, scale[:, None], False), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(k, v, slots, keys, values, k_stride, v_stride, W: tl.constexpr, B: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -64,7 +64,7 @@ def _write_kernel(k, v, slots, keys, values, k_stride, v_stride, W: tl.constexpr
     tl.store(values + slot * W + cols, tl.load(v + token * v_stride + cols, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_codes_kernel(
     k, v, slots, keys, values, scales, k_stride, v_stride,
     G: tl.constexpr, GB: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, PAGE: tl.constexpr, FLOOR: tl.constexpr,
@@ -210,7 +210,7 @@ def read_cache(cache: LayerCache, table: Tensor, lengths: Tensor, kv_pages: int)
         _read_kernel[(width * groups, batch)](
             keys.view(torch.uint8), values.view(torch.uint8), scales, table, lengths, out_keys, out_values, out_table,
             table.stride(0), width, G=groups, H=head_dim, HB=triton.next_power_of_2(head_dim), PAGE=page,
-            R=min(_TOKENS, triton.next_power_of_2(page)), BB=max(64, triton.next_power_of_2(batch)), COMPACT=compact,
-            num_warps=4, enable_fp_fusion=False, **LAUNCH,
+            R=min(_TOKENS, triton.next_power_of_2(page)), BB=max(256, triton.next_power_of_2(batch)) if compact else 1,
+            COMPACT=compact, num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )
     return LayerCache(out_keys, out_values), out_table

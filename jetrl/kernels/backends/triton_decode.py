@@ -10,8 +10,9 @@ from torch import Tensor
 
 from jetrl.kernels.decode import DecodeState
 
+_ROWS = 256  # at least so many rows in the program: one kernel for all these batches
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "M", "S", "page_size"])
 def _advance_kernel(
     tokens, logprobs, maxima, integers, table, kv_lengths, drawn, count, B, M, S, page_size, PB: tl.constexpr,
 ):
@@ -44,5 +45,5 @@ def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor
     size, width = state.table.shape
     _advance_kernel[(1,)](
         tokens, logprobs, maxima, state.integers, state.table, state.kv_lengths, state.drawn, state.count, size, width,
-        state.drawn.shape[1], state.page_size, PB=triton.next_power_of_2(size), num_warps=4,
+        state.drawn.shape[1], state.page_size, PB=max(_ROWS, triton.next_power_of_2(size)), num_warps=4,
     )

@@ -52,7 +52,7 @@ def _softmax_step(s, top, sums, scale):
     return p, new, tl.sum(tl.where(first, begun, parts), axis=2), shrink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "scales_stride"])
 def _shared_kernel(
     q, keys, values, scales, table, members, tiles_of, tops, parts, accs, out, codes, code_scales,
     scale, table_stride, codes_stride, scales_stride,

@@ -91,7 +91,7 @@ def power_of_two(scales, page, group, inside, alive, which: tl.constexpr, G: tl.
     return tl.load(at, mask=alive, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "T", "split"])
 def _scores_kernel(
     q, keys, scales, table, lengths, scores, maxima, arrived, table_stride, T, split,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr,
@@ -130,7 +130,7 @@ def _scores_kernel(
         tl.store(maxima + first * Q + row, tl.max(s, axis=0), mask=row < Q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "T"])
 def _weights_kernel(
     scales, table, lengths, scores, maxima, weights, shrinks, scale, table_stride, T,
     G: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, TP: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
@@ -280,7 +280,7 @@ def store_heads(
         tl.store(out + at, y, mask=alive[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "scales_stride", "T"])
 def _chain_kernel(
     values, table, lengths, scores, weights, shrinks, acc, sums, arrived, out, codes, code_scales,
     table_stride, codes_stride, scales_stride, T,

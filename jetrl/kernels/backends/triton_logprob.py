@@ -71,7 +71,7 @@ def row_max(maxima, row, S, SB: tl.constexpr):
     return tl.where(nan > 0, float("nan"), top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _max_kernel(logits, temperature, maxima, V, stride, B: tl.constexpr):
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     z = load_scaled(logits, temperature, row, segment * B + tl.arange(0, B), V, stride)
@@ -80,7 +80,7 @@ def _max_kernel(logits, temperature, maxima, V, stride, B: tl.constexpr):
     tl.store(maxima + row * tl.num_programs(1) + segment, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "maxima", "sums", "moments"])
 def _sum_kernel(
     logits, temperature, maxima, sums, moments, weights, V, stride, B: tl.constexpr, SB: tl.constexpr,
     MOMENT: tl.constexpr, STORE: tl.constexpr,
@@ -101,7 +101,7 @@ def _sum_kernel(
 _BY_ROW = ["temperature", "targets", "logprobs", "entropies", "tops", "log_totals"]  # one element a program
 
 
-@triton.jit(do_not_specialize_on_alignment=_BY_ROW)
+@triton.jit(do_not_specialize_on_alignment=[*_BY_ROW, "sums", "moments"])
 def _finish_kernel(
     logits, temperature, maxima, sums, moments, targets, logprobs, entropies, tops, log_totals, V, stride, S,
     SB: tl.constexpr, MOMENT: tl.constexpr,
@@ -133,7 +133,7 @@ def mix64(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "keys", "positions", "greedy", "tokens", "logprobs"])
 def _sample_kernel(
     logits, temperature, maxima, sums, keys, positions, greedy, tokens, logprobs, V, stride, S,
     B: tl.constexpr, SB: tl.constexpr,

@@ -45,7 +45,7 @@ def _copy_kernel(x, tokens, total, out, D, x_stride, B: tl.constexpr, PDL: tl.co
         tl.store(out + row * D + cols, v, mask=cols < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _copy_quantized_kernel(
     x, rows, codes, scale, D, x_stride, codes_stride, scale_stride, written, K: tl.constexpr, B: tl.constexpr,
     FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
@@ -106,7 +106,7 @@ def _spread_kernel(
         tl.store(d_weights + token * K + rank, d, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "scale_stride"])
 def _swiglu_quantized_kernel(
     gate_up, rows_of, codes, scale, N, F, x_stride, codes_stride, scale_stride, written, ROWS: tl.constexpr,
     FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
@@ -130,7 +130,7 @@ def _swiglu_quantized_kernel(
     tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _swiglu_kernel(
     grad, gate_up, tokens, total, out, R, F, x_stride, ROWS: tl.constexpr, BACKWARD: tl.constexpr, PDL: tl.constexpr,
 ):

@@ -31,7 +31,7 @@ def _adamw_kernel(
     tl.store(param + at, p.to(param.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out"])  # a part of one array for all parameters
 def _squares_kernel(x, out, size, ROW: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = row * ROW + tl.arange(0, ROW)
@@ -48,7 +48,7 @@ def _add_kernel(grad, x, size, B: tl.constexpr):
     tl.store(grad + at, total.to(grad.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _sum_kernel(total, parts, size, count, FIRST: tl.constexpr, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < size

@@ -94,7 +94,7 @@ def sigmoid32(x):
     return tl.where(quarter == _BELOW_2 * 0.25, 0.5 + 2.0**-24, r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _norm_kernel(
     x, residual, weight, out, total, codes, scale, num_rows, heads, x_stride, x_head_stride, res_stride,
     codes_stride, scale_stride, written, D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
@@ -132,7 +132,7 @@ def _norm_kernel(
         tl.store(out + rows[:, None] * D + cols[None, :], y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_backward_kernel(
     grad, x, weight, more, dx, partial, num_rows, heads, x_stride, x_head_stride,
     D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr, MORE: tl.constexpr,
@@ -194,7 +194,7 @@ def _rope_kernel(
     tl.store(to + H // 2, (x2 * c + x1 * s).to(tl.bfloat16), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _swiglu_kernel(
     gate_up, out, codes, scale, num_rows, x_stride, codes_stride, scale_stride, written,
     F: tl.constexpr, R: tl.constexpr, B: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,

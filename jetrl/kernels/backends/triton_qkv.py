@@ -35,7 +35,7 @@ def _quantize_halves(y1, y2, CODES: tl.constexpr, FLOOR: tl.constexpr):
     return stored(y1, scale[:, None], CODES), stored(y2, scale[:, None], CODES), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qkv_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, v_out, scales, qkv_stride,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,
@@ -108,7 +108,7 @@ def _load_grads(dq, dk, dv, row, head, cols, here, N: tl.constexpr, G: tl.conste
     return tl.where(is_q, q, tl.where(is_v, v, k)).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions"])
 def _qkv_backward_kernel(
     dq, dk, dv, qkv, q_weight, k_weight, cos, sin, positions, out, partial, num_tokens, qkv_stride,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, R: tl.constexpr, EPS: tl.constexpr,

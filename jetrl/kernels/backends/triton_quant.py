@@ -113,7 +113,7 @@ def encode(x, scale):
     return corrected(x, scale).to(tl.float8e4nv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
     x, codes, scale, num_rows, num_cols, written_cols, x_stride, codes_stride, scale_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
@@ -161,7 +161,7 @@ def _row_of_four(at, row, x_stride, num_rows, inside):
     return tl.load(at + row[:, None] * x_stride, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all lengths
+@triton.jit(do_not_specialize=["num_rows", "scale_t_stride"])
 def _columns_kernel(
     x, words_t, scale_t, num_rows, num_cols, x_stride, words_t_stride, scale_t_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
@@ -195,7 +195,7 @@ def _columns_kernel(
     tl.store(words_t + cols[:, None] * words_t_stride + four[None, :], tl.trans(word), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "last_row", "first_block", "scale_stride"])
 def _blocks_kernel(
     w, codes, scale, first_row, last_row, first_block, num_cols, written_cols, w_stride, codes_stride, scale_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr,
@@ -216,7 +216,7 @@ def _blocks_kernel(
     tl.store(scale + (first_block + block) * scale_stride + group, s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "last_row"])
 def _transpose_kernel(x, out, first_row, last_row, out_first, num_cols, x_stride, out_stride):
     """One section of bytes [rows, cols] -> [cols, out_first + rows]; columns of a short last block become zeros."""
     block = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)

@@ -45,7 +45,7 @@ class PaddedGroups(Groups):
         return self.starts[-1:]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_kernel(
     logits, chosen, weights, T, E, stride, K: tl.constexpr, KB: tl.constexpr, R: tl.constexpr, EB: tl.constexpr,
     NORMALIZED: tl.constexpr, PDL: tl.constexpr,
@@ -96,7 +96,7 @@ def _bounds(count, starts, counts, ends, sizes, E, BLOCK: tl.constexpr, EB: tl.c
     return start, size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "R"])
 def _group_kernel(
     chosen, rows, tokens, starts, counts, ends, sizes, N, E, R, K: tl.constexpr, BLOCK: tl.constexpr,
     NB: tl.constexpr, EB: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
@@ -122,7 +122,7 @@ def _group_kernel(
         tl.store(tokens + beyond, -1, mask=beyond < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "R"])
 def _count_kernel(
     chosen, tokens, counted, N, E, R, NB: tl.constexpr, EB: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -137,7 +137,7 @@ def _count_kernel(
         tl.store(tokens + row, -1, mask=row < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "parts"])
 def _place_kernel(
     chosen, rows, tokens, counted, starts, counts, ends, sizes, N, E, parts, K: tl.constexpr, BLOCK: tl.constexpr,
     NB: tl.constexpr, EB: tl.constexpr, PB: tl.constexpr, X: tl.constexpr, PDL: tl.constexpr,

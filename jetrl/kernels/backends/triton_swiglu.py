@@ -58,7 +58,7 @@ def _quarter(
     return to_bf16(silu * up)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all lengths
+@triton.jit(do_not_specialize=["num_rows", "saved_stride", "act_scale_stride"])
 def _swiglu_backward_act_kernel(
     grad, gate_up, saved_scale, up_saved_scale, out, words_t, act_scale, num_rows, grad_stride, x_stride, saved_stride,
     words_t_stride, act_scale_stride,

@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: `Static` and `Replays` stand in for a step's memory and for `jetrl.rollout.capture.Capture`."""
+"""CUDA graphs without a GPU: stand-ins for a step's memory, and for `jetrl.rollout.capture.Capture`."""
 
 from __future__ import annotations
 

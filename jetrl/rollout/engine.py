@@ -95,7 +95,7 @@ class PagedEngine:
         self.model, self.tokenizer, self.flow_digest = model, tokenizer, flow_digest
         self.runner = ModelRunner(model, page_size)
         self.runner.merge_prefix, self.runner.keep_bytes = merge_prefix, keep_bytes
-        self.about = ""  # a line for the user at the start of a run
+        self._told = ""
         self.page_size, self.kv_cache_tokens = page_size, kv_cache_tokens
         self.max_num_seqs, self.max_tokens_per_step = max_num_seqs, max_tokens_per_step
         if eos_token_ids is None:
@@ -111,6 +111,15 @@ class PagedEngine:
     def has_work(self) -> bool:
         """Whether requests are running or waiting."""
         return self._session is not None and self._session.scheduler.has_work
+
+    @property
+    def about(self) -> str:
+        """A line for the user at the start of a run."""
+        return self._told
+
+    def keep(self, most: int, told: str) -> None:
+        """From now on a KV cache of up to `most` bytes stays between two sessions; `about` says what that means."""
+        self.runner.keep_bytes, self._told = most, told
 
     def load(self, weights: WeightSet) -> None:
         """Note newly published weights; ValueError if they were published for another precision flow.

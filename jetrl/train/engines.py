@@ -90,16 +90,16 @@ def keep_cache(engine: Engine, config: Config, ranks: int, capacity: int) -> Non
     """Tell our engine, and the user, how large a KV cache may stay on a GPU of `capacity` bytes during the update."""
     if not isinstance(engine, PagedEngine):
         return
-    memory, mode = predict(config, engine.model.spec, ranks, capacity), config.rollout.keep_kv_cache
-    engine.runner.keep_bytes = memory.keep
+    memory, told = predict(config, engine.model.spec, ranks, capacity), ""
     size = f"KV cache: {memory.cache / GIB:.1f} GiB (predicted)"
     if memory.kept_cache:
-        engine.about = f"{size}; it stays on the GPU during updates, with its CUDA graphs (rollout.keep_kv_cache)"
-    elif mode == "auto":
-        engine.about = (
+        told = f"{size}; it stays on the GPU during updates, with its CUDA graphs (rollout.keep_kv_cache)"
+    elif config.rollout.keep_kv_cache == "auto":
+        told = (
             f"{size}; updates leave room for {memory.keep / GIB:.1f}, so it is freed after each rollout, and CUDA "
             "graphs are captured again (rollout.keep_kv_cache)"
         )
+    engine.keep(memory.keep, told)
 
 
 def engine_class(name: str) -> Any:

@@ -98,8 +98,11 @@ def test_steps_with_prompts_give_the_same_bits(precision: str, monkeypatch: pyte
         for i in range(36)
     ]
 
-    def engine(**sizes: int) -> PagedEngine:
-        made = PagedEngine(model, Letters(), "flow", page_size=4, max_num_seqs=6, **sizes)
+    def engine(max_tokens_per_step: int = 2048, kv_cache_tokens: int | None = None) -> PagedEngine:
+        made = PagedEngine(
+            model, Letters(), "flow", page_size=4, max_num_seqs=6, max_tokens_per_step=max_tokens_per_step,
+            kv_cache_tokens=kv_cache_tokens,
+        )
         made.load(WeightSet(1, "flow", {}))
         return made
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from jetrl.api import random_model
 from jetrl.report.recorder import read_metrics
+from jetrl.rollout.capture import Capture
 from jetrl.rollout.depth import DEPTHS, DepthRule
 from jetrl.rollout.draft import DraftIndex
 from jetrl.rollout.draft_graphs import DraftGraphs
@@ -118,8 +119,9 @@ def step_times(model: Any, batch: int, context: int, repeats: int) -> dict[int, 
     cache = KVCache(model.spec, batch * width, PAGE, model.dtype, torch.device("cuda"), model.recipe.kv_cache)
     fill(cache)
     index = Useless(batch, context + 512, torch.device("cuda"))
-    plain = DecodeGraphs(model, cache, torch.device("cuda"), BURST)
-    drafted = DraftGraphs(model, cache, index, BURST)
+    capture = Capture(torch.device("cuda"))
+    plain = DecodeGraphs(model, cache, capture, BURST)
+    drafted = DraftGraphs(model, cache, index, capture, BURST)
     times: dict[int, list[float]] = {k: [] for k in DEPTHS}
     for turn in range(repeats + 1):
         for k in DEPTHS:

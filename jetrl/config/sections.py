@@ -160,7 +160,7 @@ class RolloutConfig(Section):
 
     section: ClassVar[str] = "rollout"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("page_size", "merge_prefix", "speculate", "max_draft_tokens"), "engine", ("vllm",)),
+        Rule(("page_size", "keep_kv_cache", "merge_prefix", "speculate", "max_draft_tokens"), "engine", ("vllm",)),
         Rule(("max_draft_tokens",), "speculate", ("off",)),
     )
     engine: str = Field(
@@ -191,6 +191,11 @@ class RolloutConfig(Section):
         description="Tokens in one engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
     kv_cache_tokens: int | None = Field(
         default=None, ge=1, description="Size of the KV cache in tokens. none: what is needed, if memory allows.")
+    keep_kv_cache: Literal["auto", "always", "never"] = Field(
+        default="auto", description="Whether the KV cache stays on a GPU during the update, with the CUDA graphs of "
+        "decode steps, which each rollout else captures again. auto: where the predicted peak of the update leaves "
+        "room for it. Changes no bit.",
+    )
     speculate: Literal["off", "auto", "on"] = Field(
         default="off", description="Guess tokens from what stands in the answer so far, in its siblings and in earlier "
         "answers to its prompt, and compute several at once; tokens and log-probs keep their bits. auto: as many as "

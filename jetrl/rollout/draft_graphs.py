@@ -8,6 +8,7 @@ Legend: `B` sequences with `J` = depth + 1 rows each, of which the first `n` are
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.logprob import draw
+from jetrl.rollout.capture import Capture
 from jetrl.rollout.draft import DraftIndex
 from jetrl.rollout.drafted import Burst, DraftState, Proposal, host_columns, propose, settle
 from jetrl.rollout.graphs import padded_batch
@@ -36,28 +38,28 @@ class DraftSize(NamedTuple):
         return self.rows >= other.rows and self.width >= other.width and self[2:] == other[2:]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Graph:
-    """A captured step with the tensors that it reads and writes."""
+    """A step with the tensors that it reads and writes. Its first run is a plain one, and compiles what it needs."""
 
-    graph: Any  # torch.cuda.CUDAGraph
+    step: Callable[[], tuple[Proposal, ForwardBatch, Tensor]]  # with logits [B * J, V] FP32
     state: DraftState
     temperature: Tensor  # [B] FP32
-    step: Proposal  # valid after a replay
-    batch: ForwardBatch  # held, because the graph reads its memory
-    logits: Tensor | None  # [B * J, V] FP32, if tokens are drawn outside
+    draws: bool
+    graph: Any = None  # torch.cuda.CUDAGraph
+    found: tuple[Proposal, Tensor] | None = None  # of a replay: what a draw outside needs
+    batch: ForwardBatch | None = None  # held, because the graph reads its memory
 
 
 class DraftGraphs:
     """Captures on first use of a size, then replays; the tokens and log-probs are those of plain steps."""
 
-    def __init__(self, model: Any, cache: Any, index: DraftIndex, max_steps: int) -> None:
+    def __init__(self, model: Any, cache: Any, index: DraftIndex, capture: Capture, max_steps: int) -> None:
         self.model, self.cache, self.index, self.max_steps = model, cache, index, max_steps
-        self.device = index.device
+        self.device, self.capture = index.device, capture
         self.addresses = model.addresses()
         self._graphs: dict[DraftSize, _Graph] = {}
         self._asked: Counter[DraftSize] = Counter()
-        self._pool: Any = None
 
     @torch.no_grad()
     def run(self, plan: Plan, table: SamplingTable, rows: np.ndarray, steps: int) -> Burst:
@@ -66,22 +68,33 @@ class DraftGraphs:
         cut = bool(is_cut(table, self.model.spec.vocab_size).any())
         held = self._ready(plan, table, rows, steps, draws=not cut)
         for _ in range(steps):
-            held.graph.replay()
+            proposal, logits = self._run(held)
             if cut:
-                self._draw(held, table)
+                self._draw(held.state, proposal, logits, table)
         n = len(plan.tokens)
         return Burst.read(held.state.record[:steps, :, :n].cpu().numpy())
 
-    def _draw(self, held: _Graph, table: SamplingTable) -> None:
+    def _run(self, held: _Graph) -> tuple[Proposal, Tensor]:
+        """One step; a graph's first is followed by its capture. Logits of one that draws itself have no meaning."""
+        if held.graph is not None:
+            held.graph.replay()
+            assert held.found is not None
+            return held.found
+        first, _, logits = held.step()
+        held.graph, (step, held.batch, captured) = self.capture(held.step)
+        # logits that nobody reads are not held, so the next graph can use their memory
+        held.found = step, torch.empty(0) if held.draws else captured
+        return first, logits
+
+    def _draw(self, state: DraftState, step: Proposal, logits: Tensor, table: SamplingTable) -> None:
         """The draw of a step from truncated distributions, which no graph holds."""
-        step, j, n = held.step, held.step.tokens.shape[1], len(table.key)
-        assert held.logits is not None
+        j, n = step.tokens.shape[1], len(table.key)
         positions = (step.positions[:n].cpu().numpy() + 1).reshape(-1)
         owner = np.repeat(np.arange(n), j)
-        drawn, found = sample_rows(held.logits[: n * j], table.take(owner), positions)
+        drawn, found = sample_rows(logits[: n * j], table.take(owner), positions)
         tokens, logprobs = torch.zeros_like(step.tokens), torch.zeros_like(step.tokens, dtype=torch.float32)
         tokens[:n], logprobs[:n] = drawn.view(n, j), found.view(n, j)
-        settle(held.state, self.index, step, tokens, logprobs, torch.zeros_like(logprobs))
+        settle(state, self.index, step, tokens, logprobs, torch.zeros_like(logprobs))
 
     def _ready(self, plan: Plan, table: SamplingTable, rows: np.ndarray, steps: int, draws: bool) -> _Graph:
         """The graph that fits, its inputs in place."""
@@ -92,7 +105,7 @@ class DraftGraphs:
         fits = [s for s in self._graphs if s.holds(need) and s.rows <= 2 * need.rows]
         taken = min(fits) if fits and self._asked[need] < 3 and need not in self._graphs else need
         if taken not in self._graphs:
-            self._graphs[taken] = self._capture(taken)
+            self._graphs[taken] = self._prepare(taken)
         held = self._graphs[taken]
         columns = np.zeros((5, taken.rows), dtype=np.int64)
         columns[4] = self.index.rows
@@ -137,17 +150,7 @@ class DraftGraphs:
             settle(state, self.index, step, *(x.view(size.rows, j) for x in drawn))
         return step, batch, logits
 
-    def _capture(self, size: DraftSize) -> _Graph:
+    def _prepare(self, size: DraftSize) -> _Graph:
         (state, temperature), j = self._inputs(size), size.depth + 1
         starts = torch.arange(0, size.rows * j + 1, j, dtype=torch.int32, device=self.device)
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):  # compiles what this size needs, outside of the capture
-            self._step(size, state, temperature, starts)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step, batch, logits = self._step(size, state, temperature, starts)
-        self._pool = graph.pool()
-        # logits that nobody reads are not held, so the next graph can use their memory
-        return _Graph(graph, state, temperature, step, batch, None if size.draws else logits)
+        return _Graph(lambda: self._step(size, state, temperature, starts), state, temperature, size.draws)

@@ -68,7 +68,8 @@ class PagedEngine:
     """The rollout engine. Sizes are those of the config's `rollout` section; `eos_token_ids` overrides the tokenizer's.
 
     `kv_cache_tokens=None` sizes the cache for each session: what its first requests can need, within most of the free
-    memory.
+    memory. On a GPU a cache of up to `keep_bytes` stays between two sessions, with the CUDA graphs that read it (None:
+    of up to a tenth of its memory).
     """
 
     keeps_bits = True
@@ -84,7 +85,7 @@ class PagedEngine:
         max_tokens_per_step: int = 2048,
         kv_cache_tokens: int | None = None,
         eos_token_ids: Collection[int] | None = None,
-        speculator: Speculator | None = None, merge_prefix: bool = False,
+        speculator: Speculator | None = None, merge_prefix: bool = False, keep_bytes: int | None = None,
     ) -> None:
         if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < 1):
             raise UserError(
@@ -93,7 +94,8 @@ class PagedEngine:
             )
         self.model, self.tokenizer, self.flow_digest = model, tokenizer, flow_digest
         self.runner = ModelRunner(model, page_size)
-        self.runner.merge_prefix = merge_prefix
+        self.runner.merge_prefix, self.runner.keep_bytes = merge_prefix, keep_bytes
+        self._told = ""
         self.page_size, self.kv_cache_tokens = page_size, kv_cache_tokens
         self.max_num_seqs, self.max_tokens_per_step = max_num_seqs, max_tokens_per_step
         if eos_token_ids is None:
@@ -109,6 +111,15 @@ class PagedEngine:
     def has_work(self) -> bool:
         """Whether requests are running or waiting."""
         return self._session is not None and self._session.scheduler.has_work
+
+    @property
+    def about(self) -> str:
+        """A line for the user at the start of a run."""
+        return self._told
+
+    def keep(self, most: int, told: str) -> None:
+        """From now on a KV cache of up to `most` bytes stays between two sessions; `about` says what that means."""
+        self.runner.keep_bytes, self._told = most, told
 
     def load(self, weights: WeightSet) -> None:
         """Note newly published weights; ValueError if they were published for another precision flow.
@@ -186,8 +197,9 @@ class PagedEngine:
         return plan, Drawn.full(*self.runner.run(plan, table, steps))
 
     def take_metrics(self) -> dict[str, float]:
-        """What became of drafts since the last call; nothing without speculation."""
-        return self.speculator.take_metrics() if self.speculator is not None else {}
+        """Since the last call: on a GPU what was captured, with speculation what became of drafts."""
+        drafts = self.speculator.take_metrics() if self.speculator is not None else {}
+        return self.runner.take_metrics() | drafts
 
     def collect(self) -> list[Completion]:
         """What has finished since the last call, in the order in which it finished."""
@@ -260,12 +272,15 @@ class PagedEngine:
         if any(r.max_conversation is not None for r in requests):  # more will come than have begun so far
             together += sizes[:1] * (self.max_num_seqs - len(together))
         need = sum(together) + len(together) // self.page_size + 1  # and the pages that the scheduler keeps back
-        have = self.runner.cache.num_pages if self.runner.cache is not None else 0
+        cache = self.runner.cache
+        have, held = (cache.num_pages, cache.num_bytes) if cache is not None else (0, 0)
         if have >= need:
             return have
-        self.runner.release()
         format = self.model.recipe.kv_cache
-        fits = pages_in_memory(self.model.spec, self.page_size, self.model.dtype, self.runner.device, format)
+        fits = pages_in_memory(self.model.spec, self.page_size, self.model.dtype, self.runner.device, format, held)
+        if sizes[0] <= have and fits <= have * 9 // 8:  # memory was short before: another would hardly be larger
+            return have
+        self.runner.release()
         return max(1, min(need, fits))
 
     def _completion(

@@ -10,7 +10,7 @@ Legend: `B` rows, of which the first `n` are real, `M` pages per sequence.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from jetrl.kernels.decode import DecodeState, SharedPages, advance
 from jetrl.kernels.logprob import draw
+from jetrl.rollout.capture import Capture
 from jetrl.rollout.sharing import Sharing, chunk_size, find_sharing
 from jetrl.types import ForwardBatch, PagedPlan
 
@@ -57,15 +58,16 @@ def choose(captured: Collection[GraphSize], need: GraphSize, times: int) -> Grap
     return min(fits) if fits and times < 3 and need not in captured else need
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Graph:
-    """A captured step with the tensors that it reads and writes."""
+    """A step with the tensors that it reads and writes. Its first run is a plain one, and compiles what it needs."""
 
-    graph: torch.cuda.CUDAGraph
+    step: Callable[[], Tensor]  # gives logits [B, V] FP32
     batch: ForwardBatch  # held, because the graph reads its memory
     state: DecodeState
     temperature: Tensor  # [B] FP32
-    logits: Tensor | None  # [B, V] FP32, if tokens are drawn outside
+    graph: Any = None  # torch.cuda.CUDAGraph
+    logits: Tensor | None = None  # of a replay, if tokens are drawn outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,14 @@ class DecodeInputs:
 class DecodeGraphs:
     """Captures on first use of a batch size, then replays. Both methods give what plain steps give, bit for bit."""
 
-    def __init__(self, model: Any, cache: Any, device: torch.device, max_steps: int, merges: bool = False) -> None:
-        self.model, self.cache, self.device, self.max_steps = model, cache, device, max_steps
+    def __init__(self, model: Any, cache: Any, capture: Capture, max_steps: int, merges: bool = False) -> None:
+        self.model, self.cache, self.capture, self.max_steps = model, cache, capture, max_steps
+        self.device = capture.device
         self.merges = merges  # `rollout.merge_prefix`
         self._heads = model.spec.num_heads // model.spec.num_kv_heads if merges else 1
         self.addresses = model.addresses()
         self._graphs: dict[GraphSize, _Graph] = {}
         self._asked: Counter[GraphSize] = Counter()
-        self._pool: Any = None
 
     @torch.no_grad()
     def run(self, step: DecodeInputs, steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +102,7 @@ class DecodeGraphs:
         assert 1 <= steps <= self.max_steps
         held = self._ready(step, draws=True)
         for _ in range(steps):
-            held.graph.replay()
+            self._step(held, draws=True)
         n, state = len(step.tokens), held.state
         drawn = state.drawn[:, :steps, :n].to("cpu")
         return drawn[0], drawn[1].view(torch.float64).to(torch.float32), drawn[2].view(torch.float64).to(torch.float32)
@@ -109,9 +111,18 @@ class DecodeGraphs:
     def logits(self, step: DecodeInputs) -> Tensor:
         """One step without its draw: logits [n, V]."""
         held = self._ready(step, draws=False)
-        held.graph.replay()
-        assert held.logits is not None
-        return held.logits[: len(step.tokens)]
+        return self._step(held, draws=False)[: len(step.tokens)]
+
+    def _step(self, held: _Graph, draws: bool) -> Tensor:
+        """One step; a graph's first is followed by its capture. Logits, which a replay that draws does not keep."""
+        if held.graph is not None:
+            held.graph.replay()
+            return torch.empty(0) if held.logits is None else held.logits
+        first = held.step()
+        held.graph, logits = self.capture(held.step)
+        # logits that nobody reads are not held, so the next graph can use their memory
+        held.logits = None if draws else logits
+        return first
 
     def _ready(self, step: DecodeInputs, draws: bool) -> _Graph:
         """The graph that fits, its inputs in place."""
@@ -122,7 +133,7 @@ class DecodeGraphs:
         self._asked[need] += 1
         taken = choose(self._graphs.keys(), need, self._asked[need])
         if taken not in self._graphs:
-            self._graphs[taken] = self._capture(*taken)
+            self._graphs[taken] = self._prepare(*taken)
         held, (size, width, *_) = self._graphs[taken], taken
         integers = np.zeros((5, size), dtype=np.int64)
         integers[2] = -1  # a padding row writes nothing
@@ -162,7 +173,7 @@ class DecodeGraphs:
         )
         return SharedPages(*(torch.from_numpy(x).to(self.device) for x in none.padded(size)))
 
-    def _capture(self, size: int, width: int, draws: bool, shares: bool) -> _Graph:
+    def _prepare(self, size: int, width: int, draws: bool, shares: bool) -> _Graph:
         device = self.device
         state = DecodeState.empty(size, width, self.max_steps, self.cache.page_size, device)
         integers = state.integers
@@ -180,14 +191,4 @@ class DecodeGraphs:
                 advance(state, *draw(logits, temperature, integers[3], integers[4]))
             return logits
 
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # compiles what this batch size needs, outside of the capture
-            step()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = step()
-        self._pool = graph.pool()
-        # logits that nobody reads are not held, so the next graph can use their memory
-        return _Graph(graph, batch, state, temperature, None if draws else logits)
+        return _Graph(step, batch, state, temperature)

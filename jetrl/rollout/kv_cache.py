@@ -57,11 +57,17 @@ class KVCache:
         """Copy page `copies[c, 0]` to page `copies[c, 1]`, with scales; all are read before any is written."""
         source, target = copies.unbind(1)
         for cache in self._tensors():
-            plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch cannot index E4M3
+            plain = cache.view(_words(cache))  # torch cannot index E4M3, and copies element by element
             plain[:, target] = plain[:, source]
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return (self.keys, self.values) if self.scales is None else (self.keys, self.values, self.scales)
+
+
+def _words(x: Tensor) -> torch.dtype:
+    """The widest integers that the last dimension of `x` consists of."""
+    row = x.shape[-1] * x.element_size()
+    return next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if row % t.itemsize == 0)
 
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, format: Format) -> int:
@@ -71,9 +77,9 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, format: Form
 
 
 def pages_in_memory(
-    spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, format: Format = BF16
+    spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, format: Format = BF16, held: int = 0
 ) -> int:
-    """Pages that fit in `_MEMORY_SHARE` of the memory available now."""
+    """Pages that fit in `_MEMORY_SHARE` of the memory available now and of `held` bytes, those of a cache before."""
     if device.type == "cuda":  # torch keeps freed memory, which counts as free
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
@@ -82,4 +88,4 @@ def pages_in_memory(
     size = page_bytes(spec, page_size, dtype, format)
     if format.is_quantized and device.type == "cuda":  # attention there may dequantize all pages of a layer at a time
         size += page_bytes(spec, page_size, dtype, BF16) // spec.num_layers
-    return int(free * _MEMORY_SHARE) // size
+    return int((free + held) * _MEMORY_SHARE) // size

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.recipe import Recipe
+from jetrl.rollout.capture import Capture
 from jetrl.rollout.draft import DraftIndex
 from jetrl.rollout.draft_graphs import DraftGraphs
 from jetrl.rollout.drafted import Burst, Proposal, burst
 from jetrl.rollout.graphs import DecodeGraphs, DecodeInputs
 from jetrl.rollout.kv_cache import KVCache
+from jetrl.rollout.mixed_graphs import MixedGraphs
 from jetrl.rollout.plan import Plan
 from jetrl.rollout.sampler import SamplingTable, check_finite, is_cut, sample_rows
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, PagedPlan
 
-_KEEP_SHARE = 0.1  # of a GPU's memory: a larger cache is freed for training after each rollout
+_KEEP_SHARE = 0.1  # of a GPU's memory: where nothing else is set, a larger cache is freed after each rollout
 
 
 class Model(Protocol):
@@ -50,7 +52,9 @@ class ModelRunner:
     """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
 
     cuda_graphs = True  # a subclass that inspects each step turns them off
+    mixed_graphs = True  # so may a benchmark that compares
     merge_prefix = False  # `rollout.merge_prefix`
+    keep_bytes: int | None = None  # a larger cache is freed after each rollout; None: by `_KEEP_SHARE`
     max_burst = 8  # decode steps between two looks at the tokens: hides the host, wastes up to 7 tokens a sequence
 
     def __init__(self, model: Model, page_size: int) -> None:
@@ -58,11 +62,31 @@ class ModelRunner:
         self.cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: DraftGraphs | None = None
+        self.mixed: MixedGraphs | None = None
+        self._capture: Capture | None = None
         self.reset_times()
 
     @property
     def device(self) -> torch.device:
         return self.model.head_weight.device
+
+    @property
+    def capture(self) -> Capture:
+        """Of all graphs, in one memory pool."""
+        if self._capture is None:
+            self._capture = Capture(self.device)
+        return self._capture
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call: graphs captured, their seconds, and the cache that stays on the GPU now; on a GPU."""
+        if self.device.type != "cuda":
+            return {}
+        number, seconds = self.capture.take()
+        kept = 0 if self.cache is None else self.cache.num_bytes
+        return {
+            "rollout/graph_captures": float(number), "rollout/graph_capture_s": seconds,
+            "rollout/kv_cache_kept_gib": kept / 2**30,
+        }
 
     def reset_times(self) -> None:
         self.model_seconds = self.sample_seconds = 0.0
@@ -76,13 +100,16 @@ class ModelRunner:
 
     def release(self) -> None:
         """Free the cache's memory (the trainer may need it between two rollouts)."""
-        self.cache = self.graphs = self.draft_graphs = None
+        self.cache = self.graphs = self.draft_graphs = self.mixed = None
 
     def give_back(self) -> None:
-        """After a rollout: release a cache whose memory training needs. A small one stays, with its graphs."""
+        """After a rollout: release a cache whose memory training needs. Another stays, with its graphs."""
         if self.cache is None or self.device.type != "cuda":
             return
-        if self.cache.num_bytes > _KEEP_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
+        most = self.keep_bytes
+        if most is None:
+            most = int(_KEEP_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
+        if self.cache.num_bytes > most:
             self.release()
             torch.cuda.empty_cache()
 
@@ -92,6 +119,8 @@ class ModelRunner:
             self.graphs = None
         if self.draft_graphs is not None and self.draft_graphs.addresses != self.draft_graphs.model.addresses():
             self.draft_graphs = None
+        if self.mixed is not None and self.mixed.addresses != self.mixed.model.addresses():
+            self.mixed = None
 
     def burst(self, plan: Plan, table: SamplingTable) -> int:
         """How many steps in a row this plan could run, each feeding the next on the device; 0: not by a decode graph.
@@ -115,14 +144,13 @@ class ModelRunner:
         if self.cuda_graphs and self.device.type == "cuda" and plan.is_decode:
             return self._decode(plan, table, steps)
         assert steps == 1, "only decode plans run for several steps"
-        batch = self._batch(plan)
         start = self._clock()
-        hidden = self.model(batch)
+        hidden, places = self._hidden(plan)
         if not len(plan.sample_rows):
             self.model_seconds += self._clock() - start
             return np.empty((1, 0), dtype=np.int64), np.empty((1, 0), dtype=np.float32)
         rows, inverse = np.unique(plan.sample_rows, return_inverse=True)
-        logits = self.model.logits(hidden[self._put(rows)])
+        logits = self.model.logits(hidden[self._put(rows if places is None else places[rows])])
         between = self._clock()
         if not np.array_equal(rows, plan.sample_rows):  # samples of one prompt draw from one row of logits
             logits = logits[self._put(inverse)]
@@ -132,11 +160,20 @@ class ModelRunner:
         self.sample_seconds += self._clock() - between
         return result
 
+    def _hidden(self, plan: Plan) -> tuple[Tensor, np.ndarray | None]:
+        """Hidden states of a step with prompts, and in which rows those of its tokens are, if not one by one."""
+        if self.cuda_graphs and self.mixed_graphs and self.device.type == "cuda":
+            if self.mixed is None:
+                self.mixed = MixedGraphs(self.model, self.cache, self.capture)
+            if (found := self.mixed.run(plan, self._slots(plan))) is not None:
+                return found
+        return self.model(self._batch(plan)), None
+
     def _decode(self, plan: Plan, table: SamplingTable, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """`run` of steps in which every sequence computes and draws one token, as CUDA graphs."""
         start = self._clock()
         if self.graphs is None:
-            self.graphs = DecodeGraphs(self.model, self.cache, self.device, self.max_burst, self._merges)
+            self.graphs = DecodeGraphs(self.model, self.cache, self.capture, self.max_burst, self._merges)
         chosen = table.take(plan.sample_requests)
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
@@ -163,7 +200,7 @@ class ModelRunner:
         chosen = table.take(plan.sample_requests)
         if self.cuda_graphs and self.device.type == "cuda":
             if self.draft_graphs is None or self.draft_graphs.index is not index:
-                self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.max_burst)
+                self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.capture, self.max_burst)
             found = self.draft_graphs.run(plan, chosen, rows, steps)
         else:
             found = burst(plan, chosen, index, rows, steps, self.page_size, partial(self._positions, plan, chosen))

@@ -23,6 +23,7 @@ from jetrl.rollout.vllm_weights import layout
 from jetrl.spec import ModelSpec
 from jetrl.tasks.importing import import_attribute
 from jetrl.train.checked_engine import CheckedEngine, blamed
+from jetrl.train.memory import GIB, predict
 from jetrl.types import Engine
 
 _METHODS = ("load", "add", "step", "collect", "forget", "release")
@@ -83,6 +84,22 @@ def paged_engine(context: EngineContext) -> PagedEngine:
         eos_token_ids=context.eos_token_ids, merge_prefix=r.merge_prefix,
         speculator=build_speculator(r.speculate, r.max_draft_tokens, r.max_num_seqs),
     )
+
+
+def keep_cache(engine: Engine, config: Config, ranks: int, capacity: int) -> None:
+    """Tell our engine, and the user, how large a KV cache may stay on a GPU of `capacity` bytes during the update."""
+    if not isinstance(engine, PagedEngine):
+        return
+    memory, told = predict(config, engine.model.spec, ranks, capacity), ""
+    size = f"KV cache: {memory.cache / GIB:.1f} GiB (predicted)"
+    if memory.kept_cache:
+        told = f"{size}; it stays on the GPU during updates, with its CUDA graphs (rollout.keep_kv_cache)"
+    elif config.rollout.keep_kv_cache == "auto":
+        told = (
+            f"{size}; updates leave room for {memory.keep / GIB:.1f}, so it is freed after each rollout, and CUDA "
+            "graphs are captured again (rollout.keep_kv_cache)"
+        )
+    engine.keep(memory.keep, told)
 
 
 def engine_class(name: str) -> Any:

@@ -54,6 +54,8 @@ def changes(config: Config) -> list[list[Change]]:
         if values:
             found.append([Change(((key, value),)) for value in values])
 
+    if rollout.keep_kv_cache == "always":
+        add("rollout.keep_kv_cache", "auto")
     if not train.offload_optimizer and train.optimizer_dtype != "8bit":
         add("train.offload_optimizer", True)
     if train.reduction == "fast":  # of several ranks
@@ -236,8 +238,12 @@ def out_of_memory(config: Config, spec: ModelSpec, ranks: int, phase: str, capac
     def of(memory: Memory) -> int:
         return memory.rollout if phase in _ROLLOUT else memory.update
 
-    predicted = of(predict(config, spec, ranks, capacity))
+    memory = predict(config, spec, ranks, capacity)
+    predicted = of(memory)
     told = f"out of GPU memory in the phase {phase}, of {capacity / GIB:.1f} GiB ({predicted / GIB:.1f} predicted). "
+    if phase not in _ROLLOUT and memory.kept_cache:
+        told += (f"The KV cache of {memory.kept_cache / GIB:.1f} GiB stays during the update: set "
+                 "rollout.keep_kv_cache=never to free it. ")
     if predicted + SPARE < 0.7 * capacity:
         told += "Something else holds memory there: another process, a reward function, or an engine of your own."
     else:

@@ -12,7 +12,7 @@ Legend: `T` packed tokens, `D` model, `F` feed-forward, `V` vocabulary, `N`, `G`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -34,7 +34,8 @@ GIB = 2**30
 IN_FLIGHT = 4  # whole gradients of matrices that several ranks hold while they exchange them
 WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
-CACHE_SHARE, KEEP_SHARE = 0.8, 0.1  # as `rollout.kv_cache` and `rollout.runner` have them
+CACHE_SHARE = 0.8  # as `rollout.kv_cache` has it
+GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
 LOGITS = 1 << 29  # elements of a chunk of logits, as in the hopper backend
 KEPT = 5 << 29  # bytes of softmax residuals, likewise
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -72,7 +73,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one GPU. `kept_cache` is the part of the cache that stays during the update; `host` is per rank.
+    """Bytes on one GPU. `host` is per rank. A cache of up to `keep` bytes stays during the update.
 
     `sequences` of `wanted` ones have room in the cache at the same time.
     """
@@ -88,7 +89,7 @@ class Memory:
     passing: int  # in the update: logits and what a layer's backward pass makes
     optimizer: int  # while it steps: slots of offloaded moments
     cache: int
-    kept_cache: int
+    keep: int
     rollout_passing: int
     host: int
     tokens: int
@@ -100,13 +101,19 @@ class Memory:
         return self.masters + self.moments + self.published + self.tables + self.others
 
     @property
+    def kept_cache(self) -> int:
+        """The cache, if it stays during the update."""
+        return self.cache if self.cache <= self.keep else 0
+
+    @property
     def rollout(self) -> int:
         return self.resident + self.cache + self.rollout_passing + WORKSPACE
 
     @property
     def update(self) -> int:
         during = max(self.activations + self.passing, self.optimizer)
-        return self.resident + self.gradients + self.in_flight + during + self.kept_cache + WORKSPACE
+        kept = self.kept_cache + GRAPHS if self.kept_cache else 0
+        return self.resident + self.gradients + self.in_flight + during + kept + WORKSPACE
 
     @property
     def peak(self) -> int:
@@ -133,16 +140,18 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     )
     slots = SLOTS * 2 * _BYTES.get(train.optimizer_dtype, 0) * min(PIECE, max(owned))
     cache, sequences, wanted = _cache(config, spec, recipe, ranks, capacity - sum(held.values()))
-    return Memory(
+    memory = Memory(
         **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
         activations=_activations(config, spec, recipe, tokens),
         passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad, not config.rl.entropy_coef),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
-        kept_cache=cache if cache <= KEEP_SHARE * capacity else 0,
+        keep=0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
         host=(moments if train.offload_optimizer else 0) + other_host, tokens=tokens, sequences=sequences,
         wanted=wanted,
     )
+    room = {"auto": max(0, capacity - SPARE - GRAPHS - memory.update), "always": capacity, "never": 0}
+    return replace(memory, keep=room[config.rollout.keep_kv_cache])
 
 
 def recipe_for(config: Config, spec: ModelSpec) -> Recipe:

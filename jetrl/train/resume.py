@@ -17,8 +17,9 @@ from jetrl.train.checkpoint import Meta
 
 MAY_CHANGE = (
     "train.steps, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
-    "max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, speculate and max_draft_tokens, "
-    "vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, train.offload_optimizer"
+    "max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate and "
+    "max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
+    "train.offload_optimizer"
 )
 
 
@@ -29,7 +30,7 @@ def settings(config: Config) -> dict[str, Any]:
         "train.compile_ahead",
     }
     free |= {"vllm.sleep", "vllm.check_weights"}
-    free |= {"rollout.merge_prefix", "rollout.speculate", "rollout.max_draft_tokens"}
+    free |= {"rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens"}
     if config.train.lr_schedule == "constant":
         free |= {"train.steps"}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):

@@ -32,7 +32,7 @@ from jetrl.tasks.rewards import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.compile_ahead import Displays, compile_ahead
-from jetrl.train.engines import build_engine, check_engine, require_engine
+from jetrl.train.engines import build_engine, check_engine, keep_cache, require_engine
 from jetrl.train.optim import build_optimizer
 from jetrl.train.routing import check_routing
 from jetrl.train.step import Learner
@@ -141,6 +141,9 @@ def build(
         learner = Learner(model, None, world=world)
     with together(world):
         engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+        if evaluates is None and config.device != "cpu":
+            gpu = torch.cuda.get_device_properties(model.head_weight.device)
+            keep_cache(engine, config, world.size, gpu.total_memory)
     source = model_source(config)
     return Session(
         config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,

@@ -124,3 +124,48 @@ def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.Mon
     assert merged, "no step merged anything"
     for a, b in zip(apart, together, strict=True):
         assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id}"
+
+
+def ragged(vocab: int, count: int = 72) -> list[Request]:
+    """More sequences than slots: they end one by one, and others begin with prompts of several lengths."""
+    g = np.random.default_rng(5)
+    prompts = [tuple(g.integers(1, vocab, 20 + 37 * (i % 4)).tolist()) for i in range(count)]
+    return [Request(i, p, SamplingParams(9 + 4 * (i % 11), seed=i, ignore_eos=True)) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8 kv"])
+def test_graphs_outlive_an_update(precision: str) -> None:
+    """Rollouts of other weights, published in place, replay what was captured before them: same bits, no capture."""
+    model = _models().build("qwen3", precision)
+    asked = ragged(model.spec.vocab_size)
+    kept = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=32, keep_bytes=1 << 40)
+    freed = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=32, keep_bytes=0)
+    captured = []
+    for version in range(1, 6):
+        for engine in (kept, freed):
+            engine.load(WeightSet(version, "flow", {}))
+        got, want = kept.generate(asked), freed.generate(asked)
+        assert got == want, f"weights of version {version}"
+        assert kept.runner.graphs is not None and freed.runner.cache is None
+        captured.append(kept.take_metrics()["rollout/graph_captures"])
+        assert freed.take_metrics()["rollout/graph_captures"] > 0
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.03)
+        model.publish()
+    assert captured[0] > 0 and captured[-1] == 0, captured  # a size met for the third time still gets its own graph
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8 kv"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+def test_graphs_of_steps_with_prompts_change_no_bit(name: str, precision: str) -> None:
+    model = _models().build(name, precision)
+    asked = ragged(model.spec.vocab_size)
+    found = []
+    for mixed in (False, True):
+        engine = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=24, keep_bytes=1 << 40)
+        engine.runner.mixed_graphs = mixed
+        engine.load(WeightSet(1, "flow", {}))
+        found += [engine.generate(asked) for _ in range(3)]
+        assert not mixed or (engine.runner.mixed is not None and engine.runner.mixed._graphs), "no step had a graph"
+    assert all(one == found[0] for one in found)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import hopper_inputs
 import numpy as np
 import pytest
 import torch
 from hash_model import BurstRunner, HashModel, Letters, learners_logprobs, make_engine, real_model, straight
+from replays import Replays, Static
 from tiny import numbers, saved, tiny_run
 
 from jetrl.rollout.depth import DepthRule
 from jetrl.rollout.draft import DraftIndex
 from jetrl.rollout.draft_graphs import DraftGraphs, DraftSize, _Graph
-from jetrl.rollout.drafted import Burst, Proposal
+from jetrl.rollout.drafted import Burst
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.plan import Finished, Plan
 from jetrl.rollout.sampler import SamplingTable, is_cut
@@ -236,23 +236,12 @@ def test_a_run_with_drafts_is_the_run_without(changes: dict[str, object], tmp_pa
 
 
 class Replayed(DraftGraphs):
-    """Graphs without a GPU: a replay runs the step again and puts its results where the first run's are."""
+    """Graphs without a GPU."""
 
-    def _capture(self, size: DraftSize) -> _Graph:
-        state, temperature = self._inputs(size)
-        starts = torch.arange(0, size.rows * (size.depth + 1) + 1, size.depth + 1, dtype=torch.int32)
-
-        def step() -> tuple[torch.Tensor, ...]:
-            found, _, logits = self._step(size, state, temperature, starts)
-            return found.tokens, found.positions, found.slots, found.drafted, found.source, logits
-
-        held = step()
-
-        def replay() -> None:
-            for old, new in zip(held, step(), strict=True):
-                old.copy_(new)
-
-        return _Graph(SimpleNamespace(replay=replay), state, temperature, Proposal(*held[:5]), None, held[5])  # type: ignore[arg-type]
+    def _prepare(self, size: DraftSize) -> _Graph:
+        held = super()._prepare(size)
+        held.step = Static(held.step)
+        return held
 
 
 class GraphRunner(BurstRunner):
@@ -262,7 +251,7 @@ class GraphRunner(BurstRunner):
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
         if self.draft_graphs is None or self.draft_graphs.index is not index:
-            self.draft_graphs = Replayed(self.model, self.cache, index, 8)
+            self.draft_graphs = Replayed(self.model, self.cache, index, Replays(), 8)  # type: ignore[arg-type]
         with torch.no_grad():
             return self.draft_graphs.run(plan, table.take(plan.sample_requests), rows, steps)
 

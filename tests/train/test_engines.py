@@ -16,7 +16,7 @@ from jetrl.report.recorder import read_samples
 from jetrl.rollout.engine import PagedEngine
 from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.checkpoint import newest
-from jetrl.train.engines import eos_ids
+from jetrl.train.engines import eos_ids, keep_cache
 from jetrl.train.setup import build, prepare
 from jetrl.types import PackedBatch, Request, SamplingParams, WeightSet
 
@@ -213,3 +213,18 @@ def test_an_engine_that_lies_about_its_bits_stops_the_run(tmp_path: Path, keeps_
         tiny_run(tmp_path, changes)
     run_dir = tmp_path / "runs" / "tiny"
     assert newest(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_000001", "the step itself is sound"
+
+
+def test_the_engine_learns_how_large_a_cache_may_stay_and_tells(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, {"rollout.kv_cache_tokens": 1 << 20})
+    engine = build(config).engine
+    assert isinstance(engine, PagedEngine) and engine.about == "" and engine.runner.keep_bytes is None
+    keep_cache(engine, config, 1, 64 << 30)
+    most = engine.runner.keep_bytes
+    assert most is not None and (1 << 30) < most < (64 << 30) and "it stays on the GPU during updates" in engine.about
+    keep_cache(engine, config, 1, 4 << 30)  # less than the reserve
+    assert engine.runner.keep_bytes == 0 and "updates leave room for 0.0" in engine.about
+    for mode, expected in (("never", 0), ("always", 4 << 30)):
+        rollout = config.rollout.model_copy(update={"keep_kv_cache": mode})
+        keep_cache(engine, config.model_copy(update={"rollout": rollout}), 1, 4 << 30)
+        assert engine.runner.keep_bytes == expected and bool(engine.about) == (mode == "always")

@@ -121,6 +121,11 @@ def test_a_full_gpu_names_phase_and_settings() -> None:
     told = out_of_memory(config, spec, 2, "update", H200, "CUDA out of memory.")
     assert "out of GPU memory in the phase update, of 139.8 GiB (132.3 predicted)" in told
     assert "To need less: set train.offload_optimizer=true" in told and "CUDA out of memory." in told
+    assert "rollout.keep_kv_cache" not in told
+    kept = config_of("rollout.keep_kv_cache=always")
+    told = out_of_memory(kept, spec, 2, "update", H200, "")
+    assert "stays during the update: set rollout.keep_kv_cache=never to free it. To need less: set" in told
+    assert "rollout.keep_kv_cache" not in out_of_memory(kept, spec, 2, "rollout", H200, "")
     asked = config_of("rollout.kv_cache_tokens=2000000")
     told = out_of_memory(asked, spec, 1, "rollout", H200, "")
     assert "set rollout.kv_cache_tokens=1000000" in told

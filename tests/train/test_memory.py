@@ -15,7 +15,7 @@ from jetrl.precision.mlp import MLP
 from jetrl.spec import SHAPES, ExpertSpec, ModelSpec, RopeSpec
 from jetrl.train import memory
 from jetrl.train.fitting import GPUS, on_gpu
-from jetrl.train.memory import GIB, WORKSPACE, Memory, predict
+from jetrl.train.memory import GIB, GRAPHS, SPARE, WORKSPACE, Memory, predict
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = GPUS["h200"]
@@ -42,7 +42,7 @@ def recipe_rows() -> list[dict[str, Any]]:
 def test_peaks_of_the_recipes_within_five_percent(row: dict[str, Any]) -> None:
     name, response = row["recipe"], row["response"]
     overrides = [f"rollout.prompts_per_step={row['prompts']}", f"rollout.max_response_length={response}"]
-    overrides += ["task.num_eval=16"]
+    overrides += ["task.num_eval=16", "rollout.keep_kv_cache=never"]  # most were measured so: the cache was freed
     overrides += ["rl.overlong_buffer_len=1024"] if name.startswith("dapo") else []
     spec = SHAPES["qwen3-" + name.rpartition("_")[2]]
     memory = predict(config_of(*overrides, recipe=name), spec, 1, H200)
@@ -60,12 +60,12 @@ def test_measured_updates_and_what_is_held_between_them_within_three_percent(pre
     overrides += ["quant.kv_cache=bf16"] if precision == "fp8" else []
     spec = SHAPES["qwen3-8b"]
     update, whole = piece(f"update {precision}"), piece(f"whole {precision}")
-    memory = of(spec, *overrides, f"train.max_tokens_per_gpu={update['length']}")
+    memory = of(spec, *overrides, f"train.max_tokens_per_gpu={update['length']}", "rollout.keep_kv_cache=never")
     assert memory.update / GIB == pytest.approx(update["update peak GiB"], rel=0.03)
     held = memory.resident + memory.gradients
     assert held / GIB == pytest.approx(update["optimizer peak GiB"], rel=0.01)
     sizes = ["train.max_tokens_per_gpu=4608", "rollout.prompts_per_step=8", "rollout.max_response_length=4096",
-             "eval.eval_interval=0"]
+             "eval.eval_interval=0", "rollout.keep_kv_cache=never"]  # as measured
     memory = of(spec, *overrides, *sizes)
     assert memory.update / GIB == pytest.approx(whole["whole update peak GiB"], rel=0.03)
     assert memory.rollout / GIB == pytest.approx(whole["whole rollout peak GiB"], rel=0.05)
@@ -94,8 +94,10 @@ def test_a_small_model_by_hand() -> None:
     saved = 2 * (4 * 256 + 264 + 4 * 512 + 2 * 256 + 16 + 264 + 264 + 4 * 512)  # the output of SwiGLU is made again
     assert memory.activations == memory.tokens * (saved + 10 * 256) and memory.tokens == 8192
     assert memory.passing == 8192 * (4 * 256 + 10 * 512), "more than 6 bytes for each of 8192 x 1024 logits"
-    assert memory.update == 16 * total + memory.published + memory.tables + memory.activations + memory.passing + (
-        memory.cache + WORKSPACE), "a cache below a tenth of the GPU is kept"
+    update = 16 * total + memory.published + memory.tables + memory.activations + memory.passing + WORKSPACE
+    assert memory.update == update + memory.cache + GRAPHS, "there is room for the cache, so it is kept"
+    assert of(SMALL, "train.optimizer_dtype=float32", "train.offload_optimizer=false",
+              "rollout.keep_kv_cache=never").update == update
     assert memory.tables == 2 * 4096 * 32 * 4
 
 
@@ -118,6 +120,18 @@ def test_what_settings_and_ranks_change() -> None:
     assert eight.moments == pytest.approx(base.masters / 2, rel=0.02) and eight.host == 0
     assert of(spec, "train.grad_dtype=bfloat16", "train.master_dtype=bfloat16").passing > base.passing, "FP32 lm_head"
     assert of(spec, "precision=bf16").cache > 1.9 * base.cache
+
+
+def test_a_cache_is_kept_where_the_update_leaves_room() -> None:
+    spec, never, fixed = SHAPES["qwen3-8b"], "rollout.keep_kv_cache=never", "rollout.kv_cache_tokens=100000"
+    without = of(spec, fixed, never)
+    assert without.kept_cache == 0 and without.cache > 6 * GIB
+    just = without.update + without.cache + GRAPHS + SPARE
+    kept, short = of(spec, fixed, capacity=just), of(spec, fixed, capacity=just - 1)
+    assert kept.kept_cache == kept.keep == without.cache and kept.update == just - SPARE and kept.fits(just)
+    assert short.kept_cache == 0 and short.update == without.update
+    always = of(spec, fixed, "rollout.keep_kv_cache=always", capacity=just - 1)
+    assert always.kept_cache == without.cache and not always.fits(just - 1)
 
 
 def test_a_cache_takes_what_is_left() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import MARK, NoText, emit, environment, require_gpu, save, table
+from common import MARK, RESULTS, NoText, emit, environment, require_gpu, save, table
 
 from jetrl.config import Config, parse_config, resolve
 from jetrl.kernels.support import caches
@@ -39,7 +39,7 @@ from jetrl.types import Group, Problem, Prompt, Request, SamplingParams, Segment
 COLUMNS = [
     "way", "what", "first s", "in compilers", "longest step s", "again s", "Triton new", "DeepGEMM new", "FA4 new",
 ]
-_VARIABLES = {
+CACHES = {  # where each compiler keeps kernels: a variable, and a folder within ours
     "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deepgemm", "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash/kernels",  # the marker stands next to it
 }
@@ -233,12 +233,14 @@ def one(args: argparse.Namespace) -> None:
     from jetrl.train.compile_ahead import compile_ahead
 
     config, shape = config_for(args), SHAPES[args.shape]
+    phase = 0.0
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if args.way == "ahead":
         before, start = on_disk(), time.perf_counter()
         compile_ahead(config, shape, ALONE, Compiling)
-        row = {"way": "ahead", "what": "phase before the run", "first s": time.perf_counter() - start}
+        row: dict[str, Any] = {"way": "ahead", "what": "phase before the run", "first s": time.perf_counter() - start}
+        phase = row["first s"]
         row |= {name: count - before[name] for name, count in on_disk().items()}
         markers = list((caches()["FlashAttention-4"].parent / "compiled").glob("*.json"))
         row["marker"] = json.loads(markers[0].read_text()) if markers else "none: something failed, see above"
@@ -248,10 +250,16 @@ def one(args: argparse.Namespace) -> None:
     select(config.kernels)
     compilers = Compilers()
     compilers.watch()
-    errors = []
+    errors: list[Exception] = []
     for part, layers in ((rollout, args.layers), (update, min(4, args.layers))):
+        if part.__name__ not in args.parts:
+            continue
         try:
-            emit(part(config, replace(shape, num_layers=layers), args, compilers))
+            row = part(config, replace(shape, num_layers=layers), args, compilers)
+            emit(row | {"environment": environment()})
+            if part is rollout:
+                spent = phase + row["in compilers"]
+                emit({"way": args.way, "work": "sum", "what": "compilation in all", "seconds": spent})
         except Exception as error:  # the other part still tells something; the status tells of this one
             errors.append(error)
             print(f"{args.way}: {part.__name__} failed: {type(error).__name__}: {error}", flush=True)
@@ -263,7 +271,7 @@ def one(args: argparse.Namespace) -> None:
 def run_way(way: str, gpu: str | None, rows: list[dict[str, Any]], failures: list[str], deadline: float) -> None:
     """Measure one way in a new process; its rows go to `rows`, everything else that it prints is shown."""
     with tempfile.TemporaryDirectory(prefix="first-run-") as folder:
-        variables = {name: str(Path(folder) / where) for name, where in _VARIABLES.items()}
+        variables = {name: str(Path(folder) / where) for name, where in CACHES.items()}
         variables |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         process = subprocess.Popen(
             [sys.executable, __file__, "--way", way, *sys.argv[1:]], env=os.environ | variables, text=True,
@@ -286,12 +294,14 @@ def run_way(way: str, gpu: str | None, rows: list[dict[str, Any]], failures: lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=("ahead", "needed"), default=["ahead", "needed"])
+    parser.add_argument("--parts", nargs="+", choices=("rollout", "update"), default=["rollout", "update"])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--precision", default="fp8 kv8", help="bf16, fp8 or 'fp8 kv8'")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--limit", type=float, default=290.0, help="seconds for everything")
     parser.add_argument("--name", default="first_run")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--way", choices=("ahead", "needed"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
@@ -311,7 +321,7 @@ def main() -> None:
         if i % gpus == gpus - 1 or i == len(threads) - 1:
             for begun in threads[: i + 1]:
                 begun.join()
-    save(args.name, rows)
+    save(args.name, rows, args.out)
     for row in rows:
         if "marker" in row:
             print(f"compiled ahead: {json.dumps(row['marker'])}")

@@ -9,8 +9,8 @@ Qwen3-8B's shape, random weights without masters, `ignore_eos`. Switches of a wo
 
     plain   no drafts, no merged prefixes
     merged  `rollout.merge_prefix`
-    drafts  `rollout.speculate = "auto"` with up to 7 drafts, each of which holds with a probability of 0.6 (answers of
-            the plain run, spoilt): depth is chosen by the product's own rule
+    drafts  `rollout.speculate = "auto"` with up to 7 drafts, each of which holds with a probability of 0.6 where those
+            before it did (answers of the plain run, spoilt); how many is the product's own choice
     never   the same with drafts that never hold: what speculation costs where it cannot help
 
 A warm-up with a few tokens (ragged: with all batch sizes, and few sequences of many keys) compiles kernels and is

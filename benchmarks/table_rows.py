@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from common import SPEC, median
+from common import SPEC
 
 Raw = dict[str, dict[str, Any]]  # piece -> {"complete", "seconds", "rows"}
 LOWER = ("_ms", " ms", "_s", "seconds", "GiB")  # ends of keys of which less is better

@@ -62,7 +62,8 @@ def main() -> None:
     if unknown := set(args.pieces or ()) - set(names):
         parser.error(f"no pieces {sorted(unknown)} in {args.table}; known: {', '.join(names)}")
     out = args.out or RESULTS / sheet.file
-    runner, ok = Runner(out, load(out), args.peer, args.before, args.kernels), True
+    before, kernels = (path and path.resolve() for path in (args.before, args.kernels))
+    runner, ok = Runner(out, load(out), args.peer, before, kernels), True
     if args.list:
         for piece in sheet.pieces:
             state = "done" if runner.raw.get(piece.name, {}).get("complete") else f"about {piece.seconds:.0f} s"

@@ -12,7 +12,7 @@
 A piece is one process of our benchmarks or of vLLM (`--peer` as for `bench_rollout.py`), or one work of a process that
 several share. Its rows are written as they come, so a killed run keeps what it has and another call continues. A row of
 the table whose pieces are missing says "not run". `--again` measures the chosen pieces again. With two GPUs, `--side
-ours` and `--side others` with an `--out` each may run at once, and `--add` joins them.
+ours` and `--side others` with an `--out` each may run at once, and `--write --add` joins them.
 
 `--kernels` is where our pieces keep compiled kernels; the piece "compilation" empties it first and fills it. `--before`
 is a checkout of commit 107d9e3 (`git archive 107d9e3 | tar -x -C DIR`), whose BF16 is a baseline of whole steps.
@@ -26,9 +26,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common import RESULTS, ROOT, between_markers, require_gpu
+from common import RESULTS, ROOT, between_markers, require_gpu, write_json
 from rich.console import Console
 from table_pieces import START, Piece
+from table_rows import pieces_of
 from table_run import Runner, load, missing, run
 from table_show import SHEETS, Sheet, markdown, show
 
@@ -82,6 +83,9 @@ def main() -> None:
         raw = load(path) | raw
     show(raw, Console(), sheet)
     if args.write:
+        if args.add:  # one file holds what the document shows
+            used = set().union(*(pieces_of(row) for row in [*sheet.rows, *sheet.extra]))
+            write_json(out, {"pieces": {name: held for name, held in raw.items() if name in used}})
         DOCUMENT.write_text(between_markers(DOCUMENT.read_text(), sheet.marker, markdown(raw, sheet)))
     raise SystemExit(0 if ok else 1)
 

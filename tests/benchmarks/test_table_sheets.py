@@ -391,6 +391,7 @@ def test_results_of_another_file_count_and_the_document_gets_its_table(
     assert end.value.code == 0
     row = "| whole RL step, 64 x 4K, FP8, FP8 cache | 40 s | 66 s (our BF16 of 107d9e3) | **1.65x** |"
     assert row in document.read_text()
+    assert set(load(first)) == {*rollouts, "whole fp8 kv8", "whole bf16 before"}, "one file holds what is shown"
 
 
 def test_an_unknown_piece_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

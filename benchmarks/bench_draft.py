@@ -85,8 +85,11 @@ class Useless(DraftIndex):
         return torch.ones(len(rows), depth, dtype=torch.int64, device=rows.device), torch.full_like(rows, depth), rows
 
 
-def forced(asked: Sequence[Request], want: Sequence[Completion], holds: float, *sizes: Any) -> Forced:
-    return Forced(*sizes).answering(asked, want, holds, SPEC.vocab_size)
+def forced(
+    asked: Sequence[Request], want: Sequence[Completion], holds: float, *sizes: Any,
+    vocabulary: int = SPEC.vocab_size,
+) -> Forced:
+    return Forced(*sizes).answering(asked, want, holds, vocabulary)
 
 
 def expected(holds: float, depth: int) -> float:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,11 +43,12 @@ from jetrl.spec import SHAPES, ModelSpec
 from jetrl.types import Group, Problem, Prompt, Request, SamplingParams, Segment, Trajectory
 
 CASES = ("qwen3-8b", "h200_smollm2")
+PARTS = ("rollout", "update")
 COLUMNS = [
     "case", "way", "what", "first s", "in compilers", "longest step s", "again s", "Triton new", "DeepGEMM new",
     "FA4 new",
 ]
-_VARIABLES = {
+CACHES = {  # where each compiler keeps kernels: a variable, and a folder within ours
     "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deepgemm", "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash/kernels",  # the marker stands next to it
 }
@@ -261,19 +262,20 @@ def update(case: Case, compilers: Compilers) -> dict[str, Any]:
     return row
 
 
-def one(case: Case) -> None:
-    """One way, in this process, whose caches are empty."""
+def one(case: Case, parts: Sequence[str] = PARTS) -> None:
+    """One way, in this process, whose caches are empty; `parts` are measured after the phase, if there is one."""
     from jetrl.kernels.dispatch import select
     from jetrl.report.compiling import Compiling
     from jetrl.train.compile_ahead import compile_ahead
 
-    config = case.config
+    config, phase = case.config, 0.0
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if case.way == "ahead":
         before, start = on_disk(), time.perf_counter()
         compile_ahead(config, case.spec, ALONE, Compiling)
-        row = about(case, "phase before the run") | {"first s": time.perf_counter() - start}
+        phase = time.perf_counter() - start
+        row = about(case, "phase before the run") | {"first s": phase}
         row |= {name: count - before[name] for name, count in on_disk().items()}
         markers = list((caches()["FlashAttention-4"].parent / "compiled").glob("*.json"))
         row["marker"] = json.loads(markers[0].read_text()) if markers else "none: something failed, see above"
@@ -285,9 +287,15 @@ def one(case: Case) -> None:
     compilers.watch()
     errors = []
     for part in (rollout, update):
+        if part.__name__ not in parts:
+            continue
         before_names = names_on_disk()
         try:
-            emit(part(case, compilers) | {"new kernels": sorted(names_on_disk() - before_names)})
+            row = part(case, compilers)
+            emit(row | {"new kernels": sorted(names_on_disk() - before_names), "environment": environment()})
+            if part is rollout:
+                total = {"work": "sum", "seconds": phase + row["in compilers"]}
+                emit(about(case, "compilation in all") | total)
         except Exception as error:  # the other part still tells something; the status tells of this one
             errors.append(error)
             print(f"{case.name}, {case.way}: {part.__name__} failed: {type(error).__name__}: {error}", flush=True)
@@ -304,7 +312,7 @@ def names_on_disk() -> set[str]:
 def run_way(case: str, way: str, rows: list[dict[str, Any]], failures: list[str], deadline: float) -> None:
     """Measure one way in a new process; its rows go to `rows`, everything else that it prints is shown."""
     with tempfile.TemporaryDirectory(prefix="first-run-") as folder:
-        variables = {name: str(Path(folder) / where) for name, where in _VARIABLES.items()}
+        variables = {name: str(Path(folder) / where) for name, where in CACHES.items()}
         process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--cases", case, "--way", way], env=os.environ | variables,
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -341,6 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=("ahead", "needed"), default=["ahead", "needed"])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--layers", type=int, default=12, help="of the rollout, at most; kernels do not depend on it")
     parser.add_argument("--limit", type=float, default=290.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -348,7 +357,7 @@ def main() -> None:
     parser.add_argument("--way", choices=("ahead", "needed"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
-        one(case_for(args.cases[0], args.way, args.layers))
+        one(case_for(args.cases[0], args.way, args.layers), args.parts)
         return
     require_gpu()
     rows: list[dict[str, Any]] = []

@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 from bench_rollout import PEER_MARK, measure, peer_command, peer_row, requests_of
-from bench_step import BF16_CEILING, batch_of, timed, update
+from bench_step import BF16_CEILING, batch_of, repeated, update
 from common import (
     COPY_TBPS,
+    READ_TBPS,
     RESULTS,
     NoText,
     ask,
@@ -61,7 +62,6 @@ from jetrl.train.optim import MixedAdamW
 from jetrl.types import WeightSet
 
 SHAPE = "qwen3-30b-a3b"
-READ_TBPS = 4.47  # reading, of one H200
 Row = dict[str, Any]
 
 
@@ -150,7 +150,7 @@ def updates(variant: str, args: argparse.Namespace) -> None:
     accumulate_in(model, torch.float32)
     optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
     micros = [[args.length] * (args.micro_tokens // args.length)] * (args.tokens // args.micro_tokens)
-    milliseconds, peak = timed(lambda: update(model, optimizer, micros), args.repeats)
+    milliseconds, peak = repeated(lambda: update(model, optimizer, micros), args.repeats)
     lengths = [n for micro in micros for n in micro]
     emit({
         "what": "update", "variant": variant, "layers": args.update_layers, "tokens": sum(lengths),

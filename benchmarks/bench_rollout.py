@@ -5,10 +5,12 @@
 
 Each measurement is a separate process. They take turns for `--rounds`: ours in each precision, then `--peer`'s.
 `--peer` is a command that measures another engine with the same sizes and prints `VBENCH {json}` lines with `engine`
-(name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s` and `peak_gib`; `{dtype}`, `{kv}` (the cache:
-auto or fp8), `{batch}` (comma-separated), `{prompt}`, `{new}` and `{layers}` in it are filled in. It must make room for
-prompt + new tokens itself. The first, short generation at each batch size compiles kernels and is not counted. Writes
-`results/rollout.json`.
+(name and version), `batch` and `out_tok_s`, and if it can `decode_tok_s`, `seconds` and `peak_gib`. Filled in are
+`{dtype}`, `{kv}` (the cache: auto or fp8), `{batch}` (comma-separated), `{prompt}`, `{new}` and `{layers}`; for
+`table.py` also `{group}` (samples that share a prompt), `{slots}` (sequences at a time, 0: the batch) and `{ragged}`
+(sigma,mean,cap of the lengths of `bench_workloads.ragged_lengths`, or nothing; it must then report their sum as
+`out_tokens`). It must make room for prompt + new tokens itself. The first, short generation at each batch size compiles
+kernels and is not counted. Writes `results/rollout.json`.
 """
 
 from __future__ import annotations
@@ -46,16 +48,17 @@ PEER_MARK = "VBENCH "
 
 
 def floor_ms(
-    precision: str, batch: int, context: float, layers: int = SPEC.num_layers, kv_cache: str = "bf16"
+    precision: str, batch: int, context: float, layers: int = SPEC.num_layers, kv_cache: str = "bf16",
+    tbps: float = COPY_TBPS,
 ) -> float:
-    """Milliseconds of a decode step that only reads each weight and each cached key and value, once."""
+    """Milliseconds of a decode step that only reads each weight and each cached key and value, once, at `tbps`."""
     linear = sum(
         SPEC.hidden_size * sum(sections) for sections in (SPEC.qkv_sections, SPEC.gate_up_sections)
     ) + SPEC.hidden_size * (SPEC.num_heads * SPEC.head_dim + SPEC.intermediate_size)
     weights = layers * linear * (1 if precision == "fp8" else 2) + 2 * SPEC.vocab_size * SPEC.hidden_size
     head = SPEC.head_dim + 2 if kv_cache == "fp8" else SPEC.head_dim * 2  # a head's codes and its scale
     cache = batch * context * layers * 2 * SPEC.num_kv_heads * head
-    return (weights + cache) / COPY_TBPS / 1e9
+    return (weights + cache) / tbps / 1e9
 
 
 class DecodeClock:
@@ -158,12 +161,20 @@ def peer_row(row: dict[str, Any], variant: str) -> dict[str, Any]:
     return row | named
 
 
-def peer_command(template: str, variant: str, batch: list[int], prompt: int, new: int, layers: int) -> str:
+def peer_command(
+    template: str, variant: str, batch: list[int], prompt: int, new: int, layers: int, group: int = 1, slots: int = 0,
+    ragged: str = "",
+) -> str:
+    """The command with its places filled in; SystemExit if it has no place for something that is not as usual."""
     dtype, kv_cache, _ = split_variant(variant)
-    if kv_cache and "{kv}" not in template:
-        raise SystemExit(f"--peer has no {{kv}} to ask for the cache of {variant!r}")
+    asked = {"kv": bool(kv_cache), "group": group > 1, "slots": slots > 0, "ragged": bool(ragged)}
+    for name, unusual in asked.items():
+        if unusual and f"{{{name}}}" not in template:
+            what = f"the cache of {variant!r}" if name == "kv" else f"a workload with other than the usual {name}"
+            raise SystemExit(f"--peer has no {{{name}}} to ask for {what}")
     sizes = {"batch": ",".join(map(str, batch)), "prompt": prompt, "new": new, "layers": layers}
-    return template.format(dtype=dtype, kv=kv_cache or "auto", **sizes)
+    more = {"group": group, "slots": slots, "ragged": ragged}
+    return template.format(dtype=dtype, kv=kv_cache or "auto", **sizes, **more)
 
 
 def main() -> None:

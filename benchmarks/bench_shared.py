@@ -13,15 +13,14 @@ matrix's gradients. Writes `benchmarks/results/shared.json`.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, median, save, table
+from common import RESULTS, emit, environment, median, save, table, timed
 
 from jetrl.api import random_model
 from jetrl.config import Config, parse_config, resolve
@@ -95,25 +94,12 @@ def cosine(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> float:
     return min(float(a @ b / (a.norm() * b.norm())) for a, b in pairs)
 
 
-def timed(fn: Callable[[], Any], on_gpu: bool) -> tuple[float, float]:
-    """Milliseconds, and the peak of allocated memory in GiB."""
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    fn()
-    if on_gpu:
-        torch.cuda.synchronize()
-    spent = (time.perf_counter() - start) * 1e3
-    return spent, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-
-
 def measure(learner: Learner, config: Config, case: str, args: argparse.Namespace) -> dict[str, Any]:
     model = learner.model
     groups = groups_of(case, args.groups, model.spec.vocab_size)
     batches = packings(groups, args.micro_tokens)
     row: dict[str, Any] = {
-        "case": case, "groups": args.groups, "shape": args.shape, "layers": model.spec.num_layers,
+        "work": case, "case": case, "groups": args.groups, "shape": args.shape, "layers": model.spec.num_layers,
         "precision": args.precision, "gradients": args.grad_dtype, "checkpointing": args.checkpointing,
     }
     for name, batch in batches.items():
@@ -135,7 +121,7 @@ def measure(learner: Learner, config: Config, case: str, args: argparse.Namespac
         times: dict[str, list[float]] = {name: [] for name in batches}
         for turn in range(args.rounds + 1):
             for name, batch in batches.items():
-                spent, peak = timed(partial(fn, batch), model.head_weight.is_cuda)
+                spent, peak = timed(partial(fn, batch))
                 times[name] += [spent] if turn else []
                 row[f"{name} {job} peak GiB"] = peak
         row |= {f"{name} {job} ms": median(spent) for name, spent in times.items()}
@@ -157,6 +143,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-cosine", action="store_true", help="gradients are not compared (they need host memory)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     given = read_toml(find_recipe("quickstart"))
@@ -166,7 +153,13 @@ def main() -> None:
     model.activation_checkpointing = args.checkpointing
     accumulate_in(model, getattr(torch, args.grad_dtype))
     learner = Learner(model, MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16))
-    rows = [measure(learner, config, case, args) for case in args.cases]
+    rows = []
+    for case in args.cases:
+        rows.append(measure(learner, config, case, args))
+        if args.one:
+            emit(rows[-1] | {"environment": environment()})
+    if args.one:
+        return
     shown = [
         "case", "packed rows", "shared rows", "packed micro-batches", "shared micro-batches", "different", "cosine",
         "packed update ms", "shared update ms", "update ratio", "log-probs ratio", "shared update peak GiB",

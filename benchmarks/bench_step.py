@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, SPEC, NoText, ask, emit, environment, median, require_gpu, save, table
+from common import RESULTS, SPEC, NoText, ask, emit, environment, median, require_gpu, save, table, timed
 
 from jetrl.api import random_model
 from jetrl.kernels.gradient import accumulate_in, grad_dtype
@@ -61,18 +60,10 @@ def flops(layers: int, lengths: list[int], passes: float) -> float:
     return passes * (2.0 * linear * sum(lengths) + attention)
 
 
-def timed(fn: Callable[[], Any], repeats: int) -> tuple[float, float]:
+def repeated(fn: Callable[[], Any], repeats: int) -> tuple[float, float]:
     """Median milliseconds, the first call not counted, and the peak of allocated memory in GiB."""
-    times = []
-    torch.cuda.reset_peak_memory_stats()
-    for i in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        fn()
-        torch.cuda.synchronize()
-        if i:
-            times.append((time.perf_counter() - start) * 1e3)
-    return median(times), torch.cuda.max_memory_allocated() / 2**30
+    times, peaks = zip(*(timed(fn) for _ in range(repeats + 1)), strict=True)
+    return median(list(times[1:])), max(peaks)
 
 
 def update(model: Transformer, optimizer: MixedAdamW, micros: list[list[int]]) -> None:
@@ -116,15 +107,15 @@ def training(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace
     micros = [[args.length]] * (args.tokens // args.length)
     lengths = [n for micro in micros for n in micro]
     row: dict[str, Any] = {"tokens": sum(lengths), "length": args.length, "gradients": args.grad_dtype}
-    row["update_ms"], row["update peak GiB"] = timed(lambda: update(model, optimizer, micros), args.repeats)
+    row["update_ms"], row["update peak GiB"] = repeated(lambda: update(model, optimizer, micros), args.repeats)
     row["MFU"] = flops(args.layers, lengths, 3) / row["update_ms"] / 1e9 / BF16_CEILING
     optimizer.zero_grad(set_to_none=True)
-    row["logprob_ms"], row["logprob peak GiB"] = timed(lambda: logprob_pass(model, micros), args.repeats)
+    row["logprob_ms"], row["logprob peak GiB"] = repeated(lambda: logprob_pass(model, micros), args.repeats)
     row["logprob TFLOP/s"] = flops(args.layers, lengths, 1) / row["logprob_ms"] / 1e9
-    row["publish_ms"], row["publish peak GiB"] = timed(lambda: publish(model, 0, "flow"), 5)
+    row["publish_ms"], row["publish peak GiB"] = repeated(lambda: publish(model, 0, "flow"), 5)
     for p in model.parameters():
         p.grad = torch.zeros_like(p, dtype=grad_dtype(p))
-    row["optimizer_ms"], row["optimizer peak GiB"] = timed(optimizer.step, 3)
+    row["optimizer_ms"], row["optimizer peak GiB"] = repeated(optimizer.step, 3)
     optimizer.zero_grad(set_to_none=True)
     return row
 
@@ -143,20 +134,13 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
         engine.load(WeightSet(1, "flow", {}))
         engine.generate([Request(i, prompts[i // GROUP], sampling) for i in range(args.sequences)])
 
-    def once(part: Callable[[], None]) -> tuple[float, float]:
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        part()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
-
     update(model, optimizer, micros[:1])  # creates the moments, as in every step except the first, and compiles
     optimizer.zero_grad(set_to_none=True)
     rollout(24)
-    rollout_s, rollout_peak = once(lambda: rollout(args.new))
+    rollout_ms, rollout_peak = timed(lambda: rollout(args.new))
     assert engine.stats is not None
-    update_s, update_peak = once(lambda: update(model, optimizer, micros))
+    update_ms, update_peak = timed(lambda: update(model, optimizer, micros))
+    rollout_s, update_s = rollout_ms / 1e3, update_ms / 1e3
     return {
         "sequences": args.sequences, "new": args.new, "micro_batches": len(micros), "whole rollout_s": rollout_s,
         "whole update_s": update_s, "whole_s": rollout_s + update_s, "whole rollout peak GiB": rollout_peak,

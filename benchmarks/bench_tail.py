@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, SPEC, median, require_gpu, save, table
+from common import READ_TBPS, RESULTS, SPEC, median, require_gpu, save, table
 from torch import Tensor
 
 from jetrl.kernels.backends import gluon_attention as walk
@@ -39,7 +39,7 @@ from jetrl.rollout.sharing import chunk_size, find_sharing
 from jetrl.subject import random_model
 from jetrl.types import ForwardBatch, LayerCache, PagedPlan
 
-CUDA, READ_TBPS = "cuda", 4.47  # reading, of one H200
+CUDA = "cuda"
 N, G, H, PAGE, LAYERS = 32, 8, 128, 128, 36
 SHAPES = {"16x5": split.Shape(16, 5), "32x5": split.Shape(32, 5), "32x3": split.Shape(32, 3), "chosen": None}
 Rows = list[dict[str, Any]]

@@ -13,22 +13,22 @@ Gradients are FP32 in every state. `logprob_ms` is the pass of a reference polic
 Variants: `old` quantizes by rows for wgrad and makes the lm_head's logits again; `head` keeps the softmax's residuals;
 `new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`);
 `new saved8` keeps SwiGLU's input in FP8
-too (`quant.saved_gate_up`). Kernels that changed for all are not told apart. A variant that does not fit has a row
-that says so. Writes `benchmarks/results/update.json`.
+too (`quant.saved_gate_up`); `new nonexact` is `new` with the faster choices that parity forbids (`nonexact.py`).
+Kernels that changed for all are not told apart. A variant that does not fit has a row that says so. Writes
+`benchmarks/results/update.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from bench_step import flops
-from common import RESULTS, SPEC, environment, median, require_gpu, save, table
+from common import RESULTS, SPEC, emit, environment, median, require_gpu, save, table, timed
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
@@ -46,7 +46,7 @@ from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
 from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
 
-PROMPT, FLOW = 512, "benchmark"
+PROMPT, FLOW, REFERENCE = 512, "benchmark", "reference pass"
 STATES = {
     "bf16": ("bfloat16", "bfloat16", False), "fp32-8bit": ("float32", "8bit", False),
     "fp32-offload": ("float32", "bfloat16", True),
@@ -54,7 +54,7 @@ STATES = {
 # quant.wgrad, quant.saved_gate_up, whether the softmax's residuals are kept
 VARIANTS = {
     "old": ("row", "bf16", False), "head": ("row", "bf16", True), "new": ("tile", "bf16", True),
-    "new saved8": ("tile", "fp8", True),
+    "new saved8": ("tile", "fp8", True), "new nonexact": ("tile", "bf16", True),
 }
 
 
@@ -94,7 +94,10 @@ def packed_batch(args: argparse.Namespace, learner: Learner, config: Config) -> 
 
 def switch(model: Transformer, precision: str, variant: str, bound: int) -> None:
     """Let `model` compute its gradients as `variant` does."""
+    from nonexact import use
+
     wgrad, saved, keep = VARIANTS[variant]
+    use("nonexact" if variant.endswith("nonexact") else "")
     load_backend("hopper").KEPT_BYTES = bound if keep else 0
     if precision == "fp8":
         recipe = build_recipe("fp8", 1, wgrad=wgrad, saved_gate_up=saved).linear(0, "o", "train")
@@ -103,17 +106,8 @@ def switch(model: Transformer, precision: str, variant: str, bound: int) -> None
                 module.recipes["train"] = recipe
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Milliseconds, and the peak of allocated memory in GiB."""
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3, torch.cuda.max_memory_allocated() / 2**30
-
-
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row of each variant and of the reference pass in each round; the first, which compiles, has none."""
     config = config_of(args)
     masters = getattr(torch, STATES[args.state][0])
     model = random_model("qwen3-8b", args.precision, "cuda", args.layers, master_dtype=masters)
@@ -122,18 +116,18 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     batch = packed_batch(args, learner, config)
     lengths = [n for micro in batch.micro_batches for n in micro.lengths]
     bound: int = load_backend("hopper").KEPT_BYTES
-    rows: list[dict[str, Any]] = []
     failed: set[str] = set()
 
     def step() -> None:
         update(learner, [batch], config, 1)
         publish(model, 0, FLOW)
 
-    for number in range(args.rounds + 1):  # the first compiles
+    for number in range(args.rounds + 1):
         for variant in args.variants:
             if variant in failed:
                 continue
-            row: dict[str, Any] = {"variant": variant, "round": number, "state": args.state, "tokens": sum(lengths)}
+            row: dict[str, Any] = {"variant": variant, "work": variant, "round": number, "state": args.state,
+                                   "tokens": sum(lengths)}
             switch(model, args.precision, variant, bound)
             try:
                 row["update_ms"], row["peak GiB"] = timed(step)
@@ -141,43 +135,56 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             except torch.OutOfMemoryError as error:
                 failed.add(variant)
                 row["error"] = str(error).split("\n")[0][:200]
-            if number or "error" in row:
-                rows.append(row)
             print(f"round {number}, {variant}: {row.get('update_ms', 0.0):.0f} ms{row.get('error', '')}", flush=True)
+            if number or "error" in row:
+                yield row
         if not failed:
-            row = {"variant": "reference pass", "round": number, "state": args.state, "tokens": sum(lengths)}
+            switch(model, args.precision, args.variants[0], bound)
+            row = {"variant": REFERENCE, "work": REFERENCE, "round": number, "state": args.state}
             row["logprob_ms"], row["peak GiB"] = timed(lambda: logprob_pass(model, batch, 1.0))
-            rows += [row] if number else []
-    return rows
+            if number:
+                yield row | {"tokens": sum(lengths)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", choices=["fp8", "bf16"], default="fp8")
-    parser.add_argument("--state", choices=list(STATES), default="bf16")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--layers", type=int, default=SPEC.num_layers)
-    parser.add_argument("--tokens", type=int, default=32768, help="of an update")
-    parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--name", default="update")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    require_gpu()
-    rows = [row | {"precision": args.precision, "layers": args.layers} for row in measure(args)]
-    save(args.name, rows, args.out)
-    shown = []
-    for variant in [*args.variants, "reference pass"]:
+def shown(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Medians and spread of each variant."""
+    lines = []
+    for variant in [*args.variants, REFERENCE]:
         of = [row for row in rows if row["variant"] == variant]
         line: dict[str, Any] = {"variant": variant, "state": args.state, "precision": args.precision}
         for key in ("update_ms", "TFLOP/s", "logprob_ms", "peak GiB"):
             if values := [row[key] for row in of if key in row]:
                 line[key] = median(values)
                 line["spread %"] = 100 * (max(values) / min(values) - 1) if key != "peak GiB" else line["spread %"]
-        shown.append(line | {"error": next((row["error"] for row in of if "error" in row), "")})
+        lines.append(line | {"error": next((row["error"] for row in of if "error" in row), "")})
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", choices=["fp8", "bf16"], default="fp8")
+    parser.add_argument("--state", choices=list(STATES), default="bf16")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS)[:4])
+    parser.add_argument("--layers", type=int, default=SPEC.num_layers)
+    parser.add_argument("--tokens", type=int, default=32768, help="of an update")
+    parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="update")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    require_gpu()
+    rows = []
+    for row in measure(args):
+        rows.append(row | {"precision": args.precision, "layers": args.layers})
+        if args.one:
+            emit(rows[-1] | {"environment": environment()})
+    if args.one:
+        return
+    save(args.name, rows, args.out)
     print(environment())
     columns = ["precision", "state", "variant", "update_ms", "TFLOP/s", "logprob_ms", "spread %", "peak GiB", "error"]
-    print(table(shown, columns))
+    print(table(shown(rows, args), columns))
 
 
 if __name__ == "__main__":

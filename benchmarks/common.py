@@ -24,6 +24,7 @@ from jetrl.report.environment import git_commit
 from jetrl.spec import SHAPES
 
 COPY_TBPS = 4.29  # device copy of one H200, bytes read and written
+READ_TBPS = 4.47  # reading alone
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SPEC = SHAPES["qwen3-8b"]  # the shape of the benchmarks of whole runs
@@ -42,8 +43,10 @@ def emit(row: dict[str, Any]) -> None:
     print(MARK + json.dumps(row), flush=True)
 
 
-def ask(command: list[str] | str, mark: str = MARK, limit: float | None = None) -> Iterator[dict[str, Any]]:
-    """The rows that a new process prints after `mark`, each as soon as it is there.
+def ask(
+    command: list[str] | str, mark: str = MARK, limit: float | None = None, env: dict[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows that a new process prints after `mark`, each as soon as it is there. `env` is added to this process's.
 
     RuntimeError, with the end of its output, if the process fails or has no row. After `limit` seconds it is killed,
     with all processes that it has started.
@@ -52,7 +55,7 @@ def ask(command: list[str] | str, mark: str = MARK, limit: float | None = None) 
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, shell=isinstance(command, str),
-            start_new_session=limit is not None,
+            start_new_session=limit is not None, env=os.environ | (env or {}),
         )
         timer = None if limit is None else threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
         assert process.stdout is not None
@@ -105,6 +108,22 @@ def interleaved(variants: dict[str, Callable[[], Any]], rounds: int = 30, warmup
             end.synchronize()
             times[name].append(start.elapsed_time(end) * 1e3)
     return times
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds of a call until the device is done with it, and the peak of allocated memory in GiB.
+
+    Without a GPU the peak is 0.
+    """
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
 
 
 def median(values: list[float]) -> float:

@@ -23,14 +23,12 @@ import argparse
 import contextlib
 import importlib.metadata
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_step import flops
-from common import RESULTS, SPEC, ask, emit, environment, median, require_gpu, save, table
+from common import RESULTS, SPEC, ask, emit, environment, median, require_gpu, save, table, timed
 from torch import Tensor, nn
 
 KERNELS, ATTENTIONS = ("liger", "compile"), ("sdpa", "cudnn", "fa4")
@@ -82,16 +80,6 @@ def attention(model: Any, kind: str) -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if kind == "cudnn" else contextlib.nullcontext()
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Milliseconds, and the peak of allocated memory in GiB."""
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3, torch.cuda.max_memory_allocated() / 2**30
-
-
 def measure(args: argparse.Namespace) -> None:
     """All attentions with one kind of kernels, in this process."""
     model = build(args.one, args.layers)
@@ -114,10 +102,11 @@ def measure(args: argparse.Namespace) -> None:
 
     failed = set()
     for number in range(args.rounds + 1):  # the first compiles
-        for kind in ATTENTIONS:
+        for kind in args.attention:
             if kind in failed:
                 continue
-            row: dict[str, Any] = {"variant": f"{args.one} {kind}", "round": number, "tokens": args.tokens}
+            variant = f"{args.one} {kind}"
+            row: dict[str, Any] = {"variant": variant, "work": variant, "round": number, "tokens": args.tokens}
             try:
                 with attention(model, kind):
                     row["update_ms"], row["peak GiB"] = timed(update)
@@ -129,7 +118,7 @@ def measure(args: argparse.Namespace) -> None:
                 row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             if number or "error" in row:
                 emit(row)
-    emit({"variant": "versions", "environment": environment()} | {
+    emit({"variant": "versions", "note": "versions", "environment": environment()} | {
         name: importlib.metadata.version(name) for name in ("transformers", "liger-kernel", "torch", "triton")
     })
 
@@ -137,6 +126,7 @@ def measure(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     parser.add_argument("--layers", type=int, default=SPEC.num_layers)
     parser.add_argument("--tokens", type=int, default=32768, help="of an update")
     parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
@@ -149,6 +139,7 @@ def main() -> None:
         return measure(args)
     require_gpu()
     options = [f"--{key}={getattr(args, key)}" for key in ("layers", "tokens", "length", "rounds")]
+    options += ["--attention", *args.attention]
     rows: list[dict[str, Any]] = []
     for kernels in args.kernels:
         try:

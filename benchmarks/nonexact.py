@@ -21,6 +21,7 @@ from jetrl.kernels.backends import flash, hopper
 from jetrl.kernels.backends.deepgemm import PreparedBF16, bf16_gemm
 
 KINDS = ("nonexact", "nondet")
+_EXACT_GEMM = hopper.bf16_gemm
 _quicker: dict[tuple[int, ...], bool] = {}  # rows, N, K, bytes of an output element -> cuBLAS is the quicker one
 
 
@@ -32,11 +33,14 @@ def apply(variant: str) -> tuple[str, str]:
     precision, kv_cache, kind = split_variant(variant)
     if kind and kind not in KINDS:
         raise SystemExit(f"unknown variant {variant!r}: a precision, then kv8, then {' or '.join(KINDS)}")
-    if kind:
-        flash.DETERMINISTIC_BACKWARD = False
-    if kind == "nonexact":
-        hopper.bf16_gemm = quickest_gemm
+    use(kind)
     return precision, kv_cache
+
+
+def use(kind: str) -> None:
+    """From now on this process computes with the choices of `kind`; with "" exactly."""
+    flash.DETERMINISTIC_BACKWARD = not kind
+    hopper.bf16_gemm = quickest_gemm if kind == "nonexact" else _EXACT_GEMM
 
 
 def cublas_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import common
 import pytest
+from bench_step import repeated
+from bench_update import shown
 
 TEXT = "head\n<!-- table:begin -->\nold\n<!-- table:end -->\ntail\n"
 
@@ -92,3 +96,26 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
 )
 def test_parts_of_a_variant(variant: str, parts: tuple[str, str, str]) -> None:
     assert common.split_variant(variant) == parts
+
+
+def test_a_call_is_timed_and_variables_reach_the_process() -> None:
+    milliseconds, peak = common.timed(lambda: time.sleep(0.02))
+    assert 20 <= milliseconds < 2000 and peak == 0.0
+    command = "echo 'BENCH {\"v\": \"'$JETRL_TEST_VARIABLE'\"}'"
+    assert list(common.ask(command, env={"JETRL_TEST_VARIABLE": "here"})) == [{"v": "here"}]
+
+
+def test_repeated_calls_leave_out_the_first() -> None:
+    seconds = iter((0.2, 0.0, 0.01, 0.0))
+    milliseconds, peak = repeated(lambda: time.sleep(next(seconds)), 3)
+    assert milliseconds < 100 and peak == 0.0 and next(seconds, None) is None
+
+
+def test_medians_of_updates_and_what_did_not_fit() -> None:
+    rows = [{"variant": "new", "update_ms": x, "TFLOP/s": 1e6 / x, "peak GiB": 9.0} for x in (100.0, 110.0, 102.0)]
+    rows += [{"variant": "old", "error": "no memory"}]
+    rows += [{"variant": "reference pass", "logprob_ms": 7.0, "peak GiB": 1.0}]
+    args = argparse.Namespace(variants=["new", "old"], state="bf16", precision="fp8")
+    new, old, reference = shown(rows, args)
+    assert new["update_ms"] == 102.0 and new["spread %"] == pytest.approx(10.0) and not new["error"]
+    assert old["error"] == "no memory" and "update_ms" not in old and reference["logprob_ms"] == 7.0

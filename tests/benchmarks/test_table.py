@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 import table
+import table_run
 from rich.console import Console
-from table import PIECES, ROWS, At, Piece, Raw, Row, look, markdown, measure, notes, read, run, show
+from table_pieces import GOALS as PIECES
+from table_pieces import HERE, Piece
+from table_rows import GOALS as ROWS
+from table_rows import At, Raw, Row, look, pieces_of, read
+from table_run import Runner, load, measure, run
+from table_show import SHEETS, markdown, notes, show
 
 ENV = {"gpu": "G", "torch": "2.11", "commit": "abc", "date": "2026-01-02T03:04:05+00:00"}
 
@@ -122,11 +128,14 @@ def test_a_figure_that_our_own_row_lacks_is_a_mistake_but_a_peers_is_not(raw: Ra
     assert look(raw, At("peer rollout bf16", "tokens", 64)) is None
 
 
-def test_the_table_names_only_pieces_that_exist() -> None:
-    names = {p.name for p in PIECES}
-    assert len(names) == len(PIECES)
-    for row in ROWS:
-        assert row.ours.piece in names and (row.base is None or row.base.piece in names), row.what
+@pytest.mark.parametrize("name", SHEETS)
+def test_the_tables_name_only_pieces_that_exist(name: str) -> None:
+    sheet = SHEETS[name]
+    names = {p.name for p in sheet.pieces}
+    assert len(names) == len(sheet.pieces)
+    elsewhere = {p.name for p in SHEETS["updates"].pieces} if name == "rollouts" else set()  # by --add
+    for row in [*sheet.rows, *sheet.extra]:
+        assert pieces_of(row) <= names | elsewhere, row.what
 
 
 def test_the_console_table_fits_80_columns(raw: Raw) -> None:
@@ -143,7 +152,7 @@ def test_the_console_table_fits_80_columns(raw: Raw) -> None:
 def test_commands_of_ours_and_of_the_peer() -> None:
     by = {p.name: p for p in PIECES}
     assert by["rollout fp8"].command("")[1:] == [  # type: ignore[index]
-        str(table.HERE / "bench_rollout.py"), "--one", "fp8", "--batch", "64", "256", "--prompt=512", "--new=1024",
+        str(HERE / "bench_rollout.py"), "--one", "fp8", "--batch", "64", "256", "--prompt=512", "--new=1024",
     ]
     assert by["whole fp8 nonexact"].command("")[2:] == ["--one", "fp8 nonexact", "--only=whole"]
     assert by["update bf16"].command("")[2:] == ["--one", "bf16", "--only=update"]
@@ -157,7 +166,7 @@ class Asked:
     def __init__(self, dies: set[str]) -> None:
         self.dies, self.names = dies, []
 
-    def __call__(self, command: list[str] | str, mark: str) -> Iterator[dict[str, Any]]:
+    def __call__(self, command: list[str] | str, mark: str, env: dict[str, str]) -> Iterator[dict[str, Any]]:
         name = command if isinstance(command, str) else command[3]
         self.names.append(name)
         yield {"batch": 64, "out_tok_s": 5.0, "engine": "e-1"}
@@ -169,38 +178,38 @@ class Asked:
 def test_a_failure_keeps_rows_and_a_second_call_measures_what_is_not_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, raw = tmp_path / "table.json", {}
+    path = tmp_path / "table.json"
     pieces = [Piece("one", 1, "x.py", "one"), Piece("two", 1, "x.py", "two"), Piece("p", 1, "peer", "bf16")]
-    monkeypatch.setattr(table, "ask", asked := Asked({"two"}))
-    assert not run(pieces, raw, path, "peer {dtype}", 1e9)
+    monkeypatch.setattr(table_run, "ask", asked := Asked({"two"}))
+    assert not run(pieces, Runner(path, peer="peer {dtype}"), 1e9)
     assert asked.names == ["one", "two", "peer bf16"], "one failure does not stop the others"
-    held = table.load(path)
+    held = load(path)
     assert {name: (h["complete"], len(h["rows"])) for name, h in held.items()} == {
         "one": (True, 2), "two": (False, 1), "p": (True, 2)
     }
     assert held["p"]["rows"][0]["peer"] == "e-1" and held["p"]["rows"][0]["tokens/s"] == 5.0
     assert "two: FAILED\nstatus 9" in capsys.readouterr().out
-    monkeypatch.setattr(table, "ask", asked := Asked(set()))
-    assert run(pieces, held, path, "peer {dtype}", 1e9)
-    assert asked.names == ["two"] and len(table.load(path)["two"]["rows"]) == 2
+    monkeypatch.setattr(table_run, "ask", asked := Asked(set()))
+    assert run(pieces, Runner(path, held, "peer {dtype}"), 1e9)
+    assert asked.names == ["two"] and len(load(path)["two"]["rows"]) == 2
 
 
 def test_rows_are_in_the_file_while_the_piece_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
 
-    def ask(command: Any, mark: str) -> Iterator[dict[str, Any]]:
+    def ask(command: Any, mark: str, env: dict[str, str]) -> Iterator[dict[str, Any]]:
         yield {"batch": 64}
         assert [row["batch"] for row in json.loads(path.read_text())["pieces"]["one"]["rows"]] == [64]
         yield {"batch": 256}
 
-    monkeypatch.setattr(table, "ask", ask)
-    assert measure(Piece("one", 1, "x.py", "one"), {}, path, "")
+    monkeypatch.setattr(table_run, "ask", ask)
+    assert measure(Piece("one", 1, "x.py", "one"), Runner(path))
 
 
 def test_the_budget_and_a_missing_peer_leave_pieces_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [Piece("long", 100, "x.py", "long"), Piece("short", 10, "x.py", "short"), Piece("p", 1, "peer", "bf16")]
-    monkeypatch.setattr(table, "ask", asked := Asked(set()))
-    assert run(pieces, {}, tmp_path / "t.json", "", 50)
+    monkeypatch.setattr(table_run, "ask", asked := Asked(set()))
+    assert run(pieces, Runner(tmp_path / "t.json"), 50)
     assert asked.names == ["short"]
 
 
@@ -223,6 +232,6 @@ def test_only_the_table_of_the_document_is_replaced(
 def test_a_row_of_each_kind_reads_its_own_figures() -> None:
     raw = {"a": piece({"x": 10.0, "peak": 1.0}), "b": piece({"x": 8.0})}
     results = {}
-    for how in ("rate", "time", "cost", "share", "below"):
+    for how in ("rate", "time", "cost", "share", "below", "above"):
         results[how] = read(raw, Row("w", At("a", "x"), At("b", "x"), "b", how, 1.0, "s", "peak")).result
-    assert results == {"rate": 1.25, "time": 0.8, "cost": 0.25, "share": 10.0, "below": 10.0}
+    assert results == {"rate": 1.25, "time": 0.8, "cost": 0.25, "share": 10.0, "below": 10.0, "above": 10.0}

@@ -1,27 +1,31 @@
-"""FP8 GEMMs for few tokens: weights are the tensor core's rows, tokens its columns, and each byte of a weight streams once.
+"""FP8 GEMMs for few tokens: weights are the tensor core's rows, tokens its columns; each byte of a weight is read once.
 
-`deepgemm.fp8_gemm` computes the same; every bit here must equal its bits, because training and prefill use it. An output is
+`deepgemm.fp8_gemm` computes the same, and every bit here must equal its bits: training and prefill use it. An output is
 
-    y = round_bf16(acc),  acc = fma(a_scale[t, g] * b_scale[n, g], p_g, acc)  for the groups g of 128 of K in order, from 0,
+    y = round_bf16(acc),  acc = fma(a_scale[t, g] * b_scale[n, g], p_g, acc)  for the groups g of 128 of K, from acc = 0,
 
 with p_g the tensor core's sum over the group: four `wgmma` of 32, begun anew in each group. An element of `wgmma(B, A)`
-has the bits of its mirror image in `wgmma(A, B)`, and they do not depend on the other rows and columns. So only the groups'
-chain has an order, and a program keeps that: it owns some rows of the weight and walks along all of K. Nothing is split
-over programs, nothing is added up later.
+has the bits of its mirror image in `wgmma(A, B)`, and they do not depend on the other rows and columns. So only the
+groups' chain has an order, and a program keeps that: it owns some rows of the weight and walks along all of K. Nothing
+is split over programs, nothing is added up later.
 
 What makes it fast:
 
-- a program's rows (16 to 256) are chosen so that all programs are resident at once; where they end within the 64 rows of
-  a `wgmma`, the other rows of the product are whatever lies behind in shared memory, and are not used;
-- a ring of shared memory (up to 220 KB) is filled by TMA; while the tensor core multiplies a stage, the one before is
-  scaled and added, and its place filled again;
+- a program's rows (16 to 256) are chosen so that all programs are resident at once; where they end within the 64 rows
+  of a `wgmma`, the other rows of the product are whatever lies behind in shared memory, and are not used;
+- a ring of shared memory (up to 227 KB) is filled by TMA; half of a stage's products are scaled and added while the
+  tensor core computes the other half;
 - inside a graph (`early`), loads of weights begin before the kernel that makes the activations has ended.
 
-`few_rows_choice` says for which sizes it is used, `cut` how much each program does. Source for the order: DeepGEMM's sm90 1D2D kernel.
+Gluon has no interpreter: `tests/kernels/test_few_rows.py` reads what is compiled, and
+`tests/gpu/test_few_rows_hopper.py` runs it.
+
+`few_rows_choice` says for which sizes it is used, `cut` how much each program does. Source of the order: DeepGEMM's
+sm90 1D2D kernel.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# (kernels take pointers and compile-time numbers, for which there are no types)
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+# (kernels take pointers and compile-time numbers, for which there are no types; their tuples grow)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -201,6 +205,18 @@ def _wait(parts, LEFT: gl.constexpr, COUNT: gl.constexpr):
         return done
 
 
+@gluon.jit
+def _store(accs, out, row, token, n, m, ROWS: gl.constexpr, COLS: gl.constexpr, PRODUCTS: gl.constexpr):
+    """Round once, and write 16 bytes at a time."""
+    LINES: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    for j in gl.static_range(PRODUCTS):
+        y = gl.convert_layout(accs[j].to(gl.bfloat16), LINES)
+        r = j * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+        t = token + gl.arange(0, COLS, layout=gl.SliceLayout(0, LINES))
+        mine = ((r < ROWS) & (row + r < n))[:, None] & (t < m)[None, :]
+        gl.store(out + t.to(gl.int64)[None, :] * n + (row + r)[:, None], y, mask=mine)
+
+
 @gluon.jit(do_not_specialize=["m", "early"])
 def _few_rows_kernel(
     weight, tokens, token_scales, scales, out, scale_stride, n, m, steps, early, BOX: gl.constexpr,
@@ -259,13 +275,7 @@ def _few_rows_kernel(
         stage += 1
         if stage == STAGES:
             stage, phase = 0, phase ^ 1
-    LINES: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    for j in gl.static_range(PRODUCTS):
-        y = gl.convert_layout(accs[j].to(gl.bfloat16), LINES)
-        r = j * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-        t = token + gl.arange(0, COLS, layout=gl.SliceLayout(0, LINES))
-        mine = ((r < ROWS) & (row + r < n))[:, None] & (t < m)[None, :]
-        gl.store(out + t.to(gl.int64)[None, :] * n + (row + r)[:, None], y, mask=mine)
+    _store(accs, out, row, token, n, m, ROWS, COLS, PRODUCTS)
 
 
 def matmul(

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_few_rows.py [--tokens 1 8 64] [--variants one half] [--out DIR]
 
-Each measurement is one CUDA graph over 36 layers, each with a weight of its own, so the L2 cache holds none of them. It is
-taken twice: GEMMs alone, and each behind the kernel that quantizes its activations, as in a decode step (columns `q`);
+Each measurement is one CUDA graph over 36 layers, each with a weight of its own, so the L2 cache holds none of them. It
+is taken twice: GEMMs alone, and each behind the kernel that quantizes its activations, as in a decode step (columns `q`);
 early loads of weights show only there. Then a whole step's GEMMs, four a layer, each behind its quantizer. Bits are
 compared with DeepGEMM's first: for normal input, for all codes under scales of a wide range, and for products of scales
 below FP32's normal numbers.
@@ -115,8 +115,8 @@ def bits(n: int, k: int, m: int, name: str) -> str:
             got = few(a, b, shape, early)
             if differ := int((got.view(torch.int16) != want.view(torch.int16)).sum()):
                 wrong.append(f"{kind}: {differ} of {want.numel()}")
-                most = (got.float() - want.float()).abs().max().item()
-                emit({"note": f"{name} {n}x{k}, {m} tokens, {kind}: off by {most:.3g} of {want.abs().max().item():.3g}"})
+                most, size = (got.float() - want.float()).abs().max().item(), want.abs().max().item()
+                emit({"note": f"{name} {n}x{k}, {m} tokens, {kind}: off by {most:.3g} of {size:.3g}"})
     return "WRONG " + ", ".join(wrong) if wrong else "equal"
 
 

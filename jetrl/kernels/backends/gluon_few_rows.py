@@ -2,7 +2,7 @@
 
 `deepgemm.fp8_gemm` computes the same, and every bit here must equal its bits: training and prefill use it. An output is
 
-    y = round_bf16(acc),  acc = fma(a_scale[t, g] * b_scale[n, g], p_g, acc)  for the groups g of 128 of K, from acc = 0,
+    y = round_bf16(acc),  acc = fma(a_scale[t, g] * b_scale[n, g], p_g, acc)  for groups g of 128 of K, from acc = 0,
 
 with p_g the tensor core's sum over the group: four `wgmma` of 32, begun anew in each group. An element of `wgmma(B, A)`
 has the bits of its mirror image in `wgmma(A, B)`, and they do not depend on the other rows and columns. So only the

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_few_rows.py [--tokens 1 8 64] [--variants one half] [--out DIR]
 
-Each measurement is one CUDA graph over 36 layers, each with a weight of its own, so the L2 cache holds none of them. It
-is taken twice: GEMMs alone, and each behind the kernel that quantizes its activations, as in a decode step (columns `q`);
+Each measurement is one CUDA graph over 36 layers, each with a weight of its own, so the L2 cache holds none of them.
+It is taken twice: GEMMs alone, and each behind the kernel that quantizes its input, as in a decode step (columns `q`);
 early loads of weights show only there. Then a whole step's GEMMs, four a layer, each behind its quantizer. Bits are
 compared with DeepGEMM's first: for normal input, for all codes under scales of a wide range, and for products of scales
 below FP32's normal numbers.
@@ -26,6 +26,7 @@ import torch
 from common import RESULTS, ask, emit, require_gpu, save, table
 from torch import Tensor
 
+from jetrl.kernels.backends.few_rows_choice import DEEPGEMM as DEEP
 from jetrl.kernels.backends.few_rows_choice import VARIANTS, shape_of
 from jetrl.kernels.backends.gluon_few_rows import Shape, matmul
 from jetrl.kernels.compiling import compile_all, processors
@@ -34,7 +35,6 @@ CUDA, READ_TBPS, LAYERS = "cuda", 4.47, 36
 SIZES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 STEPS = (1, 8, 16, 64)  # tokens for which a whole step is measured
-DEEP = "deepgemm"
 Call = Callable[[], Any]
 Operand = tuple[Tensor, Tensor]  # codes and scales
 
@@ -239,19 +239,21 @@ def measured(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]
 
 def show(rows: list[dict[str, Any]], variants: list[str]) -> list[str]:
     """Prints the tables; returns what has wrong bits."""
-    wrong, advice = [], {}
+    wrong: list[str] = []
+    advice: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for row in rows:
         if "size" in row:
             picked = pick(row)
             row |= {"best": picked, "gain": row[f"{DEEP} q"] / row[f"{picked} q"]}
             row["share"] = row["floor"] / row[f"{picked} q"]
             wrong += [f"{row['size']} {row['tokens']} {name}: {w}" for name, w in row["bits"].items() if w != "equal"]
-            advice.setdefault(SIZES[row["size"]], []).append((row["tokens"], picked))
+            steps = advice.setdefault(SIZES[row["size"]], [])
+            steps[:] = [*(one for one in steps if one is not steps[-1] or one[1] != picked), (row["tokens"], picked)]
     singles = [row for row in rows if "size" in row]
     columns = [DEEP, *variants]
     print("\nmicroseconds of a GEMM, alone and (q) behind the kernel that quantizes its input")
     print(table(singles, ["size", "tokens", "floor", *columns, *(f"{c} q" for c in columns), "best", "gain", "share"]))
-    print("\nwhere bits are equal and it gains 2 %: CHOSEN =", advice)
+    print("\nwhere bits are equal and it gains 2 %: CHOSEN =", {size: tuple(steps) for size, steps in advice.items()})
     print("\nmilliseconds of a step's FP8 GEMMs with a quantizer before each (no lm_head)")
     print(table([r for r in rows if "step" in r], ["tokens", DEEP, "picked", "floor", "share", "variants"]))
     return wrong

@@ -55,10 +55,10 @@ def test_sizes_it_cannot_take_are_left_to_deepgemm(monkeypatch: pytest.MonkeyPat
     assert choice.shape_of(4096, 4096, 65, "one") is None
     assert choice.shape_of(4096, 4100, 1, "one") is None
     assert choice.shape_of(4100, 4096, 1, "one") is None
-    monkeypatch.setattr(choice, "CHOSEN", {(4096, 4096): ((8, "one"),)})
+    monkeypatch.setattr(choice, "CHOSEN", {(4096, 4096): ((2, choice.DEEPGEMM), (8, "one"))})
     monkeypatch.setattr(choice, "OTHERS", ((1, "half"),))
     assert choice.chosen(4096, 4096, 8) == choice.shape_of(4096, 4096, 8, "one")
-    assert choice.chosen(4096, 4096, 9) is None
+    assert choice.chosen(4096, 4096, 9) is None and choice.chosen(4096, 4096, 2) is None
     assert choice.chosen(8192, 4096, 1) == choice.shape_of(8192, 4096, 1, "half")
     assert choice.chosen(128, 128, 1) is None, "too small to gain"
 

@@ -35,7 +35,9 @@ VARIANTS = {
     "64": Variant(rows=64),  # whole products, on fewer multiprocessors or several on each
 }
 
-# (N, K) of a weight -> (at most so many tokens, variant), ...: the first that holds; measured
+DEEPGEMM = "deepgemm"  # stands for no variant
+
+# (N, K) of a weight -> (at most so many tokens, variant or DEEPGEMM), ...: the first that holds; measured
 CHOSEN: dict[tuple[int, int], tuple[tuple[int, str], ...]] = {}
 # The same for weights without an entry that have at least so many bytes
 OTHERS: tuple[tuple[int, str], ...] = ()
@@ -59,7 +61,7 @@ def chosen(n: int, k: int, tokens: int) -> Shape | None:
     """The shape to compute with, or None for DeepGEMM."""
     table = CHOSEN.get((n, k), OTHERS if n * k >= OTHERS_FROM else ())
     name = next((name for most, name in table if tokens <= most), None)
-    return None if name is None else shape_of(n, k, tokens, name)
+    return None if name in (None, DEEPGEMM) else shape_of(n, k, tokens, name)
 
 
 def multiply(codes: Tensor, units: Tensor, weight: Tensor, scales: Tensor) -> Tensor | None:

@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from jetrl.kernels.backends import recorded
+from jetrl.kernels.backends import few_rows_choice, recorded
+from jetrl.kernels.backends.gluon_few_rows import matmul
 from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize, swiglu
 from jetrl.kernels.backends.triton_quant import quantize_act
 from jetrl.kernels.compiling import Job, function
@@ -39,7 +40,18 @@ def program(rows: int) -> None:
     quantize_act(x)
     add_rms_norm_quantize(x, x, torch.ones(256, dtype=torch.bfloat16), 1e-6, False)
     swiglu(x)
+    few_rows(rows)
     quantize_act(torch.zeros(rows * 256 + 1, dtype=torch.bfloat16)[1:].view(rows, 256))  # not aligned
+
+
+def few_rows(tokens: int) -> None:
+    """A GEMM whose operands TMA reads; all these tokens take one kernel, or two."""
+    codes = torch.zeros(tokens, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = torch.zeros(256, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    shape = few_rows_choice.shape_of(256, 512, 1 if tokens <= 8 else 64, "one")
+    assert shape is not None
+    units = torch.empty_strided((tokens, 4), (1, -(-tokens // 4) * 4))
+    matmul(codes, units, weight, torch.ones(2, 4), shape, early=tokens == 1)
 
 
 def compiled() -> set[str]:

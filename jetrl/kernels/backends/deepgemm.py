@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.kernels.backends import few_rows_choice
 from jetrl.kernels.backends.operands import PreparedFP8, gather, left_operand, rows_to, whole_rows
 from jetrl.kernels.backends.triton_optim import add_rounded
 from jetrl.kernels.qtensor import QTensor
@@ -35,13 +36,18 @@ class PreparedBF16:
 
 
 def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
-    """`a @ b.T`: FP32 accumulation, each group of 128 scaled by `a_scale * b_scale`, rounded once to BF16."""
+    """`a @ b.T`: FP32 accumulation, each group of 128 scaled by `a_scale * b_scale`, rounded once to BF16.
+
+    Few rows may go through `gluon_few_rows`, which has the same bits.
+    """
     if out_dtype != torch.bfloat16:
         raise ValueError(f"DeepGEMM's 1x128 by 128x128 GEMM writes BF16, not {out_dtype}")
     codes = left_operand(a, b)
-    out = torch.empty(codes.shape[0], b.codes.shape[0], dtype=out_dtype, device=codes.device)
-    if out.shape[0]:
-        deep_gemm.fp8_gemm_nt((codes, a.scale), (b.codes, b.scale), out, disable_ue8m0_cast=True)
+    out = few_rows_choice.multiply(codes, a.scale, b.codes, b.scale)
+    if out is None:
+        out = torch.empty(codes.shape[0], b.codes.shape[0], dtype=out_dtype, device=codes.device)
+        if out.shape[0]:
+            deep_gemm.fp8_gemm_nt((codes, a.scale), (b.codes, b.scale), out, disable_ue8m0_cast=True)
     return gather(out, b.rows)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from jetrl.kernels.backends.gemm_layouts import Kind, layouts, representatives
 from jetrl.kernels.compiling import Job
+from jetrl.precision.formats import BLOCK
 
 _HERE = "jetrl.kernels.backends.recorded"
 _SECONDS = {"Triton": 1.5, "Gluon": 6.0, "DeepGEMM": 8.0, "FlashAttention-4": 7.0}  # about, of one core
@@ -98,10 +99,14 @@ def triton_job(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Job
 
 
 def _classed(value: Any, param: Any) -> Any:
-    """A launch's argument as far as Triton compiles for it: ("tensor", type, aligned), or a number of its class."""
+    """A launch's argument as far as Triton compiles for it: ("tensor", type, aligned), ("descriptor", type,
+    box, layout), or a number of its class."""
     if isinstance(value, Tensor):
         aligned = value.data_ptr() % 16 == 0 or param.do_not_specialize_on_alignment
         return "tensor", str(value.dtype).removeprefix("torch."), aligned
+    if hasattr(value, "block_shape"):  # a descriptor for TMA
+        dtype = str(value.base.dtype).removeprefix("torch.")
+        return "descriptor", dtype, tuple(value.block_shape), value.layout
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if isinstance(value, float):
@@ -127,9 +132,16 @@ class _Pointer:
 
 def compile_triton(module: str, name: str, args: Sequence[Any], options: dict[str, Any]) -> None:
     """Compile one Triton or Gluon kernel into Triton's cache."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     def value(one: Any) -> Any:
         if isinstance(one, tuple) and one[:1] == ("tensor",):
             return _Pointer(getattr(torch, one[1]), one[2])
+        if isinstance(one, tuple) and one[:1] == ("descriptor",):
+            _, dtype, box, layout = one
+            strides = [BLOCK] * (len(box) - 1) + [1]
+            base = _Pointer(getattr(torch, dtype), True)
+            return TensorDescriptor(base, [BLOCK] * len(box), strides, list(box), layout)
         return one
 
     kernel = getattr(importlib.import_module(module), name)

@@ -19,9 +19,8 @@ differs at the first differing row is named.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any

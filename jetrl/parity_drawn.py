@@ -98,7 +98,7 @@ def _drawn(
 
 
 def merged_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
-    """m: decode that reads pages shared by samples once = decode without (tokens), training forward (their log-probs)"""
+    """m: decode that reads shared pages once = decode without (tokens), training forward (their log-probs)"""
     start, generator = time.perf_counter(), torch.Generator().manual_seed(work.seed)
     work = replace(work, page_size=TILE)
     room = model.spec.max_position - work.new_tokens  # for a prompt

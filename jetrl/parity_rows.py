@@ -1,5 +1,5 @@
-"""What the certificate's links share: their traffic, the learner's forward, rows compared by their bits, operators under
-a tap."""
+"""What the certificate's links share: traffic, the learner's forward, rows compared by their bits, operators under a
+tap."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from jetrl.kernels.logprob import draw
 from jetrl.rollout.sharing import SHARE_FROM, Merge, Sharing, chunk_size, find_sharing
 from jetrl.types import ForwardBatch, PagedPlan
 
+
 def padded_batch(n: int) -> int:
     """The smallest captured size that holds `n` rows: powers of two to 16, then multiples of 16, from 256 on of 64."""
     if n <= 16:
@@ -141,7 +142,8 @@ class DecodeGraphs:
         if sharing is not None:
             assert isinstance(held.batch.plan, PagedPlan)
             shared = held.batch.plan.shared
-            for target, values in zip((shared.first, shared.members, shared.tiles), sharing.padded(size, room), strict=True):
+            targets = (shared.first, shared.members, shared.tiles)
+            for target, values in zip(targets, sharing.padded(size, room), strict=True):
                 target.copy_(torch.from_numpy(values), non_blocking=True)
         return held
 

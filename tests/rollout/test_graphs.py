@@ -79,7 +79,8 @@ class _Uncaptured(DecodeGraphs):
 def inputs(groups: list[int], pages: int) -> DecodeInputs:
     """Groups of so many samples, each of a prompt of `pages` pages of 128."""
     n = sum(groups)
-    rows = [[*range(100 * g, 100 * g + pages), 5000 + 50 * g + i] for g, count in enumerate(groups) for i in range(count)]
+    samples = [(g, i) for g, count in enumerate(groups) for i in range(count)]
+    rows = [[*range(100 * g, 100 * g + pages), 5000 + 50 * g + i] for g, i in samples]
     position = np.full(n, 128 * pages + 7)
     return DecodeInputs(
         np.zeros(n, np.int64), position, position, np.zeros(n, np.uint64), position, np.ones(n, np.float32),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import ARCH, long_prompts, numbers, saved, tiny_run
+from torch import equal
 
 from jetrl.rollout.sharing import Sharing, find_sharing
 
@@ -109,7 +113,8 @@ def test_auto_leaves_few_sequences_to_the_kernels_that_read_keys_in_parallel(mon
 
 def test_nothing_shared_is_never_merged() -> None:
     found = find_sharing(table_of([[i] for i in range(64)], 2), np.full(64, 500), 256, 16)
-    assert found.room == 0 and not found.merges("on", 64, 8, 4096, False) and not found.merges("auto", 64, 8, 4096, False)
+    assert found.room == 0
+    assert not found.merges("on", 64, 8, 4096, False) and not found.merges("auto", 64, 8, 4096, False)
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,3 +178,16 @@ def test_random_tables(data: st.DataObject) -> None:
 def test_nobody_to_share_with(count: int) -> None:
     found = find_sharing(np.ones((count, 3), dtype=np.int32), np.full(count, 600), PAGE, 4)
     assert found.first.tolist() == [0] * count and not found.saved and not found.pays(8, 2048, True)
+
+
+def test_a_run_on_a_cpu_with_the_switch_on_is_the_run_with_it_off(tmp_path: Path) -> None:
+    """Prompts of more than a page of 128, so that pages are shared."""
+    arch = ARCH | {"max_position_embeddings": 512}
+    long = long_prompts(tmp_path) | {"model.arch": arch, "rollout.page_size": 128, "train.steps": 2}
+    runs = {mode: tiny_run(tmp_path / str(mode), long | {"rollout.merge_prefix": mode}) for mode in ("on", "off", True)}
+    tensors = saved(runs["off"], 2)
+    for mode in ("on", True):
+        assert numbers(runs[mode]) == numbers(runs["off"])
+        assert (runs[mode] / "samples.jsonl").read_bytes() == (runs["off"] / "samples.jsonl").read_bytes()
+        assert all(equal(x, tensors[name]) for name, x in saved(runs[mode], 2).items())
+    assert 'merge_prefix = "on"' in (runs[True] / "config.toml").read_text()

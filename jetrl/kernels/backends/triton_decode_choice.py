@@ -31,7 +31,7 @@ FORMS: tuple[tuple[int, Form, Form], ...] = ((1 << 30, Form(), Form()),)
 
 def form_for(chunks: int, groups: int, tiles: int, fp8: bool) -> Form:
     """For a plan with room for `chunks` chunks and page tables of `tiles` tiles."""
-    one, two = next((row[1:] for row in FORMS if chunks * groups <= row[0]))
+    one, two = next(row[1:] for row in FORMS if chunks * groups <= row[0])
     form = one if fp8 else two
     if form.parallel and triton_shared_split.scratch_bytes(chunks, groups, tiles) > triton_decode_split.SCRATCH_BYTES:
         return Form(parts=2)

@@ -147,10 +147,10 @@ def arrivals(count: int, device: torch.device) -> Tensor:
 
 def go_on(
     q: Tensor, cache: LayerCache, table: Tensor, shared: SharedPages, scale: float, out: Tensor,
-    quantized: QTensor | None, pow2: bool, state: tuple[Tensor, Tensor, Tensor], form: Form = Form(),
+    quantized: QTensor | None, pow2: bool, state: tuple[Tensor, Tensor, Tensor], form: Form,
 ) -> None:
     """The shared tiles of all chunks, from `state` (maxima [B, N], sums [B, N, 4], outputs [B, N, H], FP32) to the
-    heads of their members in `out` [B, N, H] or `quantized`. Other sequences are not touched. `state` is overwritten."""
+    heads of their members in `out` [B, N, H] or `quantized`. Other sequences are not touched, `state` is."""
     (_, heads, head_dim), (page, groups) = q.shape, cache.keys.shape[1:3]
     assert page % TILE == 0 and q.is_contiguous() and table.stride(1) == 1 and out.is_contiguous()
     assert all(x.is_contiguous() for x in (*state, shared.members, shared.tiles))
@@ -165,6 +165,6 @@ def go_on(
         _shared_kernel[(chunks * groups * form.parts,)](
             q, keys, values, scales, table, shared.members, shared.tiles, *state, arrived, out, codes, units,
             log2_scale, table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, S=size,
-            PAGE=page, PARTS=form.parts, STAGES=form.stages, FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
-            enable_fp_fusion=False, **LAUNCH,
+            PAGE=page, PARTS=form.parts, STAGES=form.stages, FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS,
+            POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )

@@ -11,7 +11,8 @@ from jetrl.report.text import wrapped
 
 _COMPARED = {  # what the rows of a link are
     "d": "log-probs of drawn tokens", "m": "drawn tokens with their log-probs",
-    "v": "drawn tokens with their log-probs", "e": "drawn tokens with their log-probs", "f": "log-probs of drawn tokens",
+    "v": "drawn tokens with their log-probs",
+    "e": "drawn tokens with their log-probs", "f": "log-probs of drawn tokens",
     "g": "metrics and rows of weights and moments",
 }
 

@@ -32,7 +32,7 @@ class Cost(NamedTuple):
 
 # By programs of one chunk and key/value head each, at most so many, as `triton_decode_choice.FORMS` has its rows; over
 # FP8 pages, over BF16 pages. From benchmarks/bench_tail.py on an H200 (groups of 8 and 16): nothing that merges by
-# these is slower. Measured before tiles were read ahead, which needs less per tile, so they ask for more than they must.
+# these is slower. Measured before tiles were read ahead, which needs less per tile, so they ask for more than needed.
 COSTS: tuple[tuple[int, Cost, Cost], ...] = ((1 << 30, Cost(16.0, 4.6, 0.0), Cost(16.0, 4.6, 0.0)),)
 
 

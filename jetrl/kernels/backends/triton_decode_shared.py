@@ -38,7 +38,7 @@ from jetrl.types import LayerCache
 
 ROWS = 64  # query heads of a chunk: the rows of a `wgmma`
 _ROWS, _TILE = tl.constexpr(ROWS), tl.constexpr(TILE)
-_arrived: dict[torch.device, Tensor] = {}
+_arrived: dict[torch.device, list[Tensor]] = {}
 
 
 class Form(NamedTuple):
@@ -139,10 +139,10 @@ def _shared_kernel(
 def arrivals(count: int, device: torch.device) -> Tensor:
     """Counters [count] int32, zero between two calls: the program that ends last sets its own back. Held for good, so
     that no step has to clear them; calls follow one another on one stream."""
-    held = _arrived.get(device)
-    if held is None or len(held) < count:
-        held = _arrived[device] = torch.zeros(max(4096, count), dtype=torch.int32, device=device)
-    return held
+    held = _arrived.setdefault(device, [])
+    if not held or len(held[-1]) < count:  # captured graphs go on with the smaller ones
+        held.append(torch.zeros(max(4096, count), dtype=torch.int32, device=device))
+    return held[-1]
 
 
 def go_on(

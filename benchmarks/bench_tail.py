@@ -3,7 +3,8 @@
     python benchmarks/bench_tail.py [--quick] [PART ...]   # keys, groups, step; writes results/tail_<part>.json
 
 - keys: few sequences with many keys: the kernel that walks through them against those that take them in parallel.
-- groups: samples of a prompt whose shared pages are read once, against each for itself.
+- groups: samples of a prompt whose shared pages are read once, by each `Form` of the kernels (programs of a head x
+  stages, p: tiles in parallel), against each for itself; then where the rule of `rollout.merge_prefix` errs.
 - step: a whole decode step of one sequence, both ways, with the time by kind of kernel. Times of single kernels come
   from a graph in which none starts before the one before has ended (no PDL): elsewhere they include waiting.
 
@@ -30,7 +31,9 @@ from torch import Tensor
 
 from jetrl.kernels.backends import gluon_attention as walk
 from jetrl.kernels.backends import triton_decode_choice as choice
+from jetrl.kernels.backends import triton_decode_shared as shared
 from jetrl.kernels.backends import triton_decode_split as split
+from jetrl.kernels.backends import triton_shared_split as shared_split
 from jetrl.kernels.backends.triton_launch import LAUNCH
 from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.logprob import draw
@@ -167,57 +170,95 @@ def advice(rows: Rows) -> str:
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
+FORMS = {
+    "1x3": shared.Form(), "2x2": shared.Form(2, 2), "2x3": shared.Form(2, 3), "4x3": shared.Form(4, 3),
+    "p2x4": shared.Form(2, 4, True), "p4x4": shared.Form(4, 4, True), "p4x6": shared.Form(4, 6, True),
+}
+OWN_KEYS = 8 * PAGE  # at most, of each sequence
+
+
 def groups(quick: bool) -> Rows:
     rows: Rows = []
     for fp8 in (True, False):
-        pool = 16_384 if fp8 else 10_240
+        pool = 20_480 if fp8 else 12_288
         cache = pages_of(pool, fp8)
-        for batch in (64, 256):
+        for batch in (64, 256) if quick else (64, 128, 256):
             for size in (16,) if quick else (8, 16):
                 for prompt in (512, 4096) if quick else (512, 2048, 4096, 8192):
-                    rows.append(_group_row(cache, pool, batch, size, prompt, fp8))
+                    what = f"{batch} / {size} x {prompt}"
+                    rows.append(_tried(what, _group_row, cache, pool, batch, size, prompt, fp8))
         del cache
         torch.cuda.empty_cache()
     return rows
 
 
+def _tried(what: str, part: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """A row, or one that says what went wrong: the others go on."""
+    try:
+        return part(*args)
+    except Exception as error:
+        traceback.print_exc()
+        return {"kv": what, "bits": f"WRONG {type(error).__name__}"}
+
+
 def _group_row(cache: LayerCache, pool: int, batch: int, size: int, prompt: int, fp8: bool) -> dict[str, Any]:
     rng, first = np.random.default_rng(batch + prompt), prompt // PAGE
-    own = rng.integers(100, 924, batch)  # new keys
-    width = first + 8
+    own = rng.integers(100, OWN_KEYS - PAGE + 28, batch)  # new keys
+    width = 1 << (first + 8 - 1).bit_length()  # as a decode graph has it
     pages = np.zeros((batch, width), dtype=np.int32)
     count = 0
     for b in range(batch):
         if b % size == 0:
-            shared, count = np.arange(count, count + first), count + first
-        pages[b, :first] = shared
-        pages[b, first:] = np.arange(count, count + 8)
+            common, count = np.arange(count, count + first), count + first
+        pages[b, :first] = common
+        pages[b, first : first + 8] = np.arange(count, count + 8)
         count += 8
-    layers = 12
+    layers = 6
     order = rng.permutation(pool).astype(np.int32)  # a layer's pages lie where they happen to
     tables = [torch.from_numpy(order[(pages + i * count) % pool]).to(CUDA) for i in range(layers)]
     lengths = torch.from_numpy((prompt + own).astype(np.int32)).to(CUDA)
     q = torch.randn(batch, N, H, device=CUDA, dtype=torch.bfloat16)
     found = find_sharing(pages, prompt + own - 1, PAGE, chunk_size(N // G))
-    plan = SharedPages(*(torch.from_numpy(x).to(CUDA) for x in found.padded(batch)))
-    out = torch.empty_like(q)
+    plan = SharedPages(*(torch.from_numpy(x).to(CUDA) for x in found.padded(batch, found.room)))
+    out, scratch = torch.empty_like(q), shared_split.scratch_bytes(found.room, G, width * PAGE // 128)
+    fits = [name for name, form in FORMS.items() if not form.parallel or scratch <= split.SCRATCH_BYTES]
     variants: dict[str, Callable[[Tensor], Any]] = {
         "apart": lambda t: walk.decode(q, cache, t, lengths, H**-0.5),
-        "merged": lambda t: choice.merged(q, cache, t, lengths, plan, H**-0.5, out, None, False),
+        "chosen": lambda t: choice.merged(q, cache, t, lengths, plan, H**-0.5, out, None, False),
+        **{n: lambda t, f=FORMS[n]: choice.merged(q, cache, t, lengths, plan, H**-0.5, out, None, False, f)
+           for n in fits},
     }
-    want = variants["apart"](tables[0])
-    variants["merged"](tables[0])
-    equal = torch.equal(out, want)
+    want, wrong = variants["apart"](tables[0]), []
+    for name in variants.keys() - {"apart"}:
+        out.zero_()
+        variants[name](tables[0])
+        wrong += [name] * (not torch.equal(out, want))
     graphs = {name: captured([lambda t=t, c=c: c(t) for t in tables]) for name, c in variants.items()}
     times, bytes_each = microseconds(graphs, layers), key_bytes(fp8)
     once = (float(own.sum()) + batch // size * prompt) * bytes_each / READ_TBPS / 1e6
-    parts = {("shared" if "shared" in k else "own"): round(us / layers, 1)
-             for k, (us, _) in by_kernel(graphs["merged"]).items() if "kernel" in k}
+    best = min(fits, key=lambda name: times[name])
     return {
-        "kv": "fp8" if fp8 else "bf16", "batch": batch, "group": size, "prompt": prompt, **times,
-        "gain": times["apart"] / times["merged"], "floor": once, "share": once / times["merged"], **parts,
-        "pays": found.pays(bytes_each), "bits": "equal" if equal else "WRONG",
+        "kv": "fp8" if fp8 else "bf16", "batch": batch, "group": size, "prompt": prompt, "programs": found.room * G,
+        **times, "best": best, "gain": times["apart"] / times[best], "floor": once, "share": once / times[best],
+        "pays": found.pays(G, bytes_each, fp8), "bits": "WRONG " + " ".join(sorted(wrong)) if wrong else "equal",
     }
+
+
+def rule_errors(rows: Rows) -> str:
+    """Where `rollout.merge_prefix = "auto"` loses more than 1 %, or leaves more than 3 % behind, with the forms of
+    `triton_decode_choice.FORMS` and the costs of `rollout.sharing.COSTS`."""
+    real = [r for r in rows if "apart" in r]
+    lines = ["what the rule should hold (saved keys over READ_RATE must exceed the cost of the shared tiles):"]
+    for r in real:
+        at = f"{r['kv']} {r['batch']} / {r['group']} x {r['prompt']} ({r['programs']} programs)"
+        taken = r["apart"] / r["chosen"]
+        if r["pays"] and taken < 0.99:
+            lines.append(f"LOSES {taken:.2f}x: {at}")
+        elif not r["pays"] and r["gain"] > 1.03:
+            lines.append(f"left behind {r['gain']:.2f}x by {r['best']}: {at}")
+        elif r["pays"] and r["chosen"] > 1.03 * r[r["best"]]:
+            lines.append(f"{r['best']} is {r['chosen'] / r[r['best']]:.2f}x as fast as what is chosen: {at}")
+    return "\n".join(lines)
 
 
 # ---- a whole step ---------------------------------------------------------------------------------------------------
@@ -297,7 +338,8 @@ PARTS: dict[str, tuple[Callable[[bool], Rows], list[str]]] = {
         "precision", "keys", "kernels", "ms", "floor", "share", "attention", "gemm", "short", "other", "bits",
     ]),
     "groups": (groups, [
-        "kv", "batch", "group", "prompt", "apart", "merged", "gain", "own", "shared", "floor", "share", "pays", "bits",
+        "kv", "batch", "group", "prompt", "programs", "apart", "chosen", *FORMS, "best", "gain", "floor", "share",
+        "pays", "bits",
     ]),
     "keys": (keys, ["kv", "batch", "keys", "walk", *SHAPES, "best", "floor", "share", "bits", "parts"]),
 }
@@ -329,6 +371,8 @@ def main() -> None:
         shown.append(f"== {name} (microseconds, step: milliseconds)\n{table(rows, columns)}")
         if name == "keys":
             shown.append(advice(rows))
+        if name == "groups":
+            shown.append(rule_errors(rows))
     print("\n".join(shown))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

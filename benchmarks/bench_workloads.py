@@ -118,7 +118,7 @@ def make_engine(model: Any, work: Work, switch: str, page_size: int = 128) -> Pa
         speculator.new_index = Useless  # type: ignore[method-assign, assignment]
     engine = PagedEngine(
         model, NoText(), "flow", page_size=page_size, max_tokens_per_step=8192, max_num_seqs=work.slots,
-        speculator=speculator, merge_prefix=switch == MERGED,
+        speculator=speculator, merge_prefix="on" if switch == MERGED else "off",
     )
     engine.load(WeightSet(1, "flow", {}))
     return engine

@@ -5,22 +5,22 @@
     c  decode through the engine: mixed batch, shared prompts, forced preemption and re-admission = training forward
 
     d  (on a GPU) decode in CUDA graphs, several steps in a row = training forward, for the drawn tokens' log-probs
+    m  (on a GPU) the same with pages that samples share read once = decode without, and training forward
     v  decode with drafts of the next tokens = decode without them, and their log-probs = training forward
     s  a prompt's rows shared by its samples, as `train.share_prompts` packs them = training forward
 
-Several ranks add three links (`parity_ranks`).
+Several ranks add three links (`parity_ranks`). Links d, m and v are in `parity_drawn`.
 
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
-link a takes the shorter way of passes without gradients. Rows of all links but d and v are compared as log-probs of
+link a takes the shorter way of passes without gradients. Rows of all links but d, m and v are compared as log-probs of
 all V tokens. When one of them fails, both paths run again under a tap, and the first layer and operator whose output
 differs at the first differing row is named.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,13 +31,26 @@ from torch import Tensor
 
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model.transformer import Transformer
-from jetrl.parity_rows import Comparison, LinkResult, Packed, learners_forward, row_hash, tapped, varlen
+from jetrl.parity_drawn import draft_link, graph_links
+from jetrl.parity_rows import (
+    Comparison,
+    LinkResult,
+    Packed,
+    learners_forward,
+    prompts_of,
+    random_sequences,
+    row_hash,
+    tapped,
+    varlen,
+    whole_sequences,
+)
+from jetrl.parity_rows import NoText as NoText
+from jetrl.parity_rows import Workload as Workload
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.kv_cache import KVCache
 from jetrl.rollout.plan import Plan
 from jetrl.rollout.runner import ModelRunner
 from jetrl.rollout.sampler import SamplingTable
-from jetrl.rollout.speculate import Speculator, build_speculator
 from jetrl.train.packing import pack, to_device
 from jetrl.train.step import forward_batch
 from jetrl.types import (
@@ -76,35 +89,11 @@ class Certificate:
         return asdict(self) | {"bit_equal": self.ok}
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Sizes of the certificate's test traffic."""
-
-    num_sequences: int = 6
-    max_prompt: int = 48
-    new_tokens: int = 24
-    chunk: int = 7
-    page_size: int = 16
-    seed: int = 0
-    step_tokens: int = 0  # of a step in link c; 0: a chunk and a token for each sequence
-    drafts: int = 3  # of a sequence in a step of link v
-
-
-def page_size_of(model: Transformer) -> int:
-    """Tokens in a page as in runs on the model's device: decoding takes its kernel by the page size."""
-    return page_size_on(model.head_weight.device)
-
-
-def page_size_on(device: str | torch.device) -> int:
-    """The same of a device."""
-    return 128 if torch.device(device).type == "cuda" else 16
-
-
 def certify(model: Transformer, work: Workload, name: str, progress: Callable[[str], None]) -> Certificate:
     """Run the links on a published model. Prompts are random tokens; decoding samples at temperature 1."""
     links = []
     sequences = random_sequences(model, work)
-    graphs = (graph_link,) if model.head_weight.is_cuda else ()
+    graphs = graph_links(model, work) if model.head_weight.is_cuda else ()
     for link in (packed_link, chunked_link, decode_link, *graphs, draft_link, shared_link):
         progress(link.__doc__ or "")
         with torch.no_grad():
@@ -112,15 +101,6 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
     count = sum(p.numel() for p in model.parameters())
     recipe, device = model.recipe, str(model.head_weight.device)
     return Certificate(recipe.name, str(recipe.kv_cache), device, name, count, tuple(links))
-
-
-def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:
-    """Token sequences of ragged lengths, from 1 to `max_prompt + new_tokens`."""
-    generator = torch.Generator().manual_seed(work.seed)
-    longest = min(work.max_prompt + work.new_tokens, model.spec.max_position)
-    lengths = np.geomspace(1, longest, work.num_sequences).round().astype(int).tolist()
-    device = model.head_weight.device
-    return [torch.randint(model.spec.vocab_size, (n,), generator=generator).to(device) for n in lengths]
 
 
 # ---- link a ---------------------------------------------------------------------------------------------------------
@@ -177,11 +157,6 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
     return batches
 
 
-def prompts_of(sequences: list[Tensor], work: Workload) -> list[list[int]]:
-    """The beginnings that links c and d decode from: what is left of each sequence without the new tokens."""
-    return [s[: max(1, min(work.max_prompt, len(s) - work.new_tokens))].tolist() for s in sequences]
-
-
 # ---- link c ---------------------------------------------------------------------------------------------------------
 
 
@@ -228,15 +203,6 @@ class _Watched(ModelRunner):
         return logits
 
 
-class NoText:
-    """A tokenizer for random tokens: no text, no end."""
-
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int]) -> str:
-        return ""
-
-
 def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
     """c: decode with paged cache, mixed batch, preemption and re-admission = training forward"""
     compare = Comparison("c", decode_link.__doc__ or "")
@@ -259,12 +225,6 @@ def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
             again, _, _ = _decode(model, requests, work, (i, positions[row]))
             compare.locate(i, positions[row], trained.tapped(i, positions[row] - 1), again.seen)
     return compare.result()
-
-
-def whole_sequences(model: Transformer, prompts: list[list[int]], completions: list[Completion]) -> list[Tensor]:
-    """Each prompt with its completion, on the model's device."""
-    device = model.head_weight.device
-    return [torch.tensor([*p, *c.tokens], device=device) for p, c in zip(prompts, completions, strict=True)]
 
 
 def _decode(
@@ -291,69 +251,6 @@ def _decode(
     completions = engine.generate(requests, force_preempt=preempt)
     assert engine.stats is not None
     return watched, completions, engine.stats.preemptions
-
-
-# ---- link d ---------------------------------------------------------------------------------------------------------
-
-
-def graph_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
-    """d: decode in CUDA graphs, several steps in a row = training forward (log-probs of the drawn tokens)"""
-    start, prompts = time.perf_counter(), prompts_of(sequences, work)
-    (completions,) = _generated(model, prompts, work, None, 1)
-    return _drawn(graph_link.__doc__ or "", model, prompts, completions, start)
-
-
-def _generated(
-    model: Transformer, prompts: list[list[int]], work: Workload, speculator: Speculator | None, times: int
-) -> list[list[Completion]]:
-    """What one engine generates from the prompts, so many times."""
-    sampling = SamplingParams(work.new_tokens, seed=work.seed)
-    requests = [Request(i, tuple(p), sampling) for i, p in enumerate(prompts)]
-    engine = PagedEngine(
-        model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=len(requests), max_tokens_per_step=4096,
-        speculator=speculator,
-    )
-    engine.load(WeightSet(0, "certificate", {}))
-    return [engine.generate(requests) for _ in range(times)]
-
-
-def _drawn(
-    title: str, model: Transformer, prompts: list[list[int]], completions: list[Completion], start: float,
-    expected: list[Completion] | None = None,
-) -> LinkResult:
-    """The recorded log-probs against the training forward's, and the tokens against those that are expected."""
-    rows = different = 0
-    worst, first = 0.0, None
-    sequences = whole_sequences(model, prompts, completions)
-    trained = Packed(model, sequences)
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens, hidden = sequences[i], trained.hidden[i][len(prompt) - 1 : -1]
-        learner = model.token_logprobs(hidden, tokens[len(prompt) :], 1.0)[0].cpu()
-        sampler = torch.tensor(completion.logprobs, dtype=torch.float32)
-        apart = learner != sampler
-        if expected is not None:
-            apart |= tokens[len(prompt) :].cpu() != torch.tensor(expected[i].tokens)
-        unequal = apart.nonzero()[:, 0].tolist()
-        rows, different = rows + len(sampler), different + len(unequal)
-        if unequal:
-            worst = max(worst, float((learner - sampler).abs().max()))
-            first = first or f"sequence {i}, position {len(prompt) + unequal[0]}"
-    letter, description = title.split(": ", 1)
-    return LinkResult(letter, description, rows, different, worst, time.perf_counter() - start, first)
-
-
-# ---- link v ---------------------------------------------------------------------------------------------------------
-
-
-def draft_link(model: Transformer, sequences: list[Tensor], work: Workload) -> LinkResult:
-    """v: decode with drafts, many of which hold = decode without (tokens), training forward (their log-probs)"""
-    start, prompts = time.perf_counter(), prompts_of(sequences, work)
-    (plain,) = _generated(model, prompts, work, None, 1)
-    speculator = build_speculator("on", work.drafts, len(prompts))
-    assert speculator is not None
-    _, drafted = _generated(model, prompts, work, speculator, 2)  # the second time, from the first time's answers
-    found = _drawn(draft_link.__doc__ or "", model, prompts, drafted, start, plain)
-    return found if speculator.counts.accepted.any() else replace(found, rows=0, first_difference="no draft held")
 
 
 # ---- link s ---------------------------------------------------------------------------------------------------------

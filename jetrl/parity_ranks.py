@@ -35,8 +35,19 @@ from jetrl.model.weights import published_bytes
 from jetrl.parallel.queue import Queues
 from jetrl.parallel.together import by_each, common, same_everywhere, together
 from jetrl.parallel.world import ALONE, World
-from jetrl.parity import Certificate, NoText, Workload, certify, page_size_on, prompts_of, random_sequences
-from jetrl.parity_rows import LinkResult, fingerprint, learners_forward, published_bits, row_bits
+from jetrl.parity import Certificate, certify
+from jetrl.parity_rows import (
+    LinkResult,
+    NoText,
+    Workload,
+    fingerprint,
+    learners_forward,
+    page_size_on,
+    prompts_of,
+    published_bits,
+    random_sequences,
+    row_bits,
+)
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.rollout.rollout import Rollout, roll_out

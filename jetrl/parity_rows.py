@@ -1,4 +1,5 @@
-"""What the certificate's links share: the learner's forward, rows compared by their bits, operators under a tap."""
+"""What the certificate's links share: traffic, the learner's forward, rows compared by their bits, operators under a
+tap."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model.transformer import Tap, Transformer
 from jetrl.model.weights import published
-from jetrl.types import ForwardBatch, VarlenPlan
+from jetrl.types import Completion, ForwardBatch, VarlenPlan
 
 _ROWS = 64  # rows of log-probs held at once
 _HASHED = 1 << 24  # elements hashed at once
@@ -134,6 +135,59 @@ def fingerprint(model: Transformer) -> str:
         digest.update(f"{name} {len(rows)}\n".encode())
         digest.update(rows.numpy().data)
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes of the certificate's test traffic."""
+
+    num_sequences: int = 6
+    max_prompt: int = 48
+    new_tokens: int = 24
+    chunk: int = 7
+    page_size: int = 16
+    seed: int = 0
+    step_tokens: int = 0  # of a step in link c; 0: a chunk and a token for each sequence
+    drafts: int = 3  # of a sequence in a step of link v
+
+
+def page_size_of(model: Transformer) -> int:
+    """Tokens in a page as in runs on the model's device: decoding takes its kernel by the page size."""
+    return page_size_on(model.head_weight.device)
+
+
+def page_size_on(device: str | torch.device) -> int:
+    """The same of a device."""
+    return 128 if torch.device(device).type == "cuda" else 16
+
+
+def random_sequences(model: Transformer, work: Workload) -> list[Tensor]:
+    """Token sequences of ragged lengths, from 1 to `max_prompt + new_tokens`."""
+    generator = torch.Generator().manual_seed(work.seed)
+    longest = min(work.max_prompt + work.new_tokens, model.spec.max_position)
+    lengths = np.geomspace(1, longest, work.num_sequences).round().astype(int).tolist()
+    device = model.head_weight.device
+    return [torch.randint(model.spec.vocab_size, (n,), generator=generator).to(device) for n in lengths]
+
+
+def prompts_of(sequences: list[Tensor], work: Workload) -> list[list[int]]:
+    """The beginnings that links c and d decode from: what is left of each sequence without the new tokens."""
+    return [s[: max(1, min(work.max_prompt, len(s) - work.new_tokens))].tolist() for s in sequences]
+
+
+class NoText:
+    """A tokenizer for random tokens: no text, no end."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int]) -> str:
+        return ""
+
+
+def whole_sequences(model: Transformer, prompts: list[list[int]], completions: list[Completion]) -> list[Tensor]:
+    """Each prompt with its completion, on the model's device."""
+    device = model.head_weight.device
+    return [torch.tensor([*p, *c.tokens], device=device) for p, c in zip(prompts, completions, strict=True)]
 
 
 class Comparison:

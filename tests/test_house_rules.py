@@ -21,6 +21,7 @@ RANKS = [
     ("kernels", "parallel"),
     ("model",),
     ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
+    ("parity_drawn",),
     ("loop", "parity", "entry", "subject"),
     ("api", "compare", "parity_ranks"),
     ("doctor", "study"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,17 @@ def tiny_run(folder: Path, changes: dict[str, Any] | None = None, name: str = "t
     finally:
         torch.set_num_threads(before)
     return run_dir
+
+
+def long_prompts(folder: Path) -> dict[str, Any]:
+    """Changes for a tiny run whose prompts have 140 to 300 tokens, more than a page of 128; `folder` takes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": str(7 ** (166 + 9 * i)) + "=", "answer": str(100 + i)} for i in range(20)]
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "task.name": "file", "task.params": None, "task.train_file": str(folder / "long.jsonl"),
+        "task.max_prompt_length": 320,
+    }
 
 
 def numbers(run_dir: Path) -> list[dict[str, Any]]:

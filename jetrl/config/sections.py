@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import Rule, Section
@@ -182,9 +182,10 @@ class RolloutConfig(Section):
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: int | None = Field(
         default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
-    merge_prefix: bool = Field(
-        default=False, description="Decode steps read pages that samples of a prompt share once for all of them, where "
-        "that takes less time. Changes no bit. Needs a GPU.")
+    merge_prefix: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Whether decode steps read pages that samples of a prompt share once for all of "
+        "them; tokens and log-probs keep their bits. auto: where that was measured to take less time. on (or true): "
+        "wherever pages are shared, for tests. off (or false): never. On a CPU it does nothing.")
     max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1,
@@ -203,6 +204,12 @@ class RolloutConfig(Section):
     )
     max_draft_tokens: int = Field(
         default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step; 0, 1, 3 or 7 are used.")
+
+    @field_validator("merge_prefix", mode="before")
+    @classmethod
+    def _switched(cls, value: Any) -> Any:
+        """true and false, as this key once was."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class EnvironmentConfig(Section):

@@ -10,7 +10,9 @@ from rich.text import Text
 from jetrl.report.text import wrapped
 
 _COMPARED = {  # what the rows of a link are
-    "d": "log-probs of drawn tokens", "e": "drawn tokens with their log-probs", "f": "log-probs of drawn tokens",
+    "d": "log-probs of drawn tokens", "m": "drawn tokens with their log-probs",
+    "v": "drawn tokens with their log-probs",
+    "e": "drawn tokens with their log-probs", "f": "log-probs of drawn tokens",
     "g": "metrics and rows of weights and moments",
 }
 

@@ -23,6 +23,7 @@ from jetrl.rollout.plan import Drawn, Plan
 from jetrl.rollout.runner import Model, ModelRunner
 from jetrl.rollout.sampler import SamplingTable, check_params
 from jetrl.rollout.scheduler import ForcePreempt, Scheduler
+from jetrl.rollout.sharing import Merge
 from jetrl.rollout.speculate import Speculator
 from jetrl.rollout.stopper import Stopper, Tokenizer
 from jetrl.types import Completion, FinishReason, Request, StepReport, WeightSet
@@ -85,7 +86,7 @@ class PagedEngine:
         max_tokens_per_step: int = 2048,
         kv_cache_tokens: int | None = None,
         eos_token_ids: Collection[int] | None = None,
-        speculator: Speculator | None = None, merge_prefix: bool = False, keep_bytes: int | None = None,
+        speculator: Speculator | None = None, merge_prefix: Merge = "off", keep_bytes: int | None = None,
     ) -> None:
         if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < 1):
             raise UserError(

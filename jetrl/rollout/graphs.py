@@ -21,10 +21,8 @@ from torch import Tensor
 from jetrl.kernels.decode import DecodeState, SharedPages, advance
 from jetrl.kernels.logprob import draw
 from jetrl.rollout.capture import Capture
-from jetrl.rollout.sharing import Sharing, chunk_size, find_sharing
+from jetrl.rollout.sharing import SHARE_FROM, Merge, Sharing, chunk_size, find_sharing
 from jetrl.types import ForwardBatch, PagedPlan
-
-_SHARE_FROM = 17  # sequences; fewer have kernels that read keys in parallel, which do not merge
 
 
 def padded_batch(n: int) -> int:
@@ -36,17 +34,17 @@ def padded_batch(n: int) -> int:
 
 
 class GraphSize(NamedTuple):
-    """What a graph is captured for: rows, width of the page table, whether it draws its tokens itself, and whether it
-    reads shared pages once."""
+    """What a graph is captured for: rows, width of the page table, whether it draws its tokens itself, and for how many
+    chunks of sequences it reads shared pages once (0: none)."""
 
     rows: int
     width: int
     draws: bool
-    shares: bool = False
+    chunks: int = 0
 
     def holds(self, other: GraphSize) -> bool:
-        alike = self.draws == other.draws and self.shares == other.shares
-        return self.rows >= other.rows and self.width >= other.width and alike
+        alike = self.draws == other.draws and (self.chunks > 0) == (other.chunks > 0)
+        return self.rows >= other.rows and self.width >= other.width and self.chunks >= other.chunks and alike
 
 
 def choose(captured: Collection[GraphSize], need: GraphSize, times: int) -> GraphSize:
@@ -86,11 +84,11 @@ class DecodeInputs:
 class DecodeGraphs:
     """Captures on first use of a batch size, then replays. Both methods give what plain steps give, bit for bit."""
 
-    def __init__(self, model: Any, cache: Any, capture: Capture, max_steps: int, merges: bool = False) -> None:
+    def __init__(self, model: Any, cache: Any, capture: Capture, max_steps: int, merge: Merge = "off") -> None:
         self.model, self.cache, self.capture, self.max_steps = model, cache, capture, max_steps
         self.device = capture.device
-        self.merges = merges  # `rollout.merge_prefix`
-        self._heads = model.spec.num_heads // model.spec.num_kv_heads if merges else 1
+        self.merge, self.merged = merge, False  # in the last call
+        self._heads = model.spec.num_heads // model.spec.num_kv_heads if merge != "off" else 1
         self.addresses = model.addresses()
         self._graphs: dict[GraphSize, _Graph] = {}
         self._asked: Counter[GraphSize] = Counter()
@@ -129,12 +127,13 @@ class DecodeGraphs:
         n, pages = step.block_table.shape
         sharing = self._sharing(step)
         width = max(32, 1 << (pages - 1).bit_length())  # a wide table costs nothing
-        need = GraphSize(padded_batch(n), width, draws, sharing is not None)
+        need = GraphSize(padded_batch(n), width, draws, sharing.room if sharing is not None else 0)
         self._asked[need] += 1
+        self.merged = sharing is not None
         taken = choose(self._graphs.keys(), need, self._asked[need])
         if taken not in self._graphs:
             self._graphs[taken] = self._prepare(*taken)
-        held, (size, width, *_) = self._graphs[taken], taken
+        held, (size, width, _, room) = self._graphs[taken], taken
         integers = np.zeros((5, size), dtype=np.int64)
         integers[2] = -1  # a padding row writes nothing
         columns = (step.tokens, step.positions, step.slots, step.keys.view(np.int64), step.sample_positions)
@@ -154,33 +153,35 @@ class DecodeGraphs:
         if sharing is not None:
             assert isinstance(held.batch.plan, PagedPlan)
             shared = held.batch.plan.shared
-            for target, values in zip((shared.first, shared.members, shared.tiles), sharing.padded(size), strict=True):
+            targets = (shared.first, shared.members, shared.tiles)
+            for target, values in zip(targets, sharing.padded(size, room), strict=True):
                 target.copy_(torch.from_numpy(values), non_blocking=True)
         return held
 
     def _sharing(self, step: DecodeInputs) -> Sharing | None:
         """The first pages that are worth reading once for several sequences."""
-        if not self.merges or len(step.tokens) < _SHARE_FROM:
+        if self.merge == "off" or (self.merge == "auto" and len(step.tokens) < SHARE_FROM):
             return None
-        keys = self.cache.keys
+        keys, fp8 = self.cache.keys, self.cache.scales is not None
         found = find_sharing(step.block_table, step.positions, self.cache.page_size, chunk_size(self._heads))
-        return found if found.pays(2 * keys.shape[3] * keys.shape[4] * keys.element_size()) else None
+        groups, key_bytes = keys.shape[3], 2 * keys.shape[3] * keys.shape[4] * keys.element_size()
+        return found if found.merges(self.merge, len(step.tokens), groups, key_bytes, fp8) else None
 
-    def _shared(self, size: int) -> SharedPages:
-        """Room for what `_sharing` finds among `size` sequences; nothing is shared yet."""
+    def _shared(self, size: int, room: int) -> SharedPages:
+        """Room for `room` chunks of `size` sequences; nothing is shared yet."""
         none = Sharing(
             np.zeros(0, np.int32), np.zeros((0, chunk_size(self._heads)), np.int32), np.zeros(0, np.int32), 0
         )
-        return SharedPages(*(torch.from_numpy(x).to(self.device) for x in none.padded(size)))
+        return SharedPages(*(torch.from_numpy(x).to(self.device) for x in none.padded(size, room)))
 
-    def _prepare(self, size: int, width: int, draws: bool, shares: bool) -> _Graph:
+    def _prepare(self, size: int, width: int, draws: bool, chunks: int) -> _Graph:
         device = self.device
         state = DecodeState.empty(size, width, self.max_steps, self.cache.page_size, device)
         integers = state.integers
         plan = PagedPlan(
             cache=self.cache, cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
             query_lengths=(1,) * size, kv_lengths=state.kv_lengths, kv_pages=(width,) * size,
-            slots=integers[2], block_table=state.table, shared=self._shared(size) if shares else None,
+            slots=integers[2], block_table=state.table, shared=self._shared(size, chunks) if chunks else None,
         )
         batch = ForwardBatch(integers[0], integers[1], plan, "rollout")
         temperature = torch.ones(size, dtype=torch.float32, device=device)

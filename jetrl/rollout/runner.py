@@ -23,6 +23,7 @@ from jetrl.rollout.kv_cache import KVCache
 from jetrl.rollout.mixed_graphs import MixedGraphs
 from jetrl.rollout.plan import Plan
 from jetrl.rollout.sampler import SamplingTable, check_finite, is_cut, sample_rows
+from jetrl.rollout.sharing import Merge, served
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, PagedPlan
 
@@ -53,7 +54,7 @@ class ModelRunner:
 
     cuda_graphs = True  # a subclass that inspects each step turns them off
     mixed_graphs = True  # so may a benchmark that compares
-    merge_prefix = False  # `rollout.merge_prefix`
+    merge_prefix: Merge = "off"
     keep_bytes: int | None = None  # a larger cache is freed after each rollout; None: by `_KEEP_SHARE`
     max_burst = 8  # decode steps between two looks at the tokens: hides the host, wastes up to 7 tokens a sequence
 
@@ -64,6 +65,7 @@ class ModelRunner:
         self.draft_graphs: DraftGraphs | None = None
         self.mixed: MixedGraphs | None = None
         self._capture: Capture | None = None
+        self.merged_calls = 0  # bursts that read shared pages once
         self.reset_times()
 
     @property
@@ -173,7 +175,7 @@ class ModelRunner:
         """`run` of steps in which every sequence computes and draws one token, as CUDA graphs."""
         start = self._clock()
         if self.graphs is None:
-            self.graphs = DecodeGraphs(self.model, self.cache, self.capture, self.max_burst, self._merges)
+            self.graphs = DecodeGraphs(self.model, self.cache, self.capture, self.max_burst, self._merge)
         chosen = table.take(plan.sample_requests)
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
@@ -187,6 +189,7 @@ class ModelRunner:
             drawn, logprobs, maxima = self.graphs.run(step, steps)
             check_finite(maxima)
             result = drawn.numpy(), logprobs.numpy()
+        self.merged_calls += self.graphs.merged
         self.model_seconds += self._clock() - start
         return result
 
@@ -227,10 +230,9 @@ class ModelRunner:
         return sample_rows(logits, table.take(owner), positions.cpu().numpy() + 1)
 
     @property
-    def _merges(self) -> bool:
-        """Whether pages that sequences share may be read once: there are kernels for pages of whole tiles."""
-        spec = self.model.spec
-        return self.merge_prefix and self.page_size % 128 == 0 and spec.num_heads // spec.num_kv_heads <= 16
+    def _merge(self) -> Merge:
+        """When pages that sequences share are read once."""
+        return self.merge_prefix if served(self.model.spec, self.page_size) else "off"
 
     def _slots(self, plan: Plan) -> np.ndarray:
         """Cache slot of each new token [T] int64."""

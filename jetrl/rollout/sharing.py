@@ -10,14 +10,35 @@ Legend: `B` sequences, `M` pages per sequence, `C` chunks, `S` sequences in a ch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jetrl.spec import ModelSpec
+
+Merge = Literal["auto", "on", "off"]  # `rollout.merge_prefix`
 TILE = 128  # keys
-# Decode attention of a layer: bytes read per microsecond, microseconds for each tile of the longest chunk, and for the
-# second kernel at all. With benchmarks/bench_tail.py on an H200 (groups of 8 and 16), nothing that merges by these is
-# slower: measured before tiles were read ahead, which needs less per tile, so they ask for more than they must.
-READ_RATE, TILE_US, START_US = 3.8e6, 4.6, 16.0
+SHARE_FROM = 17  # sequences; "auto" merges for no fewer: their keys are read in parallel
+READ_RATE = 3.8e6  # bytes per microsecond of decode attention
+
+
+class Cost(NamedTuple):
+    """Microseconds of a layer's shared tiles."""
+
+    start: float  # at all
+    tile: float  # for each tile of the longest chunk
+    every: float  # for each tile of each chunk
+
+
+# By programs of one chunk and key/value head each, at most so many, as `triton_decode_choice.FORMS` has its rows; over
+# FP8 pages, over BF16 pages. From benchmarks/bench_tail.py on an H200 (groups of 8 and 16): nothing that merges by
+# these is slower. Measured before tiles were read ahead, which needs less per tile, so they ask for more than needed.
+COSTS: tuple[tuple[int, Cost, Cost], ...] = ((1 << 30, Cost(16.0, 4.6, 0.0), Cost(16.0, 4.6, 0.0)),)
+
+
+def served(spec: ModelSpec, page_size: int) -> bool:
+    """Whether there are kernels that read shared pages once, for such heads and pages of whole tiles."""
+    return page_size % TILE == 0 and spec.num_heads // spec.num_kv_heads <= 16 and spec.head_dim in (64, 128)
 
 
 def chunk_size(heads: int) -> int:
@@ -34,13 +55,29 @@ class Sharing:
     tiles: np.ndarray  # [C] int32
     saved: int  # keys that are not read again, of all sequences
 
-    def pays(self, key_bytes: int) -> bool:
-        """Whether a layer whose keys and values take `key_bytes` a token would need less time: an estimate."""
-        return self.saved * key_bytes / READ_RATE > START_US + TILE_US * int(self.tiles.max(initial=0))
+    @property
+    def room(self) -> int:
+        """The chunks, rounded up to a power of two: what a graph is captured for. 0: nothing is shared."""
+        chunks = len(self.members)
+        return 1 << (chunks - 1).bit_length() if chunks else 0
 
-    def padded(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`first`, `members` and `tiles` for `rows` sequences and as many chunks as these could form."""
-        (chunks, size), room = self.members.shape, rows // 2
+    def pays(self, groups: int, key_bytes: int, fp8: bool) -> bool:
+        """Whether a layer with `groups` key/value heads, whose keys and values take `key_bytes` a token, needs less
+        time: an estimate from what was measured."""
+        fits = next(row for row in COSTS if self.room * groups <= row[0])
+        cost = fits[1] if fp8 else fits[2]
+        longest, every = int(self.tiles.max(initial=0)), int(self.tiles.sum())
+        return self.saved * key_bytes / READ_RATE > cost.start + cost.tile * longest + cost.every * every
+
+    def merges(self, mode: Merge, sequences: int, groups: int, key_bytes: int, fp8: bool) -> bool:
+        """Whether a step of so many sequences reads what they share once, as `rollout.merge_prefix` asks."""
+        if mode == "on":
+            return bool(self.saved)
+        return mode == "auto" and sequences >= SHARE_FROM and self.pays(groups, key_bytes, fp8)
+
+    def padded(self, rows: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`first`, `members` and `tiles` for `rows` sequences and `room` chunks."""
+        chunks, size = self.members.shape
         assert chunks <= room and len(self.first) <= rows
         first, members, tiles = np.zeros(rows, np.int32), np.full((room, size), -1, np.int32), np.zeros(room, np.int32)
         first[: len(self.first)], members[:chunks], tiles[:chunks] = self.first, self.members, self.tiles

@@ -26,6 +26,7 @@ from jetrl.rl.losses import Stats
 from jetrl.rollout.depth import DEPTHS
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.graphs import padded_batch
+from jetrl.rollout.sharing import served
 from jetrl.rollout.speculate import Speculator, build_speculator
 from jetrl.spec import ModelSpec
 from jetrl.train import setup
@@ -147,7 +148,7 @@ def roll_out(model: Transformer, config: Config) -> None:
     engine.generate(asked(spec.vocab_size, SamplingParams(1, temperature=0.0, ignore_eos=True), [(1, 2)]))
     for count, keys in many_keys(spec.num_kv_heads, r.page_size or 0, longest - 3, r.max_num_seqs):
         engine.generate(ask([(keys, 3)] * count))
-    if r.merge_prefix:
+    if _merges(config, spec):
         same = ask([(max(1, min(_MANY_KEYS, longest - 3)), 3)])[0]
         for count in {min(17, r.max_num_seqs), r.max_num_seqs}:
             engine.generate([replace(same, id=i) for i in range(count)])
@@ -160,13 +161,21 @@ def roll_out(model: Transformer, config: Config) -> None:
         engine.release()
 
 
+def _merges(config: Config, spec: ModelSpec) -> bool:
+    """Whether samples of a prompt may share pages that decode steps read once."""
+    r = config.rollout
+    shares = r.group_size > 1 and r.page_size is not None and config.task.max_prompt_length >= r.page_size
+    return r.merge_prefix != "off" and shares and served(spec, r.page_size or 0)
+
+
 def _engine(model: Transformer, config: Config, speculator: Speculator | None = None) -> PagedEngine:
     """The run's engine, its weights loaded."""
     r = config.rollout
     assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
     engine = PagedEngine(
         model, _NoText(), _DIGEST, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step, merge_prefix=r.merge_prefix, speculator=speculator,
+        max_tokens_per_step=r.max_tokens_per_step, speculator=speculator,
+        merge_prefix="on" if _merges(config, model.spec) else "off",
     )
     engine.runner.max_burst = 1
     engine.load(publish(model, 0, _DIGEST))

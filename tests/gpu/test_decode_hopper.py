@@ -212,6 +212,7 @@ SHARED = [
 @pytest.mark.parametrize("which", range(len(SHARED)))
 def test_shared_pages_are_read_once_and_change_no_bit(kernel, n: int, g: int, h: int, fp8: bool, which: int) -> None:
     from jetrl.kernels.backends import triton_decode_choice as choice
+    from jetrl.kernels.backends.triton_decode_shared import Form
     from jetrl.kernels.backends.triton_quant import quantize_act
 
     lengths, groups = SHARED[which]
@@ -219,19 +220,20 @@ def test_shared_pages_are_read_once_and_change_no_bit(kernel, n: int, g: int, h:
     found = find_sharing(pages.table.cpu().numpy(), np.array(lengths) - 1, 128, chunk_size(n // g))
     assert found.saved
     for rows in (len(lengths), len(lengths) + 5):  # chunks behind the last are padding
-        shared = SharedPages(*(torch.from_numpy(x).to(CUDA) for x in found.padded(rows)))
+        shared = SharedPages(*(torch.from_numpy(x).to(CUDA) for x in found.padded(rows, rows // 2)))
         shared = SharedPages(shared.first[: len(lengths)], shared.members, shared.tiles)
         for spread in (0.02, 1.0, 6.0):
             q = pages.queries(n, spread)
             want = kernel.decode(q, pages.cache, pages.table, pages.lengths, h**-0.5)
-            got = torch.full_like(q, float("nan"))
             arguments = (q, pages.cache, pages.table, pages.lengths, shared, h**-0.5)
-            choice.merged(*arguments, got, None, False)
-            different = torch.nonzero((got != want).flatten(1).any(1)).flatten().tolist()
-            assert not different, f"sequences {different} of {len(lengths)}, spread {spread}"
-            if h == 128:
-                quantized = quantize_act(want.flatten(1), True)
-                blank = quantize_act(torch.zeros_like(want).flatten(1), True)
-                choice.merged(*arguments, q, blank, True)
-                assert torch.equal(blank.codes.view(torch.uint8), quantized.codes.view(torch.uint8))
-                assert torch.equal(blank.scale, quantized.scale)
+            quantized = quantize_act(want.flatten(1), True) if h == 128 else None
+            for form in (Form(), Form(2, 2), Form(4, 3), Form(2, 4, True), Form(4, 6, True)):
+                got = torch.full_like(q, float("nan"))
+                choice.merged(*arguments, got, None, False, form)
+                different = torch.nonzero((got != want).flatten(1).any(1)).flatten().tolist()
+                assert not different, f"sequences {different} of {len(lengths)}, spread {spread}, {form}"
+                if quantized is not None:
+                    blank = quantize_act(torch.zeros_like(want).flatten(1), True)
+                    choice.merged(*arguments, q, blank, True, form)
+                    assert torch.equal(blank.codes.view(torch.uint8), quantized.codes.view(torch.uint8)), form
+                    assert torch.equal(blank.scale, quantized.scale), form

@@ -45,7 +45,7 @@ def requests(vocab: int) -> list[Request]:
     return [Request(i, prompts[i % 4], kinds[i % 5]) for i in range(40)]
 
 
-def generate(model: object, asked: list[Request], **sizes: int | bool) -> list[Completion]:
+def generate(model: object, asked: list[Request], **sizes: int | str) -> list[Completion]:
     engine = PagedEngine(model, NoText(), "flow", **sizes)
     engine.load(WeightSet(1, "flow", {}))
     return list(engine.generate(asked))
@@ -107,8 +107,9 @@ def test_broken_logits_are_reported() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8 kv"])
 def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a long prompt each, of which some end early: the decode graphs read shared pages once."""
-    from jetrl.kernels.backends import triton_decode_shared
-    from jetrl.rollout.sharing import Sharing
+    from jetrl.kernels.backends import triton_decode_choice as choice
+    from jetrl.kernels.backends import triton_decode_shared, triton_shared_split
+    from jetrl.kernels.backends.triton_decode_shared import Form
 
     model = _models().build("qwen3", precision)
     g = np.random.default_rng(1)
@@ -117,13 +118,18 @@ def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.Mon
         Request(i, prompts[i // 12], SamplingParams(20 + 7 * (i % 5), ignore_eos=True)) for i in range(48)
     ]
     apart = generate(model, asked, page_size=128)
-    merged, go_on = [], triton_decode_shared.go_on
-    monkeypatch.setattr(triton_decode_shared, "go_on", lambda *args: (merged.append(1), go_on(*args)))
-    monkeypatch.setattr(Sharing, "pays", lambda self, key_bytes: bool(self.saved))
-    together = generate(model, asked, page_size=128, merge_prefix=True)
-    assert merged, "no step merged anything"
-    for a, b in zip(apart, together, strict=True):
-        assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id}"
+    merged: list[Form] = []
+    for form in (Form(), Form(2, 2), Form(4, 6, True)):
+        for kernels in (triton_decode_shared, triton_shared_split):
+            go_on = kernels.go_on
+            monkeypatch.setattr(kernels, "go_on", lambda *args, go_on=go_on: (merged.append(args[-1]), go_on(*args)))
+        monkeypatch.setattr(choice, "FORMS", ((1 << 30, form, form),))
+        merged.clear()
+        together = generate(model, asked, page_size=128, merge_prefix="on")
+        assert set(merged) == {form}, "no step merged anything, or not in this form"
+        for a, b in zip(apart, together, strict=True):
+            assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id}, {form}"
+        monkeypatch.undo()
 
 
 def ragged(vocab: int, count: int = 72) -> list[Request]:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
+from tiny import ARCH, long_prompts, numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_samples
+from jetrl.rollout.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 PARITY = "parity/logprob_abs_diff_max"
@@ -67,6 +68,34 @@ def test_what_must_not_matter_does_not_matter(tmp_path: Path, kv_cache: str) -> 
     })
     assert list(read_samples(plain)) == list(read_samples(other))
     assert numbers(plain) == numbers(other)
+
+
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
+def test_merged_prefixes_change_no_bit_of_a_run(
+    tmp_path: Path, kv_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of more than a page, groups of 4: metrics, samples and weights with the switch on, off and auto."""
+    calls, decode = [], ModelRunner._decode
+
+    def counted(self: ModelRunner, *args: Any) -> Any:
+        before, result = self.merged_calls, decode(self, *args)
+        calls.append(self.merged_calls - before)
+        return result
+
+    monkeypatch.setattr(ModelRunner, "_decode", counted)
+    arch = ARCH | {"hidden_size": 128, "head_dim": 64, "max_position_embeddings": 512}
+    long = GPU | long_prompts(tmp_path) | {"model.arch": arch, "quant.kv_cache": kv_cache}
+    runs, merged = {}, {}
+    for mode in ("off", "on", "auto"):
+        calls.clear()
+        runs[mode] = tiny_run(tmp_path / mode, long | {"rollout.merge_prefix": mode})
+        merged[mode] = sum(calls)
+    assert merged["on"] > 0 and merged["off"] == 0
+    for mode in ("on", "auto"):
+        assert list(read_samples(runs[mode])) == list(read_samples(runs["off"]))
+        assert numbers(runs[mode]) == numbers(runs["off"])
+        assert weights_hash(runs[mode], 4) == weights_hash(runs["off"], 4)
+    assert [row[PARITY] for row in numbers(runs["on"])[1:]] == [0.0] * 4
 
 
 def test_fp8_rollout_is_visibly_not_on_policy(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 from jetrl.kernels.backends import triton_decode_shared as shared  # noqa: E402
 from jetrl.kernels.backends import triton_decode_split as split  # noqa: E402
+from jetrl.kernels.backends import triton_shared_split as shared_split  # noqa: E402
 
 COMMON = {"FLOOR": 0x2B8CBCCC, "POW2": True, "PDL": True, "G": 8, "H": 128, "PAGE": 128, "QUANT": True, "N": 32}
 POINTERS = {
@@ -34,7 +35,7 @@ def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
     constants = COMMON | {"FP8": fp8} | constants
     pages = "*u8" if fp8 else "*bf16"
     kinds = {name: "constexpr" for name in constants} | POINTERS | {"keys": pages, "values": pages}
-    if kernel is shared._shared_kernel and fp8:
+    if kernel.fn.__module__ != split.__name__ and fp8:
         kinds["scales"] = "*i32"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
@@ -54,15 +55,31 @@ def test_chains_multiply_keys_in_their_natural_order(fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one_thread(fp8: bool) -> None:
-    code, shared_bytes = compiled(shared._shared_kernel, fp8, S=16, STAGES=shared.STAGES)
-    assert code.count("async_copy_global_to_local") >= (3 if fp8 else 2) * shared.STAGES
+@pytest.mark.parametrize("form", [shared.Form(), shared.Form(2, 2), shared.Form(4, 3)])
+def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one_thread(
+    form: shared.Form, fp8: bool
+) -> None:
+    code, shared_bytes = compiled(shared._shared_kernel, fp8, S=16, PARTS=form.parts, STAGES=form.stages)
+    assert code.count("async_copy_global_to_local") >= (3 if fp8 else 2) * form.stages
     assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"} and "warp_group_dot" in code
-    assert shared_bytes <= 227 * 1024
+    assert shared_bytes <= 227 * 1024 // (2 if form.stages == 2 else 1)
     (name,) = set(re.findall(r"tensor<64x4x32xf32, #(\w+)>\) -> tensor<64x4xf32", code))
     (layout,) = re.findall(rf"#{name} = #ttg.linear<(.*)>", code)
     registers, others = layout.split("lane = ")
     assert len(re.findall(r"\[0, 0, \d+\]", registers)) == 5 and not re.findall(r"\[0, 0, \d+\]", others)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_shared_tiles_in_parallel_are_multiplied_in_their_natural_order(fp8: bool) -> None:
+    code, _ = compiled(shared_split._scores_kernel, fp8, S=16)
+    assert "warp_group_dot" in code and set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
+    for parts, stages in ((2, 4), (4, 6), (8, 6)):
+        code, shared_bytes = compiled(
+            shared_split._chain_kernel, fp8, S=16, PARTS=parts, STAGES=stages, SUMS_AHEAD=shared_split.SUMS_AHEAD
+        )
+        assert "warp_group_dot" in code and set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
+        # values, weights and what rescales are read ahead
+        assert code.count("async_copy_global_to_local") >= 2 * (stages - 1) and shared_bytes <= 227 * 1024
 
 
 @pytest.mark.parametrize("fp8", [False, True])

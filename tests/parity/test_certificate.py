@@ -15,8 +15,9 @@ from jetrl import parity, parity_rows
 from jetrl.kernels import pointwise
 from jetrl.kernels.backends import reference as backend
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Certificate, Workload, certify, graph_link, random_sequences
-from jetrl.parity_rows import Packed, row_hash, varlen
+from jetrl.parity import Certificate, Workload, certify
+from jetrl.parity_drawn import graph_link, graph_links, merged_link
+from jetrl.parity_rows import Packed, random_sequences, row_hash, varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, MicroBatch
@@ -225,3 +226,22 @@ def test_the_packed_forward_is_the_one_that_is_differentiated(monkeypatch: pytes
     monkeypatch.setattr(linear._FP8Linear, "forward", staticmethod(off))
     *others, shared = certificate("fp8").links
     assert not any(link.ok for link in others) and shared.ok, "link s has the learner's functions on both sides"
+
+
+def test_the_link_of_merged_prefixes_asks_for_steps_that_merge() -> None:
+    """A CPU's steps merge nothing, so the link cannot hold there, though tokens and log-probs are equal."""
+    model = Transformer(SPEC, build_recipe("bf16", SPEC.num_layers)).init_random(0)
+    with torch.no_grad():
+        found = merged_link(model, random_sequences(model, WORK), WORK)
+    assert not found.ok and found.rows_different == 0 and found.first_difference == "no step merged anything"
+
+
+def test_links_of_a_gpu_by_what_its_kernels_serve() -> None:
+    def letters(spec: ModelSpec) -> str:
+        with torch.device("meta"):
+            model = Transformer(spec, build_recipe("bf16", spec.num_layers))
+        return "".join((link.__doc__ or "")[0] for link in graph_links(model, WORK))
+
+    wide = replace(SPEC, head_dim=64, max_position=512)
+    assert letters(wide) == "dm" and letters(SPEC) == "d", "no kernels for heads of 16"
+    assert letters(replace(wide, max_position=137)) == "d", "no position for a page that is shared"

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -42,8 +43,15 @@ def emit(row: dict[str, Any]) -> None:
     print(MARK + json.dumps(row), flush=True)
 
 
-def ask(command: list[str] | str, mark: str = MARK, limit: float | None = None) -> Iterator[dict[str, Any]]:
-    """The rows that a new process prints after `mark`, each as soon as it is there.
+def end_on_sigterm() -> None:
+    """A program that `timeout` ends leaves no process of `ask` behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def ask(
+    command: list[str] | str, mark: str = MARK, limit: float | None = None, say: Callable[[str], object] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows that a new process prints after `mark`, each as soon as it is there; `say` gets its other lines.
 
     RuntimeError, with the end of its output, if the process fails or has no row. After `limit` seconds it is killed,
     with all processes that it has started.
@@ -65,6 +73,8 @@ def ask(command: list[str] | str, mark: str = MARK, limit: float | None = None) 
                     yield json.loads(line[len(mark) :])
                 else:
                     tail.append(line)
+                    if say is not None:
+                        say(line.rstrip())
             status = process.wait()
         finally:
             if timer is not None:

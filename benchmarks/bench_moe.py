@@ -211,6 +211,7 @@ def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float
         "route": lambda: moe.route(logits, k, True),
         "group": lambda: ops.group(chosen, e, block),
         "dispatch_quantize": lambda: moe.dispatch_quantize(x, groups, False),
+        "group_quantize": lambda: moe.group_quantize(chosen, x, e, False),
         "gate_up fp8": lambda: moe.grouped_fp8_gemm(q, up8, groups, bf16),
         "swiglu_quantize": lambda: moe.swiglu_quantize(hidden, groups, False),
         "down fp8": lambda: moe.grouped_fp8_gemm(act, down8, groups, bf16),
@@ -296,7 +297,7 @@ def sweep(args: argparse.Namespace) -> None:
     """Rows of a tile, then the number of SMs: each pair is a kernel of DeepGEMM, compiled at its first call."""
     from jetrl.kernels.backends.deepgemm import deep_gemm
 
-    small = ("group", "dispatch_quantize", "swiglu_quantize")
+    small = ("router", "route", "group", "dispatch_quantize", "group_quantize", "swiglu_quantize", "combine")
     gemms, all_sms = ("gate_up fp8", "down fp8"), deep_gemm.get_num_sms()
     plan = [(sms, block) for sms, blocks in ((all_sms, (16, 32, 64, 128)), (128, (16, 32))) for block in blocks]
     for sms, block in plan:

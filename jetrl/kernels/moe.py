@@ -103,6 +103,13 @@ def dispatch_quantize(x: Tensor, groups: Groups, pow2: bool) -> QTensor:
     return experts_backend_of(x).dispatch_quantize(x, groups, pow2)
 
 
+def group_quantize(chosen: Tensor, x: Tensor, num_experts: int, pow2: bool) -> tuple[Groups, QTensor]:
+    """`group`, then `dispatch_quantize`. A backend may leave `tokens` of the groups empty: for layers whose GEMMs are
+    all FP8."""
+    assert not torch.is_grad_enabled()
+    return experts_backend_of(x).group_quantize(chosen, x, num_experts, pow2)
+
+
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, groups: Groups) -> Tensor:

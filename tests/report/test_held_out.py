@@ -89,8 +89,8 @@ def test_a_comparison_shows_routing_where_it_was_compared(make_run: Callable[...
     console.comparison(rows_, Console(file=said, width=200))
     lines = [line.split() for line in said.getvalue().splitlines()]
     assert "other experts" in said.getvalue()
-    assert [line[-2] for line in lines if line[:1] == ["fp8"]] == ["0"]
-    assert [line[-2] for line in lines if line[:1] == ["fp8_rollout"]] == ["2.50%"]
+    assert [line[-3] for line in lines if line[:1] == ["fp8"]] == ["0"]
+    assert [line[-3] for line in lines if line[:1] == ["fp8_rollout"]] == ["2.50%"]
 
 
 def test_the_picture_says_it(make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def _transpose_kernel(x, out, size, cols, x_stride, out_stride, x_matrix, out_ma
     tl.store(to, tl.trans(v), mask=inside[:, None])
 
 
-def _tile(columns: int) -> int:
+def column_tile(columns: int) -> int:
     return min(2048, max(128, triton.next_power_of_2(columns)))
 
 
@@ -204,7 +204,7 @@ def dispatch(x: Tensor, groups: PaddedGroups) -> Tensor:
     """`reference_moe.dispatch`, with zeros between groups."""
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1
     size, d = len(groups.tokens), x.shape[1]
-    out, block = torch.empty(size, d, dtype=x.dtype, device=x.device), _tile(d)
+    out, block = torch.empty(size, d, dtype=x.dtype, device=x.device), column_tile(d)
     if size:
         _copy_kernel[(size, triton.cdiv(d, block))](
             x, groups.tokens, groups.total, out, d, x.stride(0), B=block, num_warps=4, **LAUNCH
@@ -215,7 +215,7 @@ def dispatch(x: Tensor, groups: PaddedGroups) -> Tensor:
 def dispatch_quantize(x: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
     """`reference_moe.dispatch_quantize`, bit-equal in the rows of tokens; the others are not written."""
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1
-    size, d, block = len(groups.tokens), x.shape[1], _tile(x.shape[1])
+    size, d, block = len(groups.tokens), x.shape[1], column_tile(x.shape[1])
     codes, scale = new_codes(size, d, x.device), new_scale(size, triton.cdiv(d, BLOCK), x.device)
     if size:
         _copy_quantized_kernel[(x.shape[0], triton.cdiv(d, block))](
@@ -229,7 +229,7 @@ def dispatch_quantize(x: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
 def _summed(y: Tensor, weights: Tensor | None, groups: PaddedGroups) -> Tensor:
     assert y.dtype == torch.bfloat16 and y.stride(1) == 1 and (weights is None or weights.is_contiguous())
     (tokens, k), d = groups.rows.shape, y.shape[1]
-    out, block = torch.empty(tokens, d, dtype=y.dtype, device=y.device), min(1024, _tile(d))
+    out, block = torch.empty(tokens, d, dtype=y.dtype, device=y.device), min(1024, column_tile(d))
     if tokens:
         _sum_kernel[(tokens, triton.cdiv(d, block))](
             y, y if weights is None else weights, groups.rows, out, d, y.stride(0), K=k, B=block,

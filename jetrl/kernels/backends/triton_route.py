@@ -193,25 +193,32 @@ def tile_rows(tokens: int, per_token: int, experts: int) -> int:
     return next((b for b in _BLOCKS if b * experts >= 2 * tokens * per_token), BLOCK)
 
 
-def group(chosen: Tensor, num_experts: int, block: int | None = None) -> PaddedGroups:
-    """`reference_moe.group`, padded; the experts of a token must be distinct.
+def bound_of_rows(tokens: int, per_token: int, experts: int, block: int) -> int:
+    """R = T * k + min(E, T * k) * (block - 1), rounded down to a multiple of `block`: more rows no choice can need."""
+    choices = tokens * per_token
+    return (choices + min(experts, choices) * (block - 1)) // block * block
 
-    R = T * k + min(E, T * k) * (block - 1), rounded down to a multiple of `block`: more rows no choice can need.
-    """
+
+def new_bounds(experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for `starts`, `counts`, `ends` and `sizes` of groups."""
+    held = torch.empty(4, padded(experts, 4) + 4, dtype=torch.int32, device=device)
+    return held[0, : experts + 1], held[1, :experts], held[2, :experts], held[3, :experts]
+
+
+def group(chosen: Tensor, num_experts: int, block: int | None = None) -> PaddedGroups:
+    """`reference_moe.group`, padded, of `bound_of_rows` rows; the experts of a token must be distinct."""
     tokens, k = chosen.shape
     block = block or tile_rows(tokens, k, num_experts)
     assert chosen.is_contiguous() and chosen.dtype == torch.int64 and block in _BLOCKS
-    size = (tokens * k + min(num_experts, tokens * k) * (block - 1)) // block * block
-    device, e = chosen.device, padded(num_experts, 4)
+    size, device = bound_of_rows(tokens, k, num_experts, block), chosen.device
     rows = torch.empty(tokens, k, dtype=torch.int64, device=device)
     of_row = torch.empty(size, dtype=torch.int32, device=device)
-    held = torch.empty(4, e + 4, dtype=torch.int32, device=device)
-    starts, counts, ends, sizes = held[0, : num_experts + 1], *(held[i, :num_experts] for i in (1, 2, 3))
-    groups = PaddedGroups(rows, of_row, starts, counts, ends, sizes, block)
-    arrays = groups.starts, groups.counts, groups.ends, groups.sizes
+    arrays = new_bounds(num_experts, device)
+    groups = PaddedGroups(rows, of_row, *arrays, block)
     width, choices = max(32, triton.next_power_of_2(num_experts)), tokens * k
     if not tokens:
-        held.zero_()
+        for array in arrays:
+            array.zero_()
     elif choices <= _AT_ONCE:
         some = max(256, triton.next_power_of_2(choices))
         _group_kernel[(num_experts,)](

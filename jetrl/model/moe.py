@@ -176,11 +176,11 @@ class MoE(Block):
             shape.in_size, shape.sections, shape.experts, build.recipes(role), build.master_dtype, build.dtype
         )
 
-    def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
-        """The experts [T, k] of each token, by rank, and their weights."""
+    def _routed(self, y: Tensor, context: Context, tap: Tap, ahead: Any = None) -> tuple[Tensor, Tensor]:
+        """The experts [T, k] of each token, by rank, and their weights; `ahead` as in `moe.route`."""
         logits = self.router(y)
         tap(f"{self.at}.router", logits)
-        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized)
+        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized, ahead)
         tap(f"{self.at}.route", weights)
         if context.routes is not None:
             context.routes.add(self.layer, logits, chosen)
@@ -211,8 +211,8 @@ class MoE(Block):
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         side = context.batch.side
         y, residual = self._normed(x, residual)  # the router reads it in BF16
-        chosen, weights = self._routed(y, context, no_tap)
         into, out, count = self.gate_up.recipes[side], self.down.recipes[side], self.experts.count
+        chosen, weights = self._routed(y, context, no_tap, None if into is None else self.gate_up.fp8_operand())
         rows: Tensor | QTensor
         if into is not None and out is not None:
             groups, rows = moe.group_quantize(chosen, y, count, into.fprop.left.pow2)
@@ -220,7 +220,11 @@ class MoE(Block):
             groups = moe.group(chosen, count)
             rows = moe.dispatch(y, groups) if into is None else moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
         hidden = self.gate_up.infer_rows(rows, groups, side)
-        act = moe.swiglu(hidden, groups) if out is None else moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
+        act: Tensor | QTensor
+        if out is None:
+            act = moe.swiglu(hidden, groups)
+        else:
+            act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2, self.down.fp8_operand())
         return moe.combine(self.down.infer_rows(act, groups, side), weights, groups), residual
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Mixtures of experts on one GPU, at the shape of Qwen3-30B-A3B with random weights: rollout, update, and single ops.
 
     python benchmarks/bench_moe.py --only rollout --batch 64 256 --precision "fp8 kv8" bf16 --peer "COMMAND"
-    python benchmarks/bench_moe.py --only update --update-layers 12  # as many as fit with masters and moments
+    python benchmarks/bench_moe.py --only update --update-layers 12 --micro-tokens 16384 --out DIR
     python benchmarks/bench_moe.py --only ops                        # microseconds of each op of one layer
     python benchmarks/bench_moe.py --only sweep                      # decode: rows of a tile, and SMs of a GEMM
 
@@ -9,12 +9,16 @@ Rollout: published weights only, prompt 512 and 1024 new tokens; `--peer` as for
 The floor of a decode step reads the weights of the experts that are hit, which is counted: the drawn sequences go
 through the model once more, whose routers choose the same experts (parity), and the distinct experts of a step are
 averaged over layers and sampled positions. Update: forward, backward, norm, clipping, AdamW and publishing with BF16
-masters and moments and FP32 gradients; its FLOPs count active parameters. Ops are single calls with a cold, dirty L2
-(5 us of launch included at few tokens); the sweep has ten calls in one graph, as a decode step has them. The floor of a
-GEMM reads the matrices of the experts that are hit; that of wgrad reads and writes its FP32 gradient.
+masters and moments and FP32 gradients; its FLOPs count active parameters. A weight takes 12 bytes (with FP8 codes both
+ways), so 12 layers, embedding and head take 90 GiB; the activations of 8,192 tokens 9, logits and residuals 6. So 12
+layers fit with micro-batches of 16,384 tokens (115 GiB), 15 with 8,192 (128), 10 with 32,768 (117). Each micro-batch
+reads and writes all FP32 gradients of experts (1.1 ms a layer at least), so larger ones are faster.
+Ops are single calls with a cold, dirty L2 (5 us of launch included at few tokens); the sweep has ten calls in one
+graph, as a decode step has them. The floor of a GEMM reads the matrices of the experts that are hit; that of wgrad
+reads and writes its FP32 gradient.
 
-Each measurement is a process with `--limit` seconds; one that fails is told, with the rows it had, and others go on.
-Writes `benchmarks/results/moe.json`.
+Each measurement is a process with `--limit` seconds; one that fails is told, with the rows it had, and others go on. An
+update reports after each repeat; its last row stays. Writes `moe.json`, in `benchmarks/results` or `--out`.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from typing import Any
 
 import torch
 from bench_rollout import PEER_MARK, measure, peer_command, peer_row, requests_of
-from bench_step import BF16_CEILING, batch_of, repeated, update
+from bench_step import BF16_CEILING, batch_of, update
 from common import (
     COPY_TBPS,
     READ_TBPS,
@@ -37,6 +41,7 @@ from common import (
     NoText,
     ask,
     emit,
+    end_on_sigterm,
     environment,
     graphed,
     interleaved,
@@ -146,17 +151,36 @@ def rollout(variant: str, args: argparse.Namespace) -> None:
 
 
 def updates(variant: str, args: argparse.Namespace) -> None:
-    model = random_model(SHAPE, variant, "cuda", args.update_layers)
-    accumulate_in(model, torch.float32)
+    """A row after each repeat, with the median of all until then: a process that is stopped has told something."""
+    start = time.perf_counter()
+
+    def tell(text: str) -> None:
+        held = torch.cuda.memory_allocated() / 2**30
+        print(f"update {variant}: {time.perf_counter() - start:.0f} s, {held:.1f} GiB held, {text}", flush=True)
+
+    accumulate_in(model := random_model(SHAPE, variant, "cuda", args.update_layers), torch.float32)
     optimizer = MixedAdamW(model.parameters(), 1e-6, state_dtype=torch.bfloat16)
+    tell(f"{args.update_layers} layers, {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters made")
     micros = [[args.length] * (args.micro_tokens // args.length)] * (args.tokens // args.micro_tokens)
-    milliseconds, peak = repeated(lambda: update(model, optimizer, micros), args.repeats)
     lengths = [n for micro in micros for n in micro]
-    emit({
-        "what": "update", "variant": variant, "layers": args.update_layers, "tokens": sum(lengths),
-        "length": args.length, "micro-batch": args.micro_tokens, "update_ms": milliseconds, "peak GiB": peak,
-        "MFU": flops(model.spec, lengths) / milliseconds / 1e9 / BF16_CEILING, "environment": environment(),
-    })
+    spent: list[float] = []
+    update(model, optimizer, micros[:1])  # compiles
+    torch.cuda.synchronize()
+    tell("one micro-batch has run")
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(args.repeats):
+        began = time.perf_counter()
+        update(model, optimizer, micros)
+        torch.cuda.synchronize()
+        spent.append((time.perf_counter() - began) * 1e3)
+        milliseconds, peak = median(spent), torch.cuda.max_memory_allocated() / 2**30
+        emit({
+            "what": "update", "variant": variant, "layers": args.update_layers, "tokens": sum(lengths),
+            "length": args.length, "micro-batch": args.micro_tokens, "repeats": len(spent), "update_ms": milliseconds,
+            "peak GiB": peak, "MFU": flops(model.spec, lengths) / milliseconds / 1e9 / BF16_CEILING,
+            "environment": environment(),
+        })
+        tell(f"{milliseconds:.0f} ms, the median of {len(spent)}")
 
 
 def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float]:
@@ -187,6 +211,7 @@ def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float
         "route": lambda: moe.route(logits, k, True),
         "group": lambda: ops.group(chosen, e, block),
         "dispatch_quantize": lambda: moe.dispatch_quantize(x, groups, False),
+        "group_quantize": lambda: moe.group_quantize(chosen, x, e, False),
         "gate_up fp8": lambda: moe.grouped_fp8_gemm(q, up8, groups, bf16),
         "swiglu_quantize": lambda: moe.swiglu_quantize(hidden, groups, False),
         "down fp8": lambda: moe.grouped_fp8_gemm(act, down8, groups, bf16),
@@ -272,7 +297,7 @@ def sweep(args: argparse.Namespace) -> None:
     """Rows of a tile, then the number of SMs: each pair is a kernel of DeepGEMM, compiled at its first call."""
     from jetrl.kernels.backends.deepgemm import deep_gemm
 
-    small = ("group", "dispatch_quantize", "swiglu_quantize")
+    small = ("router", "route", "group", "dispatch_quantize", "group_quantize", "swiglu_quantize", "combine")
     gemms, all_sms = ("gate_up fp8", "down fp8"), deep_gemm.get_num_sms()
     plan = [(sms, block) for sms, blocks in ((all_sms, (16, 32, 64, 128)), (128, (16, 32))) for block in blocks]
     for sms, block in plan:
@@ -297,19 +322,23 @@ def peers(args: argparse.Namespace, dtype: str) -> Iterator[Row]:
 
 COLUMNS = {
     "ops": ["op", "tokens", "us", "floor"], "sweep": ["op", "tokens", "tile", "SMs", "hit", "us", "floor"],
-    "update": ["variant", "layers", "tokens", "update_ms", "MFU", "peak GiB"],
+    "update": ["variant", "layers", "tokens", "micro-batch", "repeats", "update_ms", "MFU", "peak GiB"],
     "rollout": ["engine", "batch", "tokens/s", "decode tokens/s", "step_ms", "experts hit", "share of floor",
                 "weights GiB", "peak without cache GiB", "peak GiB"],
 }
 
 
-def gathered(title: str, source: Iterator[Row], failed: list[str]) -> list[Row]:
-    """The rows of one part; if it fails, those it had until then."""
+def gathered(
+    title: str, source: Iterator[Row], failed: list[str], args: argparse.Namespace, before: list[Row], round_: int
+) -> list[Row]:
+    """The rows of one part, of an update the last, saved behind those `before` as they come; also if it fails."""
     found: list[Row] = []
     start = time.perf_counter()
     try:
-        found.extend(source)
-    except (RuntimeError, SystemExit) as error:
+        for row in source:
+            found = [*(found if row["what"] != "update" else []), row | {"round": round_}]
+            save(args.name, before + found, args.out)
+    except RuntimeError as error:
         failed.append(title)
         print(f"{title}: FAILED\n{error}", flush=True)
     print(f"{title}: {len(found)} rows, {time.perf_counter() - start:.0f} s", flush=True)
@@ -329,11 +358,11 @@ def main() -> None:
     parser.add_argument("--update-precision", nargs="+", default=["fp8", "bf16"])
     parser.add_argument("--update-layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=32768, help="of an update")
-    parser.add_argument("--micro-tokens", type=int, default=8192)
+    parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=2048, help="of a sequence of an update")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=150, help="seconds of a process, compilation included")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of a process, compilation included")
     parser.add_argument("--peer", help="a command that measures another engine")
     parser.add_argument("--peer-dtype", nargs="+", default=["fp8 kv8", "bf16"])
     parser.add_argument("--one", nargs=2, metavar=("WHAT", "VARIANT"), help=argparse.SUPPRESS)
@@ -345,6 +374,7 @@ def main() -> None:
         alone = {"ops": ops_table, "sweep": sweep}
         return alone[what](args) if what in alone else {"rollout": rollout, "update": updates}[what](variant, args)
     require_gpu()
+    end_on_sigterm()
     keys = ("prompt", "new", "layers", "update_layers", "tokens", "micro_tokens", "length", "repeats")
     options = ["--batch", *map(str, args.batch), *(f"--{k.replace('_', '-')}={getattr(args, k)}" for k in keys)]
     todo = {"ops": ["all"], "sweep": ["all"], "rollout": args.precision, "update": args.update_precision}
@@ -352,16 +382,13 @@ def main() -> None:
     failed: list[str] = []
     for round_ in range(args.rounds):
         for what in args.only:
-            sources = [
-                (f"{what} {v}", ask([sys.executable, __file__, "--one", what, v, *options], limit=args.limit))
-                for v in todo[what]
-            ]
+            me = [sys.executable, __file__, *options, "--one", what]
+            sources = [(f"{what} {v}", ask([*me, v], limit=args.limit, say=print)) for v in todo[what]]
             if what == "rollout" and args.peer:
                 sources += [(f"{what} peer {dtype}", peers(args, dtype)) for dtype in args.peer_dtype]
             for title, source in sources:
-                found = gathered(title, source, failed)
-                told[what] += [row | {"round": round_} for row in found]
-                save(args.name, [row for rows in told.values() for row in rows], args.out)
+                before = [row for rows in told.values() for row in rows]
+                told[what] += gathered(title, source, failed, args, before, round_)
     for what, rows in told.items():
         print(table(rows, COLUMNS[what]) if rows else f"{what}: no rows", flush=True)
     print("FAILED: " + ", ".join(failed) if failed else "all parts ran", flush=True)

@@ -4,6 +4,7 @@
     python benchmarks/certificates.py                  # only those missing in benchmarks/results/certificates.json
     python benchmarks/certificates.py --budget 560     # start nothing that would not end within 560 s; call again
     python benchmarks/certificates.py --models qwen3-8b --precision fp8 --workloads long --again
+    python benchmarks/certificates.py --models qwen3-30b-a3b --precision fp8 --out DIR --budget 540
     python benchmarks/certificates.py --write          # run nothing; the table goes to docs/PERFORMANCE.md
     python benchmarks/certificates.py --ranks 2        # that two ranks, one a GPU, give the bits of one
 
@@ -12,7 +13,10 @@ One process per model, which builds it once per precision. Workloads:
     ragged  512 sequences of 1 to 256 tokens; link c computes up to 474 of them in one step
     long    six sequences of 1 to 32,768 tokens (fewer where the model has fewer positions), prompts in chunks of 4096
 
-The expected seconds do not include compiling kernels (a minute or more on a fresh machine).
+Each link is kept as soon as it is measured ("links" in the file), with its peak of memory: called again after it was
+stopped, a case goes on behind them, if commit and GPU are the same. The expected seconds do not include compiling
+kernels (a minute or more on a fresh machine), and on busy hosts "ragged" takes four times as long: 1,000 short forward
+passes wait for the host.
 
 With `--ranks` each of RANK_CASES is one `jetrl parity random:SHAPE --nproc N`: the shape (and its layers), the flow,
 and the masters of the update, which each GPU holds whole once. Rows go to benchmarks/results/certificates_ranks.json,
@@ -27,14 +31,40 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, ROOT, ask, between_markers, emit, environment, require_gpu, split_variant, write_json
+from common import (
+    RESULTS,
+    ROOT,
+    ask,
+    between_markers,
+    commit_name,
+    emit,
+    end_on_sigterm,
+    environment,
+    require_gpu,
+    split_variant,
+    write_json,
+)
+from torch import Tensor
 
 from jetrl.api import random_model
-from jetrl.parity import Workload, certify
+from jetrl.model.transformer import Transformer
+from jetrl.parity import (
+    Workload,
+    chunked_link,
+    decode_link,
+    draft_link,
+    graph_link,
+    packed_link,
+    random_sequences,
+    shared_link,
+)
+from jetrl.parity_rows import LinkResult
 from jetrl.spec import SHAPES
 
 MODELS = ["qwen3-8b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-0.6b", "smollm2-135m", "qwen3-30b-a3b"]
@@ -46,6 +76,10 @@ WORKLOADS = {  # pages of 128 tokens, as on every GPU
 }
 RANK_CASES = [("qwen3-0.6b", "fp8", "fp32"), ("qwen3-0.6b", "bf16", "bf16"), ("qwen3-8b:4", "fp8", "fp32")]
 RANK_SIZES = ["--sequences", "16", "--max-prompt", "240", "--new-tokens", "24", "--chunk", "64"]
+LINKS: dict[str, Callable[[Transformer, list[Tensor], Workload], LinkResult]] = {  # as `parity.certify` runs them
+    "a": packed_link, "b": chunked_link, "c": decode_link, "d": graph_link, "v": draft_link, "s": shared_link,
+}
+SHARES = {"a": 0.35, "b": 0.25, "c": 0.15, "d": 0.05, "v": 0.1, "s": 0.1}  # of a case's seconds, about
 START_SECONDS = 25.0  # imports, CUDA, weights
 DOCUMENT = ROOT / "docs" / "PERFORMANCE.md"
 
@@ -79,32 +113,64 @@ def expected_seconds(case: Case) -> float:
     return linear + attention + forwards * spec.num_layers * 3e-4 + rows * spec.vocab_size * 2.3e-10
 
 
-def measure(cases: list[Case], deadline: float) -> None:
-    """Certify one model in this process; one row per case, while there is time."""
+def link_seconds(case: Case, held: Rows) -> dict[str, float]:
+    """Those of the case's links that are not `held`."""
+    done = {part["link"] for part in held if case_of(part) == case}
+    return {name: SHARES[name] * expected_seconds(case) for name in LINKS if name not in done}
+
+
+def build(case: Case, device: str = "cuda") -> Transformer:
+    shape, precision, _ = case
+    name, kv_cache, _ = split_variant(precision)
+    # the links read published weights only; masters of all experts would take 57 GiB more
+    more = {} if SHAPES[shape].experts is None else {"masters": False}
+    return random_model(shape, name, device, kv_cache=kv_cache, **more)
+
+
+def measure(cases: list[tuple[Case, list[str]]], deadline: float) -> None:
+    """The named links of one model's cases, in this process; a row for each, while there is time."""
     model, built = None, ""
-    for case in cases:
+    for case, links in cases:
         shape, precision, workload = case
-        if time.time() + expected_seconds(case) > deadline:
-            print(f"no time left for {case}", file=sys.stderr)
-            return
+        started = time.perf_counter()
         if built != precision:
             model = None  # free its memory before the next one; engines hold it in cycles
             gc.collect()
             torch.cuda.empty_cache()
-            name, kv_cache, _ = split_variant(precision)
-            # the links read published weights only; masters of all experts would take 57 GiB more
-            more = {} if SHAPES[shape].experts is None else {"masters": False}
-            model, built = random_model(shape, name, "cuda", kv_cache=kv_cache, **more), precision
+            model, built = build(case), precision
+            held = torch.cuda.memory_allocated() / 2**30
+            print(f"{shape} {precision}: {held:.1f} GiB, made in {time.perf_counter() - started:.0f} s", flush=True)
         assert model is not None
-        torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        certificate = certify(model, WORKLOADS[workload], f"random:{shape}", lambda text: print(text, file=sys.stderr))
-        emit({
-            "shape": shape, "workload": workload, "seconds": time.perf_counter() - started,
-            "peak GiB": torch.cuda.max_memory_allocated() / 2**30, "vocabulary": model.spec.vocab_size,
-            "longest": min(WORKLOADS[workload].max_prompt + WORKLOADS[workload].new_tokens, model.spec.max_position),
-            **certificate.to_json(), "precision": precision, "environment": environment(),
-        })
+        work, left = WORKLOADS[workload], link_seconds(case, [])
+        sequences = random_sequences(model, work)
+        longest = max(map(len, sequences))
+        for name in links:
+            if name == "d" and not model.head_weight.is_cuda:
+                continue  # it has graphs
+            if time.time() + left[name] > deadline:
+                print(f"no time left for {' '.join(case)}, link {name}", flush=True)
+                return
+            torch.cuda.reset_peak_memory_stats()
+            with torch.no_grad():
+                result = LINKS[name](model, sequences, work)
+            gc.collect()
+            emit({
+                "shape": shape, "precision": precision, "workload": workload,
+                "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+                "vocabulary": model.spec.vocab_size, "longest": longest, "kv_cache": str(model.recipe.kv_cache),
+                "num_parameters": sum(p.numel() for p in model.parameters()), **asdict(result),
+                "environment": environment(),
+            })
+
+
+def whole(parts: Rows) -> dict[str, Any]:
+    """The row of a case from those of its links."""
+    own = {field.name for field in fields(LinkResult)}
+    shared = {key: value for key, value in parts[0].items() if key not in own}
+    links = [{key: value for key, value in part.items() if key in own} for part in parts]
+    ok = all(link["rows"] > 0 and not link["rows_different"] for link in links)
+    peak, seconds = max(part["peak GiB"] for part in parts), sum(part["seconds"] for part in parts)
+    return shared | {"seconds": seconds, "peak GiB": peak, "links": links, "bit_equal": ok}
 
 
 def missing(wanted: list[Case], rows: Rows, again: bool) -> list[Case]:
@@ -115,25 +181,47 @@ def missing(wanted: list[Case], rows: Rows, again: bool) -> list[Case]:
 def run(models: list[str], wanted: list[Case], path: Path, deadline: float, again: bool = False) -> bool:
     """Measure the cases that the file lacks, model by model; a new row replaces an old one. False if one failed."""
     rows: Rows = load(path)
+    parts: Rows = [part for part in load(path, "links") if part["environment"]["commit"] == commit_name()]
     ok, todo = True, missing(wanted, rows, again)
     for model in models:
-        cases = [case for case in todo if case[0] == model]
-        if not cases:
+        left = {case: link_seconds(case, parts) for case in todo if case[0] == model}
+        if not left:
             continue
-        if time.time() + START_SECONDS + expected_seconds(cases[0]) > deadline:
+        if time.time() + START_SECONDS + next(iter(next(iter(left.values())).values())) > deadline:
             print(f"{model}: no time left; call again for it")
             continue
-        seconds = START_SECONDS + sum(map(expected_seconds, cases))
-        print(f"{model}: {len(cases)} certificates, about {seconds:.0f} s and compilation", flush=True)
+        seconds = START_SECONDS + sum(sum(of_case.values()) for of_case in left.values())
+        print(f"{model}: {len(left)} certificates, about {seconds:.0f} s and compilation", flush=True)
+        ask_for = [[case, list(of_case)] for case, of_case in left.items()]
+        command = [sys.executable, __file__, "--one", json.dumps(ask_for), "--deadline", str(deadline)]
         try:
-            for row in ask([sys.executable, __file__, "--one", json.dumps(cases), "--deadline", str(deadline)]):
-                rows = [*(r for r in rows if case_of(r) != case_of(row)), row]
-                write_json(path, {"rows": rows})
-                print(f"  {line(row)} (expected {expected_seconds(case_of(row)):.0f} s)", flush=True)
+            for part in ask(command, say=tell):
+                case = case_of(part)
+                parts.append(part)
+                of_case = sorted((p for p in parts if case_of(p) == case), key=lambda p: list(LINKS).index(p["link"]))
+                tell(link_line(part))
+                if len(of_case) == len(LINKS):
+                    row = whole(of_case)
+                    rows = [*(r for r in rows if case_of(r) != case), row]
+                    parts = [p for p in parts if case_of(p) != case]
+                    tell(f"{line(row)} (expected {expected_seconds(case):.0f} s)")
+                write_json(path, {"rows": rows} | ({"links": parts} if parts else {}))
         except RuntimeError as error:
             ok = False
             print(f"{model}: FAILED\n{error}", flush=True)
     return ok
+
+
+def tell(text: str) -> None:
+    print(f"  {text.strip()}", flush=True)
+
+
+def link_line(part: dict[str, Any]) -> str:
+    different = f"{n:,} DIFFERENT: {part['first_difference']}" if (n := part["rows_different"]) else "bit-equal"
+    return (
+        f"{' '.join(case_of(part))}, link {part['link']}: {part['rows']:,} rows, {different}, {part['seconds']:.1f} s, "
+        f"{part['peak GiB']:.0f} GiB"
+    )
 
 
 def run_ranks(ranks: int, cases: list[Case], path: Path, device: str = "cuda", sizes: list[str] = RANK_SIZES) -> bool:
@@ -176,8 +264,9 @@ def rank_line(row: dict[str, Any]) -> str:
     )
 
 
-def load(path: Path) -> Rows:
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+def load(path: Path, what: str = "rows") -> Rows:
+    """The rows of a file, or the links of cases that were stopped."""
+    return json.loads(path.read_text()).get(what, []) if path.is_file() else []
 
 
 def counts(row: dict[str, Any]) -> tuple[int, int, int]:
@@ -227,13 +316,15 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--write", action="store_true", help="only put the table into docs/PERFORMANCE.md")
     parser.add_argument("--ranks", type=int, help="certify so many ranks, one a GPU, against one")
-    parser.add_argument("--out", type=Path, help="default: certificates.json or certificates_ranks.json in results/")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder, or a file in it")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, default=1e12, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return measure([tuple(case) for case in args.one], args.deadline)
-    args.out = args.out or RESULTS / ("certificates.json" if args.ranks is None else "certificates_ranks.json")
+        return measure([(tuple(case), links) for case, links in args.one], args.deadline)
+    end_on_sigterm()
+    if args.out.suffix != ".json":
+        args.out /= "certificates.json" if args.ranks is None else "certificates_ranks.json"
     if args.ranks is not None:
         if torch.cuda.device_count() < args.ranks:
             raise SystemExit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} GPUs")

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -43,10 +44,17 @@ def emit(row: dict[str, Any]) -> None:
     print(MARK + json.dumps(row), flush=True)
 
 
+def end_on_sigterm() -> None:
+    """A program that `timeout` ends leaves no process of `ask` behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def ask(
-    command: list[str] | str, mark: str = MARK, limit: float | None = None, env: dict[str, str] | None = None
+    command: list[str] | str, mark: str = MARK, limit: float | None = None, env: dict[str, str] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows that a new process prints after `mark`, each as soon as it is there. `env` is added to this process's.
+    """The rows that a new process prints after `mark`, each as soon as it is there; `say` gets its other lines. `env`
+    is added to this process's.
 
     RuntimeError, with the end of its output, if the process fails or has no row. After `limit` seconds it is killed,
     with all processes that it has started.
@@ -68,6 +76,8 @@ def ask(
                     yield json.loads(line[len(mark) :])
                 else:
                     tail.append(line)
+                    if say is not None:
+                        say(line.rstrip())
             status = process.wait()
         finally:
             if timer is not None:

@@ -176,20 +176,21 @@ class MoE(Block):
             shape.in_size, shape.sections, shape.experts, build.recipes(role), build.master_dtype, build.dtype
         )
 
-    def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Groups]:
-        """The weights [T, k] of each token's experts, by rank, and where its rows lie."""
+    def _routed(self, y: Tensor, context: Context, tap: Tap, ahead: Any = None) -> tuple[Tensor, Tensor]:
+        """The experts [T, k] of each token, by rank, and their weights; `ahead` as in `moe.route`."""
         logits = self.router(y)
         tap(f"{self.at}.router", logits)
-        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized)
+        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized, ahead)
         tap(f"{self.at}.route", weights)
         if context.routes is not None:
             context.routes.add(self.layer, logits, chosen)
-        return weights, moe.group(chosen, self.experts.count)
+        return chosen, weights
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
         side = context.batch.side
         y, residual = self.add_norm(x, residual, tap)
-        weights, groups = self._routed(y, context, tap)
+        chosen, weights = self._routed(y, context, tap)
+        groups = moe.group(chosen, self.experts.count)
 
         def see(name: str, rows: Tensor) -> None:
             if tap is not no_tap:  # a tap sees the rows of a token side by side, by rank
@@ -210,15 +211,20 @@ class MoE(Block):
     def infer(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         side = context.batch.side
         y, residual = self._normed(x, residual)  # the router reads it in BF16
-        weights, groups = self._routed(y, context, no_tap)
-        into, out = self.gate_up.recipes[side], self.down.recipes[side]
+        into, out, count = self.gate_up.recipes[side], self.down.recipes[side], self.experts.count
+        chosen, weights = self._routed(y, context, no_tap, None if into is None else self.gate_up.fp8_operand())
         rows: Tensor | QTensor
-        if into is None:
-            rows = moe.dispatch(y, groups)
+        if into is not None and out is not None:
+            groups, rows = moe.group_quantize(chosen, y, count, into.fprop.left.pow2)
         else:
-            rows = moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
+            groups = moe.group(chosen, count)
+            rows = moe.dispatch(y, groups) if into is None else moe.dispatch_quantize(y, groups, into.fprop.left.pow2)
         hidden = self.gate_up.infer_rows(rows, groups, side)
-        act = moe.swiglu(hidden, groups) if out is None else moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
+        act: Tensor | QTensor
+        if out is None:
+            act = moe.swiglu(hidden, groups)
+        else:
+            act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2, self.down.fp8_operand())
         return moe.combine(self.down.infer_rows(act, groups, side), weights, groups), residual
 
     @staticmethod

@@ -339,7 +339,8 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
     console = console or Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
     measured = held_out_name(run.held_out for _, run in rows).lower()
-    for name in ("precision", measured, "largest log-prob gap", "steps with a gap", "time"):
+    routed = ("other experts",) if any(run.routing_mean is not None for _, run in rows) else ()
+    for name in ("precision", measured, "largest log-prob gap", "steps with a gap", *routed, "time"):
         table.add_column(name, overflow="fold", justify="left" if name == "precision" else "right")
     for name, run in rows:
         before = "" if run.accuracy_before is None else f"{run.accuracy_before:.3f} -> "
@@ -347,6 +348,10 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
         gap = "" if run.parity_max is None else parity_text(run.parity_max)
         style = "green" if run.parity_max == 0.0 else "red"
         steps = f"{run.parity_nonzero_steps}/{run.parity_steps}"
-        table.add_row(name, accuracy, Text(gap, style=style), Text(steps, style=style), duration(run.seconds or 0.0))
+        cells = [name, accuracy, Text(gap, style=style), Text(steps, style=style)]
+        if routed:
+            share = run.routing_mean
+            cells.append("" if share is None else Text("0" if share == 0.0 else f"{share:.2%}", style=style))
+        table.add_row(*cells, duration(run.seconds or 0.0))
     console.print()
     console.print(table, highlight=False)

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
-from jetrl.report.run import PARITY_KEY, Headline, Run, headline, held_out_name, load_runs
+from jetrl.report.run import PARITY_KEY, ROUTING_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
 from jetrl.report.text import duration
 
@@ -170,6 +170,7 @@ def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
         "policy/entropy": "Entropy, last step",
         "response_length/mean": "Response length, last step",
         "environment/turns_mean": "Turns, last step",
+        ROUTING_KEY: "Share of routers with other experts, last step",
     }
     table[5:5] = [
         (name, [_last(run, key) for run in runs], "")

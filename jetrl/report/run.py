@@ -15,6 +15,7 @@ from jetrl.errors import UserError
 from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
 
 PARITY_KEY = "parity/logprob_abs_diff_max"
+ROUTING_KEY = "parity/frac_routing_different"
 THROUGHPUT_KEY = "perf/tokens_per_s_per_gpu"
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
 # Rewards that are 1 for a right answer and 0 otherwise, so that their mean is an accuracy.
@@ -117,6 +118,7 @@ class Headline:
     warm_start_seconds: float | None
     tokens_per_s: float | None
     held_out: str = "accuracy"  # or "reward": what accuracy_before and accuracy_after are
+    routing_mean: float | None = None  # share of routers with other experts on the two sides, over the measured steps
 
 
 def held_out_name(names: Iterable[str]) -> str:
@@ -134,6 +136,7 @@ def headline(run: Run) -> Headline:
     throughput = sorted(value for value in run.series(THROUGHPUT_KEY)[1] if math.isfinite(value))
     recent = rewards[-10:]
     warm_start = sum(run.series("time/warm start")[1])
+    routing = run.series(ROUTING_KEY)[1]
     return Headline(
         steps=max((int(row["step"]) for row in run.rows), default=0),
         accuracy_key=accuracy_key,
@@ -147,6 +150,7 @@ def headline(run: Run) -> Headline:
         warm_start_seconds=warm_start or None,
         tokens_per_s=throughput[len(throughput) // 2] if throughput else None,
         held_out=run.held_out,
+        routing_mean=sum(routing) / len(routing) if routing else None,
     )
 
 

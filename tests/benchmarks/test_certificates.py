@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from certificates import Case, expected_seconds, load, markdown
 from jetrl import cli
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Workload
+from jetrl.parity import Workload, certify
+from jetrl.parity_rows import LinkResult
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -44,35 +46,69 @@ def test_the_table_tells_rows_differences_and_what_was_not_run() -> None:
     assert "G, commit abc." in lines
 
 
-def test_rows_are_kept_when_a_process_dies_and_only_the_missing_ones_are_measured_again(
+def parts_of(case: Case, links: str) -> list[dict[str, Any]]:
+    """What a process tells of some links of a case."""
+    shape, precision, workload = case
+    return [
+        {"shape": shape, "precision": precision, "workload": workload, "vocabulary": 151936, "peak GiB": 40.2 + i,
+         "environment": {"gpu": "G", "commit": certificates.commit_name()},
+         **asdict(LinkResult(name, "", 1000, 0, 0.0, 2.0))}
+        for i, name in enumerate(links)
+    ]
+
+
+def test_links_are_kept_when_a_process_dies_and_only_the_missing_ones_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, asked = tmp_path / "certificates.json", []
 
-    def dies(command: list[str]) -> Iterator[dict[str, Any]]:
-        asked.append(json.loads(command[command.index("--one") + 1]))
-        yield row(FP8_RAGGED)
-        raise RuntimeError("out of memory")
+    def answers(*parts: dict[str, Any], error: str = "") -> None:
+        def process(command: list[str], say: Any) -> Iterator[dict[str, Any]]:
+            asked.append(json.loads(command[command.index("--one") + 1]))
+            say("model made\n")
+            yield from parts
+            if error:
+                raise RuntimeError(error)
 
-    monkeypatch.setattr(certificates, "ask", dies)
-    assert not certificates.run(["qwen3-8b"], [FP8_RAGGED, FP8_LONG], path, 1e12)
-    assert load(path) == [row(FP8_RAGGED)] and "out of memory" in capsys.readouterr().out
+        monkeypatch.setattr(certificates, "ask", process)
 
-    def works(command: list[str]) -> Iterator[dict[str, Any]]:
-        asked.append(json.loads(command[command.index("--one") + 1]))
-        yield row(FP8_LONG)
-
-    monkeypatch.setattr(certificates, "ask", works)
-    assert certificates.run(["qwen3-8b"], [FP8_RAGGED, FP8_LONG], path, 1e12)
-    assert asked[1] == [list(FP8_LONG)]
-    assert load(path) == [row(FP8_RAGGED), row(FP8_LONG)]
-    assert certificates.run(["qwen3-8b"], [FP8_RAGGED, FP8_LONG], path, 1e12) and len(asked) == 2
+    cases = [FP8_RAGGED, FP8_LONG]
+    answers(*parts_of(FP8_RAGGED, "abcdvs"), *parts_of(FP8_LONG, "ab"), error="out of memory")
+    assert not certificates.run(["qwen3-8b"], cases, path, 1e12)
+    assert asked[0] == [[list(FP8_RAGGED), list("abcdvs")], [list(FP8_LONG), list("abcdvs")]]
+    said = capsys.readouterr().out
+    assert "out of memory" in said and "model made" in said and "ragged, link d: 1,000 rows, bit-equal" in said
+    (first,) = load(path)
+    assert certificates.case_of(first) == FP8_RAGGED and first["bit_equal"] and first["peak GiB"] == 45.2
+    assert first["seconds"] == 12.0 and [link["link"] for link in first["links"]] == list("abcdvs")
+    assert [part["link"] for part in load(path, "links")] == ["a", "b"]
+    answers(*parts_of(FP8_LONG, "cdvs"))
+    assert certificates.run(["qwen3-8b"], cases, path, 1e12)
+    assert asked[1] == [[list(FP8_LONG), list("cdvs")]]
+    assert [certificates.case_of(row) for row in load(path)] == cases and load(path, "links") == []
+    assert [link["link"] for link in load(path)[1]["links"]] == list("abcdvs")
+    assert certificates.run(["qwen3-8b"], cases, path, 1e12) and len(asked) == 2
+    answers(*parts_of(FP8_LONG, "abcdvs"))
     assert certificates.run(["qwen3-8b"], [FP8_LONG], path, 1e12, again=True) and len(asked) == 3
-    assert {certificates.case_of(row) for row in certificates.load(path)} == {FP8_RAGGED, FP8_LONG}
+    assert [certificates.case_of(row) for row in load(path)] == cases
+
+
+def test_links_of_another_commit_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "certificates.json", []
+    old = [part | {"environment": {"gpu": "G", "commit": "old"}} for part in parts_of(FP8_LONG, "ab")]
+    certificates.write_json(path, {"rows": [], "links": old})
+
+    def process(command: list[str], say: Any) -> Iterator[dict[str, Any]]:
+        asked.append(json.loads(command[command.index("--one") + 1]))
+        yield from parts_of(FP8_LONG, "abcdvs")
+
+    monkeypatch.setattr(certificates, "ask", process)
+    assert certificates.run(["qwen3-8b"], [FP8_LONG], path, 1e12)
+    assert asked == [[[list(FP8_LONG), list("abcdvs")]]] and load(path, "links") == []
 
 
 def test_nothing_is_begun_that_would_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "ask", lambda command: pytest.fail("a process was started"))
+    monkeypatch.setattr(certificates, "ask", lambda *_, **__: pytest.fail("a process was started"))
     assert certificates.run(["qwen3-8b"], [FP8_RAGGED], tmp_path / "c.json", 0.0)
 
 
@@ -101,8 +137,13 @@ def test_measure_certifies_each_case_and_reports_what_the_table_reads(
     monkeypatch.setattr(certificates, "random_model", tiny)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     kv8 = ("qwen3-8b", "fp8 kv8", "long")
-    certificates.measure([FP8_RAGGED, ("qwen3-8b", "bf16", "long"), kv8], 1e12)
-    rows = [json.loads(text.removeprefix("BENCH ")) for text in capsys.readouterr().out.splitlines()]
+    cases = [FP8_RAGGED, ("qwen3-8b", "bf16", "long"), kv8]
+    certificates.measure([(case, list(certificates.LINKS)) for case in cases], 1e12)
+    said = capsys.readouterr().out.splitlines()
+    parts = [json.loads(text.removeprefix("BENCH ")) for text in said if text.startswith("BENCH ")]
+    rows = [certificates.whole([part for part in parts if certificates.case_of(part) == case]) for case in cases]
+    certificate = certify(tiny("", "fp8", "", ""), work, "tiny", lambda text: None)
+    assert [link["link"] for link in rows[0]["links"]] == [link.link for link in certificate.links] == list("abcvs")
     assert [certificates.case_of(r) for r in rows] == [FP8_RAGGED, ("qwen3-8b", "bf16", "long"), kv8]
     assert [r["kv_cache"] for r in rows] == ["bf16", "bf16", "e4m3[1x16,pow2]"]
     assert all(r["bit_equal"] and "commit" in r["environment"] for r in rows)

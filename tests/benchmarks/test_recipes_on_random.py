@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import recipes_on_random
 import torch
 from common import RESULTS
 from recipes_on_random import RECIPES, shape_of, stand_in_config, two_steps
@@ -79,6 +81,29 @@ def test_two_steps_with_random_weights(recipe: str, tmp_path: Path) -> None:
     assert row["parity"] == 0.0 and len(row["steps"]) == 2
     assert all(step["policy/grad_norm"] > 0 for step in row["steps"]), "the second reward makes groups differ"
     assert all(0 < step["reward/varied/mean"] < 1 and step["reward/gsm8k_reward/mean"] == 0 for step in row["steps"])
+
+
+def test_a_mixture_with_random_weights_by_the_program_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one rank: `--nproc` starts the same program for several."""
+    name, shape = "gsm8k_qwen3_30b_a3b", SHAPES["qwen3-30b-a3b"]
+    experts = replace(shape.experts, count=8, per_token=2, intermediate_size=32)
+    tiny = replace(TINY, family=shape.family, experts=experts, num_layers=3)
+    monkeypatch.setattr(recipes_on_random, "SHAPES", {"qwen3-30b-a3b": tiny})
+    before, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    try:
+        recipes_on_random.on_rank(Namespace(one=name, tokens=256, response=8, layers=2))
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(before)
+    (text,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("BENCH "))
+    row = json.loads(text.removeprefix("BENCH "))
+    assert (row["recipe"], row["ranks"], row["layers"], row["parity"]) == (name, 1, 2, 0.0)
+    assert len(row["steps"]) == 2 and all(step["moe/router_entropy"] > 0 for step in row["steps"])
+    assert recipes_on_random.same_case(row, {"recipe": name, "layers": 2})
+    assert not recipes_on_random.same_case(row, row | {"ranks": 2})
+    assert not recipes_on_random.same_case(row, {"recipe": name}), "which has all layers"
 
 
 def test_stand_in_rows_are_right() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from jetrl.kernels import moe
 from jetrl.kernels import reference as ref
 from jetrl.kernels import reference_moe as rm
+from jetrl.kernels.backends import triton_launch
+from jetrl.kernels.backends.triton_moe_decode import group_quantize
 from jetrl.kernels.backends.triton_route import PaddedGroups
 from jetrl.kernels.backends.triton_route import group as grouped
 from jetrl.kernels.dispatch import load_backend, require_experts
@@ -210,11 +212,15 @@ class Experts:
             self.up, self.down = (ops.prepare_experts_bf16(w, self.count) for w in (up, down))
 
     @torch.no_grad()
-    def infer(self, x: Tensor, block: int | None = None) -> Tensor:
+    def infer(self, x: Tensor, block: int | None = None, at_once: bool = True) -> Tensor:
+        """`at_once`: group, dispatch and quantize by one kernel, where it takes so few tokens."""
         chosen, weights = moe.route(moe.router_logits(x, self.router, self.router, self.operand), self.k, True)
-        groups = grouped(chosen, self.count, block)
+        if self.fp8 and at_once:
+            groups, rows = group_quantize(chosen, x, self.count, False, block)
+        else:
+            groups = grouped(chosen, self.count, block)
         if self.fp8:
-            rows = moe.dispatch_quantize(x, groups, False)
+            rows = rows if at_once else moe.dispatch_quantize(x, groups, False)
             rows = moe.grouped_fp8_gemm(rows, self.up, groups, torch.bfloat16)
             rows = moe.swiglu_quantize(rows, groups, False)
             rows = moe.grouped_fp8_gemm(rows, self.down, groups, torch.bfloat16)
@@ -236,10 +242,34 @@ def test_a_token_depends_on_nothing_else(ops, shape: tuple[int, int, int, int], 
         assert torch.equal(layer.infer(x[:m]), whole[:m]), f"the first {m}"
         assert torch.equal(layer.infer(x[-m:].flip(0)).flip(0), whole[-m:]), f"the last {m}, backwards"
     for block in BLOCKS:
-        assert torch.equal(layer.infer(x[:64], block), whole[:64]), f"tiles of {block}"
+        for m in (3, 64, 256, 300):
+            for at_once in (True, False):
+                assert torch.equal(layer.infer(x[:m], block, at_once), whole[:m]), f"tiles of {block}, {m} tokens"
     other = torch.cat([x[:32] * 1e4, x[32:64], torch.full_like(x[:32], float("nan"))])
     assert torch.equal(layer.infer(other)[32:64], whole[32:64]), "next to huge ones and NaN"
     assert layer.infer(x[:0]).shape == (0, shape[2])
+
+
+@pytest.mark.parametrize("tokens", [8, 32, 64, 256, 512])
+def test_reading_weights_ahead_changes_no_bit(ops, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels before a grouped GEMM ask for its weights; up to all of them, and more than there are."""
+    experts, k, d, f = SHAPES[0]
+    layer, logits = Experts(ops, SHAPES[0], True), torch.randn(tokens, experts, device=CUDA)
+    chosen, weights = ops.route(logits, k, True)
+    groups = grouped(chosen, experts)
+    hidden = rows_of(matrix(tokens * k, 2 * f, 1), groups)
+    act = ops.swiglu_quantize_rows(hidden, groups, False)
+    at = groups.rows.flatten()
+    for size in (1 << 20, 24 << 20, 1 << 33):
+        monkeypatch.setattr(triton_launch, "ahead_bytes", size)
+        parts = triton_launch.parts_ahead(layer.up.codes, tokens, k)
+        assert parts == (0 if tokens < 32 else min(size, layer.up.codes.numel()) >> 16)
+        again, more = ops.route(logits, k, True, layer.up)
+        assert torch.equal(chosen, again) and torch.equal(weights, more)
+        q = ops.swiglu_quantize_rows(hidden, groups, False, layer.down)
+        assert torch.equal(q.codes.view(torch.uint8)[at], act.codes.view(torch.uint8)[at])
+        assert torch.equal(q.scale[at], act.scale[at])
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("fp8", [True, False])

@@ -16,6 +16,7 @@ from torch import Tensor
 from jetrl.kernels import reference as ref
 from jetrl.kernels import reference_moe as rm
 from jetrl.kernels.backends import triton_moe as tm
+from jetrl.kernels.backends import triton_moe_decode as td
 from jetrl.kernels.backends import triton_route as tr
 from jetrl.kernels.groups import Groups
 
@@ -27,6 +28,7 @@ DEVICE, INTERPRET, Case, equal, few, sample = (
 
 if INTERPRET:
     tr._AT_ONCE, tr._PART = 300, 32  # several parts, and more than are read at once
+    td._AT_ONCE = 60
 
 
 def logits_of(kind: str, tokens: int, experts: int) -> Tensor:
@@ -98,6 +100,27 @@ def dispatch_case(kind: str, d: int, block: int) -> None:
             equal("scale", q.scale[at], once.scale)
         stored = q.codes.as_strided((q.codes.shape[0], q.codes.stride(0)), (q.codes.stride(0), 1))
         assert not stored.view(torch.uint8)[got.rows.flatten(), d:].any(), "the last block's padding is not zero"
+
+
+def group_quantize_case(tokens: int, experts: int, k: int, d: int, block: int, kind: str) -> None:
+    """One kernel, or two where choices are many: the groups and rows of `group` and `dispatch_quantize`."""
+    chosen, x = chosen_of(tokens, experts, k, kind), sample(tokens, d, "wide")
+    for pow2 in (False, True):
+        got, q = td.group_quantize(chosen.to(DEVICE), x.to(DEVICE), experts, pow2, block)
+        want = tr.group(chosen.to(DEVICE), experts, block)
+        once = tm.dispatch_quantize(x.to(DEVICE), want, pow2)
+        assert got.block == block and got.total.tolist() == want.total.tolist() and q.codes.shape == once.codes.shape
+        for name in ("rows", "starts", "counts", "ends", "sizes"):
+            equal(name, getattr(got, name), getattr(want, name).cpu())
+        at = got.rows.flatten()
+        width = slice(0, q.codes.stride(0))  # with the last block's padding
+        mine, other = (
+            t.codes.as_strided((len(t.codes), width.stop), (width.stop, 1)).view(torch.uint8)[at] for t in (q, once)
+        )
+        equal("codes", mine, other.cpu())
+        equal("scale", q.scale[at], once.scale[at].cpu())
+    few_choices = tokens * k <= td._AT_ONCE
+    assert len(got.tokens) == (0 if few_choices else len(want.tokens)), "the kernel that was meant"
 
 
 def sums_case(kind: str, d: int) -> None:
@@ -199,6 +222,13 @@ def all_cases() -> list[tuple[str, Case]]:
         for size, block, kind in itertools.product(sizes, BLOCKS, ("spread", "crowd")):
             if block in (16, 128) or size[0] < 50:
                 yield f"group {size} {block} {kind}", partial(group_case, *size, block, kind)
+        sizes = [(1, 5, 2, 136), (11, 16, 3, 192), (3, 128, 8, 2304), (31, 6, 2, 136)] if INTERPRET else [
+            (1, 128, 8, 2048), (16, 128, 8, 2048), (64, 128, 8, 2048), (256, 128, 8, 2048), (257, 128, 8, 2048),
+            (100, 60, 4, 2304), (512, 160, 4, 192), (37, 16, 3, 136),
+        ]
+        for size, block, kind in itertools.product(sizes, BLOCKS, ("spread", "crowd")):
+            if not INTERPRET or block == (128 if size[0] < 11 else 16):
+                yield f"group_quantize {size} {block} {kind}", partial(group_quantize_case, *size, block, kind)
         for kind in ("normal", "wide", "nan"):
             for d in few((136, 2304, 2048, 192)):
                 yield f"dispatch {kind} {d}", partial(dispatch_case, kind, d, 16 if d < 1000 else 128)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,28 @@ def test_display_report_and_picture_say_it(make_run: Callable[..., Path], tmp_pa
     console.summary(run_dir="r", steps=1, seconds=1.0, accuracy_after=3.5, held_out="reward",
                     console=Console(file=out, width=200))
     assert out.getvalue().count("held-out reward") == 2 and "accuracy" not in out.getvalue()
+
+
+def test_a_comparison_shows_routing_where_it_was_compared(make_run: Callable[..., Path]) -> None:
+    folder = make_run("moe", steps=4)
+    (plain,) = (headline(run) for run in load_runs([folder]))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["step"]:
+            row["parity/frac_routing_different"] = 0.01 * row["step"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (routed,) = load_runs([folder])
+    told = headline(routed)
+    assert plain.routing_mean is None and told.routing_mean == pytest.approx(0.025)
+    said = io.StringIO()
+    console.comparison([("bf16", plain)], Console(file=said, width=200))
+    assert "other experts" not in said.getvalue()
+    rows_ = [("bf16", plain), ("fp8", replace(plain, routing_mean=0.0)), ("fp8_rollout", told)]
+    console.comparison(rows_, Console(file=said, width=200))
+    lines = [line.split() for line in said.getvalue().splitlines()]
+    assert "other experts" in said.getvalue()
+    assert [line[-3] for line in lines if line[:1] == ["fp8"]] == ["0"]
+    assert [line[-3] for line in lines if line[:1] == ["fp8_rollout"]] == ["2.50%"]
 
 
 def test_the_picture_says_it(make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ from jetrl.kernels.backends.triton_moe import quantize_rows_t as quantize_rows_t
 from jetrl.kernels.backends.triton_moe import swiglu_quantize_rows as swiglu_quantize_rows
 from jetrl.kernels.backends.triton_moe import swiglu_rows as swiglu_rows
 from jetrl.kernels.backends.triton_moe import swiglu_rows_backward as swiglu_rows_backward
+from jetrl.kernels.backends.triton_moe_decode import group_quantize as group_quantize
 from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares
 from jetrl.kernels.backends.triton_pointwise import (
     add,

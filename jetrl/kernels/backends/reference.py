@@ -120,6 +120,11 @@ def dispatch_quantize(x: Tensor, groups: Groups, pow2: bool) -> QTensor:
     return QTensor(q.codes.view(torch.uint8)[at].view(q.codes.dtype), q.scale[at], "1x128", (len(at),), q.col_sections)
 
 
+def group_quantize(chosen: Tensor, x: Tensor, num_experts: int, pow2: bool) -> tuple[Groups, QTensor]:
+    groups = group(chosen, num_experts)
+    return groups, dispatch_quantize(x, groups, pow2)
+
+
 def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
     return ref.fp8_gemm(a, b).to(out_dtype)
 

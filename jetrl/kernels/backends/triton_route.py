@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.triton_launch import LAUNCH, begin
+from jetrl.kernels.backends.operands import PreparedFP8
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin, parts_ahead, read_ahead
 from jetrl.kernels.backends.triton_logprob import numerators
 from jetrl.kernels.backends.triton_quant import padded
 from jetrl.kernels.groups import Groups
@@ -47,6 +48,21 @@ class PaddedGroups(Groups):
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
+    logits, chosen, weights, ahead, T, E, stride, programs, K: tl.constexpr, KB: tl.constexpr, R: tl.constexpr,
+    EB: tl.constexpr, NORMALIZED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):
+    """With AHEAD, the programs from `programs` on read the bytes `ahead`, which the next GEMM needs."""
+    if AHEAD:
+        if tl.program_id(0) >= programs:
+            read_ahead(ahead, tl.program_id(0) - programs)
+        else:
+            _route_rows(logits, chosen, weights, T, E, stride, K, KB, R, EB, NORMALIZED, PDL)
+    else:
+        _route_rows(logits, chosen, weights, T, E, stride, K, KB, R, EB, NORMALIZED, PDL)
+
+
+@triton.jit
+def _route_rows(
     logits, chosen, weights, T, E, stride, K: tl.constexpr, KB: tl.constexpr, R: tl.constexpr, EB: tl.constexpr,
     NORMALIZED: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -166,18 +182,22 @@ def _place_kernel(
     tl.store(tokens + row, at // K, mask=here)
 
 
-def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """`reference_moe.route`, bit-equal."""
+def route(
+    logits: Tensor, per_token: int, normalized: bool, ahead: PreparedFP8 | None = None
+) -> tuple[Tensor, Tensor]:
+    """`reference_moe.route`, bit-equal. `ahead`: the weights of the next grouped GEMM, which idle SMs begin to read."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, per_token, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, per_token, dtype=torch.float32, device=logits.device)
     r = 1 if tokens <= 512 else 4
     if tokens:
-        _route_kernel[(triton.cdiv(tokens, r),)](
-            logits, chosen, weights, tokens, experts, logits.stride(0), K=per_token,
-            KB=triton.next_power_of_2(per_token), R=r, EB=triton.next_power_of_2(experts), NORMALIZED=normalized,
-            num_warps=4 if r > 1 else 1, enable_fp_fusion=False, **LAUNCH,
+        programs, codes = triton.cdiv(tokens, r), None if ahead is None else ahead.codes.view(torch.uint8)
+        parts = parts_ahead(codes, tokens, per_token)
+        _route_kernel[(programs + parts,)](
+            logits, chosen, weights, codes if parts else logits, tokens, experts, logits.stride(0), programs,
+            K=per_token, KB=triton.next_power_of_2(per_token), R=r, EB=triton.next_power_of_2(experts),
+            NORMALIZED=normalized, AHEAD=parts > 0, num_warps=4 if r > 1 else 1, enable_fp_fusion=False, **LAUNCH,
         )
     return chosen, weights
 
@@ -193,25 +213,32 @@ def tile_rows(tokens: int, per_token: int, experts: int) -> int:
     return next((b for b in _BLOCKS if b * experts >= 2 * tokens * per_token), BLOCK)
 
 
-def group(chosen: Tensor, num_experts: int, block: int | None = None) -> PaddedGroups:
-    """`reference_moe.group`, padded; the experts of a token must be distinct.
+def bound_of_rows(tokens: int, per_token: int, experts: int, block: int) -> int:
+    """R = T * k + min(E, T * k) * (block - 1), rounded down to a multiple of `block`: more rows no choice can need."""
+    choices = tokens * per_token
+    return (choices + min(experts, choices) * (block - 1)) // block * block
 
-    R = T * k + min(E, T * k) * (block - 1), rounded down to a multiple of `block`: more rows no choice can need.
-    """
+
+def new_bounds(experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for `starts`, `counts`, `ends` and `sizes` of groups."""
+    held = torch.empty(4, padded(experts, 4) + 4, dtype=torch.int32, device=device)
+    return held[0, : experts + 1], held[1, :experts], held[2, :experts], held[3, :experts]
+
+
+def group(chosen: Tensor, num_experts: int, block: int | None = None) -> PaddedGroups:
+    """`reference_moe.group`, padded, of `bound_of_rows` rows; the experts of a token must be distinct."""
     tokens, k = chosen.shape
     block = block or tile_rows(tokens, k, num_experts)
     assert chosen.is_contiguous() and chosen.dtype == torch.int64 and block in _BLOCKS
-    size = (tokens * k + min(num_experts, tokens * k) * (block - 1)) // block * block
-    device, e = chosen.device, padded(num_experts, 4)
+    size, device = bound_of_rows(tokens, k, num_experts, block), chosen.device
     rows = torch.empty(tokens, k, dtype=torch.int64, device=device)
     of_row = torch.empty(size, dtype=torch.int32, device=device)
-    held = torch.empty(4, e + 4, dtype=torch.int32, device=device)
-    starts, counts, ends, sizes = held[0, : num_experts + 1], *(held[i, :num_experts] for i in (1, 2, 3))
-    groups = PaddedGroups(rows, of_row, starts, counts, ends, sizes, block)
-    arrays = groups.starts, groups.counts, groups.ends, groups.sizes
+    arrays = new_bounds(num_experts, device)
+    groups = PaddedGroups(rows, of_row, *arrays, block)
     width, choices = max(32, triton.next_power_of_2(num_experts)), tokens * k
     if not tokens:
-        held.zero_()
+        for array in arrays:
+            array.zero_()
     elif choices <= _AT_ONCE:
         some = max(256, triton.next_power_of_2(choices))
         _group_kernel[(num_experts,)](

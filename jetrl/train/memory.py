@@ -177,13 +177,13 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
 def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
     """What `publish` and the first backward pass leave on a GPU.
 
-    FP8 codes with scales, the same again `transposed` where training computes in FP8, and BF16 values: in one process
-    of all weights (the masters themselves, where they are BF16); of several ranks only where a side reads them, whole.
+    FP8 codes with scales, the same again `transposed` where training computes in FP8, and BF16 values where a side reads
+    them, whole (in one process the masters themselves, where they are BF16).
     """
     alias = master_dtype == "bfloat16"
     total = 0 if alias else 2 * sum(sizes.vectors)
     for m in sizes.matrices:
-        if (ranks == 1 and not alias) or (ranks > 1 and not all(m.fp8)):
+        if not all(m.fp8) and not (ranks == 1 and alias):
             total += 2 * m.size
         if any(m.fp8):
             total += _codes(m) * (2 if m.fp8[0] and transposed else 1)

@@ -175,6 +175,20 @@ def add_rms_norm_quantize(
     return quantize_act(rms_norm(total, weight, eps), pow2), total
 
 
+def add_rms_norm_kept(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, pow2: bool
+) -> tuple[QTensor, Tensor, Tensor]:
+    """`add_rms_norm_quantize`, and `inv_rms` of each row, FP32 [T], for `normed_t`."""
+    total = ref.add(x, residual)
+    return quantize_act(rms_norm(total, weight, eps), pow2), total, ref.inv_rms(total, eps)[:, 0]
+
+
+def normed_t(x: Tensor, inverses: Tensor, weight: Tensor, pow2: bool, tile: bool) -> QTensor:
+    """`quantize_act_t(rms_norm(x, weight, eps), pow2, tile)`, given `inv_rms` of the rows of `x` [T, D], FP32 [T]."""
+    normed = (x.to(torch.float32) * inverses[:, None]).to(x.dtype)
+    return quantize_act_t((normed.to(torch.float32) * weight.to(torch.float32)).to(x.dtype), pow2, tile)
+
+
 def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
     return quantize_act(swiglu(gate_up), pow2)
 

@@ -11,10 +11,12 @@ columns, GRPO's objective, the metrics of parity, micro-batches from host memory
 Gradients are FP32 in every state. `logprob_ms` is the pass of a reference policy over the same batch.
 
 Variants: `old` quantizes by rows for wgrad and makes the lm_head's logits again; `head` keeps the softmax's residuals;
-`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`);
-`new saved8` keeps SwiGLU's input in FP8
-too (`quant.saved_gate_up`). Kernels that changed for all are not told apart. A variant that does not fit has a row
-that says so. Writes `benchmarks/results/update.json`.
+`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`); `new saved8` keeps SwiGLU's
+input in FP8 too (`quant.saved_gate_up`). These keep the norms' output as codes and q, k and v for the backward pass,
+2 GB of logits in the forward pass, transposed weights, and widen a matrix's first gradient. `fast` makes the norms'
+codes again, has 0.5 GB of logits, and lets first gradients wait in BF16; `lean` is that with `train.lean_backward`, the
+default. Kernels that changed for all, and o's input, which is kept once in all, are not told apart. A variant that
+does not fit has a row that says so. Writes `benchmarks/results/update.json`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,12 @@ from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.kernels.dispatch import load_backend
 from jetrl.kernels.gradient import accumulate_in
+from jetrl.model import attention, mlp
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.subject import random_model
+from jetrl.train import reduction
 from jetrl.train.fitting import on_gpu
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import pack
@@ -51,11 +56,14 @@ STATES = {
     "bf16": ("bfloat16", "bfloat16", False), "fp32-8bit": ("float32", "8bit", False),
     "fp32-offload": ("float32", "bfloat16", True),
 }
-# quant.wgrad, quant.saved_gate_up, whether the softmax's residuals are kept
+# quant.wgrad, quant.saved_gate_up, whether the softmax's residuals are kept, which way through the backward pass
 VARIANTS = {
-    "old": ("row", "bf16", False), "head": ("row", "bf16", True), "new": ("tile", "bf16", True),
-    "new saved8": ("tile", "fp8", True),
+    "old": ("row", "bf16", False, "before"), "head": ("row", "bf16", True, "before"),
+    "new": ("tile", "bf16", True, "before"), "new saved8": ("tile", "fp8", True, "before"),
+    "fast": ("tile", "bf16", True, "fast"), "lean": ("tile", "bf16", True, "lean"),
+    "lean saved8": ("tile", "fp8", True, "lean"),
 }
+NORM_BEFORE, FIRST_WAITS = attention.norm_before, reduction.first_waits
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -94,8 +102,20 @@ def packed_batch(args: argparse.Namespace, learner: Learner, config: Config) -> 
 
 def switch(model: Transformer, precision: str, variant: str, bound: int) -> None:
     """Let `model` compute its gradients as `variant` does."""
-    wgrad, saved, keep = VARIANTS[variant]
-    load_backend("hopper").KEPT_BYTES = bound if keep else 0
+    wgrad, saved, keep, way = VARIANTS[variant]
+    ops, before = load_backend("hopper"), way == "before"
+    ops.KEPT_BYTES = bound if keep else 0
+    ops._FORWARD_ELEMENTS = 1 << (29 if before else 27)
+    attention.norm_before = mlp.norm_before = (lambda *_: None) if before else NORM_BEFORE
+    reduction.first_waits = (lambda matrices: nullcontext()) if before else FIRST_WAITS
+    for module in model.modules():
+        if isinstance(module, attention.Attention):
+            module.makes_heads_again = way == "lean"
+        elif isinstance(module, FlowLinear):
+            module.keeps_transposed = way != "lean"
+            if way == "lean":
+                module._operands.pop("fp8_t", None)
+    torch.cuda.empty_cache()
     if precision == "fp8":
         recipe = build_recipe("fp8", 1, wgrad=wgrad, saved_gate_up=saved).linear(0, "o", "train")
         for module in model.modules():

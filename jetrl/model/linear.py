@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import begins_in_place, grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.gradient import begin_in_place, begins_in_place, grad_done, grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import Granularity, QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
@@ -223,7 +223,7 @@ class FlowLinear(nn.Module):
     def add_gradient(self, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
         """wgrad, added in place to the master's gradient; None then, else what autograd is to accumulate."""
         if x_t.granularity == "128x128" and begins_in_place(self.weight):  # saves zeros and an addition
-            self.weight.grad = gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))
+            begin_in_place(self.weight, gemm.wgrad_rounded(dy_t, x_t))
             return None
         if (grad := grad_in_place(self.weight)) is None:
             return gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))

@@ -23,8 +23,8 @@ class MLP(Block):
         recipe = fused_recipe(self.gate_up, self.down, side) if tap is no_tap and torch.is_grad_enabled() else None
         if recipe is not None and residual is not None:
             before = norm_before(self.norm, self.spec.rms_norm_eps, self.gate_up, residual, side)
-            assert before is not None
-            return normed_mlp(x, residual, self.gate_up, self.down, recipe, before)
+            if before is not None:
+                return normed_mlp(x, residual, self.gate_up, self.down, recipe, before)
         y, residual = self.add_norm(x, residual, tap)
         if recipe is not None:
             return fused_mlp(y, self.gate_up, self.down, recipe), residual

@@ -35,7 +35,7 @@ IN_FLIGHT = 4  # whole gradients of matrices that several ranks hold while they 
 WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
 CACHE_SHARE, KEEP_SHARE = 0.8, 0.1  # as `rollout.kv_cache` and `rollout.runner` have them
-LOGITS = 1 << 29  # elements of a chunk of logits, as in the hopper backend
+LOGITS, FORWARD_LOGITS = 1 << 29, 1 << 27  # elements of a chunk of logits, backward and forward, as in `hopper`
 KEPT = 5 << 29  # bytes of softmax residuals, likewise
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -128,7 +128,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     tokens = min(train.max_tokens_per_gpu, _step_tokens(config))
     held: dict[str, int] = dict(
         masters=master * sum(owned), moments=0 if train.offload_optimizer else moments,
-        published=published_on_gpu(sizes, train.master_dtype, ranks, not train.activation_checkpointing),
+        published=published_on_gpu(sizes, train.master_dtype, ranks, keeps_transposed(config)),
         tables=_tables(spec), others=others,
     )
     slots = SLOTS * 2 * _BYTES.get(train.optimizer_dtype, 0) * min(PIECE, max(owned))
@@ -136,13 +136,18 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     return Memory(
         **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
         activations=_activations(config, spec, recipe, tokens),
-        passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad, not config.rl.entropy_coef),
+        passing=_passing(config, spec, recipe, tokens),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
         kept_cache=cache if cache <= KEEP_SHARE * capacity else 0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
         host=(moments if train.offload_optimizer else 0) + other_host, tokens=tokens, sequences=sequences,
         wanted=wanted,
     )
+
+
+def keeps_transposed(config: Config) -> bool:
+    """Whether the FP8 codes that dgrad reads stay from one backward pass to the next."""
+    return not (config.train.activation_checkpointing or config.train.lean_backward)
 
 
 def recipe_for(config: Config, spec: ModelSpec) -> Recipe:
@@ -175,11 +180,8 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
 
 
 def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
-    """What `publish` and the first backward pass leave on a GPU.
-
-    FP8 codes with scales, the same again `transposed` where training computes in FP8, and BF16 values where a side reads
-    them, whole (in one process the masters themselves, where they are BF16).
-    """
+    """What `publish` and the first backward pass leave: FP8 codes with scales, the same again `transposed` where training
+    computes in FP8, and BF16 values where a side reads them (in one process BF16 masters themselves)."""
     alias = master_dtype == "bfloat16"
     total = 0 if alias else 2 * sum(sizes.vectors)
     for m in sizes.matrices:
@@ -244,7 +246,7 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
         owned = body.owned(ranks)
         moments = sum(_moments(n, config) for n in owned)
         device += _BYTES[train.master_dtype] * sum(owned) + _tables(spec)
-        device += published_on_gpu(body, train.master_dtype, ranks, not train.activation_checkpointing)
+        device += published_on_gpu(body, train.master_dtype, ranks, keeps_transposed(config))
         device += (0 if train.offload_optimizer else moments)
         host += moments if train.offload_optimizer else 0
     return device, host
@@ -265,30 +267,34 @@ def expert_rows(spec: ModelSpec, tokens: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int = 8192) -> float:
+def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, lean: bool = True, tokens: int = 8192) -> float:
     """Bytes a token that the forward pass of a layer keeps for the backward pass; of `tokens`, which experts pad.
 
     Of each block: the residual stream (BF16), each linear's input (FP8 along tokens with a scale for 128, or BF16), and
-    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up. With
-    wgrad by tiles (`model.fused_mlp`), SwiGLU's output is made again. Of experts that for each row, with their outputs,
-    and the router's input and logits.
+    what stands between: qkv, the heads after the rotary embedding (unless `lean`), attention's output and log-sums;
+    gate and up. Made again are an FP8 linear's input after a norm (`model.normed`), o's, and with wgrad by tiles
+    (`model.fused_mlp`) SwiGLU's output. Of experts that for each row, with their outputs, and the router's input and
+    logits.
     """
     def linear(role: str, size: int) -> float:
         return size + size / 32 if recipe.linear(layer, role, "train") is not None else 2 * size
+
+    def normed(role: str, fused: bool) -> float:
+        return 4 if fused and recipe.linear(layer, role, "train") is not None else linear(role, d)
 
     d, total = spec.hidden_size, 0.0
     attended, heads = spec.num_heads * spec.head_dim, sum(spec.qkv_sections)
     for block in blocks_of(spec, layer):
         total += 2 * d
         if block.kind == "attention":
-            fp8 = recipe.linear(layer, "o", "train") is not None
-            total += linear("qkv", d) + 2 * heads + 2 * heads + 2 * attended + 4 * spec.num_heads
-            total += linear("o", attended) if fp8 else 0  # in BF16 it is attention's output itself
+            total += normed("qkv", layer > 0) + 2 * heads + (0 if lean else 2 * heads)
+            total += 2 * attended + 4 * spec.num_heads  # o's input is attention's output
         elif block.kind == "mlp":
             into = recipe.linear(layer, "down", "train")
             kept = 4 if into is None or not into.saved_out.is_quantized else 2 + 2 / 32
-            total += linear("gate_up", d) + kept * spec.intermediate_size
-            total += 0 if into is not None and into.wgrad_tiles else linear("down", spec.intermediate_size)
+            tiles = into is not None and into.wgrad_tiles
+            total += normed("gate_up", tiles) + kept * spec.intermediate_size
+            total += 0 if tiles else linear("down", spec.intermediate_size)
         elif block.kind == "moe":
             assert spec.experts is not None
             f, k = spec.experts.intermediate_size, spec.experts.per_token
@@ -304,25 +310,28 @@ def _activations(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -
     ends = 2 * 5 * spec.hidden_size  # the last norm, the rows that carry loss, and their gradient
     if config.train.activation_checkpointing:
         return tokens * (4 * spec.hidden_size * spec.num_layers + ends)
-    return int(tokens * (ends + sum(saved_of_layer(spec, recipe, layer, tokens) for layer in range(spec.num_layers))))
+    lean = config.train.lean_backward
+    return int(tokens * (ends + sum(saved_of_layer(spec, recipe, i, lean, tokens) for i in range(spec.num_layers))))
 
 
-def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, grad: int, keep: bool) -> int:
+def _passing(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -> int:
     """The most that lm_head and backward pass make and free: chunks of logits, or one layer's gradients.
 
-    A chunk is FP32 logits and, in the backward pass, their BF16 gradient. With `keep`, the softmax's residuals wait for
-    the backward pass, which makes logits again for the rest only. Gradients in BF16 are summed in FP32 by matrix: the
-    lm_head's is the largest.
+    A chunk is FP32 logits and, in the backward pass, their BF16 gradient. Without an entropy gradient the softmax's
+    residuals wait for the backward pass, which makes logits again for the rest only. Gradients in BF16 are summed in
+    FP32 by matrix: the lm_head's is the largest.
     """
-    v, rows = spec.vocab_size, max(128, LOGITS // spec.vocab_size // 128 * 128)
-    kept = min(KEPT // (2 * v), tokens) if keep else 0
-    chunk = (4 if kept == tokens else 6) * v * min(rows, tokens)
-    head = 2 * v * kept + chunk + (4 * v * spec.hidden_size if grad == 2 else 0)
+    v, checkpointing, grad = spec.vocab_size, config.train.activation_checkpointing, _BYTES[config.train.grad_dtype]
+    rows, forward = (max(128, n // v // 128 * 128) for n in (LOGITS, FORWARD_LOGITS))
+    kept = min(KEPT // (2 * v), tokens) if not config.rl.entropy_coef else 0
+    chunk = 4 * v * min(forward, tokens) if kept == tokens else 6 * v * min(rows, tokens)
+    head = 2 * v * kept + max(chunk, 4 * v * spec.hidden_size if grad == 2 else 0)
     layer = tokens * (4 * spec.hidden_size + 10 * spec.intermediate_size)
     if spec.experts is not None:
         layer = max(layer, _passing_experts(spec, tokens, checkpointing, grad))
     if checkpointing:
-        layer += int(tokens * max(saved_of_layer(spec, recipe, i, tokens) for i in range(spec.num_layers)))
+        lean = config.train.lean_backward
+        layer += int(tokens * max(saved_of_layer(spec, recipe, i, lean, tokens) for i in range(spec.num_layers)))
     return max(head, layer)
 
 

@@ -24,8 +24,8 @@ from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
-from jetrl.kernels.backends import triton_optim as ta
 from jetrl.kernels.backends import triton_normed as tn
+from jetrl.kernels.backends import triton_optim as ta
 from jetrl.kernels.backends import triton_pointwise as tp
 from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.kernels.backends import triton_quant as tq
@@ -437,6 +437,9 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
                     want, got = (grad.float() + x.float()).to(dtype), grad.to(DEVICE, copy=True)
                     ta.add_rounded(got, x.to(DEVICE))
                     equal("sum", got, want)
+                    if kind == dtype == torch.bfloat16:
+                        both = ta.sum_of_two(grad.to(DEVICE), x.to(DEVICE))
+                        equal("sum of two", both, grad.float() + x.float())
 
         yield f"gradients added in {dtype}", add
 

@@ -20,6 +20,7 @@ from jetrl.kernels.backends.deepgemm import (
     prepare_bf16,
     wgrad_gemm,
     wgrad_into,
+    wgrad_rounded,
 )
 from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_dgrad as grouped_bf16_dgrad
 from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_gemm as grouped_bf16_gemm
@@ -50,7 +51,7 @@ from jetrl.kernels.backends.triton_moe import swiglu_quantize_rows as swiglu_qua
 from jetrl.kernels.backends.triton_moe import swiglu_rows as swiglu_rows
 from jetrl.kernels.backends.triton_moe import swiglu_rows_backward as swiglu_rows_backward
 from jetrl.kernels.backends.triton_normed import add_rms_norm_kept, normed_t
-from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares
+from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares, sum_of_two
 from jetrl.kernels.backends.triton_pointwise import (
     add,
     add_rms_norm,
@@ -76,8 +77,8 @@ __all__ = [
     "bf16_wgrad", "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward", "logprob_entropy",
     "logprobs", "normed_t", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "qkv_norm_rope_backward",
     "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope",
-    "rope_backward", "round_heads", "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_backward_act",
-    "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
+    "rope_backward", "round_heads", "row_squares", "sample", "sum_of_two", "swiglu", "swiglu_backward", "swiglu_backward_act",
+    "swiglu_quantize", "wgrad_gemm", "wgrad_into", "wgrad_rounded", "write_cache",
 ]
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once in the backward pass: 2 GB; the order of dW's sums depends on it
 _FORWARD_ELEMENTS = 1 << 27  # in the forward pass, which is where most memory is in use: 0.5 GB

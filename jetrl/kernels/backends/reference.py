@@ -127,6 +127,16 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
 wgrad_gemm = ref.wgrad
 
 
+def wgrad_rounded(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """`wgrad_gemm` with tiles as the BF16 values that it has."""
+    return wgrad_gemm(dy_t, x_t).to(torch.bfloat16)
+
+
+def sum_of_two(x: Tensor, y: Tensor) -> Tensor:
+    """`x + y` in FP32."""
+    return x.to(torch.float32) + y.to(torch.float32)
+
+
 def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
     grad.add_(wgrad_gemm(dy_t, x_t))  # BF16 plus FP32 is computed in FP32
 

@@ -4,6 +4,7 @@
     python benchmarks/bench_update.py --state fp32-8bit      # FP32 masters, 8-bit moments: a state that trains
     python benchmarks/bench_update.py --state fp32-offload   # FP32 masters, BF16 moments in host memory
     python benchmarks/bench_update.py --precision bf16 --variants head old
+    python benchmarks/bench_update.py --layers 4 --variants lean --profile    # its kernels, by time
 
 One process, one model of Qwen3-8B's shape with random weights, `--tokens` in sequences of `--length` (512 of them the
 prompt), one sequence a micro-batch. The measured call has everything of a run's update: rows with loss and their
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -103,11 +104,12 @@ def packed_batch(args: argparse.Namespace, learner: Learner, config: Config) -> 
 def switch(model: Transformer, precision: str, variant: str, bound: int) -> None:
     """Let `model` compute its gradients as `variant` does."""
     wgrad, saved, keep, way = VARIANTS[variant]
-    ops, before = load_backend("hopper"), way == "before"
+    ops: Any = load_backend("hopper")
+    before, sums = way == "before", cast(Any, reduction)
     ops.KEPT_BYTES = bound if keep else 0
     ops._FORWARD_ELEMENTS = 1 << (29 if before else 27)
     attention.norm_before = mlp.norm_before = (lambda *_: None) if before else NORM_BEFORE
-    reduction.first_waits = (lambda matrices: nullcontext()) if before else FIRST_WAITS
+    sums.first_waits = (lambda matrices: nullcontext()) if before else FIRST_WAITS
     for module in model.modules():
         if isinstance(module, attention.Attention):
             module.makes_heads_again = way == "lean"
@@ -149,6 +151,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         update(learner, [batch], config, 1)
         publish(model, 0, FLOW)
 
+    if args.profile:
+        switch(model, args.precision, args.variants[-1], bound)
+        step()
+        profiled(step)
+        return []
     for number in range(args.rounds + 1):  # the first compiles
         for variant in args.variants:
             if variant in failed:
@@ -171,6 +178,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def profiled(step: Callable[[], None]) -> None:
+    """Print each kernel's calls and microseconds in one update, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name[:110], []).append(event.time_range.elapsed_us())
+    for name, us in sorted(found.items(), key=lambda item: -sum(item[1])):
+        print(f"{sum(us):10.0f} us in {len(us):4d} calls, {median(us):8.1f} each  {name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["fp8", "bf16"], default="fp8")
@@ -180,11 +200,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="of an update")
     parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="only list the kernels of the last variant's update")
     parser.add_argument("--name", default="update")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     require_gpu()
     rows = [row | {"precision": args.precision, "layers": args.layers} for row in measure(args)]
+    if args.profile:
+        return
     save(args.name, rows, args.out)
     shown = []
     for variant in [*args.variants, "reference pass"]:

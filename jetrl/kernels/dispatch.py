@@ -35,8 +35,8 @@ OPS = (
     "logprob_backward",
     # several ops in one, the same bits as one after another
     "add_rms_norm_quantize", "add_rms_norm_kept", "normed_t", "swiglu_quantize", "qkv_norm_rope",
-    "qkv_norm_rope_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
-    "add_in_order",
+    "qkv_norm_rope_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs",
+    "advance", "adamw_step_", "row_squares", "add_in_order",
 )
 # Of mixture-of-experts layers; a backend may lack them all, and is refused for models with experts then.
 EXPERT_OPS = (

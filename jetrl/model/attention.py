@@ -14,7 +14,7 @@ from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.normed import norm_before, normed_linear
 from jetrl.model.published import Published
 from jetrl.spec import ModelSpec
-from jetrl.types import PagedPlan
+from jetrl.types import PagedPlan, VarlenPlan
 
 
 class Attention(Block):
@@ -43,6 +43,7 @@ class Attention(Block):
             heads = Heads(
                 self.heads, spec.head_dim, self._norms, spec.rms_norm_eps, context.tables, batch.positions, self.fp8_kv
             )
+            assert isinstance(batch.plan, VarlenPlan), "gradients are those of packed sequences"
             attended = attend_heads if self.makes_heads_again else norm_rope_attend
             a = attended(qkv, masters, heads, batch.plan, self.layer, self.scale).flatten(1)
         else:

@@ -180,8 +180,8 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
 
 
 def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
-    """What `publish` and the first backward pass leave: FP8 codes with scales, the same again `transposed` where training
-    computes in FP8, and BF16 values where a side reads them (in one process BF16 masters themselves)."""
+    """What `publish` and the backward pass leave: FP8 codes with scales, the same again `transposed` where training is
+    FP8, and BF16 values where a side reads them (in one process BF16 masters themselves)."""
     alias = master_dtype == "bfloat16"
     total = 0 if alias else 2 * sum(sizes.vectors)
     for m in sizes.matrices:

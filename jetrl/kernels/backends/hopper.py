@@ -72,13 +72,13 @@ from jetrl.kernels.backends.triton_swiglu import swiglu_backward_act
 from jetrl.kernels.reference_moe import route_backward as route_backward
 
 __all__ = [
-    "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_kept", "add_rms_norm_quantize", "advance", "attend",
-    "attend_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "bf16_dgrad", "bf16_gemm",
-    "bf16_wgrad", "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward", "logprob_entropy",
-    "logprobs", "normed_t", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "qkv_norm_rope_backward",
-    "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope",
-    "rope_backward", "round_heads", "row_squares", "sample", "sum_of_two", "swiglu", "swiglu_backward", "swiglu_backward_act",
-    "swiglu_quantize", "wgrad_gemm", "wgrad_into", "wgrad_rounded", "write_cache",
+    "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_kept", "add_rms_norm_quantize", "advance",
+    "attend", "attend_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "bf16_dgrad",
+    "bf16_gemm", "bf16_wgrad", "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward",
+    "logprob_entropy", "logprobs", "normed_t", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope",
+    "qkv_norm_rope_backward", "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward",
+    "rope", "rope_backward", "round_heads", "row_squares", "sample", "sum_of_two", "swiglu", "swiglu_backward",
+    "swiglu_backward_act", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "wgrad_rounded", "write_cache",
 ]
 _LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once in the backward pass: 2 GB; the order of dW's sums depends on it
 _FORWARD_ELEMENTS = 1 << 27  # in the forward pass, which is where most memory is in use: 0.5 GB

@@ -1,4 +1,4 @@
-"""A norm's output again, in the codes that wgrad of the linear after it reads, from the stream and `inv_rms` of its rows.
+"""A norm's output again, in the codes that wgrad of the linear after it reads, from the stream and its `inv_rms`.
 
 So neither the norm's output nor its codes along tokens are kept for the backward pass, nor is the output ever written.
 

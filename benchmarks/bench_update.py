@@ -4,6 +4,7 @@
     python benchmarks/bench_update.py --state fp32-8bit      # FP32 masters, 8-bit moments: a state that trains
     python benchmarks/bench_update.py --state fp32-offload   # FP32 masters, BF16 moments in host memory
     python benchmarks/bench_update.py --precision bf16 --variants head old
+    python benchmarks/bench_update.py --layers 4 --variants lean --profile    # its kernels, by time
 
 One process, one model of Qwen3-8B's shape with random weights, `--tokens` in sequences of `--length` (512 of them the
 prompt), one sequence a micro-batch. The measured call has everything of a run's update: rows with loss and their
@@ -11,19 +12,22 @@ columns, GRPO's objective, the metrics of parity, micro-batches from host memory
 Gradients are FP32 in every state. `logprob_ms` is the pass of a reference policy over the same batch.
 
 Variants: `old` quantizes by rows for wgrad and makes the lm_head's logits again; `head` keeps the softmax's residuals;
-`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`);
-`new saved8` keeps SwiGLU's input in FP8
-too (`quant.saved_gate_up`); `new nonexact` is `new` with the faster choices that parity forbids (`nonexact.py`).
-Kernels that changed for all are not told apart. A variant that does not fit has a row that says so. Writes
+`new` also has wgrad by tiles and makes SwiGLU's output again (`quant.wgrad = "tile"`); `new saved8` keeps SwiGLU's
+input in FP8 too (`quant.saved_gate_up`). These keep the norms' output as codes and q, k and v for the backward pass,
+2 GB of logits in the forward pass, transposed weights, and widen a matrix's first gradient. `fast` makes the norms'
+codes again, has 0.5 GB of logits, and lets first gradients wait in BF16; `lean` is that with `train.lean_backward`, the
+default. `... nonexact` has the faster choices that parity forbids (`nonexact.py`). Kernels that changed for all, and
+o's input, which is kept once in all, are not told apart. A variant that does not fit has a row that says so. Writes
 `benchmarks/results/update.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,10 +38,12 @@ from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.kernels.dispatch import load_backend
 from jetrl.kernels.gradient import accumulate_in
+from jetrl.model import attention, mlp
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.subject import random_model
+from jetrl.train import reduction
 from jetrl.train.fitting import on_gpu
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import pack
@@ -51,11 +57,15 @@ STATES = {
     "bf16": ("bfloat16", "bfloat16", False), "fp32-8bit": ("float32", "8bit", False),
     "fp32-offload": ("float32", "bfloat16", True),
 }
-# quant.wgrad, quant.saved_gate_up, whether the softmax's residuals are kept
+# quant.wgrad, quant.saved_gate_up, whether the softmax's residuals are kept, which way through the backward pass
 VARIANTS = {
-    "old": ("row", "bf16", False), "head": ("row", "bf16", True), "new": ("tile", "bf16", True),
-    "new saved8": ("tile", "fp8", True), "new nonexact": ("tile", "bf16", True),
+    "old": ("row", "bf16", False, "before"), "head": ("row", "bf16", True, "before"),
+    "new": ("tile", "bf16", True, "before"), "new saved8": ("tile", "fp8", True, "before"),
+    "fast": ("tile", "bf16", True, "fast"), "lean": ("tile", "bf16", True, "lean"),
+    "new nonexact": ("tile", "bf16", True, "before"), "lean nonexact": ("tile", "bf16", True, "lean"),
+    "lean saved8": ("tile", "fp8", True, "lean"),
 }
+NORM_BEFORE, FIRST_WAITS = attention.norm_before, reduction.first_waits
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -96,9 +106,22 @@ def switch(model: Transformer, precision: str, variant: str, bound: int) -> None
     """Let `model` compute its gradients as `variant` does."""
     from nonexact import use
 
-    wgrad, saved, keep = VARIANTS[variant]
+    wgrad, saved, keep, way = VARIANTS[variant]
     use("nonexact" if variant.endswith("nonexact") else "")
-    load_backend("hopper").KEPT_BYTES = bound if keep else 0
+    ops: Any = load_backend("hopper")
+    before, sums = way == "before", cast(Any, reduction)
+    ops.KEPT_BYTES = bound if keep else 0
+    ops._FORWARD_ELEMENTS = 1 << (29 if before else 27)
+    attention.norm_before = mlp.norm_before = (lambda *_: None) if before else NORM_BEFORE
+    sums.first_waits = (lambda matrices: nullcontext()) if before else FIRST_WAITS
+    for module in model.modules():
+        if isinstance(module, attention.Attention):
+            module.makes_heads_again = way == "lean"
+        elif isinstance(module, FlowLinear):
+            module.keeps_transposed = way != "lean"
+            if way == "lean":
+                module._operands.pop("fp8_t", None)
+    torch.cuda.empty_cache()
     if precision == "fp8":
         recipe = build_recipe("fp8", 1, wgrad=wgrad, saved_gate_up=saved).linear(0, "o", "train")
         for module in model.modules():
@@ -122,7 +145,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         update(learner, [batch], config, 1)
         publish(model, 0, FLOW)
 
-    for number in range(args.rounds + 1):
+    if args.profile:
+        switch(model, args.precision, args.variants[-1], bound)
+        step()
+        profiled(step)
+        return
+    for number in range(args.rounds + 1):  # the first compiles
         for variant in args.variants:
             if variant in failed:
                 continue
@@ -146,6 +174,19 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield row | {"tokens": sum(lengths)}
 
 
+def profiled(step: Callable[[], None]) -> None:
+    """Print each kernel's calls and microseconds in one update, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name[:110], []).append(event.time_range.elapsed_us())
+    for name, us in sorted(found.items(), key=lambda item: -sum(item[1])):
+        print(f"{sum(us):10.0f} us in {len(us):4d} calls, {median(us):8.1f} each  {name}")
+
+
 def shown(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Medians and spread of each variant."""
     lines = []
@@ -164,11 +205,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["fp8", "bf16"], default="fp8")
     parser.add_argument("--state", choices=list(STATES), default="bf16")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS)[:4])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["new", "fast", "lean"])
     parser.add_argument("--layers", type=int, default=SPEC.num_layers)
     parser.add_argument("--tokens", type=int, default=32768, help="of an update")
     parser.add_argument("--length", type=int, default=8192, help="of a sequence, which is a micro-batch")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="only list the kernels of the last variant's update")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="update")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -179,7 +221,7 @@ def main() -> None:
         rows.append(row | {"precision": args.precision, "layers": args.layers})
         if args.one:
             emit(rows[-1] | {"environment": environment()})
-    if args.one:
+    if args.one or args.profile:
         return
     save(args.name, rows, args.out)
     print(environment())

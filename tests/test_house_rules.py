@@ -66,7 +66,6 @@ REACHED_THROUGH = {
     "model/hf_tokenizer": "model/hf",
     "model/hf_write": "model/hf",
     "model/names": "model/hf",
-    "model/published": "model/transformer",
     "model/rope": "model/transformer",
     "precision/pen": "precision/draw",
     "precision/svg": "precision/pen",

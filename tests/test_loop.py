@@ -12,7 +12,7 @@ import torch
 from tiny import numbers, saved, tiny_run, weights_hash
 
 from jetrl.errors import UserError
-from jetrl.kernels import pointwise
+from jetrl.kernels import attention
 from jetrl.report.recorder import read_samples
 from jetrl.train import reduction, store
 
@@ -38,8 +38,8 @@ def test_parity_is_zero_in_every_step(tmp_path: Path, changes: dict[str, Any]) -
 def test_parity_is_not_zero_if_training_does_not_round_keys_and_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = pointwise.norm_rope
-    monkeypatch.setattr(pointwise, "norm_rope", lambda *args: right(*args[:-1], False))
+    right = attention._made
+    monkeypatch.setattr(attention, "_made", lambda qkv, of: right(qkv, of._replace(fp8_kv=False)))
     rows = numbers(tiny_run(tmp_path, {"quant.kv_cache": "fp8"}))
     assert all(1e-4 < row[PARITY] < 1.0 for row in rows[1:]), [row[PARITY] for row in rows[1:]]
     assert all(row["parity/frac_tokens_different"] > 0.5 for row in rows[1:])
@@ -234,10 +234,10 @@ def test_a_step_without_a_signal_is_told_once(
 def test_a_gap_where_none_should_be_is_loud_and_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = pointwise.norm_rope
+    right = attention._made
     tiny_run(tmp_path / "right", {"quant.kv_cache": "fp8", "train.steps": 2})
     assert "PARITY" not in capsys.readouterr().out
-    monkeypatch.setattr(pointwise, "norm_rope", lambda *args: right(*args[:-1], False))
+    monkeypatch.setattr(attention, "_made", lambda qkv, of: right(qkv, of._replace(fp8_kv=False)))
     tiny_run(tmp_path, {"quant.kv_cache": "fp8"})
     out = capsys.readouterr().out
     assert out.count("step 1: PARITY IS NOT ZERO: ") == 1 == out.count("PARITY") and "please report" in out

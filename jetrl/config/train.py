@@ -54,6 +54,10 @@ class TrainConfig(Section):
     activation_checkpointing: bool = Field(
         default=False,
         description="Recompute layers in the backward pass, and transposed FP8 weights, to save memory.")
+    lean_backward: bool = Field(
+        default=True,
+        description="Make the heads of attention and FP8 weights' transposes again in each backward pass instead of "
+        "keeping them: 10 GiB less for Qwen3-8B and 8K tokens, about 1 % of the update's time. No bit depends on it.")
     compile_ahead: bool = Field(
         default=True, description="On a GPU, compile the run's kernels in several processes before it starts, once for "
         "each machine and kind of run. false: each when it is needed, as the run goes. No number depends on it.")

@@ -6,13 +6,15 @@ Definition: `reference_attention.py`.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from jetrl.kernels import pointwise
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gradient import grad_dtype
 from jetrl.kernels.qtensor import QTensor
 from jetrl.types import PagedPlan, SharedKeys, VarlenPlan
 
@@ -65,6 +67,68 @@ class _VarlenAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = backend_of(q).attend_backward(grad.contiguous(), q, k, v, ctx.plan, ctx.scale, out, lse)
         return dq, dk, dv, None, None, None
+
+
+class Heads(NamedTuple):
+    """How q, k and v come of the fused projection: see `pointwise.norm_rope`."""
+
+    heads: tuple[int, int]
+    head_dim: int
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+    tables: tuple[Tensor, Tensor]
+    positions: Tensor
+    fp8_kv: bool
+
+
+class _HeadsAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_master: Tensor | None, k_master: Tensor | None, heads: Heads, plan: VarlenPlan,
+        scale: float,
+    ) -> Tensor:
+        out, lse = backend_of(qkv).attend_varlen(*_made(qkv, heads), plan, scale, True)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.heads, ctx.plan, ctx.scale = heads, plan, scale
+        ctx.dtypes = [grad_dtype(m) for m in (q_master, k_master) if m is not None]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, out, lse = ctx.saved_tensors
+        ops, heads = backend_of(qkv), ctx.heads
+        grads = ops.attend_backward(grad.contiguous(), *_made(qkv, heads), ctx.plan, ctx.scale, out, lse)
+        d_qkv, d_norms = ops.qkv_norm_rope_backward(
+            grads, qkv, heads.norms, heads.eps, heads.tables, heads.positions
+        )
+        d_q, d_k = (d.to(t) for d, t in zip(d_norms, ctx.dtypes, strict=True)) if d_norms is not None else (None, None)
+        return d_qkv, d_q, d_k, None, None, None
+
+
+def _made(qkv: Tensor, of: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    return backend_of(qkv).qkv_norm_rope(
+        qkv, of.heads, of.head_dim, of.norms, of.eps, of.tables, of.positions, None, of.fp8_kv
+    )
+
+
+def attend_heads(
+    qkv: Tensor, masters: tuple[Tensor, Tensor] | None, heads: Heads, plan: VarlenPlan, layer: int, scale: float
+) -> Tensor:
+    """`norm_rope_attend` with the same bits, which makes q, k and v again in the backward pass instead of keeping them.
+    """
+    q_master, k_master = masters or (None, None)
+    return _HeadsAttention.apply(qkv, q_master, k_master, heads, plan, scale)
+
+
+def norm_rope_attend(
+    qkv: Tensor, masters: tuple[Tensor, Tensor] | None, heads: Heads, plan: VarlenPlan, layer: int, scale: float
+) -> Tensor:
+    """`attend(*pointwise.norm_rope(qkv, ...))`: `qkv` [T, (N + 2G) * H] -> [T, N, H], with gradients."""
+    q, k, v = pointwise.norm_rope(
+        qkv, heads.heads, heads.head_dim, masters, heads.norms, heads.eps, heads.tables, heads.positions, heads.fp8_kv
+    )
+    return attend(q, k, v, plan, layer, scale)
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:

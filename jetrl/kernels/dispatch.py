@@ -28,14 +28,15 @@ _serving = {"cpu": "reference", "cuda": "hopper"}  # by type of device; `select`
 _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put there
 OPS = (
     "quantize_act", "quantize_act_t", "quantize_weight", "prepare_fp8", "prepare_fp8_t",
-    "prepare_bf16", "fp8_gemm", "wgrad_gemm", "wgrad_into", "bf16_gemm", "bf16_dgrad", "bf16_wgrad", "bf16_wgrad_into",
+    "prepare_bf16", "fp8_gemm", "wgrad_gemm", "wgrad_rounded", "wgrad_into", "bf16_gemm", "bf16_dgrad", "bf16_wgrad",
+    "bf16_wgrad_into", "sum_of_two",
     "rms_norm", "rms_norm_backward", "add_rms_norm", "add", "rope", "rope_backward", "round_heads", "swiglu",
     "swiglu_backward", "swiglu_backward_act", "attend", "attend_backward", "head_logits", "logprob_entropy",
     "logprob_backward",
     # several ops in one, the same bits as one after another
-    "add_rms_norm_quantize", "swiglu_quantize", "qkv_norm_rope", "qkv_norm_rope_backward", "attend_cached",
-    "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs", "advance", "adamw_step_", "row_squares",
-    "add_in_order",
+    "add_rms_norm_quantize", "add_rms_norm_kept", "normed_t", "swiglu_quantize", "qkv_norm_rope",
+    "qkv_norm_rope_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "exp_weights", "logprobs",
+    "advance", "adamw_step_", "row_squares", "add_in_order",
 )
 # Of mixture-of-experts layers; a backend may lack them all, and is refused for models with experts then.
 EXPERT_OPS = (

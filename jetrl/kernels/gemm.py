@@ -34,6 +34,12 @@ def fp8_gemm(a: QTensor, b: Any, out_dtype: torch.dtype) -> Tensor:
     return backend_of(a.codes).fp8_gemm(a, b, out_dtype)
 
 
+def wgrad_rounded(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """`wgrad_gemm` with tiles, as the BF16 values [N, K] to which it is rounded."""
+    assert x_t.granularity == "128x128" and dy_t.codes.shape[1] == x_t.codes.shape[1]
+    return backend_of(dy_t.codes).wgrad_rounded(dy_t, x_t)
+
+
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     """wgrad: `dy_t` [N, T] by `x_t` [K, T], both with groups of 128 tokens -> FP32 [N, K].
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.errors import UserError
+from jetrl.kernels.dispatch import backend_of
 
 
 def grad_dtype(master: Tensor) -> torch.dtype:
@@ -72,8 +73,38 @@ def grad_done(master: Tensor) -> None:
         sink.done(master)
 
 
+@contextmanager
+def first_waits(masters: Iterable[Tensor]) -> Iterator[None]:
+    """Within this block, the first gradient of a matrix that is in BF16 anyway waits so for the second.
+
+    Both are then added in one pass: 8 bytes a weight in place of 6 to widen the first and 10 to add. What waits at the
+    end is widened, so the bits are the same.
+    """
+    held = list(masters)
+    for master in held:
+        master.__dict__.pop("first_gradient", None)  # of an update that failed
+        master.first_waits = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for master in held:
+            del master.first_waits  # type: ignore[attr-defined]
+            if (first := master.__dict__.pop("first_gradient", None)) is not None:
+                master.grad = first.to(grad_dtype(master))
+
+
+def begin_in_place(master: Tensor, rounded: Tensor) -> None:
+    """Take `rounded`, a gradient in BF16, where `begins_in_place`."""
+    if (first := master.__dict__.pop("first_gradient", None)) is not None:
+        master.grad = backend_of(rounded).sum_of_two(first, rounded)
+    elif getattr(master, "first_waits", False) and grad_dtype(master) == torch.float32:
+        master.first_gradient = rounded  # type: ignore[attr-defined]
+    else:
+        master.grad = rounded.to(grad_dtype(master))
+
+
 def begins_in_place(master: Tensor) -> bool:
-    """Whether `grad_in_place` would add to zeros that it makes for this: a caller may set `master.grad` instead."""
+    """Whether `grad_in_place` would add to zeros that it makes for this: `begin_in_place` may take it instead."""
     in_place = getattr(master, "adds_in_place", False) and getattr(master, "sink", None) is None
     return bool(in_place) and master.grad is None
 
@@ -87,6 +118,8 @@ def grad_in_place(master: Tensor) -> Tensor | None:
         return sink.buffer(master)
     if not getattr(master, "adds_in_place", False):
         return None
+    if (first := master.__dict__.pop("first_gradient", None)) is not None:
+        master.grad = first.to(grad_dtype(master))
     if master.grad is None:
         master.grad = torch.zeros(master.shape, dtype=grad_dtype(master), device=master.device)
     return master.grad

@@ -8,12 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from jetrl.kernels import pointwise
-from jetrl.kernels.attention import attend, attend_cached, attend_cached_quantize
+from jetrl.kernels.attention import Heads, attend, attend_cached, attend_cached_quantize, attend_heads, norm_rope_attend
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
+from jetrl.model.normed import norm_before, normed_linear
 from jetrl.model.published import Published
 from jetrl.spec import ModelSpec
-from jetrl.types import PagedPlan
+from jetrl.types import PagedPlan, VarlenPlan
 
 
 class Attention(Block):
@@ -22,6 +23,7 @@ class Attention(Block):
         spec = build.spec
         self.layer, self.fp8_kv = build.layer, build.recipe.kv_cache.is_quantized
         self.heads, self.scale = (spec.num_heads, spec.num_kv_heads), spec.head_dim**-0.5
+        self.makes_heads_again = True  # in the backward pass, from the projection; False: q, k and v are kept
         self.qkv = build.linear("qkv")
         if spec.qk_norm:
             self.q_norm = build.published(spec.head_dim)
@@ -35,22 +37,36 @@ class Attention(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
         spec, at, batch = self.spec, self.at, context.batch
-        y, residual = self.add_norm(x, residual, tap)
-        qkv = self.qkv(y, batch.side)
-        tap(f"{at}.qkv", qkv)
+        qkv, residual = self._projected(x, residual, context, tap)
         if tap is no_tap:
             masters = (self.q_norm.weight, self.k_norm.weight) if spec.qk_norm else None
-            q, k, v = pointwise.norm_rope(
-                qkv, self.heads, spec.head_dim, masters, self._norms, spec.rms_norm_eps, context.tables,
-                batch.positions, self.fp8_kv,
+            heads = Heads(
+                self.heads, spec.head_dim, self._norms, spec.rms_norm_eps, context.tables, batch.positions, self.fp8_kv
             )
+            assert isinstance(batch.plan, VarlenPlan), "gradients are those of packed sequences"
+            attended = attend_heads if self.makes_heads_again else norm_rope_attend
+            a = attended(qkv, masters, heads, batch.plan, self.layer, self.scale).flatten(1)
         else:
             q, k, v = self._tapped_heads(qkv, context, tap)
-        a = attend(q, k, v, batch.plan, self.layer, self.scale).flatten(1)
+            a = attend(q, k, v, batch.plan, self.layer, self.scale).flatten(1)
         tap(f"{at}.attention", a)
-        y = self.o(a, batch.side)
+        y = self.o(a, batch.side, keeps_input=True)  # attention's own gradient reads its output
         tap(f"{at}.o", y)
         return y, residual
+
+    def _projected(
+        self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap
+    ) -> tuple[Tensor, Tensor]:
+        """The fused projection of the normed stream, and the stream."""
+        side = context.batch.side
+        before = norm_before(self.norm, self.spec.rms_norm_eps, self.qkv, residual, side) if tap is no_tap else None
+        if before is not None:
+            assert residual is not None
+            return normed_linear(x, residual, self.qkv, before)
+        y, residual = self.add_norm(x, residual, tap)
+        qkv = self.qkv(y, side)
+        tap(f"{self.at}.qkv", qkv)
+        return qkv, residual
 
     def _tapped_heads(self, qkv: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
         """`pointwise.norm_rope` op by op, with the same bits, so that a tap sees what is in between."""

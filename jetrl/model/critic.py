@@ -57,6 +57,7 @@ class Critic(nn.Module):
                 self.body = Transformer(
                     spec, policy.recipe, master_dtype=master, dtype=policy.dtype,
                     activation_checkpointing=policy.activation_checkpointing,
+                    lean_backward=policy.lean_backward,
                 )
             self.head = Published((1, policy.spec.hidden_size), master, policy.dtype)
         shard_like(self, policy)

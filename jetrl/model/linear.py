@@ -3,7 +3,8 @@
 FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands along tokens, 128x1):
 
     fprop   y  = rounded(q(x) @ q(W).T)          dgrad   dx = rounded(q(dy) @ q(W))
-    wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation;
+    wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation, or x
+                                                 itself, where something else keeps it (`model.normed`: the stream);
                                                  dW is added to `weight.grad` in place (`kernels.gradient`)
 
 With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import begins_in_place, grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.gradient import begin_in_place, begins_in_place, grad_done, grad_dtype, grad_in_place
 from jetrl.kernels.pointwise import add
 from jetrl.kernels.qtensor import Granularity, QTensor
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
@@ -31,26 +32,36 @@ from jetrl.types import Side
 
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe, keep: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, master: Tensor, layer: FlowLinear, recipe: LinearRecipe, keep: bool, keeps_input: bool
+    ) -> Tensor:
         pow2 = recipe.fprop.left.pow2
-        ctx.layer, ctx.recipe, ctx.needs_weight = layer, recipe, keep
-        if keep:
-            x_t = quantize_act_t(x, recipe.saved_activation.pow2, recipe.wgrad_tiles)
+        ctx.layer, ctx.recipe, ctx.needs_weight, ctx.keeps_input = layer, recipe, keep, keeps_input
+        if keep and keeps_input:
+            ctx.save_for_backward(x)
+        elif keep:
+            x_t = input_for_wgrad(recipe, x)
             ctx.save_for_backward(x_t.codes, x_t.scale)
         return gemm.fp8_gemm(quantize_act(x, pow2), layer.fp8_operand(), x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer, recipe, dy = ctx.layer, ctx.recipe, dy.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dy_q = quantize_act(dy, recipe.dgrad.left.pow2, layer.sections)
             dx = gemm.fp8_gemm(dy_q, layer.fp8_operand_t(), dy.dtype)
         if ctx.needs_weight:
-            x_t = saved_activation(recipe, *ctx.saved_tensors)
+            saved = ctx.saved_tensors
+            x_t = input_for_wgrad(recipe, saved[0]) if ctx.keeps_input else saved_activation(recipe, *saved)
             dw = layer.add_gradient(quantize_act_t(dy, recipe.wgrad.left.pow2), x_t)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
+
+
+def input_for_wgrad(recipe: LinearRecipe, x: Tensor) -> QTensor:
+    """What wgrad reads of the input [T, K]: its transpose, quantized."""
+    return quantize_act_t(x, recipe.saved_activation.pow2, recipe.wgrad_tiles)
 
 
 def saved_activation(recipe: LinearRecipe, codes: Tensor, scale: Tensor) -> QTensor:
@@ -100,7 +111,7 @@ class FlowLinear(nn.Module):
 
     `recipes` gives the precision of each side (None: BF16). The forward pass reads what `publish` made from the master
     weight, never the master itself, so that trainer and engine see the same bits. Without a master (`master_dtype`
-    None) `publish_value` makes it, and `published` is kept only where a side computes in BF16.
+    None) `publish_value` makes it. `published` is kept only where a side computes in BF16.
     """
 
     def __init__(
@@ -113,7 +124,7 @@ class FlowLinear(nn.Module):
         self.weight = parameter((sum(sections), in_features), master_dtype, dtype)
         self.bias = parameter((sum(sections),), master_dtype, dtype) if bias else None
         self.published_bias: Tensor | None = None
-        self.published: Tensor = torch.empty(0)  # the BF16-rounded weight; both sides and both precisions start from it
+        self.published: Tensor = torch.empty(0)  # the BF16-rounded weight, from which the codes are made
         self.quantized: QTensor | None = None
         self.keeps_transposed = True  # whether the codes that dgrad reads stay, or are made in each backward pass
         self._operands: dict[str, Any] = {}  # what GEMMs read, made at the first use
@@ -128,8 +139,8 @@ class FlowLinear(nn.Module):
         """Round the master weight to BF16 and quantize it, once, for both sides; into the same memory every time.
 
         Without a master everything stays what `publish_value` made it. Of a sharded weight each rank rounds and
-        quantizes its rows, and all get all of them (collective); `published` is then made only if a side reads it,
-        that is computes in BF16.
+        quantizes its rows, and all get all of them (collective). `published` is kept only if a side reads it, that is
+        computes in BF16.
         """
         if not self.holds_master:
             return
@@ -137,18 +148,19 @@ class FlowLinear(nn.Module):
         if shard is not None and shard.split:
             self._publish_rows(shard)
         else:
-            self.published = rounded_into(self.published, self.weight, self.dtype)
-            self._quantize()
+            whole = rounded_into(self.published, self.weight, self.dtype)
+            self._quantize(whole)
+            self.published = whole if None in self.recipes.values() else torch.empty(0)
         if self.bias is not None:
             self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
         self._stale = set(self._operands)
         for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these directly
             self._operand(name)
 
-    def _quantize(self) -> None:
+    def _quantize(self, rounded: Tensor) -> None:
         recipe = next((r for r in self.recipes.values() if r is not None), None)
         if recipe is not None:
-            self.quantized = quantize_weight(self.published, self.sections, recipe.fprop.right.pow2, self.quantized)
+            self.quantized = quantize_weight(rounded, self.sections, recipe.fprop.right.pow2, self.quantized)
 
     def _publish_rows(self, shard: Shard) -> None:
         recipe = next((r for r in self.recipes.values() if r is not None), None)
@@ -167,7 +179,7 @@ class FlowLinear(nn.Module):
             self.published_bias = rounded_value(value, self.bias.shape, self.dtype)
             return
         self.published = rounded_value(value, self.weight.shape, self.dtype)
-        self._quantize()
+        self._quantize(self.published)
         if all(self.recipes.values()):
             self.published = torch.empty(0)  # both sides read the codes
 
@@ -211,7 +223,7 @@ class FlowLinear(nn.Module):
     def add_gradient(self, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
         """wgrad, added in place to the master's gradient; None then, else what autograd is to accumulate."""
         if x_t.granularity == "128x128" and begins_in_place(self.weight):  # saves zeros and an addition
-            self.weight.grad = gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))
+            begin_in_place(self.weight, gemm.wgrad_rounded(dy_t, x_t))
             return None
         if (grad := grad_in_place(self.weight)) is None:
             return gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))
@@ -232,13 +244,18 @@ class FlowLinear(nn.Module):
             y = add(y, self.published_bias)
         return y
 
-    def forward(self, x: Tensor, side: Side) -> Tensor:
-        """`x` [T, K] -> [T, N] in the precision of `side`."""
+    def biased(self, y: Tensor) -> Tensor:
+        """`y` with the bias, if there is one, and its gradient."""
+        return y if self.bias is None else _Bias.apply(y, self.bias, self.published_bias)
+
+    def forward(self, x: Tensor, side: Side, keeps_input: bool = False) -> Tensor:
+        """`x` [T, K] -> [T, N] in the precision of `side`.
+
+        `keeps_input`: something else keeps `x` for the backward pass, so wgrad's codes of it are made there.
+        """
         if not torch.is_grad_enabled():
             return self.infer(x, side)  # nothing is kept for a backward pass
         recipe = self.recipes[side]
         if recipe is not None:
-            y = _FP8Linear.apply(x, self.weight, self, recipe, self.weight.requires_grad)
-        else:
-            y = _BF16Linear.apply(x, self.weight, self)
-        return y if self.bias is None else _Bias.apply(y, self.bias, self.published_bias)
+            return self.biased(_FP8Linear.apply(x, self.weight, self, recipe, self.weight.requires_grad, keeps_input))
+        return self.biased(_BF16Linear.apply(x, self.weight, self))

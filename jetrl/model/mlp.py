@@ -7,7 +7,8 @@ from torch import Tensor
 
 from jetrl.kernels import pointwise
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
-from jetrl.model.fused_mlp import fused_mlp, fused_recipe
+from jetrl.model.fused_mlp import fused_mlp, fused_recipe, normed_mlp
+from jetrl.model.normed import norm_before
 from jetrl.spec import ModelSpec
 
 
@@ -19,8 +20,12 @@ class MLP(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
         at, side = self.at, context.batch.side
-        y, residual = self.add_norm(x, residual, tap)
         recipe = fused_recipe(self.gate_up, self.down, side) if tap is no_tap and torch.is_grad_enabled() else None
+        if recipe is not None and residual is not None:
+            before = norm_before(self.norm, self.spec.rms_norm_eps, self.gate_up, residual, side)
+            if before is not None:
+                return normed_mlp(x, residual, self.gate_up, self.down, recipe, before)
+        y, residual = self.add_norm(x, residual, tap)
         if recipe is not None:
             return fused_mlp(y, self.gate_up, self.down, recipe), residual
         y = self.gate_up(y, side)

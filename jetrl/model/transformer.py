@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.errors import UserError
 from jetrl.kernels import gemm, logprob, pointwise
+from jetrl.model.attention import Attention
 from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
@@ -63,13 +64,13 @@ class Transformer(nn.Module):
 
     def __init__(
         self, spec: ModelSpec, recipe: Recipe, *, master_dtype: torch.dtype | None = torch.float32,
-        dtype: torch.dtype = torch.bfloat16, activation_checkpointing: bool = False,
+        dtype: torch.dtype = torch.bfloat16, activation_checkpointing: bool = False, lean_backward: bool = True,
     ) -> None:
         super().__init__()
         assert recipe.num_layers == spec.num_layers
         assert recipe.kv_cache in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {recipe.kv_cache}"
         self.spec, self.recipe, self.dtype = spec, recipe, dtype
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing, self.lean_backward = activation_checkpointing, lean_backward
         self.holds_masters = master_dtype is not None
         self.embed = Embedding((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         self.layers = nn.ModuleList(Layer(i, spec, recipe, master_dtype, dtype) for i in range(spec.num_layers))
@@ -83,9 +84,11 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
-        for module in self.modules():
-            if isinstance(module, FlowLinear):  # to save memory: the backward pass makes what it reads
-                module.keeps_transposed = not activation_checkpointing
+        for module in self.modules():  # to save memory: the backward pass makes what it reads
+            if isinstance(module, FlowLinear):
+                module.keeps_transposed = not (activation_checkpointing or lean_backward)
+            elif isinstance(module, Attention):
+                module.makes_heads_again = lean_backward
 
     @property
     def head(self) -> Published:

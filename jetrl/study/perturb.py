@@ -95,6 +95,12 @@ class OtherOps:
         normed, total = self.base.add_rms_norm(x, residual, weight, eps)
         return self.quantize_act(normed, pow2), total
 
+    def add_rms_norm_kept(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, pow2: bool
+    ) -> tuple[QTensor, Tensor, Tensor]:
+        _, total, inverses = self.base.add_rms_norm_kept(x, residual, weight, eps, pow2)
+        return self.quantize_act(self.base.rms_norm(total, weight, eps), pow2), total, inverses
+
     def swiglu_quantize(self, gate_up: Tensor, pow2: bool) -> QTensor:
         return self.quantize_act(self.base.swiglu(gate_up), pow2)
 

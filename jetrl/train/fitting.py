@@ -60,6 +60,8 @@ def changes(config: Config) -> list[list[Change]]:
         add("train.offload_optimizer", True)
     if train.reduction == "fast":  # of several ranks
         add("train.reduction", "fixed")
+    if not (train.lean_backward or train.activation_checkpointing):
+        add("train.lean_backward", True)
     if not train.activation_checkpointing:
         add("train.activation_checkpointing", True)
     longest = config.task.max_prompt_length + rollout.max_response_length

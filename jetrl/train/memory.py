@@ -23,11 +23,12 @@ from jetrl.model.names import tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.queue import shares
 from jetrl.parallel.world import World
-from jetrl.precision.blocks import blocks_of, linears_of
+from jetrl.precision.blocks import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.rollout.kv_cache import page_bytes
 from jetrl.spec import ModelSpec
+from jetrl.train.activations import activations, passing
 from jetrl.train.offload import PIECE, SLOTS
 
 GIB = 2**30
@@ -36,8 +37,6 @@ WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
 CACHE_SHARE = 0.8  # as `rollout.kv_cache` has it
 GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
-LOGITS = 1 << 29  # elements of a chunk of logits, as in the hopper backend
-KEPT = 5 << 29  # bytes of softmax residuals, likewise
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -135,15 +134,15 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     tokens = min(train.max_tokens_per_gpu, _step_tokens(config))
     held: dict[str, int] = dict(
         masters=master * sum(owned), moments=0 if train.offload_optimizer else moments,
-        published=published_on_gpu(sizes, train.master_dtype, ranks, not train.activation_checkpointing),
+        published=published_on_gpu(sizes, train.master_dtype, ranks, keeps_transposed(config)),
         tables=_tables(spec), others=others,
     )
     slots = SLOTS * 2 * _BYTES.get(train.optimizer_dtype, 0) * min(PIECE, max(owned))
     cache, sequences, wanted = _cache(config, spec, recipe, ranks, capacity - sum(held.values()))
     memory = Memory(
         **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
-        activations=_activations(config, spec, recipe, tokens),
-        passing=_passing(spec, recipe, tokens, train.activation_checkpointing, grad, not config.rl.entropy_coef),
+        activations=activations(config, spec, recipe, tokens),
+        passing=passing(config, spec, recipe, tokens),
         optimizer=slots if train.offload_optimizer else 0, cache=cache,
         keep=0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
@@ -152,6 +151,11 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
     )
     room = {"auto": max(0, capacity - SPARE - GRAPHS - memory.update), "always": capacity, "never": 0}
     return replace(memory, keep=room[config.rollout.keep_kv_cache])
+
+
+def keeps_transposed(config: Config) -> bool:
+    """Whether the FP8 codes that dgrad reads stay from one backward pass to the next."""
+    return not (config.train.activation_checkpointing or config.train.lean_backward)
 
 
 def recipe_for(config: Config, spec: ModelSpec) -> Recipe:
@@ -184,15 +188,12 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
 
 
 def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
-    """What `publish` and the first backward pass leave on a GPU.
-
-    FP8 codes with scales, the same again `transposed` where training computes in FP8, and BF16 values: in one process
-    of all weights (the masters themselves, where they are BF16); of several ranks only where a side reads them, whole.
-    """
+    """What `publish` and the backward pass leave: FP8 codes with scales, the same again `transposed` where training is
+    FP8, and BF16 values where a side reads them (in one process BF16 masters themselves)."""
     alias = master_dtype == "bfloat16"
     total = 0 if alias else 2 * sum(sizes.vectors)
     for m in sizes.matrices:
-        if (ranks == 1 and not alias) or (ranks > 1 and not all(m.fp8)):
+        if not all(m.fp8) and not (ranks == 1 and alias):
             total += 2 * m.size
         if any(m.fp8):
             total += _codes(m) * (2 if m.fp8[0] and transposed else 1)
@@ -253,7 +254,7 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
         owned = body.owned(ranks)
         moments = sum(_moments(n, config) for n in owned)
         device += _BYTES[train.master_dtype] * sum(owned) + _tables(spec)
-        device += published_on_gpu(body, train.master_dtype, ranks, not train.activation_checkpointing)
+        device += published_on_gpu(body, train.master_dtype, ranks, keeps_transposed(config))
         device += (0 if train.offload_optimizer else moments)
         host += moments if train.offload_optimizer else 0
     return device, host
@@ -263,88 +264,6 @@ def _step_tokens(config: Config) -> int:
     """The most tokens that a step can train on."""
     r = config.rollout
     return r.prompts_per_step * r.group_size * (config.task.max_prompt_length + r.max_response_length)
-
-
-def expert_rows(spec: ModelSpec, tokens: int) -> int:
-    """Rows of the grouped matrices of T tokens: k for each, and at most a tile of 128 less one for each expert."""
-    if spec.experts is None:
-        return 0
-    chosen = tokens * spec.experts.per_token
-    return (chosen + min(spec.experts.count, chosen) * (BLOCK - 1)) // BLOCK * BLOCK
-
-
-@lru_cache(maxsize=256)
-def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int = 8192) -> float:
-    """Bytes a token that the forward pass of a layer keeps for the backward pass; of `tokens`, which experts pad.
-
-    Of each block: the residual stream (BF16), each linear's input (FP8 along tokens with a scale for 128, or BF16), and
-    what stands between: qkv, the heads after the rotary embedding, attention's output and log-sums; gate and up. With
-    wgrad by tiles (`model.fused_mlp`), SwiGLU's output is made again. Of experts that for each row, with their outputs,
-    and the router's input and logits.
-    """
-    def linear(role: str, size: int) -> float:
-        return size + size / 32 if recipe.linear(layer, role, "train") is not None else 2 * size
-
-    d, total = spec.hidden_size, 0.0
-    attended, heads = spec.num_heads * spec.head_dim, sum(spec.qkv_sections)
-    for block in blocks_of(spec, layer):
-        total += 2 * d
-        if block.kind == "attention":
-            fp8 = recipe.linear(layer, "o", "train") is not None
-            total += linear("qkv", d) + 2 * heads + 2 * heads + 2 * attended + 4 * spec.num_heads
-            total += linear("o", attended) if fp8 else 0  # in BF16 it is attention's output itself
-        elif block.kind == "mlp":
-            into = recipe.linear(layer, "down", "train")
-            kept = 4 if into is None or not into.saved_out.is_quantized else 2 + 2 / 32
-            total += linear("gate_up", d) + kept * spec.intermediate_size
-            total += 0 if into is not None and into.wgrad_tiles else linear("down", spec.intermediate_size)
-        elif block.kind == "moe":
-            assert spec.experts is not None
-            f, k = spec.experts.intermediate_size, spec.experts.per_token
-            row = linear("gate_up", d) + 4 * f + linear("down", f) + 2 * d + 4
-            total += 2 * d + 4 * spec.experts.count + 20 * k + row * expert_rows(spec, tokens) / tokens
-        else:  # a block that is not in this package
-            total += sum(linear(role, w.in_size) + 2 * sum(w.sections) for role, w in block.linears(spec).items())
-    return total
-
-
-def _activations(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -> int:
-    """What is kept of all layers at the end of the forward pass; with checkpointing two rows of each layer."""
-    ends = 2 * 5 * spec.hidden_size  # the last norm, the rows that carry loss, and their gradient
-    if config.train.activation_checkpointing:
-        return tokens * (4 * spec.hidden_size * spec.num_layers + ends)
-    return int(tokens * (ends + sum(saved_of_layer(spec, recipe, layer, tokens) for layer in range(spec.num_layers))))
-
-
-def _passing(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, grad: int, keep: bool) -> int:
-    """The most that lm_head and backward pass make and free: chunks of logits, or one layer's gradients.
-
-    A chunk is FP32 logits and, in the backward pass, their BF16 gradient. With `keep`, the softmax's residuals wait for
-    the backward pass, which makes logits again for the rest only. Gradients in BF16 are summed in FP32 by matrix: the
-    lm_head's is the largest.
-    """
-    v, rows = spec.vocab_size, max(128, LOGITS // spec.vocab_size // 128 * 128)
-    kept = min(KEPT // (2 * v), tokens) if keep else 0
-    chunk = (4 if kept == tokens else 6) * v * min(rows, tokens)
-    head = 2 * v * kept + chunk + (4 * v * spec.hidden_size if grad == 2 else 0)
-    layer = tokens * (4 * spec.hidden_size + 10 * spec.intermediate_size)
-    if spec.experts is not None:
-        layer = max(layer, _passing_experts(spec, tokens, checkpointing, grad))
-    if checkpointing:
-        layer += int(tokens * max(saved_of_layer(spec, recipe, i, tokens) for i in range(spec.num_layers)))
-    return max(head, layer)
-
-
-def _passing_experts(spec: ModelSpec, tokens: int, checkpointing: bool, grad: int) -> int:
-    """What the backward pass of experts makes: gradients of rows with their codes both ways, the router's in FP32.
-
-    Gradients in BF16 take the sum of all experts in FP32; with checkpointing the codes for dgrad are made on the way.
-    """
-    assert spec.experts is not None
-    d, f = spec.hidden_size, spec.experts.intermediate_size
-    matrix = spec.experts.count * 2 * f * d
-    made = matrix * ((4 if grad == 2 else 0) + (1 if checkpointing else 0))
-    return expert_rows(spec, tokens) * (6 * d + 8 * f) + 8 * tokens * d + made
 
 
 def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: int) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.choices import Reduction
-from jetrl.kernels.gradient import grad_dtype, num_sources, sent_to
+from jetrl.kernels.gradient import first_waits, grad_dtype, num_sources, sent_to
 from jetrl.kernels.qtensor import blocks_of
 from jetrl.kernels.squares import ROW, row_squares
 from jetrl.kernels.sums import add_in_order
@@ -111,9 +111,20 @@ class InPlace:
 
     def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Turn]) -> None:
         self._parameters, self.turns = parameters, turns
+        self._waiting = ExitStack()  # from the first turn to the last, or the first that fails
 
-    def turn(self, turn: Turn) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def turn(self, turn: Turn) -> Iterator[None]:
+        if turn is self.turns[0] and not turn.last:
+            matrices = [p for p in self._parameters if p.requires_grad and p.ndim > 1]
+            self._waiting.enter_context(first_waits(matrices))
+        try:
+            yield
+        except BaseException:
+            self._waiting.close()
+            raise
+        if turn.last:
+            self._waiting.close()
 
     def norm(self) -> float:
         return global_grad_norm(self._parameters)

@@ -303,6 +303,7 @@ def build_model(
         model = Transformer(
             spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
             activation_checkpointing=config.train.activation_checkpointing,
+            lean_backward=config.train.lean_backward,
         )
     shard_model(model, world)
     source = by_each(world, lambda: model_source(config, weights=True)) if weights else None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import ARCH, long_prompts, numbers, tiny_config, tiny_run, weights_hash
 
+from jetrl.kernels.dispatch import load_backend
 from jetrl.loop import StopRequest, run
+from jetrl.model import attention, mlp
 from jetrl.report.recorder import read_samples
 from jetrl.rollout.runner import ModelRunner
+from jetrl.train import reduction
 
 pytestmark = pytest.mark.gpu
 PARITY = "parity/logprob_abs_diff_max"
@@ -114,3 +118,20 @@ def test_the_second_gemm_backend_trains(tmp_path: Path) -> None:
     first = numbers(tiny_run(tmp_path / "first", GPU))
     assert all(row[PARITY] < 1e-2 for row in rows[1:])
     assert rows[1]["policy/grad_norm"] == pytest.approx(first[1]["policy/grad_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize("changes", [{}, {"quant.wgrad": "row"}, {"quant.kv_cache": "fp8"}], ids=str)
+def test_what_is_made_again_has_the_bits_of_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Gradients waiting in BF16, norms inside the linears, small chunks of logits, heads and transposes made again."""
+    common = GPU | changes | {"train.max_tokens_per_gpu": 60}
+    lean = tiny_run(tmp_path / "lean", common)
+    fast = tiny_run(tmp_path / "fast", common | {"train.lean_backward": False})
+    monkeypatch.setattr(attention, "norm_before", lambda *_: None)
+    monkeypatch.setattr(mlp, "norm_before", lambda *_: None)
+    monkeypatch.setattr(reduction, "first_waits", lambda matrices: nullcontext())
+    monkeypatch.setattr(load_backend("hopper"), "_FORWARD_ELEMENTS", 1 << 29)
+    before = tiny_run(tmp_path / "before", common | {"train.lean_backward": False})
+    assert numbers(lean) == numbers(fast) == numbers(before)
+    assert weights_hash(lean, 4) == weights_hash(fast, 4) == weights_hash(before, 4)

@@ -9,7 +9,7 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import nn
 
-from jetrl.kernels.gradient import accumulate_in, grad_dtype, num_sources, sent_to
+from jetrl.kernels.gradient import accumulate_in, first_waits, grad_dtype, grad_in_place, num_sources, sent_to
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
@@ -22,9 +22,11 @@ SPEC = ModelSpec(
 )
 
 
-def model_of(precision: str, master: torch.dtype, tied: bool = False, checkpointing: bool = False) -> Transformer:
+def model_of(
+    precision: str, master: torch.dtype, tied: bool = False, checkpointing: bool = False, wgrad: str = "row"
+) -> Transformer:
     spec = replace(SPEC, tie_embeddings=tied)
-    recipe = build_recipe(precision, spec.num_layers)
+    recipe = build_recipe(precision, spec.num_layers, wgrad=wgrad)
     return Transformer(spec, recipe, master_dtype=master, activation_checkpointing=checkpointing).init_random(0)
 
 
@@ -159,3 +161,40 @@ def test_a_sink_gets_every_matrix_once_a_source_and_last_parameters_first(
     half = sink.calls[: len(sink.calls) // 2]
     last = {id(p): i for i, p in enumerate(half)}  # where each became complete
     assert [id(p) for p in reversed(matrices.values())] == sorted(last, key=lambda p: last[p])
+
+
+@pytest.mark.parametrize("accumulate", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_first_gradient_that_waits_in_bf16_gives_the_same_sum(parts: int, accumulate: torch.dtype) -> None:
+    results = []
+    for waits in (False, True):
+        model = model_of("fp8", torch.float32, wgrad="tile")
+        accumulate_in(model, accumulate)
+        weight = model.get_parameter("layers.1.mlp.down.weight")
+        weight.first_gradient = torch.full_like(weight, torch.nan)  # of an update that failed
+        if waits:
+            with first_waits(list(model.parameters())):
+                run(model, parts)
+                held = getattr(weight, "first_gradient", None)
+                assert (held is None) == (parts > 1 or accumulate == torch.bfloat16)
+                assert held is None or (held.dtype == torch.bfloat16 and weight.grad is None)
+        else:
+            del weight.first_gradient
+            run(model, parts)
+        assert not {"first_gradient", "first_waits"} & {k for p in model.parameters() for k in p.__dict__}
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    for name, want in results[0].items():
+        got = results[1][name]
+        assert got is not None and want is not None and got.dtype == accumulate
+        assert_bitwise_equal(got, want, name)
+
+
+def test_a_first_gradient_waits_for_one_of_another_kind() -> None:
+    weight = nn.Parameter(torch.zeros(3, 2))
+    weight.adds_in_place = True  # type: ignore[attr-defined]
+    with first_waits([weight]):
+        weight.first_gradient = torch.full((3, 2), 2.0, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+        held = grad_in_place(weight)
+        assert held is not None and held is weight.grad and held.dtype == torch.float32
+        held.add_(1)
+    assert weight.grad is not None and weight.grad.tolist() == [[3.0, 3.0]] * 3

@@ -24,6 +24,7 @@ from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.backends import triton_cache as tc
 from jetrl.kernels.backends import triton_decode as td
 from jetrl.kernels.backends import triton_logprob as tv
+from jetrl.kernels.backends import triton_normed as tn
 from jetrl.kernels.backends import triton_optim as ta
 from jetrl.kernels.backends import triton_pointwise as tp
 from jetrl.kernels.backends import triton_qkv as tb
@@ -224,6 +225,13 @@ def norm_cases() -> Iterator[tuple[str, Case]]:
                 pow2 = kind not in ("nan", "huge")
                 q, _ = tp.add_rms_norm_quantize(x.to(DEVICE), None, w.to(DEVICE), 1e-6, pow2)
                 equal_q("fused alone", q, ref.quantize_1x128(ref.rms_norm(x, w, 1e-6), pow2))
+                kept = tn.add_rms_norm_kept(*(t.to(DEVICE) for t in (x, r, w)), 1e-6, pow2)
+                equal_q("fused, kept", kept[0], ref.quantize_1x128(want[0], pow2))
+                equal("kept sum", kept[1], want[1])
+                equal("inverse", kept[2], ref.inv_rms(want[1], 1e-6)[:, 0])
+                for tile in (False, True):
+                    again = tn.normed_t(kept[1], kept[2], w.to(DEVICE), pow2, tile)
+                    equal_q(f"again, tile={tile}", again, backend.quantize_act_t(want[0], pow2, tile))
                 equal("add", tp.add(x.to(DEVICE), r.to(DEVICE)), ref.add(x, r))
                 equal("bias", tp.add(x.to(DEVICE), w.to(DEVICE)), ref.add(x, w))
 
@@ -429,6 +437,9 @@ def gradient_cases() -> Iterator[tuple[str, Case]]:
                     want, got = (grad.float() + x.float()).to(dtype), grad.to(DEVICE, copy=True)
                     ta.add_rounded(got, x.to(DEVICE))
                     equal("sum", got, want)
+                    if kind == dtype == torch.bfloat16:
+                        both = ta.sum_of_two(grad.to(DEVICE), x.to(DEVICE))
+                        equal("sum of two", both, grad.float() + x.float())
 
         yield f"gradients added in {dtype}", add
 

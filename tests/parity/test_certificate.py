@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jetrl import parity, parity_rows
-from jetrl.kernels import pointwise
+from jetrl.kernels import attention
 from jetrl.kernels.backends import reference as backend
 from jetrl.model.transformer import Transformer
 from jetrl.parity import Certificate, Workload, certify
@@ -137,8 +137,8 @@ def test_training_over_keys_and_values_that_are_not_rounded_loses_the_certificat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An FP8 cache in the rollout alone, as other systems have it."""
-    right = pointwise.norm_rope
-    monkeypatch.setattr(pointwise, "norm_rope", lambda *args: right(*args[:-1], False))
+    right = attention._made
+    monkeypatch.setattr(attention, "_made", lambda qkv, of: right(qkv, of._replace(fp8_kv=False)))
     packed, chunked, decode, *_ = certificate("fp8", kv_cache="fp8", head_dim=SPEC.head_dim).links
     assert not packed.ok and not chunked.ok and not decode.ok
     assert min(link.max_abs_diff for link in (packed, chunked, decode)) > 1e-3

@@ -33,7 +33,6 @@ def peak(memory: Memory) -> int:
     ("shape", "ranks", "overrides"),
     [
         ("qwen3-8b", 2, ["train.optimizer_dtype=float32", "train.offload_optimizer=false"]),
-        ("qwen3-14b", 2, ["train.activation_checkpointing=true"]),
         ("qwen3-14b", 2, ["train.reduction=fixed", "train.max_tokens_per_gpu=4096"]),
         ("qwen3-32b", 2, ["train.activation_checkpointing=true", "train.master_dtype=bfloat16",
                           "train.grad_dtype=bfloat16", "train.reduction=fixed"]),
@@ -50,9 +49,9 @@ def test_advice_names_the_cheapest_that_fits() -> None:
     fits_in_host = config_of("train.offload_optimizer=false", "train.optimizer_dtype=float32")
     told = advice(fits_in_host, spec, 1, H200, peak)
     assert told == "set train.offload_optimizer=true, or use 2 GPUs (--nproc 2)"
-    told = advice(config_of("train.offload_optimizer=false"), SHAPES["qwen3-14b"], 2, H200, peak)
+    told = advice(config_of("train.offload_optimizer=false"), SHAPES["qwen3-14b"], 2, int(0.85 * H200), peak)
     assert told == "set train.offload_optimizer=true train.activation_checkpointing=true"
-    told = advice(config_of("train.optimizer_dtype=float32"), SHAPES["qwen3-8b"], 1, int(110 * GIB), peak)
+    told = advice(config_of("train.optimizer_dtype=float32"), SHAPES["qwen3-8b"], 1, int(100 * GIB), peak)
     assert told.startswith("set train.activation_checkpointing=true"), told
     everything = config_of("train.activation_checkpointing=true", "train.max_tokens_per_gpu=1536")
     assert advice(everything, SHAPES["qwen3-32b"], 1, H100, peak).startswith("no settings that are known here")
@@ -101,13 +100,13 @@ def test_the_table_has_80_columns_and_adds_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Properties:
-    name, total_memory = "NVIDIA Small", 100 * GIB
+    name, total_memory = "NVIDIA Small", 90 * GIB
 
 
 def test_what_cannot_fit_this_machines_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-    with pytest.raises(UserError, match=r"reserve do not fit NVIDIA Small \(100\.0 GiB\): set train\..*"):
+    with pytest.raises(UserError, match=r"reserve do not fit NVIDIA Small \(90\.0 GiB\): set train\..*"):
         list(report(RECIPE, [], SHAPES["qwen3-8b"], 1, ""))
     told = list(report(RECIPE, ["device=cpu"], SHAPES["qwen3-8b"], 1, ""))
     assert "H200" in told[0] and "It fits" in told[-1], "a run on a CPU needs no GPU"
@@ -119,7 +118,7 @@ def test_what_cannot_fit_this_machines_gpu_is_refused(monkeypatch: pytest.Monkey
 def test_a_full_gpu_names_phase_and_settings() -> None:
     spec, config = SHAPES["qwen3-8b"], config_of("train.offload_optimizer=false", "train.optimizer_dtype=float32")
     told = out_of_memory(config, spec, 2, "update", H200, "CUDA out of memory.")
-    assert "out of GPU memory in the phase update, of 139.8 GiB (132.3 predicted)" in told
+    assert "out of GPU memory in the phase update, of 139.8 GiB (117.5 predicted)" in told
     assert "To need less: set train.offload_optimizer=true" in told and "CUDA out of memory." in told
     assert "rollout.keep_kv_cache" not in told
     kept = config_of("rollout.keep_kv_cache=always")

@@ -54,7 +54,7 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     """`kernels.gemm.wgrad_gemm`: `dy_t` [N, T] by `x_t` [K, T], groups of 128 tokens on both sides -> FP32 [N, K]."""
     if x_t.granularity == "128x128":
-        return _wgrad_by_tiles(dy_t, x_t).to(torch.float32)
+        return wgrad_rounded(dy_t, x_t).to(torch.float32)
     out = torch.zeros(dy_t.codes.shape[0], x_t.codes.shape[0], dtype=torch.float32, device=dy_t.codes.device)
     _add_wgrad(dy_t, x_t, out)
     return out
@@ -66,15 +66,15 @@ def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
     By tiles the GEMM is the forward pass's, 1.4 times as fast, and writes BF16; the addition is always a pass then.
     """
     if x_t.granularity == "128x128":
-        add_rounded(grad, _wgrad_by_tiles(dy_t, x_t))
+        add_rounded(grad, wgrad_rounded(dy_t, x_t))
     elif grad.dtype == torch.float32:
         _add_wgrad(dy_t, x_t, grad)
     else:
         add_rounded(grad, wgrad_gemm(dy_t, x_t))
 
 
-def _wgrad_by_tiles(dy_t: QTensor, x_t: QTensor) -> Tensor:
-    """[N, K] in BF16, one scale for 128x128 of `x_t`."""
+def wgrad_rounded(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """`kernels.gemm.wgrad_rounded`: [N, K] in BF16, one scale for 128x128 of `x_t`."""
     a, b = whole_rows(dy_t.codes), rows_to(whole_rows(x_t.codes), 16)  # 16: rows of the result, in bytes
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
     deep_gemm.fp8_gemm_nt((a, dy_t.scale), (b, x_t.scale), out, disable_ue8m0_cast=True)

@@ -20,6 +20,7 @@ from jetrl.kernels.backends.deepgemm import (
     prepare_bf16,
     wgrad_gemm,
     wgrad_into,
+    wgrad_rounded,
 )
 from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_dgrad as grouped_bf16_dgrad
 from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_gemm as grouped_bf16_gemm
@@ -50,7 +51,8 @@ from jetrl.kernels.backends.triton_moe import swiglu_quantize_rows as swiglu_qua
 from jetrl.kernels.backends.triton_moe import swiglu_rows as swiglu_rows
 from jetrl.kernels.backends.triton_moe import swiglu_rows_backward as swiglu_rows_backward
 from jetrl.kernels.backends.triton_moe_decode import group_quantize as group_quantize
-from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares
+from jetrl.kernels.backends.triton_normed import add_rms_norm_kept, normed_t
+from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares, sum_of_two
 from jetrl.kernels.backends.triton_pointwise import (
     add,
     add_rms_norm,
@@ -71,15 +73,16 @@ from jetrl.kernels.backends.triton_swiglu import swiglu_backward_act
 from jetrl.kernels.reference_moe import route_backward as route_backward
 
 __all__ = [
-    "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_quantize", "advance", "attend",
-    "attend_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "bf16_dgrad", "bf16_gemm",
-    "bf16_wgrad", "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward", "logprob_entropy",
-    "logprobs", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope", "qkv_norm_rope_backward",
-    "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward", "rope",
-    "rope_backward", "round_heads", "row_squares", "sample", "swiglu", "swiglu_backward", "swiglu_backward_act",
-    "swiglu_quantize", "wgrad_gemm", "wgrad_into", "write_cache",
+    "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_kept", "add_rms_norm_quantize", "advance",
+    "attend", "attend_backward", "attend_cached", "attend_cached_quantize", "attend_varlen", "bf16_dgrad",
+    "bf16_gemm", "bf16_wgrad", "bf16_wgrad_into", "exp_weights", "fp8_gemm", "head_logits", "logprob_backward",
+    "logprob_entropy", "logprobs", "normed_t", "prepare_bf16", "prepare_fp8", "prepare_fp8_t", "qkv_norm_rope",
+    "qkv_norm_rope_backward", "quantize_act", "quantize_act_t", "quantize_weight", "rms_norm", "rms_norm_backward",
+    "rope", "rope_backward", "round_heads", "row_squares", "sample", "sum_of_two", "swiglu", "swiglu_backward",
+    "swiglu_backward_act", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "wgrad_rounded", "write_cache",
 ]
-_LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once: 2 GB
+_LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once in the backward pass: 2 GB; the order of dW's sums depends on it
+_FORWARD_ELEMENTS = 1 << 27  # in the forward pass, which is where most memory is in use: 0.5 GB
 KEPT_BYTES = 5 << 29  # of a micro-batch's softmax residuals, until its backward pass: 8,192 rows of 151,936
 
 
@@ -120,9 +123,9 @@ def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
     return bf16_gemm(hidden, w, torch.float32)
 
 
-def _rows_at_once(vocab: int) -> int:
+def _rows_at_once(vocab: int, elements: int) -> int:
     """Rows of logits in a chunk: a multiple of 128, the GEMM's tile."""
-    return max(128, _LOGIT_ELEMENTS // vocab // 128 * 128)
+    return max(128, elements // vocab // 128 * 128)
 
 
 def logprob_entropy(
@@ -134,7 +137,7 @@ def logprob_entropy(
     fourth, with `keep`, is the residual `rounded(p - onehot)` of the first rows, as many as `KEPT_BYTES` hold.
     """
     out = torch.empty(4, hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    rows, kept = _rows_at_once(w.size), None
+    rows, kept = _rows_at_once(w.size, _FORWARD_ELEMENTS), None
     if keep and (fit := min(hidden.shape[0], KEPT_BYTES // (2 * w.weight.shape[0]))):
         kept = _new_residual(fit, w)
     for start in range(0, hidden.shape[0], rows):
@@ -170,7 +173,7 @@ def logprob_backward(
     d_hidden, total = torch.empty_like(hidden), d_weight
     if d_weight is not None and (d_weight.dtype != torch.float32 or d_weight.shape != w.weight.shape):
         total = torch.zeros(w.weight.shape, dtype=torch.float32, device=weight.device)
-    rows, first = _rows_at_once(vocab), 0
+    rows, first = _rows_at_once(vocab, _LOGIT_ELEMENTS), 0
     if residual is not None and grad_entropy is None:
         first = residual.shape[0]
         _head_gradient(residual, slice(0, first), grad_logprob, temperature, hidden, weight, d_hidden, total)

@@ -10,3 +10,4 @@ from jetrl.kernels.backends.hopper import *  # noqa: F403
 from jetrl.kernels.backends.scaled_mm import fp8_gemm as fp8_gemm
 from jetrl.kernels.backends.scaled_mm import wgrad_gemm as wgrad_gemm
 from jetrl.kernels.backends.scaled_mm import wgrad_into as wgrad_into
+from jetrl.kernels.backends.scaled_mm import wgrad_rounded as wgrad_rounded

@@ -132,6 +132,16 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
 wgrad_gemm = ref.wgrad
 
 
+def wgrad_rounded(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """`wgrad_gemm` with tiles as the BF16 values that it has."""
+    return wgrad_gemm(dy_t, x_t).to(torch.bfloat16)
+
+
+def sum_of_two(x: Tensor, y: Tensor) -> Tensor:
+    """`x + y` in FP32."""
+    return x.to(torch.float32) + y.to(torch.float32)
+
+
 def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:
     grad.add_(wgrad_gemm(dy_t, x_t))  # BF16 plus FP32 is computed in FP32
 
@@ -178,6 +188,20 @@ def add_rms_norm_quantize(
 ) -> tuple[QTensor, Tensor]:
     total = x if residual is None else add(x, residual)
     return quantize_act(rms_norm(total, weight, eps), pow2), total
+
+
+def add_rms_norm_kept(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, pow2: bool
+) -> tuple[QTensor, Tensor, Tensor]:
+    """`add_rms_norm_quantize`, and `inv_rms` of each row, FP32 [T], for `normed_t`."""
+    total = ref.add(x, residual)
+    return quantize_act(rms_norm(total, weight, eps), pow2), total, ref.inv_rms(total, eps)[:, 0]
+
+
+def normed_t(x: Tensor, inverses: Tensor, weight: Tensor, pow2: bool, tile: bool) -> QTensor:
+    """`quantize_act_t(rms_norm(x, weight, eps), pow2, tile)`, given `inv_rms` of the rows of `x` [T, D], FP32 [T]."""
+    normed = (x.to(torch.float32) * inverses[:, None]).to(x.dtype)
+    return quantize_act_t((normed.to(torch.float32) * weight.to(torch.float32)).to(x.dtype), pow2, tile)
 
 
 def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:

@@ -46,14 +46,19 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
     """`deepgemm.wgrad_gemm`: groups of 128 tokens on both sides -> FP32 [N, K]."""
     if x_t.granularity == "128x128":
-        operand = PreparedFP8(whole_rows(x_t.codes), x_t.scale, x_t.row_sections, x_t.col_sections)
-        return fp8_gemm(dy_t, operand, torch.bfloat16).to(torch.float32)
+        return wgrad_rounded(dy_t, x_t).to(torch.float32)
     left, right = rows_to(whole_rows(dy_t.codes), _ROWS), rows_to(whole_rows(x_t.codes), _ROWS)
     dw = scaled_mm(
         left, right.T, _outer_major(dy_t.scale), ScalingType.BlockWise1x128, _outer_major(x_t.scale),
         ScalingType.BlockWise1x128, output_dtype=torch.float32,
     )
     return dw[: dy_t.codes.shape[0], : x_t.codes.shape[0]].contiguous()
+
+
+def wgrad_rounded(dy_t: QTensor, x_t: QTensor) -> Tensor:
+    """`deepgemm.wgrad_rounded`: `x_t` has a scale for each tile."""
+    operand = PreparedFP8(whole_rows(x_t.codes), x_t.scale, x_t.row_sections, x_t.col_sections)
+    return fp8_gemm(dy_t, operand, torch.bfloat16)
 
 
 def wgrad_into(dy_t: QTensor, x_t: QTensor, grad: Tensor) -> None:

@@ -4,6 +4,7 @@
 # (kernels take pointers and compile-time numbers, for which there are no types)
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,6 +49,14 @@ def _add_kernel(grad, x, size, B: tl.constexpr):
     tl.store(grad + at, total.to(grad.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _two_kernel(x, y, out, size, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < size
+    more = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + more, mask=inside)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _sum_kernel(total, parts, size, count, FIRST: tl.constexpr, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
@@ -78,6 +87,14 @@ def add_rounded(grad: Tensor, x: Tensor) -> None:
     """`grad = rounded(grad + x)` in one pass, `grad` and `x` FP32 or BF16, contiguous and of one shape."""
     assert grad.shape == x.shape and grad.is_contiguous() and x.is_contiguous()
     _add_kernel[(triton.cdiv(x.numel(), 2048),)](grad, x, x.numel(), B=2048, num_warps=8, enable_fp_fusion=False)
+
+
+def sum_of_two(x: Tensor, y: Tensor) -> Tensor:
+    """`x + y` of two BF16 matrices in FP32, where it is exact but for one rounding."""
+    assert x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    _two_kernel[(triton.cdiv(x.numel(), 2048),)](x, y, out, x.numel(), B=2048, num_warps=8, enable_fp_fusion=False)
+    return out
 
 
 def row_squares(x: Tensor, out: Tensor) -> None:

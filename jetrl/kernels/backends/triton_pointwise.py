@@ -1,7 +1,7 @@
 """Norms, RoPE, SwiGLU and residual sums as Triton kernels, forward passes bit-equal to `reference`.
 
 The sum of squares is exact: a row is written as integers of at most 20 bits times a power of two, whose squares are
-summed in int64; the rest of `inv_rms` is float64. `exp32` repeats `exact.exp` operation by operation. FP fusion is off.
+summed in int64; the rest of `inv_rms` is float64. `exp32` repeats `exact.exp` step by step. FP fusion is off.
 
 Legend: `T` tokens, `D` row length, `N` query heads, `G` key/value heads, `H` head size, `F` feed-forward.
 """
@@ -96,9 +96,10 @@ def sigmoid32(x):
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _norm_kernel(
-    x, residual, weight, out, total, codes, scale, num_rows, heads, x_stride, x_head_stride, res_stride,
+    x, residual, weight, out, total, codes, scale, inverses, num_rows, heads, x_stride, x_head_stride, res_stride,
     codes_stride, scale_stride, written, D: tl.constexpr, EPS: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
-    ADD: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, QUANT: tl.constexpr, KEEP: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -113,6 +114,8 @@ def _norm_kernel(
         tl.store(total + rows[:, None] * D + cols[None, :], rounded, mask=mask)
         v = rounded.to(tl.float32)
     inv = inv_rms(v, D, EPS)
+    if KEEP:
+        tl.store(inverses + rows, inv, mask=alive)
     w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     normed = (v * inv[:, None]).to(tl.bfloat16).to(tl.float32)
     y = (normed * w[None, :]).to(tl.bfloat16)
@@ -229,8 +232,7 @@ def _swiglu_backward_kernel(grad, gate_up, out, x_stride, F: tl.constexpr, B: tl
     up = tl.load(gate_up + row * x_stride + F + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(grad + row * F + cols, mask=mask, other=0.0).to(tl.float32)
     sig = sigmoid32(gate)
-    one = 1.0
-    d_gate = (g * up) * (sig * (gate * (one - sig) + one))
+    d_gate = (g * up) * (sig * (gate * (1.0 - sig) + 1.0))
     tl.store(out + row * 2 * F + cols, d_gate.to(tl.bfloat16), mask=mask)
     tl.store(out + row * 2 * F + F + cols, (g * (gate * sig)).to(tl.bfloat16), mask=mask)
 
@@ -251,12 +253,12 @@ def _norm_tile(d: int) -> tuple[int, int, int]:
     return block, max(1, 2048 // block), 4 if block <= 4096 else 8
 
 
-def _norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, quantize: bool, pow2: bool
+def norm(
+    x: Tensor, residual: Tensor | None, w: Tensor, eps: float, quantize: bool, pow2: bool, inv: Tensor | None = None
 ) -> tuple[Tensor | QTensor, Tensor]:
+    """The functions below; `inv` FP32 [T] gets `inv_rms` of each row."""
     rows, heads, stride, head_stride = _rows_view(x)
-    d = x.shape[-1]
-    block, r, warps = _norm_tile(d)
+    block, r, warps = _norm_tile(d := x.shape[-1])
     assert residual is None or (x.ndim == 2 and residual.shape == x.shape and residual.stride(1) == 1)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = codes = scale = x
@@ -266,24 +268,25 @@ def _norm(
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
         _norm_kernel[(triton.cdiv(rows, r),)](
-            x, x if residual is None else residual, weight, out, total, codes.view(torch.uint8) if quantize else codes,
-            scale, rows, heads, stride, head_stride, 0 if residual is None else residual.stride(0),
-            codes.stride(0), scale.stride(1), codes.stride(0), D=d, EPS=eps, B=block, R=r, ADD=residual is not None,
-            QUANT=quantize, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
+            x, x if residual is None else residual, w, out, total, codes.view(torch.uint8) if quantize else codes,
+            scale, scale if inv is None else inv, rows, heads, stride, head_stride,
+            0 if residual is None else residual.stride(0), codes.stride(0), scale.stride(1), codes.stride(0), D=d,
+            EPS=eps, B=block, R=r, ADD=residual is not None, QUANT=quantize, KEEP=inv is not None,
+            FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=warps, enable_fp_fusion=False, **LAUNCH,
         )
     return (QTensor(codes, scale, "1x128", (rows,), (d,)) if quantize else out), total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`reference.rms_norm`: `x` [T, D] or [T, N, H], rows contiguous (a slice of the fused projection works)."""
-    y = _norm(x, None, weight, eps, False, False)[0]
+    y = norm(x, None, weight, eps, False, False)[0]
     assert isinstance(y, Tensor)
     return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`r = rounded(x + residual)`; returns (`rms_norm(r)`, `r`)."""
-    y, total = _norm(x, residual, weight, eps, False, False)
+    y, total = norm(x, residual, weight, eps, False, False)
     assert isinstance(y, Tensor)
     return y, total
 
@@ -292,7 +295,7 @@ def add_rms_norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pow2: bool
 ) -> tuple[QTensor, Tensor]:
     """`quantize_act(add_rms_norm(...))` and the residual in one kernel; `residual` None: `x` alone."""
-    y, total = _norm(x, residual, weight, eps, True, pow2)
+    y, total = norm(x, residual, weight, eps, True, pow2)
     assert isinstance(y, QTensor)
     return y, total
 
@@ -306,8 +309,7 @@ def rms_norm_backward(
     """
     assert grad.is_contiguous() and (more is None or (more.is_contiguous() and more.shape == x.shape))
     rows, heads, stride, head_stride = _rows_view(x)
-    d = x.shape[-1]
-    block, r, warps = _norm_tile(d)
+    block, r, warps = _norm_tile(d := x.shape[-1])
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(_PARTIAL_ROWS, d, dtype=torch.float32, device=x.device)
     _norm_backward_kernel[(_PARTIAL_ROWS,)](

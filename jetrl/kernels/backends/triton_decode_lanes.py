@@ -10,8 +10,8 @@ is what takes the time; codes are widened while the tensor core works.
 - `weights` hold for each query and tile what lane after lane needs: `place_of`.
 - `AHEAD` tiles are in registers; `DEEP` more are on their way to the L2 cache, the first of them before the kernels
   that compute the weights have ended.
-- Rounds have `AHEAD` tiles. What the first round lacks are tiles of zeros behind the last key: they come first and leave
-  an accumulator of zeros as it is.
+- Rounds have `AHEAD` tiles. What the first round lacks are tiles of zeros behind the last key: they come first and
+  leave an accumulator of zeros as it is.
 
 Legend as in `triton_decode_split`. A word: the elements of one key that a lane takes.
 """
@@ -87,15 +87,19 @@ def _two(x, y, UPPER: tl.constexpr, FP8: tl.constexpr, CVT: tl.constexpr, ON_GPU
 
 
 @triton.jit
-def _operands(x, y, WIDE: tl.constexpr, FP8: tl.constexpr, CVT: tl.constexpr, ON_GPU: tl.constexpr):
-    """All elements of the words x and y, each with both keys: two registers, four if WIDE."""
+def _operands(v, WIDE: tl.constexpr, FP8: tl.constexpr, CVT: tl.constexpr, ON_GPU: tl.constexpr):
+    """A lane's part of 16 keys, words of four keys: the four registers of a product's left operand, eight if WIDE."""
     if not WIDE:
-        return _two(x, y, False, FP8, CVT, ON_GPU)
+        return _two(v[0], v[1], False, FP8, CVT, ON_GPU) + _two(v[2], v[3], False, FP8, CVT, ON_GPU)
     elif FP8:
-        return _two(x, y, False, FP8, CVT, ON_GPU) + _two(x, y, True, FP8, CVT, ON_GPU)
+        first = _two(v[0], v[1], False, FP8, CVT, ON_GPU) + _two(v[2], v[3], False, FP8, CVT, ON_GPU)
+        return first + _two(v[0], v[1], True, FP8, CVT, ON_GPU) + _two(v[2], v[3], True, FP8, CVT, ON_GPU)
     else:
-        first = _two(x.to(tl.int32), y.to(tl.int32), False, FP8, CVT, ON_GPU)
-        return first + _two((x >> 32).to(tl.int32), (y >> 32).to(tl.int32), False, FP8, CVT, ON_GPU)
+        low, high = (), ()
+        for i in tl.static_range(4):
+            low = low + (v[i].to(tl.int32),)  # type: ignore[assignment]
+            high = high + ((v[i] >> 32).to(tl.int32),)  # type: ignore[assignment]
+        return _operands(low, False, FP8, CVT, ON_GPU) + _operands(high, False, FP8, CVT, ON_GPU)
 
 
 @triton.jit
@@ -105,8 +109,12 @@ def _halves(x):
 
 @triton.jit
 def _product(a, b, c, ON_GPU: tl.constexpr):
-    """`c + a @ b`, [16, 8] += [16, 16] @ [16, 8]. Lane 4 g + t holds of `a` the rows g, g + 8, g, g + 8, columns 2 t and
-    2 t + 1, in a[2] and a[3] + 8; of `b` the column g, rows 2 t and 2 t + 1, in b[1] + 8; of `c` as a[0] and a[1]."""
+    """`c + a @ b`, [16, 8] += [16, 16] @ [16, 8].
+
+    Lane 4 g + t holds of `a` the columns 2 t and 2 t + 1 of the rows g (a[0]) and g + 8 (a[1]), and the columns 8 later
+    (a[2], a[3]); of `b` the rows 2 t and 2 t + 1 (b[0]) and those 8 later (b[1]) of column g; of `c` the row g, columns
+    2 t (c[0]) and 2 t + 1 (c[1]), and the row g + 8 (c[2], c[3]).
+    """
     if ON_GPU:
         kinds: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
         return tl.inline_asm_elementwise(
@@ -154,6 +162,15 @@ def _send(values, page, block, KEY: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _words(at, KEY: tl.constexpr, ON_GPU: tl.constexpr):
+    """A lane's 32 words of a tile's values."""
+    v = ()
+    for i in tl.static_range(_TILE // 4):
+        v = v + (read(at + (i // 2 * 8 + i % 2) * KEY, ON_GPU),)  # type: ignore[assignment]
+    return v
+
+
+@triton.jit
 def _pages(pages, block, DEEP: tl.constexpr, PAGE: tl.constexpr):
     """The page of a tile, and of that which is sent for when it is read."""
     block = tl.maximum(block, 0)
@@ -184,16 +201,41 @@ def _first_round(at_v, at_w, units, pages, top, tiles, length, KEY: tl.constexpr
         block, known = top - d, top - d < tiles
         there = tl.where(known, block, tiles - 1)
         at = at_v + _row(tl.load(pages + there * _TILE // PAGE), there, KEY, PAGE)
+        some = _words(at, KEY, ON_GPU)
         for i in tl.static_range(_TILE // 4):
-            k = i // 2 * 8 + i % 2
-            x = tl.where(block * _TILE + k + key < length, read(at + k * KEY, ON_GPU), 0)
-            v = v + (x,)  # type: ignore[assignment]
+            left = length - block * _TILE - (i // 2 * 8 + i % 2)
+            v = v + (tl.where(key < left, some[i], 0),)  # type: ignore[assignment, misc]
         words, shrinks = _weights(at_w, units, there, Q, ON_GPU)
         for i in tl.static_range((Q + 7) // 8 * 16):
             w = w + (tl.where(known, words[i], 0),)  # type: ignore[assignment, misc]
         for i in tl.static_range((Q + 7) // 8 * 2):
             u = u + (tl.where(known, shrinks[i], 0.0),)  # type: ignore[assignment, misc]
     return v, w, u
+
+
+@triton.jit
+def _add_tile(
+    acc, head, v, w, u, NS: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, CVT: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """`acc * u + weights @ values`; `head`: the operands of the first 16 keys."""
+    MS: tl.constexpr = 2 if WIDE else 1  # products by rows and (NS) by columns
+    scaled = ()
+    for i in tl.static_range(4 * MS * NS):
+        scaled = scaled + (acc[i] * u[i // (4 * MS) * 2 + i % 2],)  # type: ignore[assignment]
+    acc = scaled
+    for s in tl.static_range(_TILE // 16):
+        if s == 0:
+            all_of = head
+        else:
+            all_of = _operands(v[4 * s : 4 * s + 4], WIDE, FP8, CVT, ON_GPU)
+        after = ()
+        for i in tl.static_range(MS * NS):
+            a = all_of[i % MS * 4 : i % MS * 4 + 4]
+            b = w[i // MS * 16 + 2 * s : i // MS * 16 + 2 * s + 2]
+            after = after + _product(a, b, acc[4 * i : 4 * i + 4], ON_GPU)  # type: ignore[assignment]
+        acc = after
+    return acc
 
 
 @triton.jit
@@ -204,7 +246,7 @@ def _lane_chain(
 ):
     """The accumulator's 16 elements (32 if WIDE) of a key head's queries, from `values` on, to `out` [HEADS, H]."""
     lane, rounds = tl.arange(0, 32), tl.cdiv(tiles, AHEAD)
-    MS: tl.constexpr = 2 if WIDE else 1  # products by rows and by columns
+    MS: tl.constexpr = 2 if WIDE else 1
     NS: tl.constexpr = (Q + 7) // 8
     at_v, top, acc = values + lane // 4 + lane % 4 * (2 * KEY), rounds * AHEAD - 1, ()
     for _ in tl.static_range(4 * MS * NS):
@@ -213,32 +255,28 @@ def _lane_chain(
     next_pages = ()  # where the next round's reads go, read a round before
     for d in tl.static_range(AHEAD):
         next_pages = next_pages + _pages(pages, top - d - AHEAD, DEEP, PAGE)
+    head = _operands(v[0:4], WIDE, FP8, CVT, ON_GPU)
     for step in range(0, rounds):
         new_v, new_w, new_u, new_pages = (), (), (), ()
         for d in tl.static_range(AHEAD):
-            block = tl.maximum(top - step * AHEAD - d - AHEAD, 0)  # full of keys, or not used
-            at = at_v + _row(next_pages[2 * d], block, KEY, PAGE)  # type: ignore[misc]
-            if ON_GPU:
-                _send(values, next_pages[2 * d + 1], tl.maximum(block - DEEP, 0), KEY, PAGE)  # type: ignore[misc]
-            new_pages = new_pages + _pages(pages, block - AHEAD, DEEP, PAGE)
-            scaled = ()
-            for i in tl.static_range(4 * MS * NS):
-                scaled = scaled + (acc[i] * u[d * 2 * NS + i // (4 * MS) * 2 + i % 2],)  # type: ignore[assignment, misc]
-            acc = scaled
-            for s in tl.static_range(_TILE // 16):
-                left = _operands(v[d * 32 + 4 * s], v[d * 32 + 4 * s + 1], WIDE, FP8, CVT, ON_GPU)  # type: ignore[misc]
-                right = _operands(v[d * 32 + 4 * s + 2], v[d * 32 + 4 * s + 3], WIDE, FP8, CVT, ON_GPU)  # type: ignore[misc]
-                for i in tl.static_range(4):
-                    k = s * 16 + i // 2 * 8 + i % 2
-                    new_v = new_v + (read(at + k * KEY, ON_GPU),)  # type: ignore[assignment]
-                after = ()
-                for i in tl.static_range(MS * NS):
-                    a = left[i % MS * 2], left[i % MS * 2 + 1], right[i % MS * 2], right[i % MS * 2 + 1]
-                    b = w[(d * NS + i // MS) * 16 + 2 * s], w[(d * NS + i // MS) * 16 + 2 * s + 1]  # type: ignore[misc]
-                    after = after + _product(a, b, acc[4 * i : 4 * i + 4], ON_GPU)  # type: ignore[assignment]
-                acc = after
-            words, factors = _weights(weights, shrinks, block, Q, ON_GPU)
-            new_w, new_u = new_w + words, new_u + factors
+            set_v, set_w = v[d * 32 : d * 32 + 32], w[d * 16 * NS : (d + 1) * 16 * NS]  # type: ignore[misc]
+            set_u, where = u[d * 2 * NS : (d + 1) * 2 * NS], next_pages[2 * d : 2 * d + 2]  # type: ignore[misc]
+            next_v = v[(d + 1) * 32 : (d + 1) * 32 + 4] if d + 1 < AHEAD else new_v[0:4]  # type: ignore[misc]
+            now = top - step * AHEAD - d
+            # Always so, but the compiler does not know it: with this branch it does not put off the reads, which it
+            # otherwise collects at the end of a round, where their results would be waited for
+            if now * _TILE < length + AHEAD * _TILE:
+                acc = _add_tile(acc, head, set_v, set_w, set_u, NS, WIDE, FP8, CVT, ON_GPU)
+                block = tl.maximum(now - AHEAD, 0)  # full of keys, or not used
+                at = at_v + _row(where[0], block, KEY, PAGE)
+                if ON_GPU:
+                    _send(values, where[1], tl.maximum(block - DEEP, 0), KEY, PAGE)
+                set_v = _words(at, KEY, ON_GPU)
+                set_w, set_u = _weights(weights, shrinks, block, Q, ON_GPU)
+                where = _pages(pages, block - AHEAD, DEEP, PAGE)
+                head = _operands(next_v, WIDE, FP8, CVT, ON_GPU)
+            new_v, new_w = new_v + set_v, new_w + set_w  # type: ignore[assignment]
+            new_u, new_pages = new_u + set_u, new_pages + where  # type: ignore[assignment]
         v, w, u, next_pages = new_v, new_w, new_u, new_pages
     for i in tl.static_range(4 * MS * NS):
         element, query = lane // 4 * (2 * MS) + i // 4 % MS * 2 + i % 4 // 2, lane % 4 * 2 + i % 2 + i // (4 * MS) * 8

@@ -1,8 +1,11 @@
 """Decode attention where rollouts have their tail and their groups, at the sizes of Qwen3-8B, and the step around it.
 
-    python benchmarks/bench_tail.py [--quick] [PART ...]   # keys, groups, step; writes results/tail_<part>.json
+    python benchmarks/bench_tail.py [--quick] [PART ...]   # keys, attention, groups, step; writes tail_<part>.json
+    python benchmarks/bench_tail.py attention --variants chosen lanes16    # so many ways to cut the chains
 
 - keys: few sequences with many keys: the kernel that walks through them against those that take them in parallel.
+- attention: all ways to cut the chains, 1, 4 and 16 sequences of 4K, 10K and 32K keys; with one sequence also
+  the time by kernel. At most 90 s on a fresh machine. Not among the default parts.
 - groups: samples of a prompt whose shared pages are read once, by each `Form` of the kernels (programs of a head x
   stages, p: tiles in parallel), against each for itself; then where the rule of `rollout.merge_prefix` errs.
 - step: a whole decode step of one sequence, both ways, with the time by kind of kernel. Times of single kernels come
@@ -44,7 +47,17 @@ from jetrl.types import ForwardBatch, LayerCache, PagedPlan
 
 CUDA = "cuda"
 N, G, H, PAGE, LAYERS = 32, 8, 128, 128, 36
-SHAPES = {"16x5": split.Shape(16, 5), "32x5": split.Shape(32, 5), "32x3": split.Shape(32, 3), "chosen": None}
+Shapes = dict[str, split.Shape | None]
+SHAPES: Shapes = {"16x5": split.Shape(16, 5), "32x5": split.Shape(32, 5), "32x3": split.Shape(32, 3), "chosen": None}
+VARIANTS: Shapes = {
+    "chosen": None,
+    "lanes16": split.Shape(16, 3, lanes=True),
+    "lanes32": split.Shape(32, 3, lanes=True),
+    "lanes16cvt": split.Shape(16, 3, lanes=True, convert=True),
+    "lanes32cvt": split.Shape(32, 3, lanes=True, convert=True),
+    "lanes16deep": split.Shape(16, 3, lanes=True, deep=30),
+}
+FP8_ONLY = ("lanes32", "lanes16cvt", "lanes32cvt")  # BF16 has nothing to convert, and 32 elements need all registers
 Rows = list[dict[str, Any]]
 
 
@@ -124,19 +137,35 @@ def keys(quick: bool) -> Rows:
         cache = pages_of(pool, fp8)
         for batch in (1, 4, 16) if quick else (1, 2, 4, 8, 16):
             for length in (10_000, 32_768) if quick else (2048, 10_000, 32_768):
-                rows.append(_tail_row(cache, pool, batch, length, fp8, quick))
+                shapes: Shapes = {"chosen": None} if quick else SHAPES
+                rows.append(_tail_row(cache, pool, batch, length, fp8, shapes, batch == 1 and not quick))
         del cache
         torch.cuda.empty_cache()
     return rows
 
 
-def _tail_row(cache: LayerCache, pool: int, batch: int, length: int, fp8: bool, quick: bool) -> dict[str, Any]:
+def attention(quick: bool, names: tuple[str, ...] = tuple(VARIANTS)) -> Rows:
+    rows: Rows = []
+    for fp8 in (True, False):
+        pool = 4096
+        cache = pages_of(pool, fp8)
+        shapes = {name: VARIANTS[name] for name in names if fp8 or name not in FP8_ONLY}
+        for batch in (1, 4, 16):
+            for length in (10_000,) if quick else (4096, 10_000, 32_768):
+                rows.append(_tail_row(cache, pool, batch, length, fp8, shapes, batch == 1))
+        del cache
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _tail_row(
+    cache: LayerCache, pool: int, batch: int, length: int, fp8: bool, shapes: Shapes, by_parts: bool
+) -> dict[str, Any]:
     width = 1 << (-(-length // PAGE) - 1).bit_length()  # as a decode graph has it
     places = torch.arange(batch * width, dtype=torch.int32, device=CUDA).view(batch, width)
     tables = [(places + i * batch * width) % pool for i in range(LAYERS)]
     lengths = torch.full((batch,), length, dtype=torch.int32, device=CUDA)
     q = torch.randn(batch, N, H, device=CUDA, dtype=torch.bfloat16)
-    shapes = {"chosen": None} if quick else SHAPES
     variants: dict[str, Callable[[Tensor], Any]] = {
         "walk": lambda t: walk.decode(q, cache, t, lengths, H**-0.5),
         **{n: lambda t, s=s: split.decode(q, cache, t, lengths, H**-0.5, shape=s) for n, s in shapes.items()},
@@ -149,7 +178,7 @@ def _tail_row(cache: LayerCache, pool: int, batch: int, length: int, fp8: bool, 
     floor = batch * length * key_bytes(fp8) / READ_TBPS / 1e6
     row = {"kv": "fp8" if fp8 else "bf16", "batch": batch, "keys": length, **times, "best": best, "floor": floor}
     row |= {"share": floor / times[best], "bits": "WRONG " + " ".join(wrong) if wrong else "equal"}
-    if batch == 1 and not quick:
+    if by_parts:
         with one_by_one():
             graph = captured([lambda t=t: variants[best](t) for t in tables])
         parts = by_kernel(graph)
@@ -342,13 +371,15 @@ PARTS: dict[str, tuple[Callable[[bool], Rows], list[str]]] = {
         "pays", "bits",
     ]),
     "keys": (keys, ["kv", "batch", "keys", "walk", *SHAPES, "best", "floor", "share", "bits", "parts"]),
+    "attention": (attention, ["kv", "batch", "keys", "walk", *VARIANTS, "best", "floor", "share", "bits", "parts"]),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", help="keys, groups, step; default: all")
+    parser.add_argument("parts", nargs="*", help="keys, attention, groups, step; default: all but attention")
     parser.add_argument("--quick", action="store_true", help="few sizes")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="of attention; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -357,10 +388,10 @@ def main() -> None:
     torch.manual_seed(0)
     shown, failed = [], []
     for name, (part, columns) in PARTS.items():
-        if args.parts and name not in args.parts:
+        if name not in (args.parts or ("keys", "groups", "step")):
             continue
         try:
-            rows = part(args.quick)
+            rows = attention(args.quick, tuple(args.variants or VARIANTS)) if name == "attention" else part(args.quick)
         except Exception:
             traceback.print_exc()
             failed.append(name)

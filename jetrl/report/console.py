@@ -348,7 +348,7 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
         gap = "" if run.parity_max is None else parity_text(run.parity_max)
         style = "green" if run.parity_max == 0.0 else "red"
         steps = f"{run.parity_nonzero_steps}/{run.parity_steps}"
-        cells = [name, accuracy, Text(gap, style=style), Text(steps, style=style)]
+        cells: list[str | Text] = [name, accuracy, Text(gap, style=style), Text(steps, style=style)]
         if routed:
             share = run.routing_mean
             cells.append("" if share is None else Text("0" if share == 0.0 else f"{share:.2%}", style=style))

@@ -28,7 +28,7 @@ from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.rollout.kv_cache import page_bytes
 from jetrl.spec import ModelSpec
-from jetrl.train.activations import activations, passing
+from jetrl.train.activations import activations, expert_rows, passing
 from jetrl.train.offload import PIECE, SLOTS
 
 GIB = 2**30

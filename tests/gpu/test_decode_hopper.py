@@ -140,7 +140,8 @@ def test_what_is_not_served_is_said(kernel) -> None:
 
 # ---- keys in parallel -----------------------------------------------------------------------------------------------
 
-SHAPES = [(16, 5), (32, 5), (32, 3), (64, 2)]
+LANES = [(16, 3, True), (32, 2, True), (16, 3, True, 12, True), (32, 3, True, 12, True)]
+SHAPES = [(16, 5), (32, 5), (32, 3), (64, 2), *LANES]
 
 
 @pytest.fixture(scope="module")

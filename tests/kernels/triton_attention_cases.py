@@ -19,6 +19,7 @@ import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
+from jetrl.kernels.backends import triton_decode_chain as chain
 from jetrl.kernels.backends import triton_decode_shared as shared
 from jetrl.kernels.backends import triton_decode_split as split
 from jetrl.kernels.backends import triton_quant as tq
@@ -76,7 +77,7 @@ def fix_interpreter() -> None:
     builder.create_exp2 = lambda self, x: interpreter.TensorHandle(exp2(x.data), x.dtype.scalar)
     interpreter.ReduceOps.sum = in_order
     tl.range = lambda start, stop, num_stages=0: range(start, int(stop.handle.data.item()))
-    split._reciprocal = shared._reciprocal = shared_split._reciprocal = triton.jit(plain_reciprocal)  # no assembly here
+    chain._reciprocal = shared._reciprocal = shared_split._reciprocal = triton.jit(plain_reciprocal)  # no assembly here
 
 
 if base.INTERPRET:
@@ -273,6 +274,7 @@ def shared_cases() -> Iterator[tuple[str, Case]]:
 
 def split_cases() -> Iterator[tuple[str, Case]]:
     narrow, wide = split.Shape(16, 3), split.Shape(32, 2)
+    lanes, wide_lanes = split.Shape(16, 3, True), split.Shape(32, 2, True)
     for fp8 in (False, True):
         for lengths, n, g, h, page, shape in (
             ([1, 127, 128, 129, 300], 8, 2, 128, 128, narrow),
@@ -282,8 +284,12 @@ def split_cases() -> Iterator[tuple[str, Case]]:
             ([513], 16, 1, 64, 128, narrow),
             ([5000], 1, 1, 64, 128, narrow),
             ([1 + 9 * i for i in range(16)], 2, 1, 64, 128, wide),
+            ([1, 300], 4, 1, 64, 128, lanes),
+            ([513], 9, 1, 64, 256, lanes),
+            ([300], 8, 2, 128, 128, wide_lanes),
+            ([640], 3, 3, 64, 128, wide_lanes),
         ):
-            yield f"split {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}", partial(
+            yield f"split {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}, lanes {shape.lanes}", partial(
                 check_split, lengths, n, g, h, page, fp8, shape
             )
 

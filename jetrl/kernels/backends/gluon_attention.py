@@ -37,7 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
-from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_codes, new_scale, scale_from
+from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, encode, new_heads, scale_from
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 from jetrl.types import LayerCache
@@ -356,10 +356,7 @@ def decode_quantize(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, pow2: bool
 ) -> QTensor:
     """`quantize_act(decode(...).flatten(1))` in the same kernel, for heads of 128."""
-    batch, heads, head_dim = q.shape
-    assert head_dim == BLOCK, "a group of the quantizer is a head"
-    codes, scales = new_codes(batch, heads * head_dim, q.device), new_scale(batch, heads, q.device)
-    quantized = QTensor(codes, scales, "1x128", (batch,), (heads * head_dim,))
+    quantized = new_heads(q)
     launch(q, cache, table, lengths, scale, q, quantized, pow2)
     return quantized
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from jetrl.kernels.backends import gluon_attention, triton_decode_shared, triton_decode_split, triton_shared_split
 from jetrl.kernels.backends.gluon_attention import serves as serves
 from jetrl.kernels.backends.triton_decode_shared import Form
-from jetrl.kernels.backends.triton_quant import new_codes, new_scale
+from jetrl.kernels.backends.triton_quant import new_heads
 from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.qtensor import QTensor
-from jetrl.precision.formats import BLOCK
 from jetrl.types import LayerCache, PagedPlan
 
 # The least bound of keys from which `triton_decode_split` is faster, by programs of the other kernel (sequences times
@@ -57,10 +56,7 @@ def decode(
 
 def decode_quantize(q: Tensor, cache: LayerCache, plan: PagedPlan, scale: float, pow2: bool) -> QTensor:
     """`quantize_act(decode(...).flatten(1))` in the same kernels, for heads of 128."""
-    batch, heads, head_dim = q.shape
-    assert head_dim == BLOCK, "a group of the quantizer is a head"
-    codes, scales = new_codes(batch, heads * head_dim, q.device), new_scale(batch, heads, q.device)
-    quantized = QTensor(codes, scales, "1x128", (batch,), (heads * head_dim,))
+    quantized = new_heads(q)
     _launch(q, cache, plan, scale, q, quantized, pow2, None)
     return quantized
 

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.triton_decode_split import TILE, _reciprocal, store_heads, widened
+from jetrl.kernels.backends.triton_decode_chain import TILE, _reciprocal, store_heads, widened
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS
 from jetrl.kernels.decode import SharedPages

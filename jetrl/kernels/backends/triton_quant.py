@@ -251,6 +251,14 @@ def new_scale(rows: int, groups: int, device: torch.device) -> Tensor:
     return torch.empty_strided((rows, groups), (1, stride), dtype=torch.float32, device=device)
 
 
+def new_heads(q: Tensor) -> QTensor:
+    """What `quantize_act` would make of heads [T, N, 128], still empty: a head is a group of 128 columns."""
+    tokens, heads, head_dim = q.shape
+    assert head_dim == BLOCK, "a group of the quantizer is a head"
+    codes, scale = new_codes(tokens, heads * head_dim, q.device), new_scale(tokens, heads, q.device)
+    return QTensor(codes, scale, "1x128", (tokens,), (heads * head_dim,))
+
+
 def new_tile_scale(rows: int, cols: int, device: torch.device) -> Tensor:
     """Empty FP32 scales of the 128x128 tiles of a matrix [rows, cols]."""
     return torch.empty(triton.cdiv(rows, BLOCK), triton.cdiv(cols, BLOCK), dtype=torch.float32, device=device)

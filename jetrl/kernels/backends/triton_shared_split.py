@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.backends.triton_decode_shared import ROWS, Form, members_of
-from jetrl.kernels.backends.triton_decode_split import TILE, _reciprocal, _rows, store_heads, widened
+from jetrl.kernels.backends.triton_decode_chain import TILE, _reciprocal, _rows, store_heads, widened
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS
 from jetrl.kernels.decode import SharedPages
@@ -114,16 +114,16 @@ def _weights_kernel(
 
 
 @triton.jit
-def _sum_chain(total, scores, shrinks, first, tiles, AHEAD: tl.constexpr):
+def _sum_chain(total, scores, shrinks, first, tiles, AHEAD: tl.constexpr, ON_GPU: tl.constexpr):
     """The four sums of each row, [4 * 64], from `total` on: the 32 rows of a tile's 4 * 64 weights, one after another.
-    Sets of registers as in `triton_decode_split._sum_chain`."""
+    Sets of registers as in `triton_decode_chain._sum_chain`."""
     PARTS: tl.constexpr = _TILE // 4
     lane, last = tl.arange(0, 4 * _ROWS), tiles - 1
     rows, units = (), ()
     for d in tl.static_range(AHEAD):
         tile = first + tl.maximum(last - d, 0)
         units = units + (tl.load(shrinks + tile * _ROWS + lane % _ROWS),)  # type: ignore[assignment]
-        rows = rows + _rows(scores + tile * (_TILE * _ROWS) + lane, _ROWS)
+        rows = rows + _rows(scores + tile * (_TILE * _ROWS) + lane, _ROWS, ON_GPU)
     for step in range(0, tiles, AHEAD):
         new_rows, new_units = (), ()
         for d in tl.static_range(AHEAD):
@@ -134,7 +134,7 @@ def _sum_chain(total, scores, shrinks, first, tiles, AHEAD: tl.constexpr):
                     total = total + set_rows[i]
                 tile = first + tl.maximum(last - step - d - AHEAD, 0)
                 unit = tl.load(shrinks + tile * _ROWS + lane % _ROWS)
-                set_rows = _rows(scores + tile * (_TILE * _ROWS) + lane, _ROWS)
+                set_rows = _rows(scores + tile * (_TILE * _ROWS) + lane, _ROWS, ON_GPU)
             new_units = new_units + (unit,)  # type: ignore[assignment]
             new_rows = new_rows + set_rows  # type: ignore[assignment]
         rows, units = new_rows, new_units  # type: ignore[assignment]
@@ -181,7 +181,7 @@ def _chain_kernel(
             owner = tl.load(members + chunk * S + place // (N // G), mask=place // (N // G) < S, other=-1)
             at_sums = parts + (owner * N + group * (N // G) + place % (N // G)) * 4 + lane // _ROWS
             total = tl.load(at_sums, mask=owner >= 0, other=1.0)
-            total = _sum_chain(total, scores, shrinks, first, tiles, SUMS_AHEAD)
+            total = _sum_chain(total, scores, shrinks, first, tiles, SUMS_AHEAD, PDL)
             tl.store(at_sums, total, mask=owner >= 0)
         else:
             COLS: tl.constexpr = H // PARTS

@@ -54,16 +54,8 @@ from torch import Tensor
 
 from jetrl.api import random_model
 from jetrl.model.transformer import Transformer
-from jetrl.parity import (
-    Workload,
-    chunked_link,
-    decode_link,
-    draft_link,
-    graph_link,
-    packed_link,
-    random_sequences,
-    shared_link,
-)
+from jetrl.parity import Workload, chunked_link, decode_link, packed_link, random_sequences, shared_link
+from jetrl.parity_drawn import draft_link, graph_link, merged_link
 from jetrl.parity_rows import LinkResult
 from jetrl.spec import SHAPES
 
@@ -77,9 +69,10 @@ WORKLOADS = {  # pages of 128 tokens, as on every GPU
 RANK_CASES = [("qwen3-0.6b", "fp8", "fp32"), ("qwen3-0.6b", "bf16", "bf16"), ("qwen3-8b:4", "fp8", "fp32")]
 RANK_SIZES = ["--sequences", "16", "--max-prompt", "240", "--new-tokens", "24", "--chunk", "64"]
 LINKS: dict[str, Callable[[Transformer, list[Tensor], Workload], LinkResult]] = {  # as `parity.certify` runs them
-    "a": packed_link, "b": chunked_link, "c": decode_link, "d": graph_link, "v": draft_link, "s": shared_link,
+    "a": packed_link, "b": chunked_link, "c": decode_link, "d": graph_link, "m": merged_link, "v": draft_link,
+    "s": shared_link,
 }
-SHARES = {"a": 0.35, "b": 0.25, "c": 0.15, "d": 0.05, "v": 0.1, "s": 0.1}  # of a case's seconds, about
+SHARES = {"a": 0.35, "b": 0.25, "c": 0.15, "d": 0.05, "m": 0.05, "v": 0.05, "s": 0.1}  # of a case's seconds, about
 START_SECONDS = 25.0  # imports, CUDA, weights
 DOCUMENT = ROOT / "docs" / "PERFORMANCE.md"
 
@@ -145,8 +138,8 @@ def measure(cases: list[tuple[Case, list[str]]], deadline: float) -> None:
         sequences = random_sequences(model, work)
         longest = max(map(len, sequences))
         for name in links:
-            if name == "d" and not model.head_weight.is_cuda:
-                continue  # it has graphs
+            if name in "dm" and not model.head_weight.is_cuda:
+                continue  # graphs and merged pages are a GPU's
             if time.time() + left[name] > deadline:
                 print(f"no time left for {' '.join(case)}, link {name}", flush=True)
                 return

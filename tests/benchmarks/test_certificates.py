@@ -73,22 +73,22 @@ def test_links_are_kept_when_a_process_dies_and_only_the_missing_ones_are_measur
         monkeypatch.setattr(certificates, "ask", process)
 
     cases = [FP8_RAGGED, FP8_LONG]
-    answers(*parts_of(FP8_RAGGED, "abcdvs"), *parts_of(FP8_LONG, "ab"), error="out of memory")
+    answers(*parts_of(FP8_RAGGED, "abcdmvs"), *parts_of(FP8_LONG, "ab"), error="out of memory")
     assert not certificates.run(["qwen3-8b"], cases, path, 1e12)
-    assert asked[0] == [[list(FP8_RAGGED), list("abcdvs")], [list(FP8_LONG), list("abcdvs")]]
+    assert asked[0] == [[list(FP8_RAGGED), list("abcdmvs")], [list(FP8_LONG), list("abcdmvs")]]
     said = capsys.readouterr().out
     assert "out of memory" in said and "model made" in said and "ragged, link d: 1,000 rows, bit-equal" in said
     (first,) = load(path)
     assert certificates.case_of(first) == FP8_RAGGED and first["bit_equal"] and first["peak GiB"] == 45.2
-    assert first["seconds"] == 12.0 and [link["link"] for link in first["links"]] == list("abcdvs")
+    assert first["seconds"] == 12.0 and [link["link"] for link in first["links"]] == list("abcdmvs")
     assert [part["link"] for part in load(path, "links")] == ["a", "b"]
-    answers(*parts_of(FP8_LONG, "cdvs"))
+    answers(*parts_of(FP8_LONG, "cdmvs"))
     assert certificates.run(["qwen3-8b"], cases, path, 1e12)
-    assert asked[1] == [[list(FP8_LONG), list("cdvs")]]
+    assert asked[1] == [[list(FP8_LONG), list("cdmvs")]]
     assert [certificates.case_of(row) for row in load(path)] == cases and load(path, "links") == []
-    assert [link["link"] for link in load(path)[1]["links"]] == list("abcdvs")
+    assert [link["link"] for link in load(path)[1]["links"]] == list("abcdmvs")
     assert certificates.run(["qwen3-8b"], cases, path, 1e12) and len(asked) == 2
-    answers(*parts_of(FP8_LONG, "abcdvs"))
+    answers(*parts_of(FP8_LONG, "abcdmvs"))
     assert certificates.run(["qwen3-8b"], [FP8_LONG], path, 1e12, again=True) and len(asked) == 3
     assert [certificates.case_of(row) for row in load(path)] == cases
 
@@ -100,11 +100,11 @@ def test_links_of_another_commit_are_measured_again(tmp_path: Path, monkeypatch:
 
     def process(command: list[str], say: Any) -> Iterator[dict[str, Any]]:
         asked.append(json.loads(command[command.index("--one") + 1]))
-        yield from parts_of(FP8_LONG, "abcdvs")
+        yield from parts_of(FP8_LONG, "abcdmvs")
 
     monkeypatch.setattr(certificates, "ask", process)
     assert certificates.run(["qwen3-8b"], [FP8_LONG], path, 1e12)
-    assert asked == [[[list(FP8_LONG), list("abcdvs")]]] and load(path, "links") == []
+    assert asked == [[[list(FP8_LONG), list("abcdmvs")]]] and load(path, "links") == []
 
 
 def test_nothing_is_begun_that_would_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

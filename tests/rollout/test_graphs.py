@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replays import Replays
 
 from jetrl.kernels.decode import DecodeState
 from jetrl.rollout.graphs import DecodeGraphs, DecodeInputs, GraphSize, _Graph, choose, padded_batch
@@ -64,7 +65,7 @@ def test_room_for_more_chunks_serves_fewer_but_some() -> None:
 class _Uncaptured(DecodeGraphs):
     """What a graph would read, without one."""
 
-    def _capture(self, size: int, width: int, draws: bool, chunks: int) -> _Graph:
+    def _prepare(self, size: int, width: int, draws: bool, chunks: int) -> _Graph:
         state = DecodeState.empty(size, width, self.max_steps, 128, self.device)
         plan = PagedPlan(
             cache=None, cu_seqlens=torch.arange(size + 1), query_lengths=(1,) * size, kv_lengths=state.kv_lengths,
@@ -72,8 +73,8 @@ class _Uncaptured(DecodeGraphs):
             shared=self._shared(size, chunks) if chunks else None,
         )
         batch = ForwardBatch(state.integers[0], state.integers[1], plan, "rollout")
-        graph: Any = None
-        return _Graph(graph, batch, state, torch.ones(size), None)
+        step: Any = None
+        return _Graph(step, batch, state, torch.ones(size))
 
 
 def inputs(groups: list[int], pages: int) -> DecodeInputs:
@@ -92,7 +93,8 @@ def test_shared_pages_reach_the_graph_while_groups_shrink() -> None:
     spec = SimpleNamespace(num_heads=32, num_kv_heads=8)
     cache = SimpleNamespace(keys=torch.empty(1, 1, 128, 8, 128, dtype=torch.bfloat16), scales=None, page_size=128)
     model = SimpleNamespace(spec=spec, addresses=lambda: ())
-    graphs = {mode: _Uncaptured(model, cache, torch.device("cpu"), 8, mode) for mode in ("auto", "on", "off")}
+    capture: Any = Replays()
+    graphs = {mode: _Uncaptured(model, cache, capture, 8, mode) for mode in ("auto", "on", "off")}
     rooms = []
     for groups in ([16] * 4, [16, 16, 16], [9, 16, 2], [16, 1], [3, 1, 1], [1, 1]):
         held = {mode: one._ready(inputs(groups, 64), True) for mode, one in graphs.items()}

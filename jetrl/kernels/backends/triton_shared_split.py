@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.triton_decode_shared import ROWS, Form, members_of
 from jetrl.kernels.backends.triton_decode_chain import TILE, _reciprocal, _rows, store_heads, widened
+from jetrl.kernels.backends.triton_decode_shared import ROWS, Form, members_of
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS
 from jetrl.kernels.decode import SharedPages

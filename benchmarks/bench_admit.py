@@ -101,8 +101,8 @@ def measure(model: Any, name: str, requests: list[Request], rounds: int, slots: 
         rows.append({
             "variant": name, "round": i, "seconds": seconds,
             "tokens/s": sum(len(c.tokens) for c in completions) / seconds,
-            "captures": int(metrics["rollout/graph_captures"]), "capture s": metrics["rollout/graph_capture_s"],
-            **watch.take(), "kept GiB": metrics["rollout/kv_cache_kept_gib"],
+            "captures": int(metrics["perf/graph_captures"]), "capture s": metrics["perf/graph_capture_s"],
+            **watch.take(), "kept GiB": metrics["perf/kv_cache_kept_gib"],
             "reserved GiB": torch.cuda.memory_reserved() / 2**30,
         })
     return rows, found

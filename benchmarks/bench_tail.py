@@ -1,13 +1,9 @@
 """Decode attention where rollouts have their tail and their groups, at the sizes of Qwen3-8B, and the step around it.
 
-    python benchmarks/bench_tail.py [--quick] [PART ...]   # keys, attention, groups, step; writes tail_<part>.json
-    python benchmarks/bench_tail.py attention --variants chosen lanes16    # so many ways to cut the chains
+    python benchmarks/bench_tail.py [--quick] [PART ...]   # keys, groups, step; writes results/tail_<part>.json
 
 - keys: few sequences with many keys: the kernel that walks through them against those that take them in parallel.
-- attention: all ways to cut the chains, 1, 4 and 16 sequences of 4K, 10K and 32K keys; with one sequence also
-  the time by kernel. At most 90 s on a fresh machine. Not among the default parts.
-- groups: samples of a prompt whose shared pages are read once, by each `Form` of the kernels (programs of a head x
-  stages, p: tiles in parallel), against each for itself; then where the rule of `rollout.merge_prefix` errs.
+- groups: samples of a prompt whose shared pages are read once, against each for itself.
 - step: a whole decode step of one sequence, both ways, with the time by kind of kernel. Times of single kernels come
   from a graph in which none starts before the one before has ended (no PDL): elsewhere they include waiting.
 
@@ -34,9 +30,7 @@ from torch import Tensor
 
 from jetrl.kernels.backends import gluon_attention as walk
 from jetrl.kernels.backends import triton_decode_choice as choice
-from jetrl.kernels.backends import triton_decode_shared as shared
 from jetrl.kernels.backends import triton_decode_split as split
-from jetrl.kernels.backends import triton_shared_split as shared_split
 from jetrl.kernels.backends.triton_launch import LAUNCH
 from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.logprob import draw
@@ -47,17 +41,7 @@ from jetrl.types import ForwardBatch, LayerCache, PagedPlan
 
 CUDA = "cuda"
 N, G, H, PAGE, LAYERS = 32, 8, 128, 128, 36
-Shapes = dict[str, split.Shape | None]
-SHAPES: Shapes = {"16x5": split.Shape(16, 5), "32x5": split.Shape(32, 5), "32x3": split.Shape(32, 3), "chosen": None}
-VARIANTS: Shapes = {
-    "chosen": None,
-    "lanes16": split.Shape(16, 3, lanes=True),
-    "lanes32": split.Shape(32, 3, lanes=True),
-    "lanes16cvt": split.Shape(16, 3, lanes=True, convert=True),
-    "lanes32cvt": split.Shape(32, 3, lanes=True, convert=True),
-    "lanes16deep": split.Shape(16, 3, lanes=True, deep=30),
-}
-FP8_ONLY = ("lanes32", "lanes16cvt", "lanes32cvt")  # BF16 has nothing to convert, and 32 elements need all registers
+SHAPES = {"16x5": split.Shape(16, 5), "32x5": split.Shape(32, 5), "32x3": split.Shape(32, 3), "chosen": None}
 Rows = list[dict[str, Any]]
 
 
@@ -137,35 +121,19 @@ def keys(quick: bool) -> Rows:
         cache = pages_of(pool, fp8)
         for batch in (1, 4, 16) if quick else (1, 2, 4, 8, 16):
             for length in (10_000, 32_768) if quick else (2048, 10_000, 32_768):
-                shapes: Shapes = {"chosen": None} if quick else SHAPES
-                rows.append(_tail_row(cache, pool, batch, length, fp8, shapes, batch == 1 and not quick))
+                rows.append(_tail_row(cache, pool, batch, length, fp8, quick))
         del cache
         torch.cuda.empty_cache()
     return rows
 
 
-def attention(quick: bool, names: tuple[str, ...] = tuple(VARIANTS)) -> Rows:
-    rows: Rows = []
-    for fp8 in (True, False):
-        pool = 4096
-        cache = pages_of(pool, fp8)
-        shapes = {name: VARIANTS[name] for name in names if fp8 or name not in FP8_ONLY}
-        for batch in (1, 4, 16):
-            for length in (10_000,) if quick else (4096, 10_000, 32_768):
-                rows.append(_tail_row(cache, pool, batch, length, fp8, shapes, batch == 1))
-        del cache
-        torch.cuda.empty_cache()
-    return rows
-
-
-def _tail_row(
-    cache: LayerCache, pool: int, batch: int, length: int, fp8: bool, shapes: Shapes, by_parts: bool
-) -> dict[str, Any]:
+def _tail_row(cache: LayerCache, pool: int, batch: int, length: int, fp8: bool, quick: bool) -> dict[str, Any]:
     width = 1 << (-(-length // PAGE) - 1).bit_length()  # as a decode graph has it
     places = torch.arange(batch * width, dtype=torch.int32, device=CUDA).view(batch, width)
     tables = [(places + i * batch * width) % pool for i in range(LAYERS)]
     lengths = torch.full((batch,), length, dtype=torch.int32, device=CUDA)
     q = torch.randn(batch, N, H, device=CUDA, dtype=torch.bfloat16)
+    shapes = {"chosen": None} if quick else SHAPES
     variants: dict[str, Callable[[Tensor], Any]] = {
         "walk": lambda t: walk.decode(q, cache, t, lengths, H**-0.5),
         **{n: lambda t, s=s: split.decode(q, cache, t, lengths, H**-0.5, shape=s) for n, s in shapes.items()},
@@ -178,7 +146,7 @@ def _tail_row(
     floor = batch * length * key_bytes(fp8) / READ_TBPS / 1e6
     row = {"kv": "fp8" if fp8 else "bf16", "batch": batch, "keys": length, **times, "best": best, "floor": floor}
     row |= {"share": floor / times[best], "bits": "WRONG " + " ".join(wrong) if wrong else "equal"}
-    if by_parts:
+    if batch == 1 and not quick:
         with one_by_one():
             graph = captured([lambda t=t: variants[best](t) for t in tables])
         parts = by_kernel(graph)
@@ -199,95 +167,57 @@ def advice(rows: Rows) -> str:
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
-FORMS = {
-    "1x3": shared.Form(), "2x2": shared.Form(2, 2), "2x3": shared.Form(2, 3), "4x3": shared.Form(4, 3),
-    "p2x4": shared.Form(2, 4, True), "p4x4": shared.Form(4, 4, True), "p4x6": shared.Form(4, 6, True),
-}
-OWN_KEYS = 8 * PAGE  # at most, of each sequence
-
-
 def groups(quick: bool) -> Rows:
     rows: Rows = []
     for fp8 in (True, False):
-        pool = 20_480 if fp8 else 12_288
+        pool = 16_384 if fp8 else 10_240
         cache = pages_of(pool, fp8)
-        for batch in (64, 256) if quick else (64, 128, 256):
+        for batch in (64, 256):
             for size in (16,) if quick else (8, 16):
                 for prompt in (512, 4096) if quick else (512, 2048, 4096, 8192):
-                    what = f"{batch} / {size} x {prompt}"
-                    rows.append(_tried(what, _group_row, cache, pool, batch, size, prompt, fp8))
+                    rows.append(_group_row(cache, pool, batch, size, prompt, fp8))
         del cache
         torch.cuda.empty_cache()
     return rows
 
 
-def _tried(what: str, part: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """A row, or one that says what went wrong: the others go on."""
-    try:
-        return part(*args)
-    except Exception as error:
-        traceback.print_exc()
-        return {"kv": what, "bits": f"WRONG {type(error).__name__}"}
-
-
 def _group_row(cache: LayerCache, pool: int, batch: int, size: int, prompt: int, fp8: bool) -> dict[str, Any]:
     rng, first = np.random.default_rng(batch + prompt), prompt // PAGE
-    own = rng.integers(100, OWN_KEYS - PAGE + 28, batch)  # new keys
-    width = 1 << (first + 8 - 1).bit_length()  # as a decode graph has it
+    own = rng.integers(100, 924, batch)  # new keys
+    width = first + 8
     pages = np.zeros((batch, width), dtype=np.int32)
     count = 0
     for b in range(batch):
         if b % size == 0:
-            common, count = np.arange(count, count + first), count + first
-        pages[b, :first] = common
-        pages[b, first : first + 8] = np.arange(count, count + 8)
+            shared, count = np.arange(count, count + first), count + first
+        pages[b, :first] = shared
+        pages[b, first:] = np.arange(count, count + 8)
         count += 8
-    layers = 6
+    layers = 12
     order = rng.permutation(pool).astype(np.int32)  # a layer's pages lie where they happen to
     tables = [torch.from_numpy(order[(pages + i * count) % pool]).to(CUDA) for i in range(layers)]
     lengths = torch.from_numpy((prompt + own).astype(np.int32)).to(CUDA)
     q = torch.randn(batch, N, H, device=CUDA, dtype=torch.bfloat16)
     found = find_sharing(pages, prompt + own - 1, PAGE, chunk_size(N // G))
     plan = SharedPages(*(torch.from_numpy(x).to(CUDA) for x in found.padded(batch, found.room)))
-    out, scratch = torch.empty_like(q), shared_split.scratch_bytes(found.room, G, width * PAGE // 128)
-    fits = [name for name, form in FORMS.items() if not form.parallel or scratch <= split.SCRATCH_BYTES]
+    out = torch.empty_like(q)
     variants: dict[str, Callable[[Tensor], Any]] = {
         "apart": lambda t: walk.decode(q, cache, t, lengths, H**-0.5),
-        "chosen": lambda t: choice.merged(q, cache, t, lengths, plan, H**-0.5, out, None, False),
-        **{n: lambda t, f=FORMS[n]: choice.merged(q, cache, t, lengths, plan, H**-0.5, out, None, False, f)
-           for n in fits},
+        "merged": lambda t: choice.merged(q, cache, t, lengths, plan, H**-0.5, out, None, False),
     }
-    want, wrong = variants["apart"](tables[0]), []
-    for name in variants.keys() - {"apart"}:
-        out.zero_()
-        variants[name](tables[0])
-        wrong += [name] * (not torch.equal(out, want))
+    want = variants["apart"](tables[0])
+    variants["merged"](tables[0])
+    equal = torch.equal(out, want)
     graphs = {name: captured([lambda t=t, c=c: c(t) for t in tables]) for name, c in variants.items()}
     times, bytes_each = microseconds(graphs, layers), key_bytes(fp8)
     once = (float(own.sum()) + batch // size * prompt) * bytes_each / READ_TBPS / 1e6
-    best = min(fits, key=lambda name: times[name])
+    parts = {("shared" if "shared" in k else "own"): round(us / layers, 1)
+             for k, (us, _) in by_kernel(graphs["merged"]).items() if "kernel" in k}
     return {
-        "kv": "fp8" if fp8 else "bf16", "batch": batch, "group": size, "prompt": prompt, "programs": found.room * G,
-        **times, "best": best, "gain": times["apart"] / times[best], "floor": once, "share": once / times[best],
-        "pays": found.pays(G, bytes_each, fp8), "bits": "WRONG " + " ".join(sorted(wrong)) if wrong else "equal",
+        "kv": "fp8" if fp8 else "bf16", "batch": batch, "group": size, "prompt": prompt, **times,
+        "gain": times["apart"] / times["merged"], "floor": once, "share": once / times["merged"], **parts,
+        "pays": found.pays(bytes_each), "bits": "equal" if equal else "WRONG",
     }
-
-
-def rule_errors(rows: Rows) -> str:
-    """Where `rollout.merge_prefix = "auto"` loses more than 1 %, or leaves more than 3 % behind, with the forms of
-    `triton_decode_choice.FORMS` and the costs of `rollout.sharing.COSTS`."""
-    real = [r for r in rows if "apart" in r]
-    lines = ["what the rule should hold (saved keys over READ_RATE must exceed the cost of the shared tiles):"]
-    for r in real:
-        at = f"{r['kv']} {r['batch']} / {r['group']} x {r['prompt']} ({r['programs']} programs)"
-        taken = r["apart"] / r["chosen"]
-        if r["pays"] and taken < 0.99:
-            lines.append(f"LOSES {taken:.2f}x: {at}")
-        elif not r["pays"] and r["gain"] > 1.03:
-            lines.append(f"left behind {r['gain']:.2f}x by {r['best']}: {at}")
-        elif r["pays"] and r["chosen"] > 1.03 * r[r["best"]]:
-            lines.append(f"{r['best']} is {r['chosen'] / r[r['best']]:.2f}x as fast as what is chosen: {at}")
-    return "\n".join(lines)
 
 
 # ---- a whole step ---------------------------------------------------------------------------------------------------
@@ -367,19 +297,16 @@ PARTS: dict[str, tuple[Callable[[bool], Rows], list[str]]] = {
         "precision", "keys", "kernels", "ms", "floor", "share", "attention", "gemm", "short", "other", "bits",
     ]),
     "groups": (groups, [
-        "kv", "batch", "group", "prompt", "programs", "apart", "chosen", *FORMS, "best", "gain", "floor", "share",
-        "pays", "bits",
+        "kv", "batch", "group", "prompt", "apart", "merged", "gain", "own", "shared", "floor", "share", "pays", "bits",
     ]),
     "keys": (keys, ["kv", "batch", "keys", "walk", *SHAPES, "best", "floor", "share", "bits", "parts"]),
-    "attention": (attention, ["kv", "batch", "keys", "walk", *VARIANTS, "best", "floor", "share", "bits", "parts"]),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", help="keys, attention, groups, step; default: all but attention")
+    parser.add_argument("parts", nargs="*", help="keys, groups, step; default: all")
     parser.add_argument("--quick", action="store_true", help="few sizes")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="of attention; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -388,10 +315,10 @@ def main() -> None:
     torch.manual_seed(0)
     shown, failed = [], []
     for name, (part, columns) in PARTS.items():
-        if name not in (args.parts or ("keys", "groups", "step")):
+        if args.parts and name not in args.parts:
             continue
         try:
-            rows = attention(args.quick, tuple(args.variants or VARIANTS)) if name == "attention" else part(args.quick)
+            rows = part(args.quick)
         except Exception:
             traceback.print_exc()
             failed.append(name)
@@ -402,8 +329,6 @@ def main() -> None:
         shown.append(f"== {name} (microseconds, step: milliseconds)\n{table(rows, columns)}")
         if name == "keys":
             shown.append(advice(rows))
-        if name == "groups":
-            shown.append(rule_errors(rows))
     print("\n".join(shown))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -162,10 +162,10 @@ class DecodeGraphs:
         """The first pages that are worth reading once for several sequences."""
         if self.merge == "off" or (self.merge == "auto" and len(step.tokens) < SHARE_FROM):
             return None
-        keys, fp8 = self.cache.keys, self.cache.scales is not None
         found = find_sharing(step.block_table, step.positions, self.cache.page_size, chunk_size(self._heads))
-        groups, key_bytes = keys.shape[3], 2 * keys.shape[3] * keys.shape[4] * keys.element_size()
-        return found if found.merges(self.merge, len(step.tokens), groups, key_bytes, fp8) else None
+        keys = self.cache.keys
+        key_bytes = 2 * keys.shape[3] * keys.shape[4] * keys.element_size()
+        return found if found.merges(self.merge, len(step.tokens), key_bytes) else None
 
     def _shared(self, size: int, room: int) -> SharedPages:
         """Room for `room` chunks of `size` sequences; nothing is shared yet."""

@@ -86,8 +86,8 @@ class ModelRunner:
         number, seconds = self.capture.take()
         kept = 0 if self.cache is None else self.cache.num_bytes
         return {
-            "rollout/graph_captures": float(number), "rollout/graph_capture_s": seconds,
-            "rollout/kv_cache_kept_gib": kept / 2**30,
+            "perf/graph_captures": float(number), "perf/graph_capture_s": seconds,
+            "perf/kv_cache_kept_gib": kept / 2**30,
         }
 
     def reset_times(self) -> None:

@@ -10,7 +10,7 @@ Legend: `B` sequences, `M` pages per sequence, `C` chunks, `S` sequences in a ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -20,20 +20,10 @@ Merge = Literal["auto", "on", "off"]  # `rollout.merge_prefix`
 TILE = 128  # keys
 SHARE_FROM = 17  # sequences; "auto" merges for no fewer: their keys are read in parallel
 READ_RATE = 3.8e6  # bytes per microsecond of decode attention
-
-
-class Cost(NamedTuple):
-    """Microseconds of a layer's shared tiles."""
-
-    start: float  # at all
-    tile: float  # for each tile of the longest chunk
-    every: float  # for each tile of each chunk
-
-
-# By programs of one chunk and key/value head each, at most so many, as `triton_decode_choice.FORMS` has its rows; over
-# FP8 pages, over BF16 pages. From benchmarks/bench_tail.py on an H200 (groups of 8 and 16): nothing that merges by
-# these is slower. Measured before tiles were read ahead, which needs less per tile, so they ask for more than needed.
-COSTS: tuple[tuple[int, Cost, Cost], ...] = ((1 << 30, Cost(16.0, 4.6, 0.0), Cost(16.0, 4.6, 0.0)),)
+# Microseconds of a layer's shared tiles: at all, and for each tile of the longest chunk. From benchmarks/bench_tail.py
+# on an H200 (groups of 8 and 16): nothing that merges by these is slower. Measured before tiles were read ahead, which
+# needs less per tile, so they ask for more than needed.
+START_COST, TILE_COST = 16.0, 4.6
 
 
 def served(spec: ModelSpec, page_size: int) -> bool:
@@ -61,19 +51,16 @@ class Sharing:
         chunks = len(self.members)
         return 1 << (chunks - 1).bit_length() if chunks else 0
 
-    def pays(self, groups: int, key_bytes: int, fp8: bool) -> bool:
-        """Whether a layer with `groups` key/value heads, whose keys and values take `key_bytes` a token, needs less
-        time: an estimate from what was measured."""
-        fits = next(row for row in COSTS if self.room * groups <= row[0])
-        cost = fits[1] if fp8 else fits[2]
-        longest, every = int(self.tiles.max(initial=0)), int(self.tiles.sum())
-        return self.saved * key_bytes / READ_RATE > cost.start + cost.tile * longest + cost.every * every
+    def pays(self, key_bytes: int) -> bool:
+        """Whether a layer whose keys and values take `key_bytes` a token needs less time: an estimate from what was
+        measured."""
+        return self.saved * key_bytes / READ_RATE > START_COST + TILE_COST * int(self.tiles.max(initial=0))
 
-    def merges(self, mode: Merge, sequences: int, groups: int, key_bytes: int, fp8: bool) -> bool:
+    def merges(self, mode: Merge, sequences: int, key_bytes: int) -> bool:
         """Whether a step of so many sequences reads what they share once, as `rollout.merge_prefix` asks."""
         if mode == "on":
             return bool(self.saved)
-        return mode == "auto" and sequences >= SHARE_FROM and self.pays(groups, key_bytes, fp8)
+        return mode == "auto" and sequences >= SHARE_FROM and self.pays(key_bytes)
 
     def padded(self, rows: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`first`, `members` and `tiles` for `rows` sequences and `room` chunks."""

@@ -107,9 +107,7 @@ def test_broken_logits_are_reported() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8 kv"])
 def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a long prompt each, of which some end early: the decode graphs read shared pages once."""
-    from jetrl.kernels.backends import triton_decode_choice as choice
-    from jetrl.kernels.backends import triton_decode_shared, triton_shared_split
-    from jetrl.kernels.backends.triton_decode_shared import Form
+    from jetrl.kernels.backends import triton_decode_shared
 
     model = _models().build("qwen3", precision)
     g = np.random.default_rng(1)
@@ -118,18 +116,12 @@ def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.Mon
         Request(i, prompts[i // 12], SamplingParams(20 + 7 * (i % 5), ignore_eos=True)) for i in range(48)
     ]
     apart = generate(model, asked, page_size=128)
-    merged: list[Form] = []
-    for form in (Form(), Form(2, 2), Form(4, 6, True)):
-        for kernels in (triton_decode_shared, triton_shared_split):
-            go_on = kernels.go_on
-            monkeypatch.setattr(kernels, "go_on", lambda *args, go_on=go_on: (merged.append(args[-1]), go_on(*args)))
-        monkeypatch.setattr(choice, "FORMS", ((1 << 30, form, form),))
-        merged.clear()
-        together = generate(model, asked, page_size=128, merge_prefix="on")
-        assert set(merged) == {form}, "no step merged anything, or not in this form"
-        for a, b in zip(apart, together, strict=True):
-            assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id}, {form}"
-        monkeypatch.undo()
+    merged, go_on = [], triton_decode_shared.go_on
+    monkeypatch.setattr(triton_decode_shared, "go_on", lambda *args: (merged.append(1), go_on(*args)))
+    together = generate(model, asked, page_size=128, merge_prefix="on")
+    assert merged, "no step merged anything"
+    for a, b in zip(apart, together, strict=True):
+        assert a.tokens == b.tokens and a.logprobs == b.logprobs, f"request {a.request_id}"
 
 
 def ragged(vocab: int, count: int = 72) -> list[Request]:
@@ -153,8 +145,8 @@ def test_graphs_outlive_an_update(precision: str) -> None:
         got, want = kept.generate(asked), freed.generate(asked)
         assert got == want, f"weights of version {version}"
         assert kept.runner.graphs is not None and freed.runner.cache is None
-        captured.append(kept.take_metrics()["rollout/graph_captures"])
-        assert freed.take_metrics()["rollout/graph_captures"] > 0
+        captured.append(kept.take_metrics()["perf/graph_captures"])
+        assert freed.take_metrics()["perf/graph_captures"] > 0
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.03)

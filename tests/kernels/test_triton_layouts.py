@@ -14,10 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 from jetrl.kernels.backends import triton_decode_chain as chain  # noqa: E402
-from jetrl.kernels.backends import triton_decode_lanes as lanes  # noqa: E402
 from jetrl.kernels.backends import triton_decode_shared as shared  # noqa: E402
 from jetrl.kernels.backends import triton_decode_split as split  # noqa: E402
-from jetrl.kernels.backends import triton_shared_split as shared_split  # noqa: E402
 
 COMMON = {"FLOOR": 0x2B8CBCCC, "POW2": True, "PDL": True, "G": 8, "H": 128, "PAGE": 128, "QUANT": True, "N": 32}
 POINTERS = {
@@ -28,8 +26,8 @@ POINTERS = {
 )
 
 
-def compiled(kernel: Any, fp8: bool, dialect: str = "ttgir", warps: int = 4, **constants: Any) -> tuple[str, int]:
-    """The kernel in Triton's GPU dialect or PTX, and its shared memory."""
+def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
+    """The kernel in Triton's GPU dialect, and its shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -37,17 +35,15 @@ def compiled(kernel: Any, fp8: bool, dialect: str = "ttgir", warps: int = 4, **c
     constants = COMMON | {"FP8": fp8} | constants
     pages = "*u8" if fp8 else "*bf16"
     kinds = {name: "constexpr" for name in constants} | POINTERS | {"keys": pages, "values": pages}
-    if kernel.fn.__module__ != split.__name__ and fp8:
+    if kernel is shared._shared_kernel and fp8:
         kinds["scales"] = "*i32"
-    if kernel is lanes.lane_chain_kernel:
-        kinds |= {"weights": "*i32", "values": {2: "*u16", 4: "*i32"}[constants["COLS"] // (8 if fp8 else 4)]}
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": True}
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
     done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return done.asm[dialect], done.metadata.shared
+    return done.asm["ttgir"], done.metadata.shared
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -58,40 +54,12 @@ def test_chains_multiply_keys_in_their_natural_order(fp8: bool) -> None:
     assert code.count("tt.dot ") == shape.ahead and "warp_group_dot" not in code
 
 
-@pytest.mark.parametrize(("fp8", "cols", "convert"), [(False, 16, False), (True, 16, True), (True, 32, False)])
-def test_a_lane_reads_what_it_multiplies_and_each_tile_is_a_block_of_its_own(
-    fp8: bool, cols: int, convert: bool
-) -> None:
-    """Reads of a tile stand with its products: the compiler puts off what stands in a larger block."""
-    code, _ = compiled(
-        lanes.lane_chain_kernel, fp8, "ptx", 1, Q=4, COLS=cols, AHEAD=3, DEEP=12, CVT=convert,
-        SUMS_AHEAD=split.SUMS_AHEAD,
-    )
-    blocks = [b for b in re.split(r"\n\$L__BB|\n\t@%p\d+ bra", code) if "mma.sync" in b]
-    assert len(blocks) == 3 and "bar.sync" not in "".join(blocks) and "shared" not in "".join(blocks)
-    read = rf"ld\.global\.{'u16' if fp8 and cols == 16 else 'b32'}"
-    for block in blocks:
-        assert block.count("mma.sync") == 8 * cols // 16 and block.count("ld.global.v4.b32") == 4
-        assert len(re.findall(read, block)) >= 32
-        assert block.count("cvt.rn.f16x2.e4m3x2") == 2 * cols * convert
-
-
-def test_every_key_has_a_place_that_a_lane_reads_in_order() -> None:
-    """Lane t of a query takes 64 bytes: for each 16 keys, in two registers, keys 2 t, 2 t + 1 and those 8 later."""
-    order = sorted(range(128), key=lanes.place_of)
-    want = [16 * s + 8 * half + 2 * t + e for t in range(4) for s in range(8) for half in (0, 1) for e in (0, 1)]
-    assert order == want
-
-
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("form", [shared.Form(), shared.Form(2, 2), shared.Form(4, 3)])
-def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one_thread(
-    form: shared.Form, fp8: bool
-) -> None:
-    code, shared_bytes = compiled(shared._shared_kernel, fp8, S=16, PARTS=form.parts, STAGES=form.stages)
-    assert code.count("async_copy_global_to_local") >= (3 if fp8 else 2) * form.stages
+def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one_thread(fp8: bool) -> None:
+    code, shared_bytes = compiled(shared._shared_kernel, fp8, S=16, STAGES=shared.STAGES)
+    assert code.count("async_copy_global_to_local") >= (3 if fp8 else 2) * shared.STAGES
     assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"} and "warp_group_dot" in code
-    assert shared_bytes <= 227 * 1024 // (2 if form.stages == 2 else 1)
+    assert shared_bytes <= 227 * 1024
     (name,) = set(re.findall(r"tensor<64x4x32xf32, #(\w+)>\) -> tensor<64x4xf32", code))
     (layout,) = re.findall(rf"#{name} = #ttg.linear<(.*)>", code)
     registers, others = layout.split("lane = ")
@@ -99,23 +67,10 @@ def test_shared_tiles_are_multiplied_in_their_natural_order_and_sums_stay_in_one
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_shared_tiles_in_parallel_are_multiplied_in_their_natural_order(fp8: bool) -> None:
-    code, _ = compiled(shared_split._scores_kernel, fp8, S=16)
-    assert "warp_group_dot" in code and set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
-    for parts, stages in ((2, 4), (4, 6), (8, 6)):
-        code, shared_bytes = compiled(
-            shared_split._chain_kernel, fp8, S=16, PARTS=parts, STAGES=stages, SUMS_AHEAD=shared_split.SUMS_AHEAD
-        )
-        assert "warp_group_dot" in code and set(re.findall(r"kWidth = (\d+)", code)) <= {"2"}
-        # values, weights and what rescales are read ahead
-        assert code.count("async_copy_global_to_local") >= 2 * (stages - 1) and shared_bytes <= 227 * 1024
-
-
-@pytest.mark.parametrize("fp8", [False, True])
 def test_scores_multiply_the_head_in_its_natural_order(fp8: bool) -> None:
     code, _ = compiled(split._scores_kernel, fp8, Q=4)
     assert code.count("tt.dot ") == 1 and set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
-    code, _ = compiled(split._weights_kernel, fp8, Q=4, TP=256, LANES=False)
+    code, _ = compiled(split._weights_kernel, fp8, Q=4, TP=256)
     assert "tt.dot" not in code
 
 

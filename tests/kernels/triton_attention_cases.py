@@ -23,7 +23,6 @@ from jetrl.kernels.backends import triton_decode_chain as chain
 from jetrl.kernels.backends import triton_decode_shared as shared
 from jetrl.kernels.backends import triton_decode_split as split
 from jetrl.kernels.backends import triton_quant as tq
-from jetrl.kernels.backends import triton_shared_split as shared_split
 from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.qtensor import QTensor
 from jetrl.rollout.sharing import find_sharing
@@ -77,7 +76,7 @@ def fix_interpreter() -> None:
     builder.create_exp2 = lambda self, x: interpreter.TensorHandle(exp2(x.data), x.dtype.scalar)
     interpreter.ReduceOps.sum = in_order
     tl.range = lambda start, stop, num_stages=0: range(start, int(stop.handle.data.item()))
-    chain._reciprocal = shared._reciprocal = shared_split._reciprocal = triton.jit(plain_reciprocal)  # no assembly here
+    chain._reciprocal = shared._reciprocal = triton.jit(plain_reciprocal)  # no assembly here
 
 
 if base.INTERPRET:
@@ -231,32 +230,20 @@ def check_shared(
     tiles = np.concatenate((found.tiles, np.zeros(2, np.int32)))
     plan = SharedPages(*(torch.from_numpy(x).to(DEVICE) for x in (found.first, members, tiles)))
     q, cache, table, _, scale = case.arguments()
-    want = case.want()
+    state = tuple(x.to(DEVICE) for x in case.own(found.first.tolist()))
+    out, want = torch.full_like(q, 7.0), case.want()
     merged = found.first > 0
     want[~torch.from_numpy(merged)] = 7.0  # nothing of theirs is shared: they are not touched
-    begun = case.own(found.first.tolist())
-    for form in FORMS:
-        kernels = shared_split if form.parallel else shared
-
-        def go_on(to: Tensor, quantized: QTensor | None) -> None:  # every call overwrites its state
-            state = tuple(x.clone().to(DEVICE) for x in begun)
-            kernels.go_on(q, cache, table, plan, scale, to, quantized, True, state, form)  # noqa: B023
-
-        out = torch.full_like(q, 7.0)
-        go_on(out, None)
-        equal(f"heads, {form}", out.cpu(), want)
-        if h == 128:
-            plain = tq.quantize_act(out.flatten(1), True)
-            codes = torch.full_like(plain.codes.view(torch.uint8), 9).view(plain.codes.dtype)
-            one = QTensor(codes, torch.full_like(plain.scale, 9.0), "1x128", plain.row_sections, plain.col_sections)
-            go_on(q, one)
-            equal(f"codes, {form}", one.codes.view(torch.uint8)[merged], plain.codes.view(torch.uint8)[merged])
-            rows = torch.from_numpy(merged).nonzero()[:, 0]
-            equal(f"scale, {form}", one.scale[rows], plain.scale[rows])
-    assert not shared.arrivals(1, q.device).any(), "counters are zero between two calls"
-
-
-FORMS = [shared.Form(), shared.Form(2, 2), shared.Form(4, 3), shared.Form(2, 4, True), shared.Form(4, 6, True)]
+    shared.go_on(q, cache, table, plan, scale, out, None, False, state)
+    equal("heads", out.cpu(), want)
+    if h == 128:
+        plain = tq.quantize_act(out.flatten(1), True)
+        codes = torch.full_like(plain.codes.view(torch.uint8), 9).view(plain.codes.dtype)
+        one = QTensor(codes, torch.full_like(plain.scale, 9.0), "1x128", plain.row_sections, plain.col_sections)
+        shared.go_on(q, cache, table, plan, scale, q, one, True, state)
+        equal("codes", one.codes.view(torch.uint8)[merged], plain.codes.view(torch.uint8)[merged])
+        rows = torch.from_numpy(merged).nonzero()[:, 0]
+        equal("scale", one.scale[rows], plain.scale[rows])
 
 
 def shared_cases() -> Iterator[tuple[str, Case]]:
@@ -274,7 +261,6 @@ def shared_cases() -> Iterator[tuple[str, Case]]:
 
 def split_cases() -> Iterator[tuple[str, Case]]:
     narrow, wide = split.Shape(16, 3), split.Shape(32, 2)
-    lanes, wide_lanes = split.Shape(16, 3, True), split.Shape(32, 2, True)
     for fp8 in (False, True):
         for lengths, n, g, h, page, shape in (
             ([1, 127, 128, 129, 300], 8, 2, 128, 128, narrow),
@@ -284,12 +270,8 @@ def split_cases() -> Iterator[tuple[str, Case]]:
             ([513], 16, 1, 64, 128, narrow),
             ([5000], 1, 1, 64, 128, narrow),
             ([1 + 9 * i for i in range(16)], 2, 1, 64, 128, wide),
-            ([1, 300], 4, 1, 64, 128, lanes),
-            ([513], 9, 1, 64, 256, lanes),
-            ([300], 8, 2, 128, 128, wide_lanes),
-            ([640], 3, 3, 64, 128, wide_lanes),
         ):
-            yield f"split {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}, lanes {shape.lanes}", partial(
+            yield f"split {lengths} {n}/{g} x {h}, page {page}, fp8 {fp8}", partial(
                 check_split, lengths, n, g, h, page, fp8, shape
             )
 

@@ -70,9 +70,9 @@ def test_a_large_group_falls_into_chunks_and_a_small_gain_does_not_pay() -> None
     table = table_of([[1, 2 + i] for i in range(9)], 3)
     found = find_sharing(table, np.full(9, PAGE + 1), PAGE, 4)
     check(found, table, np.full(9, PAGE + 1), 4)
-    assert len(found.members) == 2 and found.first.tolist().count(0) == 1 and not found.pays(8, 2048, True)
+    assert len(found.members) == 2 and found.first.tolist().count(0) == 1 and not found.pays(2048)
     deep = table_of([[*range(1, 17), 20 + i] for i in range(256)], 20)
-    assert find_sharing(deep, np.full(256, 16 * PAGE), PAGE, 16).pays(8, 2048, True)
+    assert find_sharing(deep, np.full(256, 16 * PAGE), PAGE, 16).pays(2048)
 
 
 def test_padding_names_no_sequence() -> None:
@@ -100,21 +100,21 @@ def test_auto_merges_what_was_measured_to_win(row: tuple[bool, int, int, float])
     found = measured(batch, prompt)
     key_bytes = 2 * 8 * 128 * (1 if fp8 else 2)
     assert found.saved == (batch - batch // 16) * prompt
-    assert found.merges("auto", batch, 8, key_bytes, fp8) is (gain > 1)
-    assert found.merges("on", batch, 8, key_bytes, fp8) and not found.merges("off", batch, 8, key_bytes, fp8)
+    assert found.merges("auto", batch, key_bytes) is (gain > 1)
+    assert found.merges("on", batch, key_bytes) and not found.merges("off", batch, key_bytes)
 
 
 def test_auto_leaves_few_sequences_to_the_kernels_that_read_keys_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sharing, "pays", lambda *args: True)
     found = measured(16, 4096)
-    assert not found.merges("auto", 16, 8, 4096, False) and found.merges("auto", 17, 8, 4096, False)
-    assert found.merges("on", 16, 8, 4096, False)
+    assert not found.merges("auto", 16, 4096) and found.merges("auto", 17, 4096)
+    assert found.merges("on", 16, 4096)
 
 
 def test_nothing_shared_is_never_merged() -> None:
     found = find_sharing(table_of([[i] for i in range(64)], 2), np.full(64, 500), 256, 16)
     assert found.room == 0
-    assert not found.merges("on", 64, 8, 4096, False) and not found.merges("auto", 64, 8, 4096, False)
+    assert not found.merges("on", 64, 4096) and not found.merges("auto", 64, 4096)
 
 
 @settings(max_examples=40, deadline=None)
@@ -177,7 +177,7 @@ def test_random_tables(data: st.DataObject) -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_nobody_to_share_with(count: int) -> None:
     found = find_sharing(np.ones((count, 3), dtype=np.int32), np.full(count, 600), PAGE, 4)
-    assert found.first.tolist() == [0] * count and not found.saved and not found.pays(8, 2048, True)
+    assert found.first.tolist() == [0] * count and not found.saved and not found.pays(2048)
 
 
 def test_a_run_on_a_cpu_with_the_switch_on_is_the_run_with_it_off(tmp_path: Path) -> None:

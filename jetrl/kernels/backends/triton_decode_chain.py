@@ -1,6 +1,6 @@
 """Attention's chains, which add up tile after tile (`triton_decode_split`): of the sums, and of the outputs.
 
-Legend as there. The chain of outputs is here in Triton's tiles, in `triton_decode_lanes` lane by lane.
+Legend as there.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,10 +15,8 @@ from jetrl.kernels.backends.triton_quant import abs_bits, encode, scale_from
 
 TILE = 128  # keys
 _TILE = tl.constexpr(TILE)
-# Many reads are assembly: Triton's choice of layouts takes 0.3 s for each other read in a kernel as large as these
-_READ_16 = tl.constexpr("ld.global.u16 $0, [$1];")
-_READ_32 = tl.constexpr("ld.global.b32 $0, [$1];")
-_READ_64 = tl.constexpr("ld.global.b64 $0, [$1];")
+# Reads of sums are assembly: Triton's choice of layouts takes 0.3 s for each other read in a kernel as large as these
+_READ = tl.constexpr("ld.global.b32 $0, [$1];")
 
 
 @triton.jit
@@ -49,20 +47,12 @@ def widened(x, FP8: tl.constexpr, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def read(at, ON_GPU: tl.constexpr):
-    """Words of 16 (in the lower half of 32), 32 or 64 bits."""
-    if not ON_GPU:
-        x = tl.load(at)
-        return x.to(tl.int32) if at.dtype.element_ty == tl.uint16 else x
-    elif at.dtype.element_ty == tl.uint16:
-        return tl.inline_asm_elementwise(_READ_16, "=r,l", [at.to(tl.int64)], tl.int32, False, 1)
-    elif at.dtype.element_ty == tl.float32:
-        return tl.inline_asm_elementwise(_READ_32, "=f,l", [at.to(tl.int64)], tl.float32, False, 1)
-    elif at.dtype.element_ty == tl.int32:
-        return tl.inline_asm_elementwise(_READ_32, "=r,l", [at.to(tl.int64)], tl.int32, False, 1)
+def _read(at, ON_GPU: tl.constexpr):
+    """FP32 numbers."""
+    if ON_GPU:
+        return tl.inline_asm_elementwise(_READ, "=f,l", [at.to(tl.int64)], tl.float32, False, 1)
     else:
-        tl.static_assert(at.dtype.element_ty == tl.int64)
-        return tl.inline_asm_elementwise(_READ_64, "=l,l", [at.to(tl.int64)], tl.int64, False, 1)
+        return tl.load(at)
 
 
 @triton.jit
@@ -70,7 +60,7 @@ def _rows(at, Q: tl.constexpr, ON_GPU: tl.constexpr):
     """The rows of 4 Q numbers of a tile."""
     rows = ()
     for i in tl.static_range(_TILE // 4):
-        rows = rows + (read(at + i * 4 * Q, ON_GPU),)  # type: ignore[assignment]
+        rows = rows + (_read(at + i * 4 * Q, ON_GPU),)  # type: ignore[assignment]
     return rows
 
 
@@ -87,7 +77,7 @@ def sum_chain(scores, shrinks, sums, first, tiles, to, Q: tl.constexpr, AHEAD: t
     rows, units = (), ()
     for d in tl.static_range(AHEAD):
         tile = first + tl.maximum(last - d, 0)
-        units = units + (read(shrinks + tile * Q + lane % Q, ON_GPU),)  # type: ignore[assignment]
+        units = units + (_read(shrinks + tile * Q + lane % Q, ON_GPU),)  # type: ignore[assignment]
         rows = rows + _rows(scores + tile * (_TILE * Q) + lane, Q, ON_GPU)
     for step in range(0, tiles, AHEAD):
         new_rows, new_units = (), ()
@@ -98,7 +88,7 @@ def sum_chain(scores, shrinks, sums, first, tiles, to, Q: tl.constexpr, AHEAD: t
                 for i in tl.static_range(1, ROWS):
                     total = total + set_rows[i]
                 tile = first + tl.maximum(last - step - d - AHEAD, 0)
-                unit = read(shrinks + tile * Q + lane % Q, ON_GPU)
+                unit = _read(shrinks + tile * Q + lane % Q, ON_GPU)
                 set_rows = _rows(scores + tile * (_TILE * Q) + lane, Q, ON_GPU)
             new_units = new_units + (unit,)  # type: ignore[assignment]
             new_rows = new_rows + set_rows  # type: ignore[assignment]

@@ -1,6 +1,5 @@
 """Which kernels compute attention of a decode step: `gluon_attention`, `triton_decode_split`, or for sequences with
-shared pages `gluon_attention` and then `triton_decode_shared` or `triton_shared_split`. All have the same bits, so the
-choice changes none.
+shared pages `gluon_attention` and then `triton_decode_shared`. All have the same bits, so the choice changes none.
 
 It depends on numbers that the host knows when a CUDA graph is captured: the sequences, the width of the page table and
 the chunks of shared pages that the plan has room for.
@@ -11,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backends import gluon_attention, triton_decode_shared, triton_decode_split, triton_shared_split
+from jetrl.kernels.backends import gluon_attention, triton_decode_shared, triton_decode_split
 from jetrl.kernels.backends.gluon_attention import serves as serves
-from jetrl.kernels.backends.triton_decode_shared import Form
 from jetrl.kernels.backends.triton_quant import new_heads
 from jetrl.kernels.decode import SharedPages
 from jetrl.kernels.qtensor import QTensor
@@ -22,19 +20,6 @@ from jetrl.types import LayerCache, PagedPlan
 # The least bound of keys from which `triton_decode_split` is faster, by programs of the other kernel (sequences times
 # key/value heads, at most so many): benchmarks/bench_tail.py on an H200, both formats.
 SPLIT_FROM = ((16, 2048), (32, 8192))
-
-# How shared tiles are computed, by programs of one chunk and key/value head each: at most so many, over FP8 pages, over
-# BF16 pages. To be filled from `benchmarks/bench_tail.py shared`; the last row serves all others.
-FORMS: tuple[tuple[int, Form, Form], ...] = ((1 << 30, Form(), Form()),)
-
-
-def form_for(chunks: int, groups: int, tiles: int, fp8: bool) -> Form:
-    """For a plan with room for `chunks` chunks and page tables of `tiles` tiles."""
-    one, two = next(row[1:] for row in FORMS if chunks * groups <= row[0])
-    form = one if fp8 else two
-    if form.parallel and triton_shared_split.scratch_bytes(chunks, groups, tiles) > triton_decode_split.SCRATCH_BYTES:
-        return Form(parts=2)
-    return form
 
 
 def splits(batch: int, heads: int, groups: int, bound: int) -> bool:
@@ -80,17 +65,14 @@ def _launch(
 
 def merged(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, shared: SharedPages, scale: float, out: Tensor,
-    quantized: QTensor | None, pow2: bool, form: Form | None = None,
+    quantized: QTensor | None, pow2: bool,
 ) -> None:
-    """Each sequence's own tiles, then the shared ones, read once for each chunk; `form` for tests and benchmarks."""
-    (batch, heads, head_dim), (page, groups) = q.shape, cache.keys.shape[1:3]
+    """Each sequence's own tiles, then the shared ones, read once for each chunk."""
+    batch, heads, head_dim = q.shape
     tops = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
     parts = torch.empty(batch, heads, 4, dtype=torch.float32, device=q.device)
     accs = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=q.device)
     assert shared.first.shape == (batch,) and shared.first.is_contiguous()
     state = shared.first, tops, parts, accs
     gluon_attention.launch(q, cache, table, lengths, scale, out, quantized, pow2, state)
-    tiles = table.shape[1] * page // triton_decode_split.TILE
-    form = form_for(len(shared.members), groups, tiles, cache.scales is not None) if form is None else form
-    kernels = triton_shared_split if form.parallel else triton_decode_shared
-    kernels.go_on(q, cache, table, shared, scale, out, quantized, pow2, state[1:], form)
+    triton_decode_shared.go_on(q, cache, table, shared, scale, out, quantized, pow2, state[1:])

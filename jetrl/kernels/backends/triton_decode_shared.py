@@ -5,11 +5,6 @@ of each. `gluon_attention` runs each sequence's own tiles and keeps FP32 maximum
 kernel here goes on over the shared tiles with up to 64 query heads of several sequences as the rows of one product.
 Rows do not affect each other and every step is the same, so the bits are those of the sequences one by one.
 
-One program for a chunk and a key/value head leaves processors without work, and what runs waits for itself: codes are
-widened, stored, multiplied, and each step needs the one before. So a `Form` may give the elements of a head to several
-programs (each computes all scores again), of which two fit on a processor. The one that ends last divides, rounds and
-quantizes. `triton_shared_split` takes the tiles in parallel, where chunks are few.
-
 A *chunk* is up to `64 // (N / G)` sequences with the same first tiles. All shared tiles are full of keys, and every
 sequence has at least one tile of its own.
 
@@ -21,7 +16,6 @@ Legend: `B` sequences, `N` query heads, `G` key/value heads, `H` head size, `C` 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,15 +32,7 @@ from jetrl.types import LayerCache
 
 ROWS = 64  # query heads of a chunk: the rows of a `wgmma`
 _ROWS, _TILE = tl.constexpr(ROWS), tl.constexpr(TILE)
-_arrived: dict[torch.device, list[Tensor]] = {}
-
-
-class Form(NamedTuple):
-    """How the shared tiles are computed: it changes no bits."""
-
-    parts: int = 1  # programs that share the elements of a head
-    stages: int = 3  # Triton's `num_stages` of the loop over tiles
-    parallel: bool = False  # tiles in parallel (`triton_shared_split`); `parts` and `stages` are those of its chains
+STAGES = 3  # tiles that are read ahead, and two
 
 
 @triton.jit
@@ -66,46 +52,35 @@ def _softmax_step(s, top, sums, scale):
     return p, new, tl.sum(tl.where(first, begun, parts), axis=2), shrink
 
 
-@triton.jit
-def members_of(members, chunk, group, NG: tl.constexpr, N: tl.constexpr, S: tl.constexpr):
-    """For the 64 rows of a chunk: whether there is one, its sequence, its head, and both as one number."""
-    row = tl.arange(0, _ROWS)
-    sequence = tl.load(members + chunk * S + row // NG, mask=row // NG < S, other=-1)
-    head = group * NG + row % NG
-    return sequence >= 0, sequence, head, sequence * N + head
-
-
 @triton.jit(do_not_specialize=["table_stride", "scales_stride"])
 def _shared_kernel(
-    q, keys, values, scales, table, members, tiles_of, tops, parts, accs, arrived, out, codes, code_scales,
+    q, keys, values, scales, table, members, tiles_of, tops, parts, accs, out, codes, code_scales,
     scale, table_stride, codes_stride, scales_stride,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, FP8: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
-    PDL: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    FP8: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
-    # parts of one head run next to each other: what one reads of the keys is in the L2 cache for the others
-    pair, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    chunk, group = pair // G, pair % G
+    chunk, group = tl.program_id(0) // G, tl.program_id(0) % G
     tiles = tl.load(tiles_of + chunk)
     if tiles > 0:
-        COLS: tl.constexpr = H // PARTS
-        alive, sequence, head, each = members_of(members, chunk, group, N // G, N, S)
-        col, key, four = tl.arange(0, H), tl.arange(0, _TILE), tl.arange(0, 4)
-        mine = part * COLS + tl.arange(0, COLS)
+        NG: tl.constexpr = N // G
+        row, col, key, four = tl.arange(0, _ROWS), tl.arange(0, H), tl.arange(0, _TILE), tl.arange(0, 4)
+        sequence = tl.load(members + chunk * S + row // NG, mask=row // NG < S, other=-1)
+        alive = sequence >= 0
+        head = group * NG + row % NG
+        each = sequence * N + head
         at = each[:, None] * H + col[None, :]
         query = tl.load(q + at, mask=alive[:, None], other=0.0)
         top = tl.load(tops + each, mask=alive, other=0.0)
         sums = tl.load(parts + each[:, None] * 4 + four[None, :], mask=alive[:, None], other=1.0)
-        at_acc = accs + each[:, None] * H + mine[None, :]
-        acc = tl.load(at_acc, mask=alive[:, None], other=0.0)
+        acc = tl.load(accs + at, mask=alive[:, None], other=0.0)
         pages = table + tl.load(members + chunk * S) * table_stride
         page = tl.load(pages + (tiles - 1) * _TILE // PAGE)
         for step in tl.range(0, tiles, num_stages=STAGES):
             block = tiles - 1 - step
             inside = (block * _TILE) % PAGE + key
-            row_at = ((page.to(tl.int64) * PAGE + inside) * G + group)[:, None] * H
-            k = widened(tl.load(keys + row_at + col[None, :]), FP8, PDL)
+            row_at = ((page.to(tl.int64) * PAGE + inside) * G + group)[:, None] * H + col[None, :]
+            k = widened(tl.load(keys + row_at), FP8, PDL)
             s = tl.dot(query, tl.trans(k))
             if FP8:  # a word: the powers of two of a key (BF16 in the lower half) and of its value
                 word = tl.load(scales + (page.to(tl.int64) * G + group) * PAGE + inside)
@@ -113,44 +88,22 @@ def _shared_kernel(
             p, top, sums, shrink = _softmax_step(s, top, sums, scale)
             if FP8:
                 p *= (word & -65536).to(tl.float32, bitcast=True)[None, :]
-            v = widened(tl.load(values + row_at + mine[None, :]), FP8, PDL)
+            v = widened(tl.load(values + row_at), FP8, PDL)
             page = tl.load(pages + tl.maximum(block - 1, 0) * _TILE // PAGE)  # a tile ahead of its use
             acc = tl.dot(p.to(tl.bfloat16), v, acc * shrink[:, None])
-        inverse = _reciprocal(tl.sum(tl.sum(tl.reshape(sums, (_ROWS, 2, 2)), axis=2), axis=1))
-        if PARTS == 1:
-            y = (acc * inverse[:, None]).to(tl.bfloat16)
-            store_heads(
-                y, at, alive, sequence, head, out, codes, code_scales, codes_stride, scales_stride, H, QUANT, FLOOR,
-                POW2,
-            )
-        else:  # a group of the quantizer is a whole head
-            tl.store(at_acc, acc, mask=alive[:, None])
-            tl.debug_barrier()  # all threads have stored what they computed
-            if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == PARTS - 1:
-                tl.store(arrived + pair, 0)  # for the next call
-                x = tl.load(accs + at, mask=alive[:, None], other=0.0, cache_modifier=".cg")
-                y = (x * inverse[:, None]).to(tl.bfloat16)
-                store_heads(
-                    y, at, alive, sequence, head, out, codes, code_scales, codes_stride, scales_stride, H, QUANT,
-                    FLOOR, POW2,
-                )
-
-
-def arrivals(count: int, device: torch.device) -> Tensor:
-    """Counters [count] int32, zero between two calls: the program that ends last sets its own back. Held for good, so
-    that no step has to clear them; calls follow one another on one stream."""
-    held = _arrived.setdefault(device, [])
-    if not held or len(held[-1]) < count:  # captured graphs go on with the smaller ones
-        held.append(torch.zeros(max(4096, count), dtype=torch.int32, device=device))
-    return held[-1]
+        total = tl.sum(tl.sum(tl.reshape(sums, (_ROWS, 2, 2)), axis=2), axis=1)
+        y = (acc * _reciprocal(total)[:, None]).to(tl.bfloat16)
+        store_heads(
+            y, at, alive, sequence, head, out, codes, code_scales, codes_stride, scales_stride, H, QUANT, FLOOR, POW2
+        )
 
 
 def go_on(
     q: Tensor, cache: LayerCache, table: Tensor, shared: SharedPages, scale: float, out: Tensor,
-    quantized: QTensor | None, pow2: bool, state: tuple[Tensor, Tensor, Tensor], form: Form,
+    quantized: QTensor | None, pow2: bool, state: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """The shared tiles of all chunks, from `state` (maxima [B, N], sums [B, N, 4], outputs [B, N, H], FP32) to the
-    heads of their members in `out` [B, N, H] or `quantized`. Other sequences are not touched, `state` is."""
+    heads of their members in `out` [B, N, H] or `quantized`. Other sequences are not touched."""
     (_, heads, head_dim), (page, groups) = q.shape, cache.keys.shape[1:3]
     assert page % TILE == 0 and q.is_contiguous() and table.stride(1) == 1 and out.is_contiguous()
     assert all(x.is_contiguous() for x in (*state, shared.members, shared.tiles))
@@ -161,10 +114,9 @@ def go_on(
     log2_scale = float(np.float32(scale) * np.float32(math.log2(math.e)))  # one FP32 product, as in FlashAttention-4
     codes, units = (quantized.codes.view(torch.uint8), quantized.scale) if quantized is not None else (out, out)
     if chunks:
-        arrived = arrivals(chunks * groups, q.device)
-        _shared_kernel[(chunks * groups * form.parts,)](
-            q, keys, values, scales, table, shared.members, shared.tiles, *state, arrived, out, codes, units,
-            log2_scale, table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, S=size,
-            PAGE=page, PARTS=form.parts, STAGES=form.stages, FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS,
-            POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
+        _shared_kernel[(chunks * groups,)](
+            q, keys, values, scales, table, shared.members, shared.tiles, *state, out, codes, units, log2_scale,
+            table.stride(0), codes.stride(0), units.stride(1), N=heads, G=groups, H=head_dim, S=size, PAGE=page,
+            STAGES=STAGES, FP8=fp8, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4,
+            enable_fp_fusion=False, **LAUNCH,
         )

@@ -8,8 +8,8 @@ all tiles of 128 keys at once. Three kernels:
    to the first, and a maximum is exact in any order). From it follow the softmax weights, in FP32 for their sum and
    rounded to BF16 for the product, and the factor that rescales older results;
 3. chains: `acc = acc * shrink + weights @ values` by 16 or more elements of the head per program
-   (`triton_decode_lanes`, or in tiles `triton_decode_chain`), and, in a program of their own, the four parts of the
-   sums, each weight added in its turn. The program of a key head that ends last divides, rounds and quantizes.
+   (`triton_decode_chain`), and, in a program of their own, the four parts of the sums, each weight added in its turn.
+   The program of a key head that ends last divides, rounds and quantizes.
 
 Each number is computed by the same operations in the same order as there, so the bits are the same (that module's text
 lists the operations). Sums are written out one by one: no layout decides their order. Products go through `tl.dot` with
@@ -33,7 +33,6 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.backends.triton_decode_chain import _TILE, TILE, chain_kernel, widened
-from jetrl.kernels.backends.triton_decode_lanes import lane_chain_kernel
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, new_heads
 from jetrl.kernels.qtensor import QTensor
@@ -43,7 +42,6 @@ _PROGRAMS = 4096  # of the first kernel, about: more walk through several tiles 
 _PROCESSORS = 132
 SCRATCH_BYTES = 1 << 28  # the most that a call takes
 SUMS_AHEAD = 4  # tiles whose weights the chain of sums holds
-_WORDS = {2: torch.uint16, 4: torch.int32, 8: torch.int64}  # what a lane takes of a key, by bytes
 
 
 class Shape(NamedTuple):
@@ -51,9 +49,6 @@ class Shape(NamedTuple):
 
     cols: int  # elements of a head per program
     ahead: int  # tiles whose values a program holds
-    lanes: bool = False  # `triton_decode_lanes`: 16 or 32 elements, one warp
-    deep: int = 12  # there: tiles on their way to the L2 cache
-    convert: bool = False  # there: codes are widened by the processor's conversion
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -108,11 +103,10 @@ def _scores_kernel(
 @triton.jit(do_not_specialize=["table_stride", "T"])
 def _weights_kernel(
     scales, table, lengths, scores, maxima, weights, shrinks, scale, table_stride, T,
-    G: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, TP: tl.constexpr, FP8: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr,
+    G: tl.constexpr, Q: tl.constexpr, PAGE: tl.constexpr, TP: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Scores -> softmax weights, in place; BF16 `weights` [B, G, T, Q, 128], times the value's power of two if FP8, in
-    the order of `triton_decode_lanes.place_of` if LANES; `shrinks` [B, G, T, Q]."""
+    """Scores -> softmax weights, in place; BF16 `weights` [B, G, T, Q, 128], times the value's power of two if FP8;
+    `shrinks` [B, G, T, Q]."""
     begin(PDL)
     pair, block = tl.program_id(0) // T, tl.program_id(0) % T
     sequence, group = pair // G, pair % G
@@ -139,8 +133,6 @@ def _weights_kernel(
         tl.store(at, p)
         if FP8:
             p *= unit[:, None]
-        if LANES:
-            key = key // 2 % 4 * 32 + key // 8 * 2 + key % 2
         to = weights + ((first + block) * Q + head)[None, :] * _TILE + key[:, None]
         tl.store(to, p.to(tl.bfloat16))
 
@@ -214,14 +206,10 @@ def launch(
     )
     _weights_kernel[(batch * groups * tiles,)](
         scales, table, lengths, scores, maxima, weights, shrinks, log2_scale, table.stride(0), tiles,
-        TP=triton.next_power_of_2(tiles), LANES=shape.lanes, num_warps=4, **sizes,
+        TP=triton.next_power_of_2(tiles), num_warps=4, **sizes,
     )
-    kernel, how = chain_kernel, {"num_warps": 4}
-    if shape.lanes:
-        kernel, how = lane_chain_kernel, {"DEEP": shape.deep, "CVT": shape.convert, "num_warps": 1, "num_stages": 1}
-        values, weights = values.view(_WORDS[shape.cols // 8 * cache.values.element_size()]), weights.view(torch.int32)
-    kernel[(batch * groups * (head_dim // shape.cols + 1),)](
+    chain_kernel[(batch * groups * (head_dim // shape.cols + 1),)](
         values, table, lengths, scores, weights, shrinks, acc, sums, arrived, out, codes, units, table.stride(0),
         codes.stride(0), units.stride(1), tiles, N=heads, H=head_dim, COLS=shape.cols, AHEAD=shape.ahead,
-        SUMS_AHEAD=SUMS_AHEAD, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, **how, **sizes,
+        SUMS_AHEAD=SUMS_AHEAD, QUANT=quantized is not None, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=4, **sizes,
     )

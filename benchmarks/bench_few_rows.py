@@ -92,7 +92,7 @@ def find(send: Callable[[Any], object], tokens: list[int], variants: list[str]) 
 
 def compile_first(tokens: list[int], variants: list[str]) -> None:
     begin = time.perf_counter()
-    prepare = ("jetrl.kernels.backends.recorded:prepare", ("hopper", 0))
+    prepare = ("jetrl.kernels.backends.recorded:prepare", (0,))
     done = compile_all(
         "bench_few_rows:find", (tokens, variants), workers=min(processors(), 16), prepare=prepare, limit=120.0
     )

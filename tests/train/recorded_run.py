@@ -8,7 +8,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,12 +61,16 @@ class Gpu(str):
     type = "cuda"
 
 
-class Graph:
-    """Stands for `torch.cuda.CUDAGraph`: what it would replay is recorded already."""
+class Capture:
+    """Stands for `rollout.capture.Capture`: a replay runs the step."""
 
-    def pool(self) -> None: ...
+    device = Gpu("cpu")
 
-    def replay(self) -> None: ...
+    def __call__(self, step: Any) -> tuple[Any, Any]:
+        return SimpleNamespace(replay=step), step()
+
+    def take(self) -> tuple[int, float]:
+        return 0, 0.0
 
 
 @contextmanager
@@ -94,16 +98,12 @@ def as_on_a_gpu() -> Iterator[None]:
 
     def again(self: Any, plan: Any, table: Any, rows: np.ndarray, count: int) -> Burst:
         held = self._ready(plan, table, rows, count, draws=True)
-        (size,) = (size for size, one in self._graphs.items() if one is held)
         for _ in range(count):
-            self._step(size, held.state, held.temperature, held.batch.plan.cu_seqlens)
+            held.step()
         return Burst.read(held.state.record[:count, :, : len(plan.tokens)].numpy())
 
     with ExitStack() as stack:
         for name, value in {
-            "Stream": lambda device=None: SimpleNamespace(wait_stream=lambda other: None), "CUDAGraph": Graph,
-            "current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda other: None),
-            "stream": lambda stream: nullcontext(), "graph": lambda graph, pool=None: nullcontext(),
             "synchronize": lambda device=None: None, "mem_get_info": lambda device=None: (8 << 30, 8 << 30),
             "get_device_properties": lambda device=None: SimpleNamespace(
                 total_memory=8 << 30, multi_processor_count=132
@@ -111,6 +111,7 @@ def as_on_a_gpu() -> Iterator[None]:
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(ModelRunner, "device", property(lambda self: Gpu("cpu"))))
+        stack.enter_context(mock.patch.object(ModelRunner, "capture", Capture()))
         stack.enter_context(mock.patch.object(sampler, "_sample_chunk", drawn))
         stack.enter_context(mock.patch.object(DecodeGraphs, "run", burst))
         stack.enter_context(mock.patch.object(DraftGraphs, "run", again))

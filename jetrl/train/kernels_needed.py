@@ -114,7 +114,7 @@ def row_counts(most: int) -> list[int]:
     return sorted({n for n in (5, 16, 1040, 4101, most) if n <= most})
 
 
-def prompt_counts(most: int, experts: bool) -> list[int]:
+def batch_counts(most: int, experts: bool) -> list[int]:
     """`row_counts`, and with `experts` the sizes from which groups get other tiles or programs; smaller ones decode."""
     return sorted({*row_counts(most), *(1 << n for n in range(4, 13) if experts and 1 << n <= most)})
 
@@ -130,7 +130,7 @@ def roll_out(model: Transformer, config: Config) -> None:
     engine = _engine(model, config)
     ask = partial(asked, spec.vocab_size, params)
     engine.generate(ask([(1, min(new, longest - 1)) for new in shrinking(r.max_num_seqs)]))
-    for rows in prompt_counts(r.max_tokens_per_step or 0, spec.experts is not None):
+    for rows in batch_counts(r.max_tokens_per_step or 0, spec.experts is not None):
         engine.generate(ask([(part, 1) for part in parts(rows, longest - 1)]))
     for running in {1, max(1, r.max_num_seqs - 1)}:  # decode steps with prompts next to them
         engine.add(ask([(1, min(6, longest - 1))] * running))
@@ -249,7 +249,8 @@ def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:
 def groups_of(config: Config, spec: ModelSpec) -> Iterator[Group]:
     """Groups whose answers fill a micro-batch of each kind."""
     longest = min(spec.max_position, config.task.max_prompt_length + config.rollout.max_response_length)
-    for number, total in enumerate(n for n in row_counts(config.train.max_tokens_per_gpu) if n >= 4):
+    counts = batch_counts(config.train.max_tokens_per_gpu, spec.experts is not None)
+    for number, total in enumerate(n for n in counts if n >= 4):
         prompt = (number % spec.vocab_size,)
         answers = tuple(
             Trajectory(

@@ -5,14 +5,12 @@
 A few layers are enough, for all are alike. Two rollouts from the same prompts, one of `--more` tokens more, run under
 torch's profiler; what the longer one has on top is decode steps alone. Kernels that start before the last one has ended
 (programmatic dependent launch) overlap: their sum is more than the step, which is given next to it, without profiler.
-`--ahead` MiB of each matrix of experts are asked for by the kernels before its GEMM (`triton_launch.read_ahead`).
 Writes `moe_decode.json`. With `--trace`, also a trace of the longer rollout.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from common import RESULTS, NoText, environment, require_gpu, save, split_varian
 from torch.profiler import ProfilerActivity, profile
 
 from jetrl.api import random_model
-from jetrl.kernels.backends import triton_launch
 from jetrl.rollout.engine import PagedEngine
 from jetrl.types import WeightSet
 
@@ -73,7 +70,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=1008)
     parser.add_argument("--more", type=int, default=32)
-    parser.add_argument("--ahead", nargs="+", type=int, default=[triton_launch.ahead_bytes >> 20], help="MiB, in turns")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -82,15 +78,13 @@ def main() -> None:
     precision, kv_cache, _ = split_variant(args.variant)
     model = random_model(SHAPE, precision, "cuda", args.layers, kv_cache, masters=False)
     rows: list[dict[str, Any]] = []
-    for batch, ahead in itertools.product(args.batch, args.ahead):
-        triton_launch.ahead_bytes = ahead << 20
+    for batch in args.batch:
         engine = PagedEngine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=batch)
         engine.load(WeightSet(1, "flow", {}))
         found = rows_of(engine, batch, args)
-        found = [row | {"ahead MiB": ahead} for row in found]
         rows += [row | {"variant": args.variant, "environment": environment()} for row in found]
         save("moe_decode", rows, args.out)
-        columns = ["batch", "ahead MiB", "kernel", "launches a step", "us a step", "us a layer", "us a launch"]
+        columns = ["batch", "kernel", "launches a step", "us a step", "us a layer", "us a launch"]
         print(table(found, columns), flush=True)
         del engine
         torch.cuda.empty_cache()

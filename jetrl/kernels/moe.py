@@ -68,15 +68,10 @@ class _Route(torch.autograd.Function):
         return back(d_weights.contiguous(), logits, chosen, weights, ctx.normalized), None, None
 
 
-def route(logits: Tensor, per_token: int, normalized: bool, ahead: Any = None) -> tuple[Tensor, Tensor]:
-    """`logits` [T, E] FP32 -> the `per_token` chosen experts [T, k] int64 by rank, and their weights [T, k] FP32.
-
-    `ahead`, without gradients: the prepared FP8 operand of the next grouped GEMM, which a device may begin to read.
-    """
+def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    """`logits` [T, E] FP32 -> the `per_token` chosen experts [T, k] int64 by rank, and their weights [T, k] FP32."""
     if not 1 <= per_token <= logits.shape[-1]:
         raise ValueError(f"{per_token} experts for each token, of {logits.shape[-1]}")
-    if ahead is not None and not torch.is_grad_enabled():
-        return experts_backend_of(logits).route(logits, per_token, normalized, ahead)
     return _Route.apply(logits, per_token, normalized)
 
 
@@ -153,13 +148,10 @@ def swiglu(gate_up: Tensor, groups: Groups) -> Tensor:
     return _SwiGLU.apply(gate_up, groups)
 
 
-def swiglu_quantize(gate_up: Tensor, groups: Groups, pow2: bool, ahead: Any = None) -> QTensor:
-    """`pointwise.swiglu_quantize` of `gate_up` [R, 2F] in the rows of tokens; others may be left as they are.
-
-    `ahead` as in `route`.
-    """
+def swiglu_quantize(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:
+    """`pointwise.swiglu_quantize` of `gate_up` [R, 2F] in the rows of tokens; others may be left as they are."""
     assert not torch.is_grad_enabled()
-    return experts_backend_of(gate_up).swiglu_quantize_rows(gate_up, groups, pow2, ahead)
+    return experts_backend_of(gate_up).swiglu_quantize_rows(gate_up, groups, pow2)
 
 
 # ---- GEMMs of experts -----------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ other rows lie in an expert's group, and where, changes nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,13 +17,12 @@ from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8
 
 
-def route(logits: Tensor, per_token: int, normalized: bool, ahead: Any = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
     """`logits` [T, E] FP32 -> the chosen experts [T, k] int64, largest logit first, and their weights [T, k] FP32.
 
     Of equal logits the lower index comes first. With n_e the integers of `reference.exp_weights` (the numerators of
     the softmax), weight_j = n_j / sum over e of n_e, and `normalized` n_j / sum over the k chosen. Sums of integers
     are exact; the one float64 division is rounded to FP32. NaN or infinite logits give NaN weights.
-    `ahead` is for devices: a hint that changes no result.
     """
     chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :per_token].contiguous()
     numerators, _, total = ref.exp_weights(logits)
@@ -109,8 +106,8 @@ def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: Groups) -> 
     return d_rows, d_weights
 
 
-def swiglu_quantize_rows(gate_up: Tensor, groups: Groups, pow2: bool, ahead: Any = None) -> QTensor:
-    """`quantize_1x128(swiglu(gate_up))` of `gate_up` [R, 2F], in the rows that are tokens'; `ahead` as in `route`."""
+def swiglu_quantize_rows(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:
+    """`quantize_1x128(swiglu(gate_up))` of `gate_up` [R, 2F], in the rows that are tokens'."""
     return ref.quantize_1x128(ref.swiglu(gate_up), pow2)
 
 

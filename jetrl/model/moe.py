@@ -176,11 +176,11 @@ class MoE(Block):
             shape.in_size, shape.sections, shape.experts, build.recipes(role), build.master_dtype, build.dtype
         )
 
-    def _routed(self, y: Tensor, context: Context, tap: Tap, ahead: Any = None) -> tuple[Tensor, Tensor]:
-        """The experts [T, k] of each token, by rank, and their weights; `ahead` as in `moe.route`."""
+    def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:
+        """The experts [T, k] of each token, by rank, and their weights."""
         logits = self.router(y)
         tap(f"{self.at}.router", logits)
-        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized, ahead)
+        chosen, weights = moe.route(logits, self.experts.per_token, self.experts.normalized)
         tap(f"{self.at}.route", weights)
         if context.routes is not None:
             context.routes.add(self.layer, logits, chosen)
@@ -212,7 +212,7 @@ class MoE(Block):
         side = context.batch.side
         y, residual = self._normed(x, residual)  # the router reads it in BF16
         into, out, count = self.gate_up.recipes[side], self.down.recipes[side], self.experts.count
-        chosen, weights = self._routed(y, context, no_tap, None if into is None else self.gate_up.fp8_operand())
+        chosen, weights = self._routed(y, context, no_tap)
         rows: Tensor | QTensor
         if into is not None and out is not None:
             groups, rows = moe.group_quantize(chosen, y, count, into.fprop.left.pow2)
@@ -224,7 +224,7 @@ class MoE(Block):
         if out is None:
             act = moe.swiglu(hidden, groups)
         else:
-            act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2, self.down.fp8_operand())
+            act = moe.swiglu_quantize(hidden, groups, out.fprop.left.pow2)
         return moe.combine(self.down.infer_rows(act, groups, side), weights, groups), residual
 
     @staticmethod

@@ -12,7 +12,6 @@ from torch import Tensor
 from jetrl.kernels import moe
 from jetrl.kernels import reference as ref
 from jetrl.kernels import reference_moe as rm
-from jetrl.kernels.backends import triton_launch
 from jetrl.kernels.backends.triton_moe_decode import group_quantize
 from jetrl.kernels.backends.triton_route import PaddedGroups
 from jetrl.kernels.backends.triton_route import group as grouped
@@ -248,28 +247,6 @@ def test_a_token_depends_on_nothing_else(ops, shape: tuple[int, int, int, int], 
     other = torch.cat([x[:32] * 1e4, x[32:64], torch.full_like(x[:32], float("nan"))])
     assert torch.equal(layer.infer(other)[32:64], whole[32:64]), "next to huge ones and NaN"
     assert layer.infer(x[:0]).shape == (0, shape[2])
-
-
-@pytest.mark.parametrize("tokens", [8, 32, 64, 256, 512])
-def test_reading_weights_ahead_changes_no_bit(ops, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels before a grouped GEMM ask for its weights; up to all of them, and more than there are."""
-    experts, k, d, f = SHAPES[0]
-    layer, logits = Experts(ops, SHAPES[0], True), torch.randn(tokens, experts, device=CUDA)
-    chosen, weights = ops.route(logits, k, True)
-    groups = grouped(chosen, experts)
-    hidden = rows_of(matrix(tokens * k, 2 * f, 1), groups)
-    act = ops.swiglu_quantize_rows(hidden, groups, False)
-    at = groups.rows.flatten()
-    for size in (1 << 20, 24 << 20, 1 << 33):
-        monkeypatch.setattr(triton_launch, "ahead_bytes", size)
-        parts = triton_launch.parts_ahead(layer.up.codes, tokens, k)
-        assert parts == (0 if tokens < 32 else min(size, layer.up.codes.numel()) >> 16)
-        again, more = ops.route(logits, k, True, layer.up)
-        assert torch.equal(chosen, again) and torch.equal(weights, more)
-        q = ops.swiglu_quantize_rows(hidden, groups, False, layer.down)
-        assert torch.equal(q.codes.view(torch.uint8)[at], act.codes.view(torch.uint8)[at])
-        assert torch.equal(q.scale[at], act.scale[at])
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("fp8", [True, False])

@@ -14,7 +14,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 ON_GPU = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # else no inline assembly
 LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if ON_GPU.value else {"PDL": False}
@@ -26,26 +25,3 @@ def begin(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-ahead_bytes = 0  # of a matrix of experts, read into the L2 ahead of its GEMM; `benchmarks/bench_moe_decode.py` sets it
-_PART = 1 << 16  # bytes that a program asks for
-
-
-@triton.jit
-def read_ahead(x, part):
-    """Ask for 64 KiB of the bytes `x` to come into the L2, by a program of one warp that waits for nothing: no earlier
-    kernel of a step writes weights. No result depends on it."""
-    at = (x + part.to(tl.int64) * 65536 + tl.arange(0, 32) * 2048).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )
-
-
-def parts_ahead(codes: Tensor | None, tokens: int, per_token: int) -> int:
-    """How many programs `read_ahead` gets for weights [E, N, K]: none for so few tokens that they miss many experts,
-    nor for so many that GEMMs do not wait for weights."""
-    if codes is None or not ON_GPU.value or tokens > 512 or tokens * per_token < 2 * codes.shape[0]:
-        return 0
-    return min(ahead_bytes, codes.numel()) // _PART

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.operands import PreparedFP8
-from jetrl.kernels.backends.triton_launch import LAUNCH, begin, parts_ahead, read_ahead
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_pointwise import sigmoid32
 from jetrl.kernels.backends.triton_quant import (
     _FLOOR_BITS,
@@ -107,8 +106,8 @@ def _spread_kernel(
         tl.store(d_weights + token * K + rank, d, mask=mine)
 
 
-@triton.jit
-def _swiglu_quantized_rows(
+@triton.jit(do_not_specialize=["N", "scale_stride"])
+def _swiglu_quantized_kernel(
     gate_up, rows_of, codes, scale, N, F, x_stride, codes_stride, scale_stride, written, ROWS: tl.constexpr,
     FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -129,26 +128,6 @@ def _swiglu_quantized_rows(
     q = encode(y, s[:, None]).to(tl.uint8, bitcast=True)
     tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=real[:, None] & (cols < written)[None, :])
     tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=real)
-
-
-@triton.jit(do_not_specialize=["N", "scale_stride", "programs"])
-def _swiglu_quantized_kernel(
-    gate_up, rows_of, codes, scale, ahead, N, F, x_stride, codes_stride, scale_stride, written, programs,
-    ROWS: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
-):
-    """With AHEAD, the programs from `programs` on read the bytes `ahead`, which the next GEMM needs."""
-    if AHEAD:
-        if tl.program_id(0) >= programs:
-            read_ahead(ahead, (tl.program_id(0) - programs) * tl.num_programs(1) + tl.program_id(1))
-        else:
-            _swiglu_quantized_rows(
-                gate_up, rows_of, codes, scale, N, F, x_stride, codes_stride, scale_stride, written, ROWS, FLOOR, POW2,
-                PDL,
-            )
-    else:
-        _swiglu_quantized_rows(
-            gate_up, rows_of, codes, scale, N, F, x_stride, codes_stride, scale_stride, written, ROWS, FLOOR, POW2, PDL
-        )
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -283,23 +262,17 @@ def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroup
     return d_rows, d_weights
 
 
-def swiglu_quantize_rows(
-    gate_up: Tensor, groups: PaddedGroups, pow2: bool, ahead: PreparedFP8 | None = None
-) -> QTensor:
-    """`reference_moe.swiglu_quantize_rows`, bit-equal in the rows of tokens; the others are not written. `ahead` as in
-    `triton_route.route`."""
+def swiglu_quantize_rows(gate_up: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
+    """`reference_moe.swiglu_quantize_rows`, bit-equal in the rows of tokens; the others are not written."""
     assert gate_up.dtype == torch.bfloat16 and gate_up.stride(1) == 1
     size, f, choices = gate_up.shape[0], gate_up.shape[1] // 2, groups.rows.numel()
     codes, scale = new_codes(size, f, gate_up.device), new_scale(size, triton.cdiv(f, BLOCK), gate_up.device)
     r = 16 if choices >= 16384 else 4
     if choices:
-        programs, columns = triton.cdiv(choices, r), triton.cdiv(f, BLOCK)
-        weights = None if ahead is None else ahead.codes.view(torch.uint8)
-        parts = parts_ahead(weights, *groups.rows.shape) // columns
-        _swiglu_quantized_kernel[(programs + parts, columns)](
-            gate_up, groups.rows, codes.view(torch.uint8), scale, weights if parts else gate_up, choices, f,
-            gate_up.stride(0), codes.stride(0), scale.stride(1), codes.stride(0), programs, ROWS=r, FLOOR=_FLOOR_BITS,
-            POW2=pow2, AHEAD=parts > 0, num_warps=r // 4, enable_fp_fusion=False, **LAUNCH,
+        _swiglu_quantized_kernel[(triton.cdiv(choices, r), triton.cdiv(f, BLOCK))](
+            gate_up, groups.rows, codes.view(torch.uint8), scale, choices, f, gate_up.stride(0), codes.stride(0),
+            scale.stride(1), codes.stride(0), ROWS=r, FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=r // 4,
+            enable_fp_fusion=False, **LAUNCH,
         )
     return QTensor(codes, scale, "1x128", (size,), (f,))
 

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.operands import PreparedFP8
-from jetrl.kernels.backends.triton_launch import LAUNCH, begin, parts_ahead, read_ahead
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
 from jetrl.kernels.backends.triton_logprob import numerators
 from jetrl.kernels.backends.triton_quant import padded
 from jetrl.kernels.groups import Groups
@@ -48,21 +47,6 @@ class PaddedGroups(Groups):
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
-    logits, chosen, weights, ahead, T, E, stride, programs, K: tl.constexpr, KB: tl.constexpr, R: tl.constexpr,
-    EB: tl.constexpr, NORMALIZED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
-):
-    """With AHEAD, the programs from `programs` on read the bytes `ahead`, which the next GEMM needs."""
-    if AHEAD:
-        if tl.program_id(0) >= programs:
-            read_ahead(ahead, tl.program_id(0) - programs)
-        else:
-            _route_rows(logits, chosen, weights, T, E, stride, K, KB, R, EB, NORMALIZED, PDL)
-    else:
-        _route_rows(logits, chosen, weights, T, E, stride, K, KB, R, EB, NORMALIZED, PDL)
-
-
-@triton.jit
-def _route_rows(
     logits, chosen, weights, T, E, stride, K: tl.constexpr, KB: tl.constexpr, R: tl.constexpr, EB: tl.constexpr,
     NORMALIZED: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -182,22 +166,18 @@ def _place_kernel(
     tl.store(tokens + row, at // K, mask=here)
 
 
-def route(
-    logits: Tensor, per_token: int, normalized: bool, ahead: PreparedFP8 | None = None
-) -> tuple[Tensor, Tensor]:
-    """`reference_moe.route`, bit-equal. `ahead`: the weights of the next grouped GEMM, which idle SMs begin to read."""
+def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    """`reference_moe.route`, bit-equal."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, per_token, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, per_token, dtype=torch.float32, device=logits.device)
     r = 1 if tokens <= 512 else 4
     if tokens:
-        programs, codes = triton.cdiv(tokens, r), None if ahead is None else ahead.codes.view(torch.uint8)
-        parts = parts_ahead(codes, tokens, per_token)
-        _route_kernel[(programs + parts,)](
-            logits, chosen, weights, codes if parts else logits, tokens, experts, logits.stride(0), programs,
-            K=per_token, KB=triton.next_power_of_2(per_token), R=r, EB=triton.next_power_of_2(experts),
-            NORMALIZED=normalized, AHEAD=parts > 0, num_warps=4 if r > 1 else 1, enable_fp_fusion=False, **LAUNCH,
+        _route_kernel[(triton.cdiv(tokens, r),)](
+            logits, chosen, weights, tokens, experts, logits.stride(0), K=per_token,
+            KB=triton.next_power_of_2(per_token), R=r, EB=triton.next_power_of_2(experts), NORMALIZED=normalized,
+            num_warps=4 if r > 1 else 1, enable_fp_fusion=False, **LAUNCH,
         )
     return chosen, weights
 

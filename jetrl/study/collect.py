@@ -52,7 +52,7 @@ def collect(study: Study, out: Path, plan: Sequence[Planned]) -> dict[str, Any]:
             "arms": [asdict(arm) for arm in study.arms], "steps": max(run.config.train.steps for run in plan),
         },
         "version": __version__, "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": found or describe_environment([]),
+        "environment": (found or describe_environment([])) | {"command": f"jetrl study {study.name}"},
         "score": "accuracy" if all(run["held_out"]["binary"] for run in runs) else "reward",
         "rules": RULES, "outcomes": OUTCOMES,
         "method": {"min_seeds": MIN_SEEDS, "resamples": RESAMPLES, "level": LEVEL},
@@ -66,7 +66,7 @@ def write_json(data: Mapping[str, Any], path: Path) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
         temporary.replace(path)
     return path
 

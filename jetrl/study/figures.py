@@ -60,7 +60,7 @@ def by_step(
                 values.setdefault(step, []).append(value)
         if values:
             lines.append(_line(number, arm["label"], {float(step): values[step] for step in sorted(values)}))
-    if not lines or (name.startswith("correction/") and not any(any(line.high) for line in lines)):
+    if not lines or (name.startswith(("correction/", "share")) and not any(any(line.high) for line in lines)):
         return ""
     return chart(lines, _steps(lines), _values(lines, text, zero, log), "step", name)
 

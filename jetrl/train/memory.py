@@ -37,6 +37,7 @@ WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
 CACHE_SHARE = 0.8  # as `rollout.kv_cache` has it
 GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
+MARGIN = 0.05  # of a predicted update, which must be free too where a cache is to stay: a cache is not worth a crash
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -149,7 +150,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
         host=(moments if train.offload_optimizer else 0) + other_host, tokens=tokens, sequences=sequences,
         wanted=wanted,
     )
-    room = {"auto": max(0, capacity - SPARE - GRAPHS - memory.update), "always": capacity, "never": 0}
+    room = {"auto": max(0, capacity - SPARE - GRAPHS - int((1 + MARGIN) * memory.update)), "always": capacity, "never": 0}
     return replace(memory, keep=room[config.rollout.keep_kv_cache])
 
 

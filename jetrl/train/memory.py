@@ -150,7 +150,8 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
         host=(moments if train.offload_optimizer else 0) + other_host, tokens=tokens, sequences=sequences,
         wanted=wanted,
     )
-    room = {"auto": max(0, capacity - SPARE - GRAPHS - int((1 + MARGIN) * memory.update)), "always": capacity, "never": 0}
+    left = max(0, capacity - SPARE - GRAPHS - int((1 + MARGIN) * memory.update))
+    room = {"auto": left, "always": capacity, "never": 0}
     return replace(memory, keep=room[config.rollout.keep_kv_cache])
 
 

@@ -164,8 +164,8 @@ def _foreign(kernels: str, seconds: float, *attention: str) -> Piece:
 
 SHARED = "2048+1024x8", "8192+1024x8"
 UPDATES = [
-    _update("update", 50, "bf16", ["new", "new nonexact"]),
-    _update("update that trains", 45, "fp32-8bit", ["new"]),
+    _update("update", 50, "bf16", ["lean", "lean nonexact"]),
+    _update("update that trains", 45, "fp32-8bit", ["lean"]),
     _foreign("liger", 65, "sdpa", "cudnn", "fa4"),
     _foreign("compile", 115, "cudnn", "fa4"),  # torch's own choice is cuDNN's or an older FlashAttention
     Piece("whole fp8 kv8", 60, "bench_step.py", BEST, ("--only=whole",)),

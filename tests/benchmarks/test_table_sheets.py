@@ -74,7 +74,7 @@ def update_rows(ms: dict[str, list[float]], peak: float) -> dict[str, Any]:
 def updates() -> Raw:
     foreign = [("liger sdpa", 4000.0), ("liger fa4", 3900.0), ("liger sdpa", 4200.0), ("liger fa4", 4000.0)]
     return {
-        "update": update_rows({"new": [2100.0, 2000.0, 2050.0], "new nonexact": [2030.0] * 3}, 112.0),
+        "update": update_rows({"lean": [2100.0, 2000.0, 2050.0], "lean nonexact": [2030.0] * 3}, 112.0),
         "foreign liger": piece(
             *({"work": name, "update_ms": x, "logprob_ms": x / 3, "TFLOP/s": 1.725e6 / x} for name, x in foreign),
             {"work": "liger cudnn", "error": "no engine"},
@@ -244,7 +244,7 @@ def test_our_commands_and_their_environment(tmp_path: Path) -> None:
         str(HERE / "bench_first_run.py"), "--way", "ahead", "--layers=12", "--parts", "rollout"
     ]
     assert by["update that trains"].command("")[2:] == [
-        "--one", "--precision=fp8", "--state=fp32-8bit", "--variants", "new"
+        "--one", "--precision=fp8", "--state=fp32-8bit", "--variants", "lean"
     ]
     assert by["foreign compile"].command("")[2:5] == ["--one", "compile", "--rounds=2"]
     old = by["whole bf16 before"]

@@ -60,6 +60,7 @@ REACHED_THROUGH = {
     "kernels/backends/hopper": "kernels/dispatch",
     "kernels/backends/hopper_scaled_mm": "kernels/dispatch",
     "kernels/backends/operands": "kernels/backends/scaled_mm",
+    "kernels/backends/triton_launch": "kernels/backends/triton_pointwise",
     "model/attention": "model/blocks",
     "model/mlp": "model/blocks",
     "model/hf_files": "model/hf",

@@ -18,7 +18,7 @@ graph, as a decode step has them. The floor of a GEMM reads the matrices of the 
 reads and writes its FP32 gradient.
 
 Each measurement is a process with `--limit` seconds; one that fails is told, with the rows it had, and others go on. An
-update reports after each repeat; its last row stays. Writes `moe.json`, in `benchmarks/results` or `--out`.
+update reports after each repeat; its last row stays; `--one update fp8 --profile` lists its kernels. Writes `moe.json`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from common import (
     graphed,
     interleaved,
     median,
+    profiled,
     require_gpu,
     save,
     split_variant,
@@ -167,6 +168,8 @@ def updates(variant: str, args: argparse.Namespace) -> None:
     update(model, optimizer, micros[:1])  # compiles
     torch.cuda.synchronize()
     tell("one micro-batch has run")
+    if args.profile:
+        return profiled(lambda: update(model, optimizer, micros))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(args.repeats):
         began = time.perf_counter()
@@ -274,8 +277,8 @@ def ops_table(args: argparse.Namespace) -> None:
             cases, hit = ops_of(tokens)
             cases = {name: graphed(fn) for name, fn in cases.items()} if tokens < 8192 else cases | gradient_ops(tokens)
             for name, spent in interleaved(cases, rounds=10).items():
-                row = {"what": "op", "op": name, "tokens": tokens, "us": median(spent), "floor": floor_us(name, hit)}
-                emit(row | {"environment": environment()})
+                row = {"op": name, "tokens": tokens, "us": median(spent), "floor": floor_us(name, hit)}
+                emit({"what": "op", **row, "environment": environment()})
 
 
 def per_call(fn: Callable[[], Any], calls: int = 10, rounds: int = 15) -> float:
@@ -363,6 +366,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--limit", type=float, default=240, help="seconds of a process, compilation included")
+    parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peer", help="a command that measures another engine")
     parser.add_argument("--peer-dtype", nargs="+", default=["fp8 kv8", "bf16"])
     parser.add_argument("--one", nargs=2, metavar=("WHAT", "VARIANT"), help=argparse.SUPPRESS)
@@ -391,8 +395,7 @@ def main() -> None:
                 told[what] += gathered(title, source, failed, args, before, round_)
     for what, rows in told.items():
         print(table(rows, COLUMNS[what]) if rows else f"{what}: no rows", flush=True)
-    print("FAILED: " + ", ".join(failed) if failed else "all parts ran", flush=True)
-    raise SystemExit(1 if failed else 0)
+    raise SystemExit("FAILED: " + ", ".join(failed) if failed else 0)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def _group_row(cache: LayerCache, pool: int, batch: int, size: int, prompt: int,
 
 KINDS = (
     ("attention", r"_decode_kernel|_scores_kernel|_weights_kernel|_chain_kernel|_shared_kernel"),
-    ("gemm", r"gemm|nvjet|cutlass|sm90_"),
+    ("gemm", r"gemm|nvjet|cutlass|sm90_|_few_rows_kernel"),
     ("short", r"kernel"),
 )
 

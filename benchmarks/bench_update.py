@@ -24,7 +24,7 @@ o's input, which is kept once in all, are not told apart. A variant that does no
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from bench_step import flops
-from common import RESULTS, SPEC, emit, environment, median, require_gpu, save, table, timed
+from common import RESULTS, SPEC, emit, environment, median, profiled, require_gpu, save, table, timed
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
@@ -172,19 +172,6 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             row["logprob_ms"], row["peak GiB"] = timed(lambda: logprob_pass(model, batch, 1.0))
             if number:
                 yield row | {"tokens": sum(lengths)}
-
-
-def profiled(step: Callable[[], None]) -> None:
-    """Print each kernel's calls and microseconds in one update, the longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found.setdefault(event.name[:110], []).append(event.time_range.elapsed_us())
-    for name, us in sorted(found.items(), key=lambda item: -sum(item[1])):
-        print(f"{sum(us):10.0f} us in {len(us):4d} calls, {median(us):8.1f} each  {name}")
 
 
 def shown(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:

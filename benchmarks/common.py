@@ -140,6 +140,21 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+def profiled(call: Callable[[], Any]) -> None:
+    """Print each kernel's calls and microseconds in one call, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiling:
+        call()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiling.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name[:110], []).append(event.time_range.elapsed_us())
+    for name, us in sorted(found.items(), key=lambda item: -sum(item[1])):
+        print(f"{sum(us):10.0f} us in {len(us):4d} calls, {median(us):8.1f} each  {name}")
+
+
 def quantiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (10, 50, 90)}

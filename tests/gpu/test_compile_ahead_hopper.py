@@ -11,6 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 CODE = """
+import json
+import re
 import sys
 from pathlib import Path
 from tiny import ARCH, tiny_config
@@ -24,6 +26,22 @@ def kernels():
         "DeepGEMM": {p.parent.name for p in where["DeepGEMM"].rglob("kernel.cubin")},
         "FlashAttention-4": {p.name for p in where["FlashAttention-4"].rglob("*.o")},
     }
+
+def facts(key):
+    # what tells a Triton kernel from others of its name: options of the compiler, types and attributes of arguments
+    stem, folder = key.split(" ")
+    path = caches()["Triton"] / folder
+    options = json.loads((path / f"{stem}.json").read_text())
+    head = next(line for line in (path / f"{stem}.ttir").read_text().splitlines() if "tt.func public" in line)
+    arguments = re.sub(r" loc\\([^)]*\\)+", "", head).split("%")[1:]
+    return {*arguments, *(f"{name}={value}" for name, value in options.items() if name not in ("hash", "name"))}
+
+def explain(key, known):
+    # the kernel of the same name, compiled ahead, that differs least, and in what
+    mine, stem = facts(key), key.split(" ")[0]
+    others = [facts(other) for other in known if other.split(" ")[0] == stem]
+    near = min(others, key=lambda other: len(mine ^ other), default=set())
+    return f"{stem}: of {len(others)} ahead; run {sorted(mine - near)}, ahead {sorted(near - mine)}"
 
 if __name__ == "__main__":
     from jetrl.parallel.world import ALONE
@@ -45,7 +63,8 @@ if __name__ == "__main__":
     after = kernels()
     for name in before:
         new = sorted(after[name] - before[name])
-        print(f"{name}: {len(before[name])} ahead, {len(new)} by the run", *new, sep="\\n  ")
+        why = [explain(key, before[name]) for key in new] if name == "Triton" else new
+        print(f"{name}: {len(before[name])} ahead, {len(new)} by the run", *why, sep="\\n  ")
     assert not after["FlashAttention-4"] - before["FlashAttention-4"]
     for name in ("Triton", "DeepGEMM"):
         assert len(after[name] - before[name]) <= len(after[name]) // 20, sorted(after[name] - before[name])

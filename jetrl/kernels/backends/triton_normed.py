@@ -17,13 +17,10 @@ from torch import Tensor
 from jetrl.kernels.backends.triton_pointwise import norm
 from jetrl.kernels.backends.triton_quant import (
     _FLOOR_BITS,
-    abs_bits,
     new_codes,
     new_scale,
     new_tile_scale,
-    pack4,
-    quotient,
-    scale_from,
+    store_columns,
     to_bf16,
 )
 from jetrl.kernels.qtensor import QTensor
@@ -55,19 +52,10 @@ def _normed_columns_kernel(
     b = _normed_row(at, inverses, w, row + 1, x_stride, num_rows, inside)
     c = _normed_row(at, inverses, w, row + 2, x_stride, num_rows, inside)
     d = _normed_row(at, inverses, w, row + 3, x_stride, num_rows, inside)
-    top = tl.maximum(tl.maximum(abs_bits(a), abs_bits(b)), tl.maximum(abs_bits(c), abs_bits(d)))
-    top = tl.max(top, axis=0)
-    if TILE:
-        s = scale_from(tl.max(top, axis=0), FLOOR, POW2)
-        tl.store(scale_t + tl.program_id(1) * scale_t_stride + group, s)
-        unit = s
-    else:
-        s = scale_from(top, FLOOR, POW2)
-        tl.store(scale_t + group * scale_t_stride + cols, s, mask=inside)
-        unit = s[None, :]
-    a, b = quotient(a, unit, True), quotient(b, unit, True)
-    word = pack4(a, b, quotient(c, unit, True), quotient(d, unit, True))
-    tl.store(words_t + cols[:, None] * words_t_stride + four[None, :], tl.trans(word), mask=inside[:, None])
+    store_columns(
+        a, b, c, d, words_t, scale_t, group, tl.program_id(1), cols, inside, words_t_stride, scale_t_stride,
+        FLOOR, POW2, TILE, True,
+    )
 
 
 def add_rms_norm_kept(

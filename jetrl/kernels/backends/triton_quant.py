@@ -161,6 +161,31 @@ def _row_of_four(at, row, x_stride, num_rows, inside):
     return tl.load(at + row[:, None] * x_stride, mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def store_columns(
+    a, b, c, d, words_t, scale_t, group, column_group, cols, inside, words_t_stride, scale_t_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, BF16: tl.constexpr,
+):
+    """Codes and scales of 128 rows, of which `a` to `d` hold every fourth one each (FP32 [32, C]), written transposed.
+
+    TILE: with one scale for all. BF16: the values are BF16 numbers.
+    """
+    top = tl.maximum(tl.maximum(abs_bits(a), abs_bits(b)), tl.maximum(abs_bits(c), abs_bits(d)))
+    top = tl.max(top, axis=0)
+    if TILE:
+        s = scale_from(tl.max(top, axis=0), FLOOR, POW2)
+        tl.store(scale_t + column_group * scale_t_stride + group, s)
+        unit = s
+    else:
+        s = scale_from(top, FLOOR, POW2)
+        tl.store(scale_t + group * scale_t_stride + cols, s, mask=inside)
+        unit = s[None, :]
+    a, b = quotient(a, unit, BF16), quotient(b, unit, BF16)
+    word = pack4(a, b, quotient(c, unit, BF16), quotient(d, unit, BF16))
+    four = group * 32 + tl.arange(0, 32)
+    tl.store(words_t + cols[:, None] * words_t_stride + four[None, :], tl.trans(word), mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=["num_rows", "scale_t_stride"])
 def _columns_kernel(
     x, words_t, scale_t, num_rows, num_cols, x_stride, words_t_stride, scale_t_stride,
@@ -180,19 +205,10 @@ def _columns_kernel(
     b = _row_of_four(at, row + 1, x_stride, num_rows, inside)
     c = _row_of_four(at, row + 2, x_stride, num_rows, inside)
     d = _row_of_four(at, row + 3, x_stride, num_rows, inside)
-    top = tl.maximum(tl.maximum(abs_bits(a), abs_bits(b)), tl.maximum(abs_bits(c), abs_bits(d)))
-    top = tl.max(top, axis=0)
-    if TILE:
-        s = scale_from(tl.max(top, axis=0), FLOOR, POW2)
-        tl.store(scale_t + tl.program_id(1) * scale_t_stride + group, s)
-        unit = s
-    else:
-        s = scale_from(top, FLOOR, POW2)
-        tl.store(scale_t + group * scale_t_stride + cols, s, mask=inside)
-        unit = s[None, :]
-    a, b = quotient(a, unit, BF16), quotient(b, unit, BF16)
-    word = pack4(a, b, quotient(c, unit, BF16), quotient(d, unit, BF16))
-    tl.store(words_t + cols[:, None] * words_t_stride + four[None, :], tl.trans(word), mask=inside[:, None])
+    store_columns(
+        a, b, c, d, words_t, scale_t, group, tl.program_id(1), cols, inside, words_t_stride, scale_t_stride,
+        FLOOR, POW2, TILE, BF16,
+    )
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "first_block", "scale_stride"])

@@ -38,7 +38,12 @@ VARIANTS = {
 DEEPGEMM = "deepgemm"  # stands for no variant
 
 # (N, K) of a weight -> (at most so many tokens, variant or DEEPGEMM), ...: the first that holds; measured
-CHOSEN: dict[tuple[int, int], tuple[tuple[int, str], ...]] = {}
+CHOSEN: dict[tuple[int, int], tuple[tuple[int, str], ...]] = {
+    (6144, 4096): ((8, "64"),),  # qkv, o, down and gate_up of Qwen3-8B's shape
+    (4096, 4096): ((8, "64"),),
+    (4096, 12288): ((8, "64"),),
+    (24576, 4096): ((8, "half"), (64, "64")),
+}
 # The same for weights without an entry that have at least so many bytes
 OTHERS: tuple[tuple[int, str], ...] = ()
 OTHERS_FROM = 8 << 20

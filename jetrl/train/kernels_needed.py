@@ -2,8 +2,8 @@
 
 The miniature has the run's widths, vocabulary, precision and settings, one layer of each kind, and weights of zeros. It
 goes through the same engine, packing, losses and optimizer as the run, so what these launch is what is found. Numbers
-of rows are chosen by how compilers tell them apart: every size of a decode graph; prompts and
-micro-batches of a few rows, around 1,000, and above 4,096. Kernels do not depend on lengths otherwise.
+of rows are chosen by how compilers tell them apart: every size of a decode graph; prompts and micro-batches of a few
+rows, around 1,000 (a multiple of 64 among them), and above 4,096. Kernels do not depend on lengths otherwise.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def reduced(config: Config, spec: ModelSpec) -> tuple[Config, ModelSpec]:
 
 def row_counts(most: int) -> list[int]:
     """Numbers of rows of each kind up to `most`, as the module's text says."""
-    return sorted({n for n in (5, 16, 1040, 4101, most) if n <= most})
+    return sorted({n for n in (5, 16, 1040, 1088, 4101, most) if n <= most})
 
 
 def batch_counts(most: int, experts: bool) -> list[int]:

@@ -32,7 +32,8 @@ def facts(key):
     stem, folder = key.split(" ")
     path = caches()["Triton"] / folder
     options = json.loads((path / f"{stem}.json").read_text())
-    head = next(line for line in (path / f"{stem}.ttir").read_text().splitlines() if "tt.func public" in line)
+    text = next(p for p in (path / f"{stem}.{kind}" for kind in ("ttir", "ttgir")) if p.is_file()).read_text()
+    head = next(line for line in text.splitlines() if "tt.func public" in line)
     arguments = re.sub(r" loc\\([^)]*\\)+", "", head).split("%")[1:]
     return {*arguments, *(f"{name}={value}" for name, value in options.items() if name not in ("hash", "name"))}
 

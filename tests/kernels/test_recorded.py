@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,25 @@ def test_triton_finds_what_jobs_have_compiled(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(CASES)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "jobs" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_kernel_has_one_key_whatever_a_process_has_compiled_before() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+
+    def keys(*arguments: str) -> dict[str, str]:
+        command = [sys.executable, str(CASES.with_name("kernel_keys.py")), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    whole = keys("all")
+    assert len(whole) > 40
+    for seed in range(3):
+        assert keys("alone", str(seed)) == whole  # each settled when it is asked for, in any order
+    assert any(keys("unsettled", str(seed)) != whole for seed in range(8)), "Triton's keys need no settling any more"
 
 
 def test_a_call_is_rebuilt_with_shapes_strides_types_and_shared_tensors() -> None:

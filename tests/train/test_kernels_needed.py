@@ -60,7 +60,7 @@ def test_prompts_and_micro_batches_of_all_kinds(
     needed.run(config, load_spec(config)[1], True)
     assert {sum(counts) for counts in plans} >= {5, 16, 50}
     assert set(trained) == {5, 16, 40}
-    assert needed.row_counts(8192) == [5, 16, 1040, 4101, 8192]
+    assert needed.row_counts(8192) == [5, 16, 1040, 1088, 4101, 8192]
     assert needed.batch_counts(70, True) == [5, 16, 32, 64, 70]
 
 

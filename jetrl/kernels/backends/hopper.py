@@ -40,6 +40,7 @@ from jetrl.kernels.backends.flash import (
 from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
 from jetrl.kernels.backends.triton_cache import round_heads, write_cache
 from jetrl.kernels.backends.triton_decode import advance
+from jetrl.kernels.backends.triton_keys import settle_all
 from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
 from jetrl.kernels.backends.triton_moe import combine as combine
 from jetrl.kernels.backends.triton_moe import combine_backward as combine_backward
@@ -71,6 +72,8 @@ from jetrl.kernels.backends.triton_route import group as group
 from jetrl.kernels.backends.triton_route import route as route
 from jetrl.kernels.backends.triton_swiglu import swiglu_backward_act
 from jetrl.kernels.reference_moe import route_backward as route_backward
+
+settle_all()  # all kernels are loaded: from here on each is found on disk whoever has compiled it
 
 __all__ = [
     "adamw_step_", "add", "add_in_order", "add_rms_norm", "add_rms_norm_kept", "add_rms_norm_quantize", "advance",

@@ -134,6 +134,8 @@ def compile_triton(module: str, name: str, args: Sequence[Any], options: dict[st
     """Compile one Triton or Gluon kernel into Triton's cache."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from jetrl.kernels.backends.triton_keys import settle
+
     def value(one: Any) -> Any:
         if isinstance(one, tuple) and one[:1] == ("tensor",):
             return _Pointer(getattr(torch, one[1]), one[2])
@@ -144,7 +146,8 @@ def compile_triton(module: str, name: str, args: Sequence[Any], options: dict[st
             return TensorDescriptor(base, [BLOCK] * len(box), strides, list(box), layout)
         return one
 
-    kernel = getattr(importlib.import_module(module), name)
+    settle(home := importlib.import_module(module))
+    kernel = getattr(home, name)
     filled = {k: value(v) for k, v in options.items()}
     kernel.run(*map(value, args), grid=(1,), warmup=True, **filled)
 

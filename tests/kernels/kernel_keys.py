@@ -1,0 +1,47 @@
+"""Run by test_recorded.py in a process of its own: prints the keys of all kernels of Triton's and Gluon's.
+
+`all`: as the hopper backend settles them. `alone SEED`: in an order by chance, each module settled just before.
+`unsettled SEED`: in an order by chance.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+
+from triton.runtime.jit import JITFunction
+
+from jetrl.kernels import backends
+from jetrl.kernels.backends import triton_keys
+
+
+def kernels() -> dict[str, JITFunction]:
+    found = {}
+    for path in sorted(Path(str(backends.__file__)).parent.glob("*.py")):
+        if path.stem.startswith(("triton_", "gluon_")):
+            module = importlib.import_module(f"{backends.__name__}.{path.stem}")
+            for name, value in vars(module).items():
+                if isinstance(value, JITFunction) and value.__module__ == module.__name__ and "kernel" in name:
+                    found[f"{path.stem}.{name}"] = value
+    return found
+
+
+def main(how: str, seed: int = 0) -> None:
+    found = kernels()
+    names = list(found)
+    random.Random(seed).shuffle(names)
+    if how == "all":
+        triton_keys.settle_all()
+    keys = {}
+    for name in names:
+        if how == "alone":
+            triton_keys.settle(sys.modules[found[name].__module__])
+        keys[name] = found[name].cache_key
+    print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

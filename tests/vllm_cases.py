@@ -99,11 +99,14 @@ def greedy_in_both(folder: Path, device: str) -> tuple[float, float, float]:
     them lies below the best in FP32, and the largest error of transformers' own logits, from rounding to the folder's
     formats. Two programs with such errors may part where logits are closer than twice that.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+    fp8 = "quantization_config" in json.loads((folder / "config.json").read_text())
+    read = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if fp8 else {}
     theirs = found(_GREEDY, str(folder), json.dumps(PROMPTS), str(NEW))
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).eval()
-    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cpu").float().eval()
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cpu", **read).eval()
+    torch.nn.Module.float(exact)  # transformers' own refuses what was read from codes
 
     def logits(model: Any, tokens: list[int], start: int) -> Tensor:
         rows = model(torch.tensor([tokens], device=model.device)).logits[0, start - 1 : -1]

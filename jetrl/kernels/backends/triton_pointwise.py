@@ -34,6 +34,8 @@ _BELOW_2 = tl.constexpr(2.0 - 2.0**-23)
 # Programs of the first stage of a norm's weight gradient: fixed, so that the order of sums is fixed. As many as an H200
 # holds at the same time with rows of 4096, three on each of its 132 multiprocessors.
 _PARTIAL_ROWS = 396
+# Rows of a program and the compiler's options where there are many rows; measured at the sizes of Qwen3-8B
+_SWIGLU: tuple[int, dict[str, int]] = (16, {"num_warps": 4})
 
 
 @triton.jit
@@ -364,12 +366,12 @@ def _swiglu(gate_up: Tensor, quantize: bool, pow2: bool) -> Tensor | QTensor:
         codes, scale = new_codes(rows, f, gate_up.device), new_scale(rows, triton.cdiv(f, 128), gate_up.device)
     else:
         out = torch.empty(rows, f, dtype=gate_up.dtype, device=gate_up.device)
-    r = 16 if rows >= 4096 else 8
+    r, options = _SWIGLU if rows >= 4096 else (8, {"num_warps": 4})
     if rows:
         _swiglu_kernel[(triton.cdiv(rows, r), triton.cdiv(f, 128))](
             gate_up, out, codes.view(torch.uint8) if quantize else codes, scale, rows, gate_up.stride(0),
             codes.stride(0), scale.stride(1), codes.stride(0), F=f, R=r, B=128, QUANT=quantize, FLOOR=_FLOOR_BITS,
-            POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
+            POW2=pow2, enable_fp_fusion=False, **options, **LAUNCH,
         )
     return QTensor(codes, scale, "1x128", (rows,), (f,)) if quantize else out
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jetrl.choices import Reduction
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl.losses import Stats
-from jetrl.train.optim import clip_gradients_, set_lr
+from jetrl.train.optim import clipped_step, set_lr
 from jetrl.train.packing import to_device
 from jetrl.train.reduction import gradient_sum
 from jetrl.types import MicroBatch, PackedBatch
@@ -53,9 +53,8 @@ def optimizer_step(
     norm = gradients.norm()
     if not (math.isfinite(values["loss"]) and math.isfinite(norm)):
         raise NonFiniteError(f"loss {values['loss']}, gradient norm {norm}")
-    clip_gradients_(parameters, norm, max_grad_norm)
     set_lr(optimizer, lr)
-    optimizer.step()
+    clipped_step(optimizer, norm, max_grad_norm)
     optimizer.zero_grad(set_to_none=True)  # the rollout wants their memory
     return values | {"grad_norm": norm}
 

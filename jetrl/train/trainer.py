@@ -42,7 +42,8 @@ def optimizer_step(
     own: dict[int, Stats] = {}
     micro_batches = dict(zip(batch.numbers, batch.micro_batches, strict=True))
     optimizer.zero_grad(set_to_none=True)  # what a failed update may have left
-    gradients = gradient_sum(parameters, batch.num_micro_batches, world, reduction, lanes)
+    tokens = [micro.tokens for micro in batch.micro_batches]
+    gradients = gradient_sum(parameters, batch.num_micro_batches, world, reduction, lanes, tokens)
     for turn in gradients.turns:
         with gradients.turn(turn):
             if (number := turn.micro[world.rank]) is not None:

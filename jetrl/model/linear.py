@@ -147,20 +147,25 @@ class FlowLinear(nn.Module):
         shard = shard_of(self.weight)
         if shard is not None and shard.split:
             self._publish_rows(shard)
+        elif None in self.recipes.values():
+            self.published = rounded_into(self.published, self.weight, self.dtype)
+            self._quantize(self.published)
         else:
-            whole = rounded_into(self.published, self.weight, self.dtype)
-            self._quantize(whole)
-            self.published = whole if None in self.recipes.values() else torch.empty(0)
+            self._quantize(self.weight.detach())
+            self.published = torch.empty(0)
         if self.bias is not None:
             self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
         self._stale = set(self._operands)
         for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these directly
             self._operand(name)
 
-    def _quantize(self, rounded: Tensor) -> None:
+    def _quantize(self, values: Tensor) -> None:
+        """Make the codes; FP32 values of a master are rounded on the way, in the one pass that reads them."""
         recipe = next((r for r in self.recipes.values() if r is not None), None)
         if recipe is not None:
-            self.quantized = quantize_weight(rounded, self.sections, recipe.fprop.right.pow2, self.quantized)
+            rounds = self.dtype == torch.bfloat16
+            values = values if values.dtype == torch.float32 else values.to(self.dtype)
+            self.quantized = quantize_weight(values, self.sections, recipe.fprop.right.pow2, self.quantized, rounds)
 
     def _publish_rows(self, shard: Shard) -> None:
         recipe = next((r for r in self.recipes.values() if r is not None), None)

@@ -163,6 +163,10 @@ def quantizer_cases() -> Iterator[tuple[str, Case]]:
                     want = ref.quantize_128x128(w, pow2, sections)
                     equal("codes", got.codes, want.codes)
                     equal("scale", got.scale, want.scale)
+                    master = sample(n, k, kind, dtype=torch.float32)
+                    got = tq.quantize_weight(master.to(DEVICE), pow2, sections, got, rounds=True)
+                    equal("codes of what is rounded", got.codes, want.codes)
+                    equal("scale of what is rounded", got.scale, want.scale)
                     t = tq.transpose_codes(got.codes, got.row_sections)
                     start = first = 0
                     for size in got.row_sections:

@@ -214,9 +214,9 @@ def _columns_kernel(
 @triton.jit(do_not_specialize=["first_row", "last_row", "first_block", "scale_stride"])
 def _blocks_kernel(
     w, codes, scale, first_row, last_row, first_block, num_cols, written_cols, w_stride, codes_stride, scale_stride,
-    FLOOR: tl.constexpr, POW2: tl.constexpr,
+    FLOOR: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr,
 ):
-    BF16: tl.constexpr = w.dtype.element_ty == tl.bfloat16
+    BF16: tl.constexpr = ROUND or w.dtype.element_ty == tl.bfloat16
     block, group = tl.program_id(0), tl.program_id(1)
     rows = first_row + block.to(tl.int64) * 128 + tl.arange(0, 128)
     cols = group * 128 + tl.arange(0, 128)
@@ -224,6 +224,8 @@ def _blocks_kernel(
     v = tl.load(
         w + rows[:, None] * w_stride + cols[None, :], mask=alive[:, None] & (cols < num_cols)[None, :], other=0.0
     ).to(tl.float32)
+    if ROUND:
+        v = to_bf16(v)
     s = scale_from(tl.max(tl.max(abs_bits(v), axis=1), axis=0), FLOOR, POW2)
     tl.store(
         codes + rows[:, None] * codes_stride + cols[None, :], quotient(v, s, BF16).to(tl.float8e4nv),
@@ -354,9 +356,10 @@ def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor
 
 
 def quantize_weight(
-    w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None, out: QTensor | None = None
+    w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None, out: QTensor | None = None,
+    rounds: bool = False,
 ) -> QTensor:
-    """`reference.quantize_128x128`: `w` [N, K], blocks of rows restart at every section. `out` is overwritten."""
+    """`reference.quantize_128x128` of `w` [N, K], `rounds`: of its BF16 values. `out` is overwritten."""
     assert w.stride(1) == 1
     sections = sections or (w.shape[0],)
     groups = triton.cdiv(w.shape[1], BLOCK)
@@ -371,7 +374,8 @@ def quantize_weight(
         blocks = triton.cdiv(size, BLOCK)
         _blocks_kernel[(blocks, groups)](
             w, codes, scale, start, start + size, block, w.shape[1], codes.stride(0), w.stride(0), codes.stride(0),
-            scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, num_warps=8, enable_fp_fusion=False,
+            scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, ROUND=rounds and w.dtype == torch.float32, num_warps=8,
+            enable_fp_fusion=False,
         )
         start, block = start + size, block + blocks
     return out

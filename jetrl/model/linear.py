@@ -160,20 +160,25 @@ class FlowLinear(nn.Module):
             self._operand(name)
 
     def _quantize(self, values: Tensor) -> None:
-        """Make the codes; FP32 values of a master are rounded on the way, in the one pass that reads them."""
+        """Make the codes, in one pass over a master's values."""
         recipe = next((r for r in self.recipes.values() if r is not None), None)
         if recipe is not None:
-            rounds = self.dtype == torch.bfloat16
-            values = values if values.dtype == torch.float32 else values.to(self.dtype)
-            self.quantized = quantize_weight(values, self.sections, recipe.fprop.right.pow2, self.quantized, rounds)
+            values, pow2, rounds = self._read(values), recipe.fprop.right.pow2, self.dtype == torch.bfloat16
+            self.quantized = quantize_weight(values, self.sections, pow2, self.quantized, rounds)
+
+    def _read(self, values: Tensor) -> Tensor:
+        """What the quantizer reads of a master's values: it rounds FP32 itself."""
+        return values if values.dtype == torch.float32 else values.to(self.dtype)
 
     def _publish_rows(self, shard: Shard) -> None:
         recipe = next((r for r in self.recipes.values() if r is not None), None)
-        rows = self.weight.detach().to(self.dtype)
+        rows = self.weight.detach()
         if None in self.recipes.values():
+            rows = rows.to(self.dtype)
             self.published = gathered(shard, self.published, rows, self.dtype)
         if recipe is not None:
-            self.quantized = gathered_codes(shard, self.quantized, rows, recipe.fprop.right.pow2)
+            rows, pow2, rounds = self._read(rows), recipe.fprop.right.pow2, self.dtype == torch.bfloat16
+            self.quantized = gathered_codes(shard, self.quantized, rows, pow2, rounds)
 
     @torch.no_grad()
     def publish_value(self, kind: str, value: Tensor) -> None:

@@ -32,7 +32,7 @@ from jetrl.api import random_model
 from jetrl.kernels.gradient import accumulate_in, grad_dtype
 from jetrl.model.transformer import Transformer
 from jetrl.rollout.engine import PagedEngine
-from jetrl.train.optim import MixedAdamW, clip_gradients_, global_grad_norm
+from jetrl.train.optim import MixedAdamW, clipped_step, global_grad_norm
 from jetrl.train.publish import publish
 from jetrl.types import ForwardBatch, Request, SamplingParams, VarlenPlan, WeightSet
 
@@ -74,8 +74,7 @@ def update(model: Transformer, optimizer: MixedAdamW, micros: list[list[int]]) -
         logprobs, _ = model.token_logprobs(model(batch), targets, 1.0)
         (-logprobs.sum() / total).backward()
     norm = global_grad_norm(model.parameters())
-    clip_gradients_(model.parameters(), norm, 1.0)
-    optimizer.step()
+    clipped_step(optimizer, norm, 1.0)
     publish(model, 0, "flow")
 
 

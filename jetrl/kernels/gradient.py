@@ -93,6 +93,40 @@ def first_waits(masters: Iterable[Tensor]) -> Iterator[None]:
                 master.grad = first.to(grad_dtype(master))
 
 
+@contextmanager
+def rows_in_use(table: Tensor, rows: Tensor) -> Iterator[None]:
+    """Within this block, look-ups add to `rows` [U] of the gradient of `table` [V, D] alone, which is kept as [U, D].
+
+    `rows` are ascending and all that will be looked up: the tokens of an update are few of a large vocabulary. At the
+    end `.grad` is the whole gradient, with zeros elsewhere, so the bits are the same.
+    """
+    table.__dict__.pop("row_gradient", None)  # of an update that failed
+    table.rows_in_use = rows  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del table.rows_in_use  # type: ignore[attr-defined]
+        if (kept := table.__dict__.pop("row_gradient", None)) is not None:
+            whole = torch.zeros(table.shape, dtype=kept.dtype, device=kept.device)
+            whole[rows] = kept
+            table.grad = whole
+
+
+def rows_in_place(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What to add the gradients of the rows `tokens` [T] to, and the place of each in it; as `grad_in_place`."""
+    rows = getattr(table, "rows_in_use", None)
+    if rows is None:
+        grad = grad_in_place(table)
+        return None if grad is None else (grad, tokens)
+    assert table.grad is None, "the whole gradient is made when all look-ups are done"
+    if (kept := table.__dict__.get("row_gradient")) is None:
+        kept = torch.zeros(len(rows), *table.shape[1:], dtype=grad_dtype(table), device=table.device)
+        table.row_gradient = kept  # type: ignore[attr-defined]
+    place = torch.searchsorted(rows, tokens).clamp_(max=len(rows) - 1)
+    torch._assert_async((rows[place] == tokens).all(), "a row was looked up that is not in use")  # type: ignore[call-overload]
+    return kept, place
+
+
 def begin_in_place(master: Tensor, rounded: Tensor) -> None:
     """Take `rounded`, a gradient in BF16, where `begins_in_place`."""
     if (first := master.__dict__.pop("first_gradient", None)) is not None:

@@ -34,11 +34,13 @@ def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor
 
 
 def quantize_weight(
-    w: Tensor, sections: tuple[int, ...] | None = None, pow2: bool = False, out: QTensor | None = None
+    w: Tensor, sections: tuple[int, ...] | None = None, pow2: bool = False, out: QTensor | None = None,
+    rounds: bool = False,
 ) -> QTensor:
     """`w` [N, K] -> E4M3 with one scale for each 128x128 block; row blocks restart at every section.
 
-    `out`, an earlier result for the same shape and sections, is overwritten and returned.
+    `out`, an earlier result for the same shape and sections, is overwritten and returned. `rounds`: FP32 values are
+    rounded to BF16 first, as if such a copy had been made.
     """
     _check(w, sections, w.shape[0])
-    return backend_of(w).quantize_weight(w, pow2, sections, out)
+    return backend_of(w).quantize_weight(w, pow2, sections, out, rounds)

@@ -281,11 +281,12 @@ def entropy(logits: Tensor, weights: Tensor, top: Tensor, total: Tensor) -> Tens
 def adamw_step_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
     """In place, each operation a separate FP32 operation, the three results rounded once on storing:
 
+        g = rounded(grad * factor), to the gradient's type
         m = m + (g - m) * (1 - beta1)          v = v * beta2 + (g * g) * (1 - beta2)
         p = p * (1 - lr * weight_decay) + (m * (-lr / (1 - beta1^t))) / (sqrt(v / (1 - beta2^t)) + eps)
     """
     beta1, beta2 = numbers.betas
-    g, m, v, p = (x.to(torch.float32) for x in (grad, exp_avg, exp_avg_sq, param))
+    g, m, v, p = (x.to(torch.float32) for x in (grad * numbers.factor, exp_avg, exp_avg_sq, param))
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + (g * g) * (1 - beta2)
     root = v / torch.tensor(1 - beta2**numbers.step, dtype=torch.float32)

@@ -147,28 +147,38 @@ class FlowLinear(nn.Module):
         shard = shard_of(self.weight)
         if shard is not None and shard.split:
             self._publish_rows(shard)
+        elif None in self.recipes.values():
+            self.published = rounded_into(self.published, self.weight, self.dtype)
+            self._quantize(self.published)
         else:
-            whole = rounded_into(self.published, self.weight, self.dtype)
-            self._quantize(whole)
-            self.published = whole if None in self.recipes.values() else torch.empty(0)
+            self._quantize(self.weight.detach())
+            self.published = torch.empty(0)
         if self.bias is not None:
             self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
         self._stale = set(self._operands)
         for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these directly
             self._operand(name)
 
-    def _quantize(self, rounded: Tensor) -> None:
+    def _quantize(self, values: Tensor) -> None:
+        """Make the codes, in one pass over a master's values."""
         recipe = next((r for r in self.recipes.values() if r is not None), None)
         if recipe is not None:
-            self.quantized = quantize_weight(rounded, self.sections, recipe.fprop.right.pow2, self.quantized)
+            values, pow2, rounds = self._read(values), recipe.fprop.right.pow2, self.dtype == torch.bfloat16
+            self.quantized = quantize_weight(values, self.sections, pow2, self.quantized, rounds)
+
+    def _read(self, values: Tensor) -> Tensor:
+        """What the quantizer reads of a master's values: it rounds FP32 itself."""
+        return values if values.dtype == torch.float32 else values.to(self.dtype)
 
     def _publish_rows(self, shard: Shard) -> None:
         recipe = next((r for r in self.recipes.values() if r is not None), None)
-        rows = self.weight.detach().to(self.dtype)
+        rows = self.weight.detach()
         if None in self.recipes.values():
+            rows = rows.to(self.dtype)
             self.published = gathered(shard, self.published, rows, self.dtype)
         if recipe is not None:
-            self.quantized = gathered_codes(shard, self.quantized, rows, recipe.fprop.right.pow2)
+            rows, pow2, rounds = self._read(rows), recipe.fprop.right.pow2, self.dtype == torch.bfloat16
+            self.quantized = gathered_codes(shard, self.quantized, rows, pow2, rounds)
 
     @torch.no_grad()
     def publish_value(self, kind: str, value: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jetrl.errors import UserError
-from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.gradient import grad_done, grad_dtype, rows_in_place
 from jetrl.model.shards import gathered, shard_of
 
 
@@ -97,8 +97,8 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
-        (tokens,), grad = ctx.saved_tensors, grad_in_place(ctx.master)
-        if grad is None:
+        (tokens,) = ctx.saved_tensors
+        if (found := rows_in_place(ctx.master, tokens)) is None:
             dw = torch.zeros(ctx.master.shape, dtype=torch.float32, device=dy.device)
             dw.index_put_((tokens,), dy.to(torch.float32), accumulate=True)
             return None, dw.to(grad_dtype(ctx.master)), None
@@ -106,7 +106,8 @@ class _Embed(torch.autograd.Function):
         place = torch.searchsorted(tokens.sort().values, tokens)
         rows = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
         rows.index_put_((place,), dy.to(torch.float32), accumulate=True)
-        grad[tokens] = (grad[tokens].to(torch.float32) + rows[place]).to(grad.dtype)  # equal tokens write one value
+        grad, at = found
+        grad[at] = (grad[at].to(torch.float32) + rows[place]).to(grad.dtype)  # equal tokens write one value
         grad_done(ctx.master)
         return None, None, None
 

@@ -98,7 +98,9 @@ def gathered(cut: Shard, held: Tensor | None, local: Tensor, dtype: torch.dtype)
     return held
 
 
-def gathered_codes(cut: Shard, held: QTensor | None, local: Tensor, pow2: bool) -> QTensor:
+def gathered_codes(
+    cut: Shard, held: QTensor | None, local: Tensor, pow2: bool, rounds: bool = False
+) -> QTensor:
     """`quantize_weight` of the whole matrix from each rank's `local` rows, in the memory of `held`. Collective.
 
     A rank quantizes its own rows in their place; codes and scales of the others arrive as bytes.
@@ -114,7 +116,7 @@ def gathered_codes(cut: Shard, held: QTensor | None, local: Tensor, pow2: bool) 
     if count:
         parts = cut.parts(cut.world.rank)
         place = QTensor(cut.own(held.codes), held.scale.narrow(0, first, count), "128x128", parts, (width,))
-        quantize_weight(local, parts, pow2, place)
+        quantize_weight(local, parts, pow2, place, rounds)
     padded = held.codes.as_strided((cut.num_rows, groups * BLOCK), (groups * BLOCK, 1))
     cut.world.gather_rows(padded, cut.rows)
     cut.world.gather_rows(held.scale, cut.blocks)

@@ -78,6 +78,7 @@ class Transformer(nn.Module):
         if spec.tie_embeddings:
             self.embed.weight.num_sources = 2  # type: ignore[attr-defined]  # of its gradient: head and look-up
         else:
+            self.embed.weight.only_looked_up = True  # type: ignore[attr-defined]
             self.lm_head = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         with torch.device("cpu"):  # also where the parameters are only shapes
             cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position)

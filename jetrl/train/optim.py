@@ -81,18 +81,19 @@ class MixedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, *, factor: float = 1.0) -> None:  # type: ignore[override]
+        """One step with all gradients times `factor`, which are read so and stay as they are."""
         assert closure is None, "closures are not supported"
         if self.host is None:
-            for update in self._updates():
+            for update in self._updates(factor):
                 adamw_step_(*update)
             return
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         if params:
             largest = max(param.numel() for param in params)
-            stream_updates(self._updates(), params[0].device, self.state_dtype, largest)
+            stream_updates(self._updates(factor), params[0].device, self.state_dtype, largest)
 
-    def _updates(self) -> Iterator[Update]:
+    def _updates(self, factor: float) -> Iterator[Update]:
         """Every parameter that has a gradient, with its moments and its count of steps, raised by one."""
         for group in self.param_groups:
             for param in group["params"]:
@@ -103,7 +104,7 @@ class MixedAdamW(torch.optim.Optimizer):
                     state.update(step=0, exp_avg=self.moment(param), exp_avg_sq=self.moment(param))
                 state["step"] += 1
                 betas = tuple(group["betas"])
-                numbers = AdamWStep(group["lr"], betas, group["eps"], group["weight_decay"], state["step"])
+                numbers = AdamWStep(group["lr"], betas, group["eps"], group["weight_decay"], state["step"], factor)
                 yield Update(param, param.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], numbers)
 
     def moment(self, param: Tensor) -> Tensor:
@@ -252,23 +253,39 @@ def global_grad_norm(params: Iterable[nn.Parameter]) -> float:
     return math.sqrt(float(fixed_order_sum(partial)))
 
 
-@torch.no_grad()
-def clip_gradients_(params: Iterable[nn.Parameter], norm: float, max_norm: float) -> float:
-    """Scale all gradients in place by min(1, max_norm / norm) and return that factor. `norm` is `global_grad_norm`'s.
-
-    At a factor of 1 no bit is touched. Raises ValueError for a norm that is not finite: such gradients are no use.
-    """
+def clip_factor(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / norm). Raises ValueError for a norm that is not finite: such gradients are no use."""
     if not math.isfinite(norm):
         raise ValueError(f"the gradient norm is {norm}; the gradients must not be applied")
     if max_norm <= 0:
         raise UserError(f"train.max_grad_norm = {max_norm} must be positive (inf: no clipping)")
-    if norm <= max_norm:
-        return 1.0
-    factor = max_norm / norm
-    for param in params:
-        if param.grad is not None:
-            param.grad.mul_(factor)
+    return 1.0 if norm <= max_norm else max_norm / norm
+
+
+@torch.no_grad()
+def clip_gradients_(params: Iterable[nn.Parameter], norm: float, max_norm: float) -> float:
+    """Scale all gradients in place by `clip_factor(norm, max_norm)` and return it. `norm` is `global_grad_norm`'s.
+
+    A product of FP32 is rounded to the gradient's type. At a factor of 1 no bit is touched.
+    """
+    factor = clip_factor(norm, max_norm)
+    if factor != 1.0:
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
     return factor
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, norm: float, max_norm: float) -> None:
+    """`clip_gradients_` on what `optimizer` has, then its step: the same bits in weights and moments.
+
+    Our own optimizers multiply as they read. torch's finds the product in `.grad`.
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        clip_gradients_((param for group in optimizer.param_groups for param in group["params"]), norm, max_norm)
+        optimizer.step()
+    else:
+        optimizer.step(factor=clip_factor(norm, max_norm))  # type: ignore[call-overload]
 
 
 def fixed_order_sum(values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.choices import Reduction
-from jetrl.kernels.gradient import first_waits, grad_dtype, num_sources, sent_to
+from jetrl.kernels.gradient import first_waits, grad_dtype, num_sources, rows_in_use, sent_to
 from jetrl.kernels.qtensor import blocks_of
 from jetrl.kernels.squares import ROW, row_squares
 from jetrl.kernels.sums import add_in_order
@@ -94,23 +94,25 @@ class GradientSum(Protocol):
 
 
 def gradient_sum(
-    parameters: Sequence[nn.Parameter], count: int, world: World, reduction: Reduction, lanes: int | None = None
+    parameters: Sequence[nn.Parameter], count: int, world: World, reduction: Reduction, lanes: int | None = None,
+    tokens: Sequence[Tensor] = (),
 ) -> GradientSum:
     """For `count` micro-batches of all ranks together. The parameters' `.grad` must be None.
 
     `lanes` are those of `fixed`; None: one for each micro-batch. Parameters that ask for no gradient are left out.
+    `tokens`, on the host: all that are looked up; if given, one process holds the gradient of those rows alone.
     Matrices must come from `sharding.shard_model` of this world, except in one process under `fast`.
     """
     if world.alone and reduction == "fast":
-        return InPlace(parameters, turns_of(count, 1, 1))
+        return InPlace(parameters, turns_of(count, 1, 1), tokens)
     return Exchanged(parameters, turns_of(count, _lanes(count, world, reduction, lanes), world.size), world)
 
 
 class InPlace:
     """One process adds up where kernels and autograd do."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Turn]) -> None:
-        self._parameters, self.turns = parameters, turns
+    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Turn], tokens: Sequence[Tensor] = ()) -> None:
+        self._parameters, self.turns, self._tokens = parameters, turns, tokens
         self._waiting = ExitStack()  # from the first turn to the last, or the first that fails
 
     @contextmanager
@@ -118,6 +120,9 @@ class InPlace:
         if turn is self.turns[0] and not turn.last:
             matrices = [p for p in self._parameters if p.requires_grad and p.ndim > 1]
             self._waiting.enter_context(first_waits(matrices))
+            for table in matrices if self._tokens else ():
+                if getattr(table, "only_looked_up", False):
+                    self._waiting.enter_context(rows_in_use(table, _in_use(self._tokens, table)))
         try:
             yield
         except BaseException:
@@ -128,6 +133,14 @@ class InPlace:
 
     def norm(self) -> float:
         return global_grad_norm(self._parameters)
+
+
+def _in_use(tokens: Sequence[Tensor], table: Tensor) -> Tensor:
+    """The rows of `table` that these tokens look up, ascending."""
+    seen = torch.zeros(table.shape[0], dtype=torch.bool)
+    for some in tokens:
+        seen[some] = True
+    return seen.nonzero()[:, 0].to(table.device)
 
 
 class _Flight(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jetrl.choices import Reduction
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl.losses import Stats
-from jetrl.train.optim import clip_gradients_, set_lr
+from jetrl.train.optim import clipped_step, set_lr
 from jetrl.train.packing import to_device
 from jetrl.train.reduction import gradient_sum
 from jetrl.types import MicroBatch, PackedBatch
@@ -42,7 +42,8 @@ def optimizer_step(
     own: dict[int, Stats] = {}
     micro_batches = dict(zip(batch.numbers, batch.micro_batches, strict=True))
     optimizer.zero_grad(set_to_none=True)  # what a failed update may have left
-    gradients = gradient_sum(parameters, batch.num_micro_batches, world, reduction, lanes)
+    tokens = [micro.tokens for micro in batch.micro_batches]
+    gradients = gradient_sum(parameters, batch.num_micro_batches, world, reduction, lanes, tokens)
     for turn in gradients.turns:
         with gradients.turn(turn):
             if (number := turn.micro[world.rank]) is not None:
@@ -53,9 +54,8 @@ def optimizer_step(
     norm = gradients.norm()
     if not (math.isfinite(values["loss"]) and math.isfinite(norm)):
         raise NonFiniteError(f"loss {values['loss']}, gradient norm {norm}")
-    clip_gradients_(parameters, norm, max_grad_norm)
     set_lr(optimizer, lr)
-    optimizer.step()
+    clipped_step(optimizer, norm, max_grad_norm)
     optimizer.zero_grad(set_to_none=True)  # the rollout wants their memory
     return values | {"grad_norm": norm}
 

@@ -30,6 +30,26 @@ def test_a_step_is_the_formula_rounded_once(master: torch.dtype, moments: torch.
             assert (got == want.to(torch.bfloat16)).double().mean() > 0.99  # the rest are near-ties
 
 
+@pytest.mark.parametrize(("grads", "moments"), list(itertools.product(KINDS, KINDS)))
+def test_a_clipped_gradient_is_the_rounded_product(grads: torch.dtype, moments: torch.dtype) -> None:
+    """As if the product had been stored in the gradient's type first; the gradient itself stays as it is."""
+    g = torch.Generator().manual_seed(1)
+    start = torch.randn(50, 7, generator=g), torch.zeros(50, 7, dtype=moments), torch.zeros(50, 7, dtype=moments)
+    grad = torch.randn(50, 7, generator=g).to(grads)
+    factor = 0.7390625763  # not an FP32 number
+    product = (grad.float() * torch.tensor(factor, dtype=torch.float32)).to(grads)
+    ends = []
+    for read, times in ((product, 1.0), (grad, factor)):
+        p, m, v = (x.clone() for x in start)
+        kept = read.clone()
+        adamw_step_(p, read, m, v, AdamWStep(0.01, (0.9, 0.95), 1e-8, 0.1, 1, times))
+        assert torch.equal(read, kept)
+        ends.append((p, m, v))
+    for one, two in zip(*ends, strict=True):
+        assert torch.equal(one, two)
+    assert not torch.equal(product, grad)
+
+
 def test_refusals() -> None:
     x = torch.zeros(4, 4)
     numbers = AdamWStep(0.1, (0.9, 0.95), 1e-8, 0.0, 1)

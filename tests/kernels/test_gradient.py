@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import nn
 
-from jetrl.kernels.gradient import accumulate_in, first_waits, grad_dtype, grad_in_place, num_sources, sent_to
+from jetrl.kernels.gradient import (
+    accumulate_in,
+    first_waits,
+    grad_dtype,
+    grad_in_place,
+    num_sources,
+    rows_in_use,
+    sent_to,
+)
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
@@ -20,6 +29,8 @@ SPEC = ModelSpec(
     head_dim=16, rms_norm_eps=1e-6, rope=RopeSpec(1e4), max_position=128, tie_embeddings=False, qkv_bias=True,
     qk_norm=False,
 )
+
+UNUSED = (40,)  # of the vocabulary, the tokens that `run` does not look up
 
 
 def model_of(
@@ -187,6 +198,34 @@ def test_a_first_gradient_that_waits_in_bf16_gives_the_same_sum(parts: int, accu
         got = results[1][name]
         assert got is not None and want is not None and got.dtype == accumulate
         assert_bitwise_equal(got, want, name)
+
+
+@pytest.mark.parametrize("accumulate", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_rows_in_use_alone_give_the_same_gradient(parts: int, accumulate: torch.dtype) -> None:
+    results = []
+    for rows in (None, torch.tensor([i for i in range(60) if i not in UNUSED])):
+        model = model_of("bf16", torch.float32)
+        accumulate_in(model, accumulate)
+        table = model.embed.weight
+        with rows_in_use(table, rows) if rows is not None else nullcontext():
+            run(model, parts)
+            assert (table.grad is None) == (rows is not None)
+            held = getattr(table, "row_gradient", None)
+            assert rows is None or held.shape == (len(rows), 40) and held.dtype == accumulate
+        assert not {"rows_in_use", "row_gradient"} & table.__dict__.keys()
+        assert table.grad.dtype == accumulate and not table.grad[list(UNUSED)].any()
+        results.append(table.grad)
+    assert results[0].any()
+    assert_bitwise_equal(results[1], results[0], "embed.weight")
+
+
+def test_a_row_that_is_not_in_use_is_refused() -> None:
+    for rows in (torch.arange(59), torch.arange(1, 60)):
+        model = model_of("bf16", torch.float32)
+        accumulate_in(model, torch.float32)
+        with pytest.raises(RuntimeError, match="not in use"), rows_in_use(model.embed.weight, rows):
+            run(model, 1)
 
 
 def test_a_first_gradient_waits_for_one_of_another_kind() -> None:

@@ -163,6 +163,10 @@ def quantizer_cases() -> Iterator[tuple[str, Case]]:
                     want = ref.quantize_128x128(w, pow2, sections)
                     equal("codes", got.codes, want.codes)
                     equal("scale", got.scale, want.scale)
+                    master = sample(n, k, kind, dtype=torch.float32)
+                    got = tq.quantize_weight(master.to(DEVICE), pow2, sections, got, rounds=True)
+                    equal("codes of what is rounded", got.codes, want.codes)
+                    equal("scale of what is rounded", got.scale, want.scale)
                     t = tq.transpose_codes(got.codes, got.row_sections)
                     start = first = 0
                     for size in got.row_sections:
@@ -468,14 +472,14 @@ def decode_cases() -> Iterator[tuple[str, Case]]:
 
 
 def adamw_cases() -> Iterator[tuple[str, Case]]:
-    def step(master: torch.dtype, moments: torch.dtype) -> None:
+    def step(master: torch.dtype, grad: torch.dtype, moments: torch.dtype) -> None:
         g = torch.Generator().manual_seed(5)
         shape = (37, 113)
-        host = [torch.randn(shape, generator=g).to(master), (torch.randn(shape, generator=g) * 1e-3).to(master)]
+        host = [torch.randn(shape, generator=g).to(master), (torch.randn(shape, generator=g) * 1e-3).to(grad)]
         host += [torch.zeros(shape, dtype=moments), torch.zeros(shape, dtype=moments)]
         device = [x.to(DEVICE, copy=True) for x in host]
-        for t in (1, 2, 3):
-            numbers = AdamWStep(1e-3, (0.9, 0.95), 1e-8, 0.1, t)
+        for t, factor in enumerate((1.0, 0.7390625763, 1 / 3), 1):  # of clipping
+            numbers = AdamWStep(1e-3, (0.9, 0.95), 1e-8, 0.1, t, factor)
             backend.adamw_step_(*host, numbers)
             ta.adamw_step_(*device, numbers)
             for name, got, want in zip(("param", "grad", "exp_avg", "exp_avg_sq"), device, host, strict=True):
@@ -503,8 +507,8 @@ def adamw_cases() -> Iterator[tuple[str, Case]]:
             yield f"add_in_order {size} of {count} {dtype}", partial(sums, size, count, dtype)
     for size in (1, 4096, 10_001):
         yield f"row_squares {size}", partial(squares, size, torch.bfloat16)
-    for master, moments in itertools.product((torch.float32, torch.bfloat16), repeat=2):
-        yield f"adamw {master} moments {moments}", partial(step, master, moments)
+    for kinds in itertools.product((torch.float32, torch.bfloat16), repeat=3):
+        yield "adamw {}, gradient {}, moments {}".format(*kinds), partial(step, *kinds)
 
 
 def all_cases() -> list[tuple[str, Case]]:

@@ -14,7 +14,9 @@ from jetrl.errors import UserError
 from jetrl.train.optim import (
     MixedAdamW,
     build_optimizer,
+    clip_factor,
     clip_gradients_,
+    clipped_step,
     global_grad_norm,
     lr_at,
     schedule_factor,
@@ -222,6 +224,56 @@ def test_norm_and_clipping_by_hand():
     assert params[0].grad.tolist() == [1.5, 2.0] and params[1].grad.tolist() == [[6.0]] and params[2].grad is None
 
 
+STATES = [  # masters, moments, offload
+    ("float32", "float32", False), ("float32", "bfloat16", False), ("bfloat16", "float32", False),
+    ("bfloat16", "bfloat16", True), ("float32", "float32", True), ("float32", "8bit", False),
+    ("bfloat16", "8bit", False),
+]
+
+
+@pytest.mark.parametrize(("masters", "moments", "offload"), STATES)
+@pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
+def test_a_clipped_step_is_clipping_and_then_a_step(masters: str, moments: str, offload: bool, grads: torch.dtype):
+    """Three steps: not clipped, and by two factors that are no FP32 numbers. One matrix has 8-bit moments."""
+    if moments == "8bit":
+        pytest.importorskip("torchao")
+    if (masters, moments, offload) == ("float32", "float32", False):
+        grads = torch.float32  # torch's AdamW takes no others
+    settings = config(lr=0.01, master_dtype=masters, optimizer_dtype=moments, offload_optimizer=offload)
+    made = []
+    for _ in range(2):
+        large = torch.randn(64, 128, generator=torch.Generator().manual_seed(7)).to(getattr(torch, masters))
+        params = [*named(getattr(torch, masters)), ("layers.1.large.weight", nn.Parameter(large))]
+        for _, param in params:
+            param.grad_dtype = grads
+        made.append((params, build_optimizer(params, settings)))
+    for seed, norm in ((1, 0.9), (2, 1.7), (3, 2.3)):
+        for i, (params, optimizer) in enumerate(made):
+            g = torch.Generator().manual_seed(seed)
+            for _, param in params:
+                param.grad = torch.randn(param.shape, generator=g).to(grads)
+            if i:
+                clipped_step(optimizer, norm, 1.0)
+            else:
+                factor = clip_gradients_([param for _, param in params], norm, 1.0)
+                assert factor == min(1.0, 1.0 / norm)
+                optimizer.step()
+    (want, one), (got, two) = made
+    for (name, a), (_, b) in zip(want, got, strict=True):
+        assert torch.equal(a, b), name
+    held = [optimizer.state_dict()["state"] for optimizer in (one, two)]
+    for number, slots in held[0].items():
+        for key, value in slots.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(held[1][number][key])), (number, key)
+
+
+def test_mixed_adamw_leaves_a_clipped_gradient_as_it_is():
+    params = with_grads(torch.tensor([3.0, 4.0]))
+    clipped_step(optimizer := MixedAdamW(params, lr=0.0), 5.0, 2.5)
+    assert params[0].grad.tolist() == [3.0, 4.0]
+    assert optimizer.state[params[0]]["exp_avg"].tolist() == pytest.approx([0.15, 0.2], rel=1e-6)  # 0.1 * grad / 2
+
+
 def test_norm_is_accurate():
     """Sizes around the row length and beyond one chunk; against math.fsum."""
     g = torch.Generator().manual_seed(0)
@@ -256,8 +308,8 @@ def test_bad_norms_are_refused():
     assert math.isnan(global_grad_norm(params))
     for norm in (math.nan, math.inf):
         with pytest.raises(ValueError, match=f"gradient norm is {norm}"):
-            clip_gradients_(params, norm, 1.0)
+            clip_factor(norm, 1.0)
     with pytest.raises(UserError, match="max_grad_norm = 0"):
-        clip_gradients_(params, 1.0, 0.0)
+        clip_factor(1.0, 0.0)
     with pytest.raises(ValueError, match="no parameter has a gradient"):
         global_grad_norm([nn.Parameter(torch.ones(1))])

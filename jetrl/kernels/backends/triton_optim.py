@@ -15,11 +15,12 @@ from jetrl.kernels.squares import ROW
 
 @triton.jit
 def _adamw_kernel(
-    param, grad, exp_avg, exp_avg_sq, size, c1, beta2, c2, correction2, eps, decay, rate, B: tl.constexpr
+    param, grad, exp_avg, exp_avg_sq, size, factor, c1, beta2, c2, correction2, eps, decay, rate, B: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < size
-    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
+    g = g.to(grad.dtype.element_ty).to(tl.float32)  # as a product that is stored, and read again
     m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)
     p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
@@ -106,7 +107,7 @@ def adamw_step_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     """`reference.adamw_step_`, bit-equal."""
     (beta1, beta2), size = numbers.betas, param.numel()
     _adamw_kernel[(triton.cdiv(size, 2048),)](
-        param, grad, exp_avg, exp_avg_sq, size, 1 - beta1, beta2, 1 - beta2, 1 - beta2**numbers.step, numbers.eps,
-        1 - numbers.lr * numbers.weight_decay, -numbers.lr / (1 - beta1**numbers.step), B=2048, num_warps=8,
-        enable_fp_fusion=False,
+        param, grad, exp_avg, exp_avg_sq, size, numbers.factor, 1 - beta1, beta2, 1 - beta2, 1 - beta2**numbers.step,
+        numbers.eps, 1 - numbers.lr * numbers.weight_decay, -numbers.lr / (1 - beta1**numbers.step), B=2048,
+        num_warps=8, enable_fp_fusion=False,
     )

@@ -279,13 +279,14 @@ def clip_gradients_(params: Iterable[nn.Parameter], norm: float, max_norm: float
 def clipped_step(optimizer: torch.optim.Optimizer, norm: float, max_norm: float) -> None:
     """`clip_gradients_` on what `optimizer` has, then its step: the same bits in weights and moments.
 
-    Our own optimizers multiply as they read. torch's finds the product in `.grad`.
+    `MixedAdamW` multiplies as it reads and leaves `.grad` as it is. Others, which compute in an order of their own that
+    a product within would change, find the product in `.grad`.
     """
-    if isinstance(optimizer, torch.optim.AdamW):
-        clip_gradients_((param for group in optimizer.param_groups for param in group["params"]), norm, max_norm)
-        optimizer.step()
-    else:
-        optimizer.step(factor=clip_factor(norm, max_norm))  # type: ignore[call-overload]
+    if isinstance(optimizer, MixedAdamW):
+        optimizer.step(factor=clip_factor(norm, max_norm))
+        return
+    clip_gradients_((param for group in optimizer.param_groups for param in group["params"]), norm, max_norm)
+    optimizer.step()
 
 
 def fixed_order_sum(values: Tensor) -> Tensor:

@@ -38,7 +38,6 @@ def _quiet(*names: str) -> Iterator[None]:
 try:
     with _quiet("torchao", "torch.utils._pytree"):
         from torchao.optim import AdamW8bit
-        from torchao.optim.adam import single_param_adam
         from torchao.optim.subclass_8bit import OptimState8bit
 except ImportError as error:
     raise UserError(
@@ -82,47 +81,15 @@ class EightBitAdamW(AdamW8bit):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bf16_stochastic_round=False)
 
-    def step(self, closure: Callable[[], float] | None = None, *, factor: float = 1.0) -> None:
-        """One step with all gradients times `factor`, with the bits of products that are stored first.
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One step. torchao compiles it for every shape; on a CPU the same operations run without compilation.
 
-        torchao compiles it for every shape, and a step with a factor again; on a CPU the same operations run without
-        compilation. Compiling takes seconds per shape and a C++ compiler, and pays off where a step is memory-bound: on
-        a GPU. Gradients in BF16 are multiplied in place: compiled code would not round the product to BF16.
+        Compiling takes seconds per shape and a C++ compiler, and pays off where a step is memory-bound: on a GPU.
         """
         assert closure is None, "closures are not supported"
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        others = [param.grad for param in params if param.grad.dtype != torch.float32]
-        on_gpu = any(param.is_cuda for param in params)
-        with contextlib.nullcontext() if on_gpu else torch.compiler.set_stance("force_eager"), torch.no_grad():
-            if factor != 1.0 and not others:
-                self._scaled_step(factor)
-                return
-            if factor != 1.0:
-                for param in params:
-                    param.grad.mul_(factor)
+        on_gpu = any(param.is_cuda for group in self.param_groups for param in group["params"])
+        with contextlib.nullcontext() if on_gpu else torch.compiler.set_stance("force_eager"):
             super().step()
-
-    def _scaled_step(self, factor: float) -> None:
-        """torchao's step, with `_scaled_adam`."""
-        rounded = float(torch.tensor(factor, dtype=torch.float32))
-        scaled_adam = torch.compile(_scaled_adam, fullgraph=True, dynamic=False)
-        times: Tensor | None = None
-        with torch._dynamo.utils.disable_cache_limit():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    state = self.state[p]
-                    if not state:
-                        state["step"] = torch.tensor(0.0)
-                        state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(p, True), self._new_buffer(p, False)
-                    state["step"] += 1
-                    if times is None:
-                        times = torch.full((), rounded, dtype=torch.float64, device=p.device)
-                    scaled_adam(
-                        times, p.detach(), p.grad, state["step"], state["exp_avg"], state["exp_avg_sq"], None,
-                        group["lr"], *group["betas"], group["weight_decay"], group["eps"], True, False,
-                    )
 
     def state_dict(self) -> dict[str, Any]:
         full = super().state_dict()
@@ -137,12 +104,6 @@ class EightBitAdamW(AdamW8bit):
         for number, param in zip(numbers, params, strict=True):
             if number in state_dict["state"]:
                 self.state[param] = _quantized(state_dict["state"][number], param)
-
-
-def _scaled_adam(times: Tensor, p: Tensor, grad: Tensor, *rest: Any) -> None:
-    """torchao's Adam on `grad * times`, FP32 rounded once: `times` is an FP32 number in float64, where the product is
-    exact. In FP32 the compiler would join it with the subtraction that follows, and round both at once."""
-    single_param_adam(p, (grad.to(torch.float64) * times).to(torch.float32), *rest)
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Tensor]:

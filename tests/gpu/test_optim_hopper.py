@@ -82,39 +82,6 @@ def test_a_clipped_step_has_the_bits_of_clipping_first(
                 assert torch.equal(made[0][1].state[one][key], made[1][1].state[two][key]), (t, key)
 
 
-@pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
-def test_a_clipped_step_with_8_bit_moments_has_the_bits_of_clipping_first(
-    master: torch.dtype, grads: torch.dtype
-) -> None:
-    """A product in compiled code must not be joined with what follows. (37, 113) has no 8-bit moments."""
-    pytest.importorskip("torchao")
-    from jetrl.train.optim_8bit import EightBitAdamW
-
-    shapes, made = [(1024, 768), (256, 64), (37, 113), (64,)], []
-    for _ in range(2):
-        g = torch.Generator().manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, generator=g).to("cuda", master)) for shape in shapes]
-        made.append((params, EightBitAdamW(params, 1e-3, weight_decay=0.1)))
-    for t, norm in enumerate((1.3530657, 0.5, 3.1, 77.7)):
-        g = torch.Generator("cuda").manual_seed(t)
-        values = [torch.randn(shape, generator=g, device="cuda").to(grads) for shape in shapes]
-        for i, (params, optimizer) in enumerate(made):
-            for param, value in zip(params, values, strict=True):
-                param.grad_dtype = grads
-                param.grad = value.clone()
-            if i:
-                clipped_step(optimizer, norm, 1.0)
-            else:
-                clip_gradients_(params, norm, 1.0)
-                optimizer.step()
-        states = [optimizer.state_dict()["state"] for _, optimizer in made]
-        for n, (one, two) in enumerate(zip(*(params for params, _ in made), strict=True)):
-            assert torch.equal(one, two), (t, n)
-            for key, value in states[0][n].items():
-                assert torch.equal(value, states[1][n][key]), (t, n, key)
-
-
 def test_a_step_takes_six_pieces_of_device_memory_and_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "PIECE", 1 << 20)
     params, optimizer = optimizer_of(torch.bfloat16, torch.float32, True)

@@ -55,9 +55,10 @@ def _store_expert_columns(
     """`store_columns` of one block of 128 rows, in its expert's part of the result."""
     start, size = _expert_of(starts, block, E, EB)
     first = start // 128
+    words = tl.multiple_of(size // 4, 32)  # of a column: so stores are of 16 bytes
     store_columns(
-        a, b, c, d, words_t + start // 4 * C, scale_t + first * scale_t_stride, block - first, 0, cols, inside,
-        size // 4, scale_t_stride, FLOOR, POW2, False, True,
+        a, b, c, d, words_t + tl.multiple_of(start // 4, 32) * C, scale_t + first * scale_t_stride, block - first, 0,
+        cols, inside, words, scale_t_stride, FLOOR, POW2, False, True,
     )
 
 
@@ -208,7 +209,7 @@ def _quantized(
             codes_t.view(torch.int32), scale_t, experts, c, section, x.stride(0), codes.stride(0), scale.stride(1),
             scale_t.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2_rows, POW2_T=pow2, CB=block,
             EB=triton.next_power_of_2(experts), GATHER=gather, WEIGHTED=row_weights is not None,
-            ROWS=sections is not None, num_warps=warps, enable_fp_fusion=False,
+            ROWS=sections is not None, num_warps=warps, maxnreg=128, enable_fp_fusion=False,
         )
     return q, (codes_t, scale_t.T)
 

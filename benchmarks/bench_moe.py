@@ -244,14 +244,12 @@ def gradient_ops(tokens: int) -> dict[str, Any]:
     x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
     up = torch.randn(e * 2 * f, d, device="cuda", dtype=torch.bfloat16) * 0.02
     up_t = ops.prepare_experts_fp8_t(ops.quantize_weight(up, False, (f, f) * e), e)
-    logits = torch.randn(tokens, e, device="cuda")
+    logits, d_weights = torch.randn(tokens, e, device="cuda"), torch.randn(tokens, k, device="cuda")
     chosen, weights = ops.route(logits, k, True)
     groups = ops.group(chosen, e, 128)
-    rows = ops.dispatch(x, groups)
-    dy = torch.randn(len(groups.tokens), 2 * f, device="cuda", dtype=torch.bfloat16)
-    dy_q, grad = quantize_act(dy, False, (f, f)), torch.zeros(e * 2 * f, d, device="cuda")
+    rows, dy = ops.dispatch(x, groups), torch.randn(len(groups.tokens), 2 * f, device="cuda", dtype=torch.bfloat16)
+    dy_q, grad, act = quantize_act(dy, False, (f, f)), torch.zeros(e * 2 * f, d, device="cuda"), dy[:, :f].contiguous()
     dy_t, x_t = ops.quantize_rows_t(dy, groups, False), ops.quantize_rows_t(rows, groups, False)
-    d_weights, act = torch.randn(tokens, k, device="cuda"), dy[:, :f].contiguous()
     return {
         "combine_backward": lambda: ops.combine_backward(x, rows, weights, groups),
         "quantize dy": lambda: quantize_act(dy, False, (f, f)),

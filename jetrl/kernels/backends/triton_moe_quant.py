@@ -49,11 +49,10 @@ def _expert_of(starts, block, E, EB: tl.constexpr):
 
 @triton.jit
 def _store_expert_columns(
-    a, b, c, d, words_t, scale_t, starts, block, cols, inside, C, E, scale_t_stride,
-    FLOOR: tl.constexpr, POW2: tl.constexpr, EB: tl.constexpr,
+    a, b, c, d, words_t, scale_t, start, size, block, cols, inside, C, scale_t_stride,
+    FLOOR: tl.constexpr, POW2: tl.constexpr,
 ):
-    """`store_columns` of one block of 128 rows, in its expert's part of the result."""
-    start, size = _expert_of(starts, block, E, EB)
+    """`store_columns` of one block of 128 rows, in the part of the result of the expert that `_expert_of` gives."""
     first = start // 128
     words = tl.multiple_of(size // 4, 32)  # of a column: so stores are of 16 bytes
     store_columns(
@@ -112,6 +111,7 @@ def _both_kernel(
         b = _quarter(x, tokens, row_weights, row + 1, cols, inside, x_stride, GATHER, WEIGHTED)
         c = _quarter(x, tokens, row_weights, row + 2, cols, inside, x_stride, GATHER, WEIGHTED)
         d = _quarter(x, tokens, row_weights, row + 3, cols, inside, x_stride, GATHER, WEIGHTED)
+        start, size = _expert_of(starts, block, E, EB)  # while rows are on their way
         if ROWS:
             end = tl.where(stop < C, stop, codes_stride)  # zeros behind the last section
             _store_rows(a, codes, scale, group, row, cols, end, codes_stride, scale_stride, FLOOR, POW2)
@@ -119,7 +119,7 @@ def _both_kernel(
             _store_rows(c, codes, scale, group, row + 2, cols, end, codes_stride, scale_stride, FLOOR, POW2)
             _store_rows(d, codes, scale, group, row + 3, cols, end, codes_stride, scale_stride, FLOOR, POW2)
         _store_expert_columns(
-            a, b, c, d, words_t, scale_t, starts, block, cols, inside, C, E, scale_t_stride, FLOOR, POW2_T, EB
+            a, b, c, d, words_t, scale_t, start, size, block, cols, inside, C, scale_t_stride, FLOOR, POW2_T
         )
 
 
@@ -145,13 +145,19 @@ def _weights_kernel(
 
 
 @triton.jit
-def _swiglu_quarter(grad, gate_up, tokens, out, row, cols, inside, x_stride, F: tl.constexpr):
-    """Every fourth row of a block: writes both parts of the gradient, returns SwiGLU's output (rounded, as FP32)."""
+def _swiglu_loads(grad, gate_up, tokens, row, cols, inside, x_stride, F: tl.constexpr):
+    """Every fourth row of a block: gate, up and the gradient, and where they are real."""
     mask = (tl.load(tokens + row) >= 0)[:, None] & inside[None, :]
     at = gate_up + row[:, None] * x_stride + cols[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(grad + row[:, None] * F + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(at, mask=mask, other=0.0)
+    up = tl.load(at + F, mask=mask, other=0.0)
+    return gate, up, tl.load(grad + row[:, None] * F + cols[None, :], mask=mask, other=0.0), mask
+
+
+@triton.jit
+def _swiglu_quarter(gate, up, g, mask, out, row, cols, F: tl.constexpr):
+    """Writes both parts of the gradient, returns SwiGLU's output (rounded, as FP32)."""
+    gate, up, g = gate.to(tl.float32), up.to(tl.float32), g.to(tl.float32)
     sig = sigmoid32(gate)
     silu = gate * sig
     to = out + row[:, None] * (2 * F) + cols[None, :]
@@ -165,18 +171,26 @@ def _swiglu_backward_act_kernel(
     grad, gate_up, tokens, starts, out, words_t, scale_t, E, x_stride, scale_t_stride,
     F: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr, CB: tl.constexpr, EB: tl.constexpr,
 ):
-    """128 rows of one expert, of CB columns of gate and of up; `out` is left as it is in padding."""
+    """128 rows of one expert, of CB columns of gate and of up; `out` is left as it is in padding.
+
+    All is read before anything is written: a load does not pass a store.
+    """
     block = tl.program_id(1).to(tl.int64)
     if block * 128 < tl.load(starts + E):
         cols = tl.program_id(0) * CB + tl.arange(0, CB)
         inside = cols < F
         row = block * 128 + tl.arange(0, 32) * 4
-        a = _swiglu_quarter(grad, gate_up, tokens, out, row, cols, inside, x_stride, F)
-        b = _swiglu_quarter(grad, gate_up, tokens, out, row + 1, cols, inside, x_stride, F)
-        c = _swiglu_quarter(grad, gate_up, tokens, out, row + 2, cols, inside, x_stride, F)
-        d = _swiglu_quarter(grad, gate_up, tokens, out, row + 3, cols, inside, x_stride, F)
+        gate_a, up_a, g_a, real_a = _swiglu_loads(grad, gate_up, tokens, row, cols, inside, x_stride, F)
+        gate_b, up_b, g_b, real_b = _swiglu_loads(grad, gate_up, tokens, row + 1, cols, inside, x_stride, F)
+        gate_c, up_c, g_c, real_c = _swiglu_loads(grad, gate_up, tokens, row + 2, cols, inside, x_stride, F)
+        gate_d, up_d, g_d, real_d = _swiglu_loads(grad, gate_up, tokens, row + 3, cols, inside, x_stride, F)
+        start, size = _expert_of(starts, block, E, EB)
+        a = _swiglu_quarter(gate_a, up_a, g_a, real_a, out, row, cols, F)
+        b = _swiglu_quarter(gate_b, up_b, g_b, real_b, out, row + 1, cols, F)
+        c = _swiglu_quarter(gate_c, up_c, g_c, real_c, out, row + 2, cols, F)
+        d = _swiglu_quarter(gate_d, up_d, g_d, real_d, out, row + 3, cols, F)
         _store_expert_columns(
-            a, b, c, d, words_t, scale_t, starts, block, cols, inside, F, E, scale_t_stride, FLOOR, POW2, EB
+            a, b, c, d, words_t, scale_t, start, size, block, cols, inside, F, scale_t_stride, FLOOR, POW2
         )
 
 
@@ -197,7 +211,7 @@ def _quantized(
     size, c, experts, device = len(groups.tokens), x.shape[1], len(groups.counts), x.device
     codes_t, scale_t = _new_columns(size, c, groups, device)
     section, q = (sections or (c,))[0], None
-    block, warps = (64, 4) if sections is None else (BLOCK, 8)
+    block, warps, registers = (64, 4, 96) if sections is None else (BLOCK, 8, 128)
     if sections is not None:
         scale = new_scale(size, len(sections) * triton.cdiv(section, BLOCK), device)
         q = QTensor(new_codes(size, c, device), scale, "1x128", (size,), sections)
@@ -209,7 +223,7 @@ def _quantized(
             codes_t.view(torch.int32), scale_t, experts, c, section, x.stride(0), codes.stride(0), scale.stride(1),
             scale_t.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2_rows, POW2_T=pow2, CB=block,
             EB=triton.next_power_of_2(experts), GATHER=gather, WEIGHTED=row_weights is not None,
-            ROWS=sections is not None, num_warps=warps, maxnreg=128, enable_fp_fusion=False,
+            ROWS=sections is not None, num_warps=warps, maxnreg=registers, enable_fp_fusion=False,
         )
     return q, (codes_t, scale_t.T)
 
@@ -258,7 +272,7 @@ def swiglu_rows_backward_quantize(
         _swiglu_backward_act_kernel[(triton.cdiv(f, 64), size // BLOCK)](
             grad, gate_up, groups.tokens, groups.starts, out, codes.view(torch.int32), scale, experts,
             gate_up.stride(0), scale.stride(0), F=f, FLOOR=_FLOOR_BITS, POW2=pow2_t, CB=64,
-            EB=triton.next_power_of_2(experts), num_warps=4, maxnreg=128, enable_fp_fusion=False,
+            EB=triton.next_power_of_2(experts), num_warps=8, maxnreg=128, enable_fp_fusion=False,
         )
     q, columns = _quantized(out, groups, pow2_t, (f, f), pow2)
     assert q is not None

@@ -302,8 +302,9 @@ def all_cases() -> list[tuple[str, Case]]:
         for kind, c, pow2 in itertools.product(("normal", "wide", "nan"), few((72, 136, 1536)), (False, True)):
             if (kind, pow2) != ("nan", True):
                 yield f"quantize_rows_t {kind} {c} {pow2}", partial(columns_case, kind, c, pow2)
-                yield f"combine, quantized {kind} {c} {pow2}", partial(combine_quantize_case, kind, c, pow2)
-                yield f"swiglu gradient, quantized {kind} {c} {pow2}", partial(swiglu_quantize_case, kind, c, pow2)
+                if not INTERPRET or (c == 136 and (kind, pow2) != ("wide", True)):
+                    yield f"combine, quantized {kind} {c} {pow2}", partial(combine_quantize_case, kind, c, pow2)
+                    yield f"swiglu gradient, quantized {kind} {c} {pow2}", partial(swiglu_quantize_case, kind, c, pow2)
         for sections, k in few((((72, 72), 136), ((192,), 96), ((768, 768), 2048))):
             yield f"transpose {sections} {k}", partial(transpose_case, sections, k)
 

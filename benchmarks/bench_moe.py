@@ -94,8 +94,7 @@ def floor_ms(spec: ModelSpec, fp8: bool, kv8: bool, batch: int, context: float, 
 def flops(spec: ModelSpec, lengths: list[int]) -> float:
     """Model FLOPs of an update by active parameters: three passes over linear layers, head and causal attention."""
     assert spec.experts is not None
-    experts = spec.experts
-    layer = dense_of_layer(spec) + experts.per_token * expert_size(spec) + experts.count * spec.hidden_size
+    layer = dense_of_layer(spec) + spec.experts.per_token * expert_size(spec) + spec.experts.count * spec.hidden_size
     linear = spec.num_layers * layer + spec.vocab_size * spec.hidden_size
     attention = spec.num_layers * sum(2.0 * n * n * spec.num_heads * spec.head_dim for n in lengths)
     return 3 * (2.0 * linear * sum(lengths) + attention)
@@ -196,12 +195,11 @@ def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    router, up, down = normal(e, d) * 0.02, normal(e * 2 * f, d) * 0.02, normal(e * d, f) * 0.02
-    operand, x = ops.prepare_bf16(router), normal(tokens, d)
+    router, up, down, x = normal(e, d) * 0.02, normal(e * 2 * f, d) * 0.02, normal(e * d, f) * 0.02, normal(tokens, d)
     up8 = ops.prepare_experts_fp8(ops.quantize_weight(up, False, (f, f) * e), e)
     down8 = ops.prepare_experts_fp8(ops.quantize_weight(down, False, (d,) * e), e)
     up16, down16 = ops.prepare_experts_bf16(up, e), ops.prepare_experts_bf16(down, e)
-    bf16 = torch.bfloat16
+    bf16, operand = torch.bfloat16, ops.prepare_bf16(router)
     logits = moe.router_logits(x, router, router, operand)
     chosen, weights = moe.route(logits, k, True)
     groups = ops.group(chosen, e, block)
@@ -230,8 +228,7 @@ def floor_us(op: str, hit: float) -> float | str:
     """What a GEMM's weights alone take."""
     spec = SHAPES[SHAPE]
     assert spec.experts is not None
-    name, _, dtype = op.partition(" ")
-    one = expert_size(spec) / 3  # gate, up or down
+    (name, _, dtype), one = op.partition(" "), expert_size(spec) / 3  # one: gate, up or down
     if name == "wgrad":
         return spec.experts.count * 2 * one * 8 / COPY_TBPS / 1e6
     parts = {"gate_up": 2, "down": 1}.get(name)
@@ -247,14 +244,12 @@ def gradient_ops(tokens: int) -> dict[str, Any]:
     x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
     up = torch.randn(e * 2 * f, d, device="cuda", dtype=torch.bfloat16) * 0.02
     up_t = ops.prepare_experts_fp8_t(ops.quantize_weight(up, False, (f, f) * e), e)
-    logits = torch.randn(tokens, e, device="cuda")
+    logits, d_weights = torch.randn(tokens, e, device="cuda"), torch.randn(tokens, k, device="cuda")
     chosen, weights = ops.route(logits, k, True)
     groups = ops.group(chosen, e, 128)
-    rows = ops.dispatch(x, groups)
-    dy = torch.randn(len(groups.tokens), 2 * f, device="cuda", dtype=torch.bfloat16)
-    dy_q, grad = quantize_act(dy, False, (f, f)), torch.zeros(e * 2 * f, d, device="cuda")
+    rows, dy = ops.dispatch(x, groups), torch.randn(len(groups.tokens), 2 * f, device="cuda", dtype=torch.bfloat16)
+    dy_q, grad, act = quantize_act(dy, False, (f, f)), torch.zeros(e * 2 * f, d, device="cuda"), dy[:, :f].contiguous()
     dy_t, x_t = ops.quantize_rows_t(dy, groups, False), ops.quantize_rows_t(rows, groups, False)
-    d_weights, act = torch.randn(tokens, k, device="cuda"), dy[:, :f].contiguous()
     return {
         "combine_backward": lambda: ops.combine_backward(x, rows, weights, groups),
         "quantize dy": lambda: quantize_act(dy, False, (f, f)),
@@ -265,6 +260,9 @@ def gradient_ops(tokens: int) -> dict[str, Any]:
         "wgrad fp8": lambda: ops.grouped_wgrad_into(dy_t, x_t, groups, grad),
         "wgrad bf16": lambda: ops.grouped_bf16_wgrad_into(dy, rows, groups, grad),
         "swiglu_backward": lambda: ops.swiglu_rows_backward(act, dy, groups),
+        "swiglu_backward_quantize": lambda: ops.swiglu_rows_backward_quantize(act, dy, groups, False, False),
+        "combine_backward_quantize": lambda: ops.combine_backward_quantize(x, rows, weights, groups, False, False),
+        "dispatch_quantize_t": lambda: ops.dispatch_quantize_t(x, groups, False),
         "dispatch_backward": lambda: ops.dispatch_backward(rows, groups),
         "route_backward": lambda: ops.route_backward(d_weights, logits, chosen, weights, True),
         "router_backward": lambda: ops.router_backward(logits, x, up[:e]),

@@ -41,7 +41,8 @@ OPS = (
 # Of mixture-of-experts layers; a backend may lack them all, and is refused for models with experts then.
 EXPERT_OPS = (
     "router_backward", "route", "route_backward", "group", "group_quantize", "dispatch", "dispatch_quantize",
-    "dispatch_backward", "combine", "combine_backward", "swiglu_quantize_rows", "swiglu_rows", "swiglu_rows_backward",
+    "dispatch_quantize_t", "dispatch_backward", "combine", "combine_backward", "combine_backward_quantize",
+    "swiglu_quantize_rows", "swiglu_rows", "swiglu_rows_backward", "swiglu_rows_backward_quantize",
     "prepare_experts_fp8", "prepare_experts_fp8_t", "prepare_experts_bf16", "grouped_fp8_gemm", "grouped_bf16_gemm",
     "grouped_bf16_dgrad", "quantize_rows_t", "grouped_wgrad_into", "grouped_bf16_wgrad_into",
 )

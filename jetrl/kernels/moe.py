@@ -192,6 +192,26 @@ def quantize_rows_t(x: Tensor, groups: Groups, pow2: bool) -> tuple[Tensor, Tens
     return experts_backend_of(x).quantize_rows_t(x, groups, pow2)
 
 
+def dispatch_quantize_t(x: Tensor, groups: Groups, pow2: bool) -> tuple[Tensor, Tensor]:
+    """`quantize_rows_t(dispatch(x, groups))` of `x` [T, D]; no row is copied."""
+    return experts_backend_of(x).dispatch_quantize_t(x, groups, pow2)
+
+
+def combine_backward_quantize(
+    dy: Tensor, y: Tensor, weights: Tensor, groups: Groups, pow2: bool, pow2_t: bool
+) -> tuple[QTensor, tuple[Tensor, Tensor], Tensor]:
+    """The gradient of `combine` for `y` [R, D] by `quantize_act` and by `quantize_rows_t`, and for the weights."""
+    return experts_backend_of(dy).combine_backward_quantize(dy, y, weights, groups, pow2, pow2_t)
+
+
+def swiglu_backward_quantize(
+    grad: Tensor, gate_up: Tensor, groups: Groups, pow2: bool, pow2_t: bool
+) -> tuple[QTensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The gradient of `swiglu` [R, 2F] by `quantize_act` (sections of F) and by `quantize_rows_t`, and its output
+    [R, F] again by `quantize_rows_t`."""
+    return experts_backend_of(grad).swiglu_rows_backward_quantize(grad, gate_up, groups, pow2, pow2_t)
+
+
 def grouped_wgrad_into(
     dy_t: tuple[Tensor, Tensor], x_t: tuple[Tensor, Tensor], groups: Groups, grad: Tensor
 ) -> None:

@@ -184,6 +184,29 @@ def quantize_rows_t(x: Tensor, groups: Groups, pow2: bool) -> tuple[Tensor, Tens
     return q.codes, q.scale
 
 
+def dispatch_quantize_t(x: Tensor, groups: Groups, pow2: bool) -> tuple[Tensor, Tensor]:
+    """`quantize_rows_t` of the rows that `dispatch` makes of `x` [T, D]."""
+    return quantize_rows_t(dispatch(x, groups), groups, pow2)
+
+
+def combine_backward_quantize(
+    dy: Tensor, y: Tensor, weights: Tensor, groups: Groups, pow2: bool, pow2_t: bool
+) -> tuple[QTensor, tuple[Tensor, Tensor], Tensor]:
+    """`combine_backward`, its rows [R, D] quantized along D (`pow2`) and along themselves (`pow2_t`)."""
+    d_rows, d_weights = combine_backward(dy, y, weights, groups)
+    return ref.quantize_1x128(d_rows, pow2), quantize_rows_t(d_rows, groups, pow2_t), d_weights
+
+
+def swiglu_rows_backward_quantize(
+    grad: Tensor, gate_up: Tensor, groups: Groups, pow2: bool, pow2_t: bool
+) -> tuple[QTensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`swiglu_rows_backward` [R, 2F], in sections of F, quantized along them (`pow2`) and along rows (`pow2_t`); and
+    `swiglu_rows` [R, F] of the same `gate_up`, quantized along rows."""
+    d, f = swiglu_rows_backward(grad, gate_up, groups), grad.shape[1]
+    act_t = quantize_rows_t(swiglu_rows(gate_up, groups), groups, pow2_t)
+    return ref.quantize_1x128(d, pow2, (f, f)), quantize_rows_t(d, groups, pow2_t), act_t
+
+
 def grouped_wgrad_into(
     dy_t: tuple[Tensor, Tensor], x_t: tuple[Tensor, Tensor], groups: Groups, grad: Tensor
 ) -> None:

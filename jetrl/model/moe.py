@@ -19,6 +19,7 @@ from jetrl.kernels.groups import Groups
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize import quantize_act
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
+from jetrl.model.fused_experts import fused_experts, fused_experts_recipe
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
 from jetrl.precision.recipe import LinearRecipe, Role
@@ -49,10 +50,9 @@ class _FP8Experts(torch.autograd.Function):
             dx = moe.grouped_fp8_gemm(dy_q, layer.fp8_operand_t(), groups, dy.dtype)
         if ctx.keep:
             codes, scale = ctx.saved_tensors
-            dy_t = moe.quantize_rows_t(dy, groups, recipe.wgrad.left.pow2)
-            grad, dw = _target(layer.weight)
-            moe.grouped_wgrad_into(dy_t, (codes, scale), groups, grad)
-            dw = _finished(layer.weight, dw)
+            dw = layer.add_rows_gradient(
+                moe.quantize_rows_t(dy, groups, recipe.wgrad.left.pow2), (codes, scale), groups
+            )
         return dx, dw, None, None, None, None
 
 
@@ -131,6 +131,14 @@ class ExpertLinear(FlowLinear):
             return _FP8Experts.apply(x, self.weight, self, recipe, groups, self.weight.requires_grad)
         return _BF16Experts.apply(x, self.weight, self, groups)
 
+    def add_rows_gradient(
+        self, dy_t: tuple[Tensor, Tensor], x_t: tuple[Tensor, Tensor], groups: Groups
+    ) -> Tensor | None:
+        """wgrad of FP8 experts, added in place to the master's gradient; None then, else what autograd is to add."""
+        grad, fresh = _target(self.weight)
+        moe.grouped_wgrad_into(dy_t, x_t, groups, grad)
+        return _finished(self.weight, fresh)
+
 
 class Router(Published):
     """The table [E, D] whose product with a token is the logits of its experts, FP32; BF16 under every recipe."""
@@ -191,6 +199,10 @@ class MoE(Block):
         y, residual = self.add_norm(x, residual, tap)
         chosen, weights = self._routed(y, context, tap)
         groups = moe.group(chosen, self.experts.count)
+        if tap is no_tap and torch.is_grad_enabled():
+            recipe = fused_experts_recipe(self.gate_up, self.down, side)
+            if recipe is not None:
+                return fused_experts(y, weights, self.gate_up, self.down, recipe, groups), residual
 
         def see(name: str, rows: Tensor) -> None:
             if tap is not no_tap:  # a tap sees the rows of a token side by side, by rank

@@ -25,6 +25,12 @@ def expert_rows(spec: ModelSpec, tokens: int) -> int:
     return (chosen + min(spec.experts.count, chosen) * (BLOCK - 1)) // BLOCK * BLOCK
 
 
+def fuses_experts(recipe: Recipe, layer: int) -> bool:
+    """Whether a layer's experts are computed by `model.fused_experts`."""
+    into, out = (recipe.linear(layer, role, "train") for role in ("gate_up", "down"))
+    return into is not None and into == out
+
+
 @lru_cache(maxsize=256)
 def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, lean: bool = True, tokens: int = 8192) -> float:
     """Bytes a token that the forward pass of a layer keeps for the backward pass; of `tokens`, which experts pad.
@@ -33,7 +39,7 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, lean: bool = Tru
     what stands between: qkv, the heads after the rotary embedding (unless `lean`), attention's output and log-sums;
     gate and up. Made again are an FP8 linear's input after a norm (`model.normed`), o's, and with wgrad by tiles
     (`model.fused_mlp`) SwiGLU's output. Of experts that for each row, with their outputs, and the router's input and
-    logits.
+    logits; in FP8 (`model.fused_experts`) only their outputs and gate and up.
     """
     def linear(role: str, size: int) -> float:
         return size + size / 32 if recipe.linear(layer, role, "train") is not None else 2 * size
@@ -57,7 +63,8 @@ def saved_of_layer(spec: ModelSpec, recipe: Recipe, layer: int, lean: bool = Tru
         elif block.kind == "moe":
             assert spec.experts is not None
             f, k = spec.experts.intermediate_size, spec.experts.per_token
-            row = linear("gate_up", d) + 4 * f + linear("down", f) + 2 * d + 4
+            inputs = 0.0 if fuses_experts(recipe, layer) else linear("gate_up", d) + linear("down", f)
+            row = inputs + 4 * f + 2 * d + 4
             total += 2 * d + 4 * spec.experts.count + 20 * k + row * expert_rows(spec, tokens) / tokens
         else:  # a block that is not in this package
             total += sum(linear(role, w.in_size) + 2 * sum(w.sections) for role, w in block.linears(spec).items())
@@ -88,20 +95,25 @@ def passing(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -> int
     head = 2 * v * kept + max(chunk, 4 * v * spec.hidden_size if summed else 0)
     layer = tokens * (4 * spec.hidden_size + 10 * spec.intermediate_size)
     if spec.experts is not None:
-        layer = max(layer, _passing_experts(spec, tokens, checkpointing, summed))
+        layer = max(layer, _passing_experts(spec, recipe, tokens, checkpointing, summed))
     if checkpointing:
         lean = config.train.lean_backward
         layer += int(tokens * max(saved_of_layer(spec, recipe, i, lean, tokens) for i in range(spec.num_layers)))
     return max(head, layer)
 
 
-def _passing_experts(spec: ModelSpec, tokens: int, checkpointing: bool, summed: bool) -> int:
+def _passing_experts(spec: ModelSpec, recipe: Recipe, tokens: int, checkpointing: bool, summed: bool) -> int:
     """What the backward pass of experts makes: gradients of rows with their codes both ways, the router's in FP32.
 
-    Gradients in BF16 take the sum of all experts in FP32; with checkpointing the codes for dgrad are made on the way.
+    Fused, these are at most the codes of combine's gradient along rows next to the gradients of SwiGLU's output and
+    input and the codes of both ways, or codes both ways next to the gradient of the tokens' rows. Gradients in BF16
+    take the sum of all experts in FP32; with checkpointing the codes for dgrad are made on the way.
     """
     assert spec.experts is not None
     d, f = spec.hidden_size, spec.experts.intermediate_size
+    row = 6 * d + 8 * f
+    if all(fuses_experts(recipe, layer) for layer in spec.expert_layers):
+        row = max(d + 11 * f, 2 * d + 4 * f) * 33 // 32
     matrix = spec.experts.count * 2 * f * d
     made = matrix * ((4 if summed else 0) + (1 if checkpointing else 0))
-    return expert_rows(spec, tokens) * (6 * d + 8 * f) + 8 * tokens * d + made
+    return expert_rows(spec, tokens) * row + 8 * tokens * d + made

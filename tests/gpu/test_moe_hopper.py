@@ -16,6 +16,7 @@ from jetrl.kernels.backends.triton_moe_decode import group_quantize
 from jetrl.kernels.backends.triton_route import PaddedGroups
 from jetrl.kernels.backends.triton_route import group as grouped
 from jetrl.kernels.dispatch import load_backend, require_experts
+from jetrl.kernels.qtensor import QTensor
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -138,6 +139,49 @@ def test_weight_gradients(ops, shape: tuple[int, int, int, int], dtype: torch.dt
         exact = held[mine].double() + dy[at].double().T @ x[at].double()
         assert relative_error(bf16[mine], exact) < (1e-6 if dtype == torch.float32 else 3e-3), f"BF16, expert {e}"
     assert not (flat == experts - 1).any() and torch.equal(fp8[-2 * f :], held[-2 * f :])
+
+
+@pytest.mark.parametrize("tokens", [1, 90, 6000])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pow2", [False, True])
+def test_codes_for_gradients_are_those_of_separate_kernels(
+    ops, shape: tuple[int, int, int, int], pow2: bool, tokens: int
+) -> None:
+    """In sizes of a real model too: rows, columns up to the end of the last group, and gradients of weights."""
+    experts, k, d, f = shape
+    groups = grouped(chosen_of(tokens, experts, k), experts, 128)
+    at, total = groups.rows.flatten(), int(groups.total)
+
+    def same(got: Tensor, want: Tensor, name: str) -> None:
+        bits = torch.uint8 if got.dtype == torch.float8_e4m3fn else got.dtype
+        assert torch.equal(got.view(bits), want.view(bits)), name
+
+    def same_rows(got: QTensor, rows: Tensor, sections: tuple[int, ...], name: str) -> None:
+        want = ops.quantize_act(rows, pow2, sections)
+        assert got.col_sections == want.col_sections
+        same(got.codes.view(torch.uint8)[at], want.codes.view(torch.uint8)[at], name)
+        same(got.scale[at], want.scale[at], name)
+
+    def same_columns(got: tuple[Tensor, Tensor], rows: Tensor, name: str) -> None:
+        want = ops.quantize_rows_t(rows, groups, pow2)
+        held = total * rows.shape[1]
+        same(got[0].view(-1)[:held], want[0].view(-1)[:held], name)
+        same(got[1][:, : total // 128], want[1][:, : total // 128], name)
+
+    x, dy = matrix(tokens, d, 1), matrix(tokens, d, 2)
+    same_columns(ops.dispatch_quantize_t(x, groups, pow2), ops.dispatch(x, groups), "tokens")
+    y, weights = rows_of(matrix(tokens * k, d, 3), groups), torch.rand(tokens, k, device=CUDA)
+    rows, d_weights = ops.combine_backward(dy, y, weights, groups)
+    q, columns, got = ops.combine_backward_quantize(dy, y, weights, groups, pow2, pow2)
+    same(got, d_weights, "weights")
+    same_rows(q, rows, (d,), "rows of combine")
+    same_columns(columns, rows, "columns of combine")
+    hidden, grad = rows_of(matrix(tokens * k, 2 * f, 4), groups), rows_of(matrix(tokens * k, f, 5), groups)
+    q, columns, act_t = ops.swiglu_rows_backward_quantize(grad, hidden, groups, pow2, pow2)
+    rows = ops.swiglu_rows_backward(grad, hidden, groups)
+    same_rows(q, rows, (f, f), "rows of SwiGLU")
+    same_columns(columns, rows, "columns of SwiGLU")
+    same_columns(act_t, ops.swiglu_rows(hidden, groups), "output of SwiGLU")
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:])

@@ -11,6 +11,7 @@ from torch import Tensor
 from jetrl.api import random_model
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.kernels.qtensor import QTensor
+from jetrl.model import moe
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.parity import Workload, certify
@@ -33,9 +34,9 @@ PRECISIONS = ["bf16", "fp8"]
 FLOWS = [*PRECISIONS, "fp8 kv"]
 
 
-def build(name: str, flow: str, masters: torch.dtype = torch.float32) -> Transformer:
+def build(name: str, flow: str, masters: torch.dtype = torch.float32, **more: str) -> Transformer:
     spec = SPECS[name]
-    recipe = Recipe(flow.removesuffix(" kv"), spec.num_layers)
+    recipe = Recipe(flow.removesuffix(" kv"), spec.num_layers, **more)
     if flow.endswith(" kv"):
         recipe = replace(recipe, kv_cache=kv_head(spec.head_dim))
     with torch.device(CUDA):
@@ -91,12 +92,17 @@ def values_of(q: QTensor) -> Tensor:
     return q.codes.to(torch.float32) * scale
 
 
-def gradients(model: Transformer) -> dict[str, Tensor]:
+def learned(model: Transformer, lengths: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs and gradients."""
     model.zero_grad()
-    batch, targets = packed(model, (150, 77, 420))
+    batch, targets = packed(model, lengths)
     logp, entropy = model.token_logprobs(model(batch), targets, 1.0)
     (-logp.mean() - 0.01 * entropy.mean()).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters()}
+    return logp.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    return learned(model, (150, 77, 420))[1]
 
 
 @pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
@@ -130,6 +136,28 @@ def test_gradients_repeat_and_agree_with_bf16(name: str, masters: torch.dtype) -
         if off > 4 * least + 0.002 or not 0.8 < size < 1.25:
             wrong.append(f"{p_name}: 1 - cosine {off:.4f}, by weights alone {least:.4f}, size {size:.3f}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("wgrad", ["row", "tile"])
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(SPECS))
+def test_the_fused_experts_have_the_bits_of_separate_ops(
+    name: str, masters: torch.dtype, wgrad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs and all gradients, with groups that are empty, short and long, next to rows of padding."""
+    model, plain = build(name, "fp8", masters, wgrad=wgrad), moe.fused_experts
+    accumulate_in(model, torch.float32)
+    calls: list[int] = []
+    monkeypatch.setattr(moe, "fused_experts", lambda *given: calls.append(1) or plain(*given))
+    many = ((1, 2), (150, 77, 420), (2000,))
+    fused = [learned(model, lengths) for lengths in many]
+    assert len(calls) == len(many) * len(SPECS[name].expert_layers)
+    monkeypatch.setattr(moe, "fused_experts_recipe", lambda *given: None)
+    for lengths, (logp, grads) in zip(many, fused, strict=True):
+        want_logp, want = learned(model, lengths)
+        assert torch.equal(logp, want_logp) and logp.isfinite().all(), f"log-probs of {lengths}"
+        wrong = [n for n in want if not torch.equal(grads[n], want[n])]
+        assert not wrong, f"{lengths}: {wrong}"
 
 
 def test_gradients_agree_with_the_cpu() -> None:

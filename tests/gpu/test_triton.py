@@ -42,7 +42,7 @@ def test_large_shapes_equal_their_definitions() -> None:
         if cols <= 8192:  # beyond, the definition itself leaves the order of the sum open
             got, want = cases.tp.rms_norm(x.cuda(), w.cuda(), 1e-6), cases.ref.rms_norm(x, w, 1e-6)
             cases.equal("rms_norm", got, want)
-        q = cases.tp.swiglu_quantize(x.cuda(), False)
+        q = cases.ts.swiglu_quantize(x.cuda(), False)
         cases.equal_q("swiglu", q, cases.ref.quantize_1x128(cases.ref.swiglu(x)))
 
 
@@ -89,6 +89,6 @@ def test_sigmoid_of_every_bf16_value() -> None:
 
     gate = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(64, 1024)
     x = torch.cat([gate, torch.ones_like(gate)], 1)
-    cases.equal("swiglu", cases.tp.swiglu(x.cuda()), cases.ref.swiglu(x))
-    got, want = cases.tp.swiglu_quantize(x.cuda(), False), cases.ref.quantize_1x128(cases.ref.swiglu(x))
+    cases.equal("swiglu", cases.ts.swiglu(x.cuda()), cases.ref.swiglu(x))
+    got, want = cases.ts.swiglu_quantize(x.cuda(), False), cases.ref.quantize_1x128(cases.ref.swiglu(x))
     cases.equal_q("codes", got, want)

@@ -17,8 +17,9 @@ from triton.runtime.jit import JITFunction
 
 from jetrl.kernels.backends import few_rows_choice, recorded
 from jetrl.kernels.backends.gluon_few_rows import matmul
-from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize, swiglu
+from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize
 from jetrl.kernels.backends.triton_quant import quantize_act
+from jetrl.kernels.backends.triton_swiglu import swiglu
 from jetrl.kernels.compiling import Job, function
 
 

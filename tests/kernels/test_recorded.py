@@ -153,8 +153,9 @@ def test_kernels_have_one_variant_for_all_lengths(monkeypatch: pytest.MonkeyPatc
     from jetrl.kernels.backends.triton_decode import advance
     from jetrl.kernels.backends.triton_logprob import logprobs_and_statistics, sample
     from jetrl.kernels.backends.triton_optim import row_squares
-    from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize, swiglu_quantize
+    from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize
     from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t
+    from jetrl.kernels.backends.triton_swiglu import swiglu_quantize
     from jetrl.kernels.decode import DecodeState
 
     found: dict[str, dict[str, int]] = {}

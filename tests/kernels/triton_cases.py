@@ -30,6 +30,7 @@ from jetrl.kernels.backends import triton_pointwise as tp
 from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.kernels.backends import triton_quant as tq
 from jetrl.kernels.backends import triton_swiglu as ts
+from jetrl.kernels.backends import triton_transpose as tt
 from jetrl.kernels.decode import DecodeState
 from jetrl.rollout.sampler import SamplingTable, sample_rows
 from jetrl.types import LayerCache, SamplingParams
@@ -167,7 +168,7 @@ def quantizer_cases() -> Iterator[tuple[str, Case]]:
                     got = tq.quantize_weight(master.to(DEVICE), pow2, sections, got, rounds=True)
                     equal("codes of what is rounded", got.codes, want.codes)
                     equal("scale of what is rounded", got.scale, want.scale)
-                    t = tq.transpose_codes(got.codes, got.row_sections)
+                    t = tt.transpose_codes(got.codes, got.row_sections)
                     start = first = 0
                     for size in got.row_sections:
                         equal("transposed", t[:, first : first + size], want.codes[start : start + size].T)
@@ -341,11 +342,11 @@ def swiglu_cases() -> Iterator[tuple[str, Case]]:
                 x = sample(rows, 2 * f, kind)
                 if kind == "normal":
                     x = x * 40  # sigmoid saturates on both sides
-                equal("swiglu", tp.swiglu(x.to(DEVICE)), ref.swiglu(x))
+                equal("swiglu", ts.swiglu(x.to(DEVICE)), ref.swiglu(x))
                 for pow2 in (False, True) if kind != "nan" else (False,):
-                    equal_q("fused", tp.swiglu_quantize(x.to(DEVICE), pow2), ref.quantize_1x128(ref.swiglu(x), pow2))
+                    equal_q("fused", ts.swiglu_quantize(x.to(DEVICE), pow2), ref.quantize_1x128(ref.swiglu(x), pow2))
                 g = sample(rows, f, "normal", 4)
-                equal("backward", tp.swiglu_backward(g.to(DEVICE), x.to(DEVICE)), ref.swiglu_backward(g, x))
+                equal("backward", ts.swiglu_backward(g.to(DEVICE), x.to(DEVICE)), ref.swiglu_backward(g, x))
 
             yield f"swiglu {kind} {rows}x{f}", swiglu
 

@@ -17,8 +17,10 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels import reference_moe as rm
 from jetrl.kernels.backends import triton_moe as tm
 from jetrl.kernels.backends import triton_moe_decode as td
+from jetrl.kernels.backends import triton_moe_quant as tq
 from jetrl.kernels.backends import triton_route as tr
 from jetrl.kernels.groups import Groups
+from jetrl.kernels.qtensor import QTensor
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -176,24 +178,83 @@ def swiglu_gradient_case(kind: str, f: int) -> None:
         assert not rows[between(got).to(DEVICE)].view(torch.int16).any(), "padding is not zero"
 
 
-def columns_case(kind: str, c: int, pow2: bool) -> None:
-    """Experts with more than 128 rows, few and none."""
-    tokens, experts = 200, 5
+def uneven(kind: str, cols: int) -> tuple[tr.PaddedGroups, Groups, Tensor]:
+    """Experts with more than 128 rows, with few and with none, and 200 tokens."""
     chosen = torch.tensor([[0, 3]] * 150 + [[3, 1]] * 50)
-    got, want = tr.group(chosen.to(DEVICE), experts, 128), rm.group(chosen, experts)
-    x = sample(tokens * 2, c, kind)
-    padded = torch.full((len(got.tokens), c), float("nan"), dtype=torch.bfloat16)
-    padded[got.rows.flatten().cpu()] = x[want.rows.flatten()]
-    codes, scale = tm.quantize_rows_t(padded.to(DEVICE), got, pow2)
-    want_codes, want_scale = rm.quantize_rows_t(x, want, pow2)
+    return tr.group(chosen.to(DEVICE), 5, 128), rm.group(chosen, 5), sample(200, cols, kind)
+
+
+def with_padding(x: Tensor, got: tr.PaddedGroups, want: Groups) -> Tensor:
+    """The rows `x` of the definition at the places of a GPU's, NaN in padding."""
+    out = torch.full((len(got.tokens), x.shape[1]), float("nan"), dtype=x.dtype)
+    out[got.rows.flatten().cpu()] = x[want.rows.flatten()]
+    return out.to(DEVICE)
+
+
+def equal_columns(
+    name: str, pair: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], got: tr.PaddedGroups, want: Groups,
+) -> None:
+    """Operands of wgrad: expert after expert, each [C, its padded rows]."""
+    (codes, scale), (want_codes, want_scale), c = pair, wanted, len(wanted[0])
     assert codes.shape == (c, len(got.tokens)) and scale.shape == (c, len(got.tokens) // 128) and scale.stride(0) == 1
     flat, first, blocks = codes.reshape(-1), 0, 0
     for size, count, start in zip(got.sizes.tolist(), got.counts.tolist(), want.starts.tolist(), strict=False):
         mine = flat[first * c : (first + size) * c].view(torch.uint8).view(c, size)
-        equal("codes", mine[:, :count].view(codes.dtype), want_codes[:, start : start + count])
-        assert kind == "nan" or not mine[:, count:].any(), "padding is not zero"
-        equal("scale", scale[:, first // 128 : (first + size) // 128], want_scale[:, blocks : blocks + size // 128])
+        equal(f"{name} codes", mine[:, :count].view(codes.dtype), want_codes[:, start : start + count])
+        bad = want_scale[:, blocks : blocks + size // 128].isnan().any(1)  # zero times such a scale is no zero
+        assert not mine[:, count:].cpu()[~bad].any(), f"{name}: padding is not zero"
+        equal(f"{name} scale", scale[:, first // 128 : (first + size) // 128],
+              want_scale[:, blocks : blocks + size // 128])
         first, blocks = first + size, blocks + size // 128
+
+
+def equal_rows(name: str, q: QTensor, definition: QTensor, got: tr.PaddedGroups, want: Groups) -> None:
+    """Codes and scales of the rows of tokens; what a GEMM reads besides is zero."""
+    assert (q.granularity, q.col_sections) == (definition.granularity, definition.col_sections)
+    at, other = got.rows.flatten(), want.rows.flatten()
+    stored = q.codes.as_strided((len(q.codes), q.codes.stride(0)), (q.codes.stride(0), 1)).view(torch.uint8)
+    cols = q.codes.shape[1]
+    equal(f"{name} codes", stored[at, :cols].view(q.codes.dtype), definition.codes.view(torch.uint8)[other].view(
+        q.codes.dtype))
+    equal(f"{name} scale", q.scale[at], definition.scale[other])
+    assert not stored[between(got).to(DEVICE), :cols].any(), f"{name}: padding is not zero"
+    if len(q.col_sections) == 1:
+        clean = ~definition.scale[other][:, -1].isnan()
+        assert not stored[at, cols:].cpu()[clean].any(), f"{name}: the last block's padding is not zero"
+
+
+def columns_case(kind: str, c: int, pow2: bool) -> None:
+    got, want, x = uneven(kind, c)
+    rows = rm.dispatch(x, want) * torch.arange(1, 3).repeat(200).to(x.dtype)[:, None]  # not the same for all experts
+    equal_columns("rows", tq.quantize_rows_t(with_padding(rows, got, want), got, pow2),
+                  rm.quantize_rows_t(rows, want, pow2), got, want)
+    equal_columns("tokens", tq.dispatch_quantize_t(x.to(DEVICE), got, pow2),
+                  rm.dispatch_quantize_t(x, want, pow2), got, want)
+
+
+def combine_quantize_case(kind: str, d: int, pow2: bool) -> None:
+    """The bits of `combine_backward`'s kernel, also of the weights' sums, and the definition's codes of its rows."""
+    got, want, dy = uneven(kind, d)
+    y = with_padding(sample(400, d, "normal", 1), got, want)
+    weights = torch.rand(200, 2, generator=torch.Generator().manual_seed(1))
+    args = dy.to(DEVICE), y, weights.to(DEVICE), got
+    q, columns, d_weights = tq.combine_backward_quantize(*args, pow2, pow2)
+    plain = rm.combine_backward(dy, torch.zeros(400, d, dtype=dy.dtype), weights, want)[0]
+    equal("weights", d_weights, tm.combine_backward(*args)[1])
+    equal_rows("rows", q, ref.quantize_1x128(plain, pow2), got, want)
+    equal_columns("columns", columns, rm.quantize_rows_t(plain, want, pow2), got, want)
+
+
+def swiglu_quantize_case(kind: str, f: int, pow2: bool) -> None:
+    got, want, _ = uneven("normal", 8)
+    x, dy = sample(400, 2 * f, kind), sample(400, f, "normal", 1)
+    q, d_t, act_t = tq.swiglu_rows_backward_quantize(
+        with_padding(dy, got, want), with_padding(x, got, want), got, pow2, pow2
+    )
+    wanted = rm.swiglu_rows_backward_quantize(dy, x, want, pow2, pow2)
+    equal_rows("rows", q, wanted[0], got, want)
+    equal_columns("columns", d_t, wanted[1], got, want)
+    equal_columns("output", act_t, wanted[2], got, want)
 
 
 def transpose_case(sections: tuple[int, ...], k: int) -> None:
@@ -241,6 +302,9 @@ def all_cases() -> list[tuple[str, Case]]:
         for kind, c, pow2 in itertools.product(("normal", "wide", "nan"), few((72, 136, 1536)), (False, True)):
             if (kind, pow2) != ("nan", True):
                 yield f"quantize_rows_t {kind} {c} {pow2}", partial(columns_case, kind, c, pow2)
+                if not INTERPRET or (c == 136 and (kind, pow2) != ("wide", True)):
+                    yield f"combine, quantized {kind} {c} {pow2}", partial(combine_quantize_case, kind, c, pow2)
+                    yield f"swiglu gradient, quantized {kind} {c} {pow2}", partial(swiglu_quantize_case, kind, c, pow2)
         for sections, k in few((((72, 72), 136), ((192,), 96), ((768, 768), 2048))):
             yield f"transpose {sections} {k}", partial(transpose_case, sections, k)
 

@@ -161,7 +161,7 @@ def main(folder: Path, which: str, kv_cache: str, master: str) -> None:
     kinds = {job.name.split()[0] for job in found.values()}
     assert kinds == {"Triton", "Gluon", "DeepGEMM", "DeepGEMM's", "FlashAttention-4"}, kinds
     names = Counter(job.name for job in more.values())
-    for name in ("sample_kernel", "columns_kernel", "swiglu_kernel"):
+    for name in ("sample_kernel", "columns_kernel", "both_kernel" if which == "experts" else "swiglu_kernel"):
         assert names[f"Triton {name}"], f"the run must go through everything, or this finds nothing: {names}"
     print(f"{len(found)} found, {len(more)} in the run, {len(missed)} missed")
     print("\n".join(missed))

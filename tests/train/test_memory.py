@@ -179,8 +179,12 @@ def test_experts_by_hand() -> None:
     assert activations.expert_rows(spec, 1000) == 2432, "2000 choices and 4 x 127, in whole tiles"
     assert activations.expert_rows(spec, 1) == 256 and activations.expert_rows(SMALL, 1000) == 0
     dense, mixed = (activations.saved_of_layer.__wrapped__(s, recipe, 0, True, 1000) for s in (SMALL, spec))
-    row = 264 + 4 * 128 + 132 + 2 * 256 + 4
+    row = 4 * 128 + 2 * 256 + 4  # what both linears read is made again
     of_mlp = 4 + 4 * 512  # SwiGLU's output is made again
+    assert mixed - dense == pytest.approx(2 * 256 + 4 * 4 + 20 * 2 + row * 2.432 - of_mlp)
+    plain = memory.recipe_for(config_of("precision=bf16"), spec)
+    dense, mixed = (activations.saved_of_layer.__wrapped__(s, plain, 0, True, 1000) for s in (SMALL, spec))
+    row, of_mlp = 512 + 4 * 128 + 256 + 2 * 256 + 4, 512 + 4 * 512 + 1024
     assert mixed - dense == pytest.approx(2 * 256 + 4 * 4 + 20 * 2 + row * 2.432 - of_mlp)
     assert of(spec).passing >= of(replace(spec, experts=None, family="qwen3")).passing
 

@@ -47,11 +47,14 @@ from jetrl.kernels.backends.triton_moe import combine_backward as combine_backwa
 from jetrl.kernels.backends.triton_moe import dispatch as dispatch
 from jetrl.kernels.backends.triton_moe import dispatch_backward as dispatch_backward
 from jetrl.kernels.backends.triton_moe import dispatch_quantize as dispatch_quantize
-from jetrl.kernels.backends.triton_moe import quantize_rows_t as quantize_rows_t
 from jetrl.kernels.backends.triton_moe import swiglu_quantize_rows as swiglu_quantize_rows
 from jetrl.kernels.backends.triton_moe import swiglu_rows as swiglu_rows
 from jetrl.kernels.backends.triton_moe import swiglu_rows_backward as swiglu_rows_backward
 from jetrl.kernels.backends.triton_moe_decode import group_quantize as group_quantize
+from jetrl.kernels.backends.triton_moe_quant import combine_backward_quantize as combine_backward_quantize
+from jetrl.kernels.backends.triton_moe_quant import dispatch_quantize_t as dispatch_quantize_t
+from jetrl.kernels.backends.triton_moe_quant import quantize_rows_t as quantize_rows_t
+from jetrl.kernels.backends.triton_moe_quant import swiglu_rows_backward_quantize as swiglu_rows_backward_quantize
 from jetrl.kernels.backends.triton_normed import add_rms_norm_kept, normed_t
 from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares, sum_of_two
 from jetrl.kernels.backends.triton_pointwise import (
@@ -62,15 +65,12 @@ from jetrl.kernels.backends.triton_pointwise import (
     rms_norm_backward,
     rope,
     rope_backward,
-    swiglu,
-    swiglu_backward,
-    swiglu_quantize,
 )
 from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward
 from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
 from jetrl.kernels.backends.triton_route import group as group
 from jetrl.kernels.backends.triton_route import route as route
-from jetrl.kernels.backends.triton_swiglu import swiglu_backward_act
+from jetrl.kernels.backends.triton_swiglu import swiglu, swiglu_backward, swiglu_backward_act, swiglu_quantize
 from jetrl.kernels.reference_moe import route_backward as route_backward
 
 settle_all()  # all kernels are loaded: from here on each is found on disk whoever has compiled it

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backends.triton_quant import has_gaps, padded, transpose_codes
+from jetrl.kernels.backends.triton_quant import has_gaps, padded
+from jetrl.kernels.backends.triton_transpose import transpose_codes
 from jetrl.kernels.qtensor import QTensor
 
 

@@ -23,8 +23,10 @@ from jetrl.kernels.reference_attention import attend_cached as attend_cached
 from jetrl.kernels.reference_attention import write_cache
 from jetrl.kernels.reference_moe import combine as combine
 from jetrl.kernels.reference_moe import combine_backward as combine_backward
+from jetrl.kernels.reference_moe import combine_backward_quantize as combine_backward_quantize
 from jetrl.kernels.reference_moe import dispatch as dispatch
 from jetrl.kernels.reference_moe import dispatch_backward as dispatch_backward
+from jetrl.kernels.reference_moe import dispatch_quantize_t as dispatch_quantize_t
 from jetrl.kernels.reference_moe import group as group
 from jetrl.kernels.reference_moe import grouped_bf16_dgrad as grouped_bf16_dgrad
 from jetrl.kernels.reference_moe import grouped_bf16_gemm as grouped_bf16_gemm
@@ -38,6 +40,7 @@ from jetrl.kernels.reference_moe import router_backward as router_backward
 from jetrl.kernels.reference_moe import swiglu_quantize_rows as swiglu_quantize_rows
 from jetrl.kernels.reference_moe import swiglu_rows as swiglu_rows
 from jetrl.kernels.reference_moe import swiglu_rows_backward as swiglu_rows_backward
+from jetrl.kernels.reference_moe import swiglu_rows_backward_quantize as swiglu_rows_backward_quantize
 from jetrl.kernels.squares import ROW
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 

@@ -23,11 +23,12 @@ from jetrl.kernels.backends.triton_pointwise import sigmoid32
 from jetrl.kernels.backends.triton_quant import (
     _FLOOR_BITS,
     abs_bits,
-    encode,
     new_codes,
     new_scale,
     padded,
+    quotient,
     scale_from,
+    to_bf16,
 )
 from jetrl.kernels.backends.triton_route import PaddedGroups
 from jetrl.kernels.qtensor import QTensor
@@ -58,7 +59,7 @@ def _copy_quantized_kernel(
     v = tl.load(x + token * x_stride + cols, mask=cols < D, other=0.0).to(tl.float32)
     groups = tl.reshape(v, (B // 128, 128))
     s = scale_from(tl.max(abs_bits(groups), axis=1), FLOOR, POW2)
-    q = tl.reshape(encode(groups, s[:, None]).to(tl.uint8, bitcast=True), (B,))
+    q = tl.reshape(quotient(groups, s[:, None], True).to(tl.float8e4nv).to(tl.uint8, bitcast=True), (B,))
     group = first // 128 + tl.arange(0, B // 128)
     for j in tl.static_range(K):
         row = tl.load(rows + token * K + j)
@@ -111,7 +112,7 @@ def _swiglu_quantized_kernel(
     gate_up, rows_of, codes, scale, N, F, x_stride, codes_stride, scale_stride, written, ROWS: tl.constexpr,
     FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`triton_pointwise._swiglu_kernel` for the rows of ROWS choices: no program looks at padding."""
+    """`triton_swiglu._swiglu_kernel` for the rows of ROWS choices: no program looks at padding."""
     begin(PDL)
     choice = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = choice < N
@@ -122,10 +123,9 @@ def _swiglu_quantized_kernel(
     at = gate_up + rows[:, None] * x_stride + cols[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
-    y = (gate * sigmoid32(gate) * up).to(tl.bfloat16)
-    y = tl.where(mask, y.to(tl.float32), 0.0)
+    y = tl.where(mask, to_bf16(gate * sigmoid32(gate) * up), 0.0)
     s = scale_from(tl.max(abs_bits(y), axis=1), FLOOR, POW2)
-    q = encode(y, s[:, None]).to(tl.uint8, bitcast=True)
+    q = quotient(y, s[:, None], True).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=real[:, None] & (cols < written)[None, :])
     tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=real)
 
@@ -134,7 +134,7 @@ def _swiglu_quantized_kernel(
 def _swiglu_kernel(
     grad, gate_up, tokens, total, out, R, F, x_stride, ROWS: tl.constexpr, BACKWARD: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`triton_pointwise`'s swiglu or its gradient, zeros in padding; rows beyond the last group are left alone."""
+    """`triton_swiglu`'s swiglu or its gradient, zeros in padding; rows beyond the last group are left alone."""
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     stop = tl.load(total)
@@ -155,32 +155,6 @@ def _swiglu_kernel(
             tl.store(to + F, (g * (gate * sig)).to(tl.bfloat16), mask=written)
         else:
             tl.store(out + rows[:, None] * F + cols, (gate * sig * up).to(tl.bfloat16), mask=written)
-
-
-@triton.jit
-def _columns_kernel(
-    x, tokens, starts, codes, scale, C, E, x_stride, scale_stride, FLOOR: tl.constexpr, POW2: tl.constexpr,
-    CB: tl.constexpr, EB: tl.constexpr,
-):
-    """128 rows of one expert, of CB columns: written as columns of that expert's [C, its rows]."""
-    block = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, EB)
-    if block * 128 < tl.load(starts + E):
-        stops = tl.load(starts + 1 + expert, mask=expert < E, other=0x7FFFFFFF)
-        mine = tl.sum((stops <= block * 128).to(tl.int32), axis=0)
-        start = tl.load(starts + mine).to(tl.int64)
-        size = tl.load(starts + mine + 1).to(tl.int64) - start
-        rows = block * 128 + tl.arange(0, 128)
-        cols = tl.program_id(1) * CB + tl.arange(0, CB)
-        inside = cols < C
-        real = tl.load(tokens + rows) >= 0
-        v = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        v = v.to(tl.float32)
-        s = scale_from(tl.max(abs_bits(v), axis=0), FLOOR, POW2)
-        q = tl.trans(encode(v, s[None, :]).to(tl.uint8, bitcast=True))
-        to = codes + start * C + cols[:, None].to(tl.int64) * size + (rows - start)[None, :]
-        tl.store(to, q, mask=inside[:, None])
-        tl.store(scale + block * scale_stride + cols, s, mask=inside)
 
 
 @triton.jit
@@ -298,26 +272,6 @@ def swiglu_rows(gate_up: Tensor, groups: PaddedGroups) -> Tensor:
 def swiglu_rows_backward(grad: Tensor, gate_up: Tensor, groups: PaddedGroups) -> Tensor:
     """`reference_moe.swiglu_rows_backward`, bit-equal, with zeros between groups."""
     return _swiglu(gate_up, grad, groups)
-
-
-def quantize_rows_t(x: Tensor, groups: PaddedGroups, pow2: bool) -> tuple[Tensor, Tensor]:
-    """`reference_moe.quantize_rows_t` of whole blocks: padding counts as zeros.
-
-    Codes [C, R] in name: in memory expert after expert, each [C, its padded rows], which is what the k-grouped GEMM
-    reads. Scales [C, R / 128] with the columns of `x` next to each other.
-    """
-    assert groups.block == BLOCK, "groups for gradients have blocks of 128"
-    assert x.dtype == torch.bfloat16 and x.stride(1) == 1
-    (size, c), experts = x.shape, len(groups.counts)
-    codes = torch.empty(c, size, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(size // BLOCK, padded(c, 4), dtype=torch.float32, device=x.device)[:, :c]
-    if size:
-        _columns_kernel[(size // BLOCK, triton.cdiv(c, 64))](
-            x, groups.tokens, groups.starts, codes.view(torch.uint8), scale, c, experts, x.stride(0), scale.stride(0),
-            FLOOR=_FLOOR_BITS, POW2=pow2, CB=64, EB=triton.next_power_of_2(experts), num_warps=4,
-            enable_fp_fusion=False,
-        )
-    return codes, scale.T
 
 
 def transpose_matrices(codes: Tensor, sections: tuple[int, ...], out: Tensor) -> None:

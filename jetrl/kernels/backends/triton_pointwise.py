@@ -24,7 +24,6 @@ from jetrl.kernels.backends.triton_quant import (
     quotient,
     reciprocal,
     scale_from,
-    to_bf16,
 )
 from jetrl.kernels.qtensor import QTensor
 
@@ -34,8 +33,6 @@ _BELOW_2 = tl.constexpr(2.0 - 2.0**-23)
 # Programs of the first stage of a norm's weight gradient: fixed, so that the order of sums is fixed. As many as an H200
 # holds at the same time with rows of 4096, three on each of its 132 multiprocessors.
 _PARTIAL_ROWS = 396
-# Rows of a program and the compiler's options where there are many rows; measured at the sizes of Qwen3-8B
-_SWIGLU: tuple[int, dict[str, int]] = (16, {"num_warps": 4})
 
 
 @triton.jit
@@ -199,47 +196,7 @@ def _rope_kernel(
     tl.store(to + H // 2, (x2 * c + x1 * s).to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
-def _swiglu_kernel(
-    gate_up, out, codes, scale, num_rows, x_stride, codes_stride, scale_stride, written,
-    F: tl.constexpr, R: tl.constexpr, B: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    begin(PDL)
-    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    group = tl.program_id(1)
-    cols = group * B + tl.arange(0, B)
-    alive = (rows < num_rows)[:, None]
-    mask = alive & (cols < F)[None, :]
-    at = gate_up + rows[:, None] * x_stride + cols[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
-    y = gate * sigmoid32(gate) * up
-    if QUANT:
-        y = tl.where(mask, to_bf16(y), 0.0)
-        s = scale_from(tl.max(abs_bits(y), axis=1), FLOOR, POW2)
-        q = quotient(y, s[:, None], True).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=alive & (cols < written)[None, :])
-        tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=rows < num_rows)
-    else:
-        tl.store(out + rows[:, None] * F + cols[None, :], y.to(tl.bfloat16), mask=mask)
-
-
-@triton.jit
-def _swiglu_backward_kernel(grad, gate_up, out, x_stride, F: tl.constexpr, B: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * B + tl.arange(0, B)
-    mask = cols < F
-    gate = tl.load(gate_up + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * x_stride + F + cols, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(grad + row * F + cols, mask=mask, other=0.0).to(tl.float32)
-    sig = sigmoid32(gate)
-    d_gate = (g * up) * (sig * (gate * (1.0 - sig) + 1.0))
-    tl.store(out + row * 2 * F + cols, d_gate.to(tl.bfloat16), mask=mask)
-    tl.store(out + row * 2 * F + F + cols, (g * (gate * sig)).to(tl.bfloat16), mask=mask)
-
-
-def _rows_view(x: Tensor) -> tuple[int, int, int, int]:
+def rows_view(x: Tensor) -> tuple[int, int, int, int]:
     """Rows, heads, and the strides of token and head, of a [T, D] or [T, N, H] tensor with contiguous rows."""
     if x.dtype != torch.bfloat16:
         raise ValueError(f"the hopper backend computes in BF16, got {x.dtype}")
@@ -259,7 +216,7 @@ def norm(
     x: Tensor, residual: Tensor | None, w: Tensor, eps: float, quantize: bool, pow2: bool, inv: Tensor | None = None
 ) -> tuple[Tensor | QTensor, Tensor]:
     """The functions below; `inv` FP32 [T] gets `inv_rms` of each row."""
-    rows, heads, stride, head_stride = _rows_view(x)
+    rows, heads, stride, head_stride = rows_view(x)
     block, r, warps = _norm_tile(d := x.shape[-1])
     assert residual is None or (x.ndim == 2 and residual.shape == x.shape and residual.stride(1) == 1)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -310,7 +267,7 @@ def rms_norm_backward(
     `more`, another gradient of x (from the residual stream), is added to the first after that is rounded.
     """
     assert grad.is_contiguous() and (more is None or (more.is_contiguous() and more.shape == x.shape))
-    rows, heads, stride, head_stride = _rows_view(x)
+    rows, heads, stride, head_stride = rows_view(x)
     block, r, warps = _norm_tile(d := x.shape[-1])
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(_PARTIAL_ROWS, d, dtype=torch.float32, device=x.device)
@@ -323,7 +280,7 @@ def rms_norm_backward(
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     """`reference.add`: `y` of the shape of `x` [T, D], or one row [D] (a bias)."""
-    _rows_view(x)
+    rows_view(x)
     assert y.stride(-1) == 1 and x.ndim == 2
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(2048, triton.next_power_of_2(x.shape[1]))
@@ -336,7 +293,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    _, heads, stride, head_stride = _rows_view(x)
+    _, heads, stride, head_stride = rows_view(x)
     h = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     r = min(16, triton.next_power_of_2(heads))
@@ -356,47 +313,3 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The inverse rotation."""
     return _rope(grad, cos, sin, True)
-
-
-def _swiglu(gate_up: Tensor, quantize: bool, pow2: bool) -> Tensor | QTensor:
-    _rows_view(gate_up)
-    rows, f = gate_up.shape[0], gate_up.shape[1] // 2
-    out = codes = scale = gate_up
-    if quantize:
-        codes, scale = new_codes(rows, f, gate_up.device), new_scale(rows, triton.cdiv(f, 128), gate_up.device)
-    else:
-        out = torch.empty(rows, f, dtype=gate_up.dtype, device=gate_up.device)
-    r, options = _SWIGLU if rows >= 4096 else (8, {"num_warps": 4})
-    if rows:
-        _swiglu_kernel[(triton.cdiv(rows, r), triton.cdiv(f, 128))](
-            gate_up, out, codes.view(torch.uint8) if quantize else codes, scale, rows, gate_up.stride(0),
-            codes.stride(0), scale.stride(1), codes.stride(0), F=f, R=r, B=128, QUANT=quantize, FLOOR=_FLOOR_BITS,
-            POW2=pow2, enable_fp_fusion=False, **options, **LAUNCH,
-        )
-    return QTensor(codes, scale, "1x128", (rows,), (f,)) if quantize else out
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`reference.swiglu` of `gate_up` [T, 2F]."""
-    y = _swiglu(gate_up, False, False)
-    assert isinstance(y, Tensor)
-    return y
-
-
-def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
-    """`quantize_act(swiglu(gate_up))` in one kernel."""
-    y = _swiglu(gate_up, True, pow2)
-    assert isinstance(y, QTensor)
-    return y
-
-
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """`reference.swiglu_backward`, bit-equal."""
-    _rows_view(gate_up)
-    f = grad.shape[1]
-    out = torch.empty(grad.shape[0], 2 * f, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(f))
-    _swiglu_backward_kernel[(grad.shape[0], triton.cdiv(f, block))](
-        grad, gate_up, out, gate_up.stride(0), F=f, B=block, num_warps=4, enable_fp_fusion=False
-    )
-    return out

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jetrl.kernels.backends.triton_cache import scale_place, stored
 from jetrl.kernels.backends.triton_launch import LAUNCH, begin
-from jetrl.kernels.backends.triton_pointwise import _rows_view, aligned_squares, inv_rms_from
+from jetrl.kernels.backends.triton_pointwise import aligned_squares, inv_rms_from, rows_view
 from jetrl.kernels.backends.triton_quant import _FLOOR_BITS, abs_bits, scale_from
 from jetrl.types import LayerCache
 
@@ -176,7 +176,7 @@ def qkv_norm_rope(
     """
     n, g = heads
     t = qkv.shape[0]
-    _rows_view(qkv)
+    rows_view(qkv)
     q = torch.empty(t, n, head_dim, dtype=qkv.dtype, device=qkv.device)
     page, scales = 1, q  # not in use
     if cache is None:
@@ -210,7 +210,7 @@ def qkv_norm_rope_backward(
 
     `grads` of q [T, N, H], k and v [T, G, H]; the rest as `qkv_norm_rope` took it.
     """
-    _rows_view(qkv)
+    rows_view(qkv)
     dq, dk, dv = (grad.contiguous() for grad in grads)
     (t, n, h), g = dq.shape, dk.shape[1]
     assert t > 0 and positions.is_contiguous() and dq.dtype == dk.dtype == dv.dtype == qkv.dtype

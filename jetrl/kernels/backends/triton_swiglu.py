@@ -1,7 +1,7 @@
-"""SwiGLU's gradient, and in the same kernel SwiGLU's output again, in the tiles that down's weight gradient reads.
+"""SwiGLU as Triton kernels, bit-equal to `reference`: alone, with the quantizer after it, and its gradient.
 
-Nothing of SwiGLU's output is then kept for the backward pass, nor written in BF16. Codes, scales and gradients are
-bit-equal to `reference.swiglu_backward_act`.
+`swiglu_backward_act` makes in one kernel the gradient, and SwiGLU's output again in the tiles that down's weight
+gradient reads. Nothing of the output is then kept for the backward pass, nor written in BF16.
 
 Legend: `T` tokens, `F` feed-forward. FP fusion is off, as in `triton_quant`.
 """
@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.triton_pointwise import sigmoid32
+from jetrl.kernels.backends.triton_launch import LAUNCH, begin
+from jetrl.kernels.backends.triton_pointwise import rows_view, sigmoid32
 from jetrl.kernels.backends.triton_quant import (
     _FLOOR_BITS,
     abs_bits,
     new_codes,
+    new_scale,
     new_tile_scale,
     pack4,
     quotient,
@@ -29,8 +31,50 @@ from jetrl.kernels.backends.triton_quant import (
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 
+# Rows of a program and the compiler's options where there are many rows; measured at the sizes of Qwen3-8B
+_SWIGLU: tuple[int, dict[str, int]] = (16, {"num_warps": 4})
 # two programs on a multiprocessor, so that one reads while the other computes
 OPTIONS = {"num_warps": 8, "maxnreg": 128}
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+def _swiglu_kernel(
+    gate_up, out, codes, scale, num_rows, x_stride, codes_stride, scale_stride, written,
+    F: tl.constexpr, R: tl.constexpr, B: tl.constexpr, QUANT: tl.constexpr, FLOOR: tl.constexpr, POW2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    group = tl.program_id(1)
+    cols = group * B + tl.arange(0, B)
+    alive = (rows < num_rows)[:, None]
+    mask = alive & (cols < F)[None, :]
+    at = gate_up + rows[:, None] * x_stride + cols[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
+    y = gate * sigmoid32(gate) * up
+    if QUANT:
+        y = tl.where(mask, to_bf16(y), 0.0)
+        s = scale_from(tl.max(abs_bits(y), axis=1), FLOOR, POW2)
+        q = quotient(y, s[:, None], True).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        tl.store(codes + rows[:, None] * codes_stride + cols[None, :], q, mask=alive & (cols < written)[None, :])
+        tl.store(scale + group.to(tl.int64) * scale_stride + rows, s, mask=rows < num_rows)
+    else:
+        tl.store(out + rows[:, None] * F + cols[None, :], y.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward_kernel(grad, gate_up, out, x_stride, F: tl.constexpr, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * B + tl.arange(0, B)
+    mask = cols < F
+    gate = tl.load(gate_up + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * x_stride + F + cols, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * F + cols, mask=mask, other=0.0).to(tl.float32)
+    sig = sigmoid32(gate)
+    d_gate = (g * up) * (sig * (gate * (1.0 - sig) + 1.0))
+    tl.store(out + row * 2 * F + cols, d_gate.to(tl.bfloat16), mask=mask)
+    tl.store(out + row * 2 * F + F + cols, (g * (gate * sig)).to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -104,3 +148,47 @@ def swiglu_backward_act(grad: Tensor, gate_up: Tensor | QTensor, pow2_t: bool) -
         enable_fp_fusion=False, **OPTIONS,
     )
     return out, QTensor(codes, scale, "128x128", (f,), (rows,))
+
+
+def _swiglu(gate_up: Tensor, quantize: bool, pow2: bool) -> Tensor | QTensor:
+    rows_view(gate_up)
+    rows, f = gate_up.shape[0], gate_up.shape[1] // 2
+    out = codes = scale = gate_up
+    if quantize:
+        codes, scale = new_codes(rows, f, gate_up.device), new_scale(rows, triton.cdiv(f, 128), gate_up.device)
+    else:
+        out = torch.empty(rows, f, dtype=gate_up.dtype, device=gate_up.device)
+    r, options = _SWIGLU if rows >= 4096 else (8, {"num_warps": 4})
+    if rows:
+        _swiglu_kernel[(triton.cdiv(rows, r), triton.cdiv(f, 128))](
+            gate_up, out, codes.view(torch.uint8) if quantize else codes, scale, rows, gate_up.stride(0),
+            codes.stride(0), scale.stride(1), codes.stride(0), F=f, R=r, B=128, QUANT=quantize, FLOOR=_FLOOR_BITS,
+            POW2=pow2, enable_fp_fusion=False, **options, **LAUNCH,
+        )
+    return QTensor(codes, scale, "1x128", (rows,), (f,)) if quantize else out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`reference.swiglu` of `gate_up` [T, 2F]."""
+    y = _swiglu(gate_up, False, False)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def swiglu_quantize(gate_up: Tensor, pow2: bool) -> QTensor:
+    """`quantize_act(swiglu(gate_up))` in one kernel."""
+    y = _swiglu(gate_up, True, pow2)
+    assert isinstance(y, QTensor)
+    return y
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """`reference.swiglu_backward`, bit-equal."""
+    rows_view(gate_up)
+    f = grad.shape[1]
+    out = torch.empty(grad.shape[0], 2 * f, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(f))
+    _swiglu_backward_kernel[(grad.shape[0], triton.cdiv(f, block))](
+        grad, gate_up, out, gate_up.stride(0), F=f, B=block, num_warps=4, enable_fp_fusion=False
+    )
+    return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,30 +128,33 @@ class DraftGraphs:
         )
         return state, torch.ones(size.rows, dtype=torch.float32, device=self.device)
 
-    def _step(
-        self, size: DraftSize, state: DraftState, temperature: Tensor, starts: Tensor
-    ) -> tuple[Proposal, ForwardBatch, Tensor]:
-        """The step that a graph holds. `starts` int32 [B + 1] are the first rows of the sequences."""
-        j, last = size.depth + 1, self.model.spec.max_position - 1
-
-        def each(column: Tensor) -> Tensor:
-            """A value of each sequence for each of its rows, contiguous: of one sequence, `flatten` makes no copy."""
-            return column[:, None].expand(-1, j).flatten().contiguous()
-
-        step = propose(state, self.index, size.depth)
-        plan = PagedPlan(
-            cache=self.cache, cu_seqlens=starts, query_lengths=(j,) * size.rows, kv_lengths=step.kv_lengths,
-            kv_pages=(size.width,) * size.rows, slots=step.slots.flatten(), block_table=state.table,
-        )
-        # rows beyond a sequence's end are computed for nothing, but must have a place in the tables of RoPE
-        batch = ForwardBatch(step.tokens.flatten(), step.positions.clamp_max(last).flatten(), plan, "rollout")
-        logits = self.model.logits(self.model(batch))
-        if size.draws:
-            drawn = draw(logits, each(temperature), each(state.columns[3]), (step.positions + 1).flatten())
-            settle(state, self.index, step, *(x.view(size.rows, j) for x in drawn))
-        return step, batch, logits
-
     def _prepare(self, size: DraftSize) -> _Graph:
         (state, temperature), j = self._inputs(size), size.depth + 1
         starts = torch.arange(0, size.rows * j + 1, j, dtype=torch.int32, device=self.device)
-        return _Graph(lambda: self._step(size, state, temperature, starts), state, temperature, size.draws)
+        # without `self`, which would keep the cache from being freed
+        step = partial(_step, self.model, self.cache, self.index, size, state, temperature, starts)
+        return _Graph(step, state, temperature, size.draws)
+
+
+def _step(
+    model: Any, cache: Any, index: DraftIndex, size: DraftSize, state: DraftState, temperature: Tensor, starts: Tensor
+) -> tuple[Proposal, ForwardBatch, Tensor]:
+    """The step that a graph holds. `starts` int32 [B + 1] are the first rows of the sequences."""
+    j, last = size.depth + 1, model.spec.max_position - 1
+
+    def each(column: Tensor) -> Tensor:
+        """A value of each sequence for each of its rows, contiguous: of one sequence, `flatten` makes no copy."""
+        return column[:, None].expand(-1, j).flatten().contiguous()
+
+    step = propose(state, index, size.depth)
+    plan = PagedPlan(
+        cache=cache, cu_seqlens=starts, query_lengths=(j,) * size.rows, kv_lengths=step.kv_lengths,
+        kv_pages=(size.width,) * size.rows, slots=step.slots.flatten(), block_table=state.table,
+    )
+    # rows beyond a sequence's end are computed for nothing, but must have a place in the tables of RoPE
+    batch = ForwardBatch(step.tokens.flatten(), step.positions.clamp_max(last).flatten(), plan, "rollout")
+    logits = model.logits(model(batch))
+    if size.draws:
+        drawn = draw(logits, each(temperature), each(state.columns[3]), (step.positions + 1).flatten())
+        settle(state, index, step, *(x.view(size.rows, j) for x in drawn))
+    return step, batch, logits

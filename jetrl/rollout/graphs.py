@@ -184,10 +184,10 @@ class DecodeGraphs:
             slots=integers[2], block_table=state.table, shared=self._shared(size, chunks) if chunks else None,
         )
         batch = ForwardBatch(integers[0], integers[1], plan, "rollout")
-        temperature = torch.ones(size, dtype=torch.float32, device=device)
+        temperature, model = torch.ones(size, dtype=torch.float32, device=device), self.model
 
-        def step() -> Tensor:
-            logits = self.model.logits(self.model(batch))
+        def step() -> Tensor:  # without `self`, which would keep the cache from being freed
+            logits = model.logits(model(batch))
             if draws:
                 advance(state, *draw(logits, temperature, integers[3], integers[4]))
             return logits

@@ -149,8 +149,9 @@ class MixedGraphs:
             torch.zeros(shape, dtype=torch.int32, device=device) for shape in (total + 1, (total, size.width), total)
         )
         columns = torch.zeros(3, size.lead + size.rows, dtype=torch.int64, device=device)
-        held = _Graph(columns, starts, table, lengths)
-        held.step = lambda: self.model(self._batch(held, size))
+        held, model = _Graph(columns, starts, table, lengths), self.model
+        batch = self._batch(held, size)
+        held.step = lambda: model(batch)  # without `self` or `held`, which would keep the cache from being freed
         return held
 
     def _batch(self, held: _Graph, size: MixedSize) -> ForwardBatch:

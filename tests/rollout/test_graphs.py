@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from replays import Replays
 
 from jetrl.kernels.decode import DecodeState
+from jetrl.rollout.draft import DraftIndex
+from jetrl.rollout.draft_graphs import DraftGraphs, DraftSize
 from jetrl.rollout.graphs import DecodeGraphs, DecodeInputs, GraphSize, _Graph, choose, padded_batch
+from jetrl.rollout.mixed_graphs import MixedGraphs, MixedSize
 from jetrl.types import ForwardBatch, PagedPlan
 
 
@@ -114,3 +119,43 @@ def test_shared_pages_reach_the_graph_while_groups_shrink() -> None:
         assert tiles.tolist() == [64] * len(together) + [0] * (len(tiles) - len(together))
         assert first.tolist() == [64 if g > 1 else 0 for g in groups for _ in range(g)] + [0] * (len(first) - n)
     assert rooms[0] == 4 and rooms[-1] < 4
+
+
+class Cache:
+    """Stands for a KV cache that nobody reads."""
+
+    page_size = 16
+
+
+def test_a_cache_is_free_as_soon_as_its_graphs_are_dropped() -> None:
+    """And not when the garbage collector comes by, minutes later: the next cache, and training, need the memory."""
+    index = DraftIndex(2, 64, torch.device("cpu"))
+    capture: Any = Replays()
+    model = SimpleNamespace(spec=SimpleNamespace(max_position=64), addresses=lambda: ())
+
+    def decode(cache: Any) -> Any:
+        graphs = DecodeGraphs(model, cache, capture, 8)
+        graphs._graphs[GraphSize(4, 32, True)] = graphs._prepare(4, 32, True, 0)
+        return graphs
+
+    def mixed(cache: Any) -> Any:
+        graphs, size = MixedGraphs(model, cache, capture), MixedSize(4, 2, 64, 32)
+        graphs._graphs[size] = graphs._prepare(size)
+        return graphs
+
+    def drafts(cache: Any) -> Any:
+        graphs, size = DraftGraphs(model, cache, index, capture, 8), DraftSize(4, 32, 2, True)
+        graphs._graphs[size] = graphs._prepare(size)
+        return graphs
+
+    gc.disable()
+    try:
+        for make in (decode, mixed, drafts):
+            cache = Cache()
+            graphs, held = make(cache), weakref.ref(cache)
+            del cache
+            assert held() is not None
+            del graphs
+            assert held() is None, make.__name__
+    finally:
+        gc.enable()

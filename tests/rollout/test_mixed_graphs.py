@@ -54,12 +54,11 @@ class Mixed(MixedGraphs):
 
     def _prepare(self, size: MixedSize) -> _Graph:
         held = super()._prepare(size)
-        assert held.step is not None
-        held.step = Static(held.step)
+        held.step = Static(lambda: self.model(self._batch_now(held, size)))
         return held
 
-    def _batch(self, held: _Graph, size: MixedSize) -> ForwardBatch:
-        made = super()._batch(held, size)
+    def _batch_now(self, held: _Graph, size: MixedSize) -> ForwardBatch:
+        made = self._batch(held, size)
         assert isinstance(made.plan, PagedPlan)
         bounds, lengths = made.plan.query_lengths, tuple(held.starts.diff().tolist())
         assert all(0 < length <= bound for length, bound in zip(lengths, bounds, strict=True))

@@ -34,12 +34,13 @@ overrides = ["precision=bf16"]
 def test_shipped_studies_are_valid_and_their_configs_survive_a_file(name: str, tmp_path: Path) -> None:
     study = load_study(find_study(name))
     runs = all_planned(study, tmp_path)
-    assert len({run.name for run in runs}) == len(runs) == len(study.arms) * len(study.seeds) >= 21
+    assert len({run.name for run in runs}) == len(runs) == len(study.arms) * len(study.seeds) >= 15
     assert len({run.digest for run in runs}) == len(runs)
     for run in runs[: len(study.arms)]:
         path = written(tmp_path, to_toml(run.config), f"{run.name}.toml")
         assert load_config(path) == run.config and run.config.checkpoint.resume == "auto"
-    assert study.against[0] == "bf16"
+    assert study.against[0] in {arm.name for arm in study.arms} and len(study.seeds) >= 3
+    assert study.against[0] == "bf16" or name == "wgrad"
 
 
 def test_quick_has_the_arms_of_the_question() -> None:

@@ -99,7 +99,8 @@ def measure(piece: Piece, runner: Runner) -> bool:
 def _asked(piece: Piece, runner: Runner, kernels: Path | None) -> Any:
     mark = PEER_MARK if piece.script == PEER else MARK
     environment = {} if piece.script == PEER else piece.environment(runner.before, kernels)
-    return ask(piece.command(runner.peer, runner.before), mark, env=environment)
+    say = print if piece.name == COMPILING else None  # it tells which kernels were not compiled ahead, and why
+    return ask(piece.command(runner.peer, runner.before), mark, env=environment, say=say)
 
 
 def _named(row: dict[str, Any], piece: Piece) -> dict[str, Any]:

@@ -166,7 +166,9 @@ class Asked:
     def __init__(self, dies: set[str]) -> None:
         self.dies, self.names = dies, []
 
-    def __call__(self, command: list[str] | str, mark: str, env: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def __call__(
+        self, command: list[str] | str, mark: str, env: dict[str, str], say: Any = None
+    ) -> Iterator[dict[str, Any]]:
         name = command if isinstance(command, str) else command[3]
         self.names.append(name)
         yield {"batch": 64, "out_tok_s": 5.0, "engine": "e-1"}
@@ -197,7 +199,7 @@ def test_a_failure_keeps_rows_and_a_second_call_measures_what_is_not_complete(
 def test_rows_are_in_the_file_while_the_piece_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
 
-    def ask(command: Any, mark: str, env: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def ask(command: Any, mark: str, env: dict[str, str], say: Any = None) -> Iterator[dict[str, Any]]:
         yield {"batch": 64}
         assert [row["batch"] for row in json.loads(path.read_text())["pieces"]["one"]["rows"]] == [64]
         yield {"batch": 256}

@@ -282,7 +282,7 @@ class Works:
         self.dies, self.fails = dies, fails
         self.asked: list[list[str]] = []
 
-    def __call__(self, command: list[str], mark: str, env: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def __call__(self, command: list[str], mark: str, env: dict[str, str], say: Any = None) -> Iterator[dict[str, Any]]:
         names = command[command.index("--works") + 1 :]
         self.asked.append(names)
         for name in names:
@@ -354,7 +354,7 @@ def test_compilation_begins_with_an_empty_folder_that_the_others_use(
 ) -> None:
     kernels, seen = tmp_path / "kernels", []
 
-    def ask(command: Any, mark: str, env: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def ask(command: Any, mark: str, env: dict[str, str], say: Any = None) -> Iterator[dict[str, Any]]:
         seen.append((env["TRITON_CACHE_DIR"], kernels.exists()))
         kernels.mkdir(exist_ok=True)
         yield {"work": "sum", "seconds": 30.0}

@@ -25,9 +25,6 @@ from jetrl.types import LayerCache
 
 _PROGRAMS = 1024  # along the tokens: fixed, so that the order in which the norms' gradients are summed is fixed
 _HEADS = 16  # heads per program
-# heads of a program and the compiler's options for many tokens; those of the backward pass
-_MANY: tuple[int, dict[str, int]] = (16, {"num_warps": 4})
-_BACKWARD: dict[str, int] = {"num_warps": 4}
 
 
 @triton.jit
@@ -191,13 +188,13 @@ def qkv_norm_rope(
             assert layer.scales.is_contiguous() and layer.scales.dtype == torch.bfloat16
             k_out, v_out, scales, page = keys.view(torch.uint8), values.view(torch.uint8), layer.scales, keys.shape[1]
     q_weight, k_weight = norms if norms is not None else (qkv, qkv)
-    r, options = _MANY if t >= 4096 else (16, {"num_warps": 4})
+    r = 16
     if t:
         _qkv_kernel[(t, triton.cdiv(n + 2 * g, r))](
             qkv, q_weight, k_weight, tables[0], tables[1], positions, slots, q, k_out, v_out, scales, qkv.stride(0),
             N=n, G=g, H=head_dim, HB=triton.next_power_of_2(head_dim // 2), R=r, EPS=eps, NORM=norms is not None,
-            PAGED=cache is not None, PAGE=page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, enable_fp_fusion=False,
-            **options, **LAUNCH,
+            PAGED=cache is not None, PAGE=page, FP8=fp8_kv, FLOOR=_FLOOR_BITS, num_warps=4, enable_fp_fusion=False,
+            **LAUNCH,
         )
     return q, keys, values
 
@@ -222,8 +219,8 @@ def qkv_norm_rope_backward(
     q_weight, k_weight = norms if norms is not None else (qkv, qkv)
     _qkv_backward_kernel[(_PROGRAMS, blocks)](
         dq, dk, dv, qkv, q_weight, k_weight, tables[0], tables[1], positions, out, partial, t, qkv.stride(0), N=n, G=g,
-        H=h, HB=triton.next_power_of_2(h // 2), R=_HEADS, EPS=eps, NORM=norms is not None, enable_fp_fusion=False,
-        **_BACKWARD,
+        H=h, HB=triton.next_power_of_2(h // 2), R=_HEADS, EPS=eps, NORM=norms is not None, num_warps=4,
+        enable_fp_fusion=False,
     )
     if norms is None:
         return out, None

@@ -22,7 +22,6 @@ from jetrl.kernels.qtensor import QTensor, blocks_of
 from jetrl.precision.formats import BLOCK
 
 _FLOOR_BITS = 0x2B8CBCCC  # bits of FP32 1e-12, `formats.AMAX_FLOOR`
-_ROWS = (32, 2)  # rows and warps of a program that quantizes many rows; measured
 _HIGH_448 = tl.constexpr(9586980 * 2.0**-32)  # 1 / 448: the FP32 below it
 _LOW_448 = tl.constexpr(9586981 * 2.0**-56)  # and FP32 of the rest
 
@@ -271,7 +270,7 @@ def new_tile_scale(rows: int, cols: int, device: torch.device) -> Tensor:
 
 
 def _quantize_section(x: Tensor, codes: Tensor, scale: Tensor, pow2: bool, written: int) -> None:
-    r, warps = _ROWS if x.shape[0] >= 4096 else (8, 4)
+    r, warps = (32, 2) if x.shape[0] >= 4096 else (8, 4)
     grid = (triton.cdiv(x.shape[0], r), scale.shape[1])
     _rows_kernel[grid](
         x, codes, scale, x.shape[0], x.shape[1], written, x.stride(0), codes.stride(0), scale.stride(1),

@@ -31,6 +31,7 @@ from jetrl.kernels.backends.triton_quant import (
     to_bf16,
 )
 from jetrl.kernels.backends.triton_route import PaddedGroups
+from jetrl.kernels.backends.triton_swiglu import swiglu_gradient
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 
@@ -145,16 +146,14 @@ def _swiglu_kernel(
         at = gate_up + rows[:, None] * x_stride + cols
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
-        sig = sigmoid32(gate)
         if BACKWARD:
             g = tl.load(grad + rows[:, None] * F + cols, mask=mask, other=0.0).to(tl.float32)
-            one = 1.0
-            d_gate = (g * up) * (sig * (gate * (one - sig) + one))
+            d_gate, d_up, _ = swiglu_gradient(gate, up, g)
             to = out + rows[:, None] * 2 * F + cols
             tl.store(to, d_gate.to(tl.bfloat16), mask=written)
-            tl.store(to + F, (g * (gate * sig)).to(tl.bfloat16), mask=written)
+            tl.store(to + F, d_up.to(tl.bfloat16), mask=written)
         else:
-            tl.store(out + rows[:, None] * F + cols, (gate * sig * up).to(tl.bfloat16), mask=written)
+            tl.store(out + rows[:, None] * F + cols, (gate * sigmoid32(gate) * up).to(tl.bfloat16), mask=written)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.backends.triton_pointwise import sigmoid32
 from jetrl.kernels.backends.triton_quant import (
     _FLOOR_BITS,
     abs_bits,
@@ -31,6 +30,7 @@ from jetrl.kernels.backends.triton_quant import (
     to_bf16,
 )
 from jetrl.kernels.backends.triton_route import PaddedGroups
+from jetrl.kernels.backends.triton_swiglu import swiglu_gradient
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 
@@ -157,13 +157,11 @@ def _swiglu_loads(grad, gate_up, tokens, row, cols, inside, x_stride, F: tl.cons
 @triton.jit
 def _swiglu_quarter(gate, up, g, mask, out, row, cols, F: tl.constexpr):
     """Writes both parts of the gradient, returns SwiGLU's output (rounded, as FP32)."""
-    gate, up, g = gate.to(tl.float32), up.to(tl.float32), g.to(tl.float32)
-    sig = sigmoid32(gate)
-    silu = gate * sig
+    d_gate, d_up, y = swiglu_gradient(gate.to(tl.float32), up.to(tl.float32), g.to(tl.float32))
     to = out + row[:, None] * (2 * F) + cols[None, :]
-    tl.store(to, ((g * up) * (sig * (gate * (1.0 - sig) + 1.0))).to(tl.bfloat16), mask=mask)
-    tl.store(to + F, (g * silu).to(tl.bfloat16), mask=mask)
-    return to_bf16(silu * up)
+    tl.store(to, d_gate.to(tl.bfloat16), mask=mask)
+    tl.store(to + F, d_up.to(tl.bfloat16), mask=mask)
+    return to_bf16(y)
 
 
 @triton.jit

@@ -31,8 +31,6 @@ from jetrl.kernels.backends.triton_quant import (
 from jetrl.kernels.qtensor import QTensor
 from jetrl.precision.formats import BLOCK
 
-# Rows of a program and the compiler's options where there are many rows; measured at the sizes of Qwen3-8B
-_SWIGLU: tuple[int, dict[str, int]] = (16, {"num_warps": 4})
 # two programs on a multiprocessor, so that one reads while the other computes
 OPTIONS = {"num_warps": 8, "maxnreg": 128}
 
@@ -64,6 +62,14 @@ def _swiglu_kernel(
 
 
 @triton.jit
+def swiglu_gradient(gate, up, g):
+    """Of FP32 `g`, for gate and for up, and SwiGLU's output again; not rounded."""
+    sig = sigmoid32(gate)
+    silu = gate * sig
+    return (g * up) * (sig * (gate * (1.0 - sig) + 1.0)), g * silu, silu * up
+
+
+@triton.jit
 def _swiglu_backward_kernel(grad, gate_up, out, x_stride, F: tl.constexpr, B: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * B + tl.arange(0, B)
@@ -71,10 +77,9 @@ def _swiglu_backward_kernel(grad, gate_up, out, x_stride, F: tl.constexpr, B: tl
     gate = tl.load(gate_up + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * x_stride + F + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(grad + row * F + cols, mask=mask, other=0.0).to(tl.float32)
-    sig = sigmoid32(gate)
-    d_gate = (g * up) * (sig * (gate * (1.0 - sig) + 1.0))
+    d_gate, d_up, _ = swiglu_gradient(gate, up, g)
     tl.store(out + row * 2 * F + cols, d_gate.to(tl.bfloat16), mask=mask)
-    tl.store(out + row * 2 * F + F + cols, (g * (gate * sig)).to(tl.bfloat16), mask=mask)
+    tl.store(out + row * 2 * F + F + cols, d_up.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -94,12 +99,11 @@ def _quarter(
         gate = to_bf16(gate * s[:, None])
         up = to_bf16(up * s_up[:, None])
     g = tl.load(grad + row[:, None] * grad_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    sig = sigmoid32(gate)
-    silu = gate * sig
+    d_gate, d_up, y = swiglu_gradient(gate, up, g)
     to = out + row[:, None] * (2 * F) + cols[None, :]
-    tl.store(to, ((g * up) * (sig * (gate * (1.0 - sig) + 1.0))).to(tl.bfloat16), mask=mask)
-    tl.store(to + F, (g * silu).to(tl.bfloat16), mask=mask)
-    return to_bf16(silu * up)
+    tl.store(to, d_gate.to(tl.bfloat16), mask=mask)
+    tl.store(to + F, d_up.to(tl.bfloat16), mask=mask)
+    return to_bf16(y)
 
 
 @triton.jit(do_not_specialize=["num_rows", "saved_stride", "act_scale_stride"])
@@ -158,12 +162,12 @@ def _swiglu(gate_up: Tensor, quantize: bool, pow2: bool) -> Tensor | QTensor:
         codes, scale = new_codes(rows, f, gate_up.device), new_scale(rows, triton.cdiv(f, 128), gate_up.device)
     else:
         out = torch.empty(rows, f, dtype=gate_up.dtype, device=gate_up.device)
-    r, options = _SWIGLU if rows >= 4096 else (8, {"num_warps": 4})
+    r = 16 if rows >= 4096 else 8
     if rows:
         _swiglu_kernel[(triton.cdiv(rows, r), triton.cdiv(f, 128))](
             gate_up, out, codes.view(torch.uint8) if quantize else codes, scale, rows, gate_up.stride(0),
             codes.stride(0), scale.stride(1), codes.stride(0), F=f, R=r, B=128, QUANT=quantize, FLOOR=_FLOOR_BITS,
-            POW2=pow2, enable_fp_fusion=False, **options, **LAUNCH,
+            POW2=pow2, num_warps=4, enable_fp_fusion=False, **LAUNCH,
         )
     return QTensor(codes, scale, "1x128", (rows,), (f,)) if quantize else out
 

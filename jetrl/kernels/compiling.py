@@ -60,7 +60,7 @@ class Outcome:
     failures: list[tuple[str, str]] = field(default_factory=list)  # name of a job, or "the search", and why
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
-    left: int = 0  # jobs that nobody has begun when the time was up
+    left: int = 0  # of those found, not done when the time was up or the last worker had died
 
 
 class Watcher(Protocol):

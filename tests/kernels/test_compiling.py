@@ -49,11 +49,11 @@ def test_every_kernel_is_compiled_once_in_other_processes(tmp_path: Path) -> Non
 
 
 def test_long_jobs_come_first_and_a_later_stage_last(tmp_path: Path) -> None:
-    others = [job(tmp_path, f"k{i}", seconds=float(i)) for i in range(5)]
-    assert compiled(tmp_path, [job(tmp_path, "check", stage=1, seconds=100.0), *others], workers=1).done == 6
-    order = (tmp_path / "log").read_text().split()
-    assert order[-1] == "check"
-    assert order[1:5] == sorted(order[1:5], reverse=True)  # the first one began while the rest were still unknown
+    first, others = job(tmp_path, "first"), [job(tmp_path, f"k{i}", stage=1, seconds=float(i)) for i in range(5)]
+    last = job(tmp_path, "last", stage=2, seconds=100.0)
+    assert compiled(tmp_path, [last, *others, first], workers=1).done == 7
+    # From stage 1 on nothing begins before the search has ended, so the order does not depend on the search's speed.
+    assert (tmp_path / "log").read_text().split() == ["first", "k4", "k3", "k2", "k1", "k0", "last"]
 
 
 def test_a_failed_job_is_told_and_the_others_go_on(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_a_dead_worker_is_told_with_its_last_words(tmp_path: Path) -> None:
 
 
 def test_without_any_worker_left_the_rest_is_left(tmp_path: Path) -> None:
-    jobs = [job(tmp_path, "dead", how="dies", seconds=9.0), job(tmp_path, "k", stage=1)]
-    outcome = compiled(tmp_path, jobs, workers=1)
+    jobs = [job(tmp_path, "dead", how="dies", stage=1, seconds=9.0), job(tmp_path, "k", stage=1)]
+    outcome = compiled(tmp_path, jobs, workers=1)  # stage 1: the search has ended, so `k` is known
     assert (outcome.done, outcome.left) == (1, 1) and not (tmp_path / "k").exists()
 
 

@@ -240,22 +240,28 @@ def step(quick: bool) -> Rows:
     return rows
 
 
-def _step_rows(model: Any, precision: str, length: int) -> Rows:
+def decode_batch(model: Any, rows: int, length: int) -> ForwardBatch:
+    """A decode step of `rows` sequences that then have `length` tokens each, over a cache of random keys and values."""
     width = 1 << (-(-length // PAGE) - 1).bit_length()
-    cache = KVCache(model.spec, width, PAGE, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache)
-    fp8 = cache.scales is not None
+    cache = KVCache(model.spec, rows * width, PAGE, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache)
     for x in (cache.keys, cache.values):
         for layer in x:
             layer.copy_(torch.randn(layer.shape, device=CUDA).to(x.dtype))
     if cache.scales is not None:
         cache.scales.fill_(1.0)
+    table = torch.arange(rows * width, dtype=torch.int32, device=CUDA).view(rows, width)
     plan = PagedPlan(
-        cache=cache, cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=CUDA), query_lengths=(1,),
-        kv_lengths=torch.tensor([length], dtype=torch.int32, device=CUDA), kv_pages=(width,),
-        block_table=torch.arange(width, dtype=torch.int32, device=CUDA)[None],
-        slots=torch.tensor([length - 1], device=CUDA),
+        cache=cache, cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=CUDA), query_lengths=(1,) * rows,
+        kv_lengths=torch.full((rows,), length, dtype=torch.int32, device=CUDA), kv_pages=(width,) * rows,
+        block_table=table, slots=table[:, 0].long() * PAGE + length - 1,
     )
-    batch = ForwardBatch(torch.tensor([5], device=CUDA), torch.tensor([length - 1], device=CUDA), plan, "rollout")
+    positions = torch.full((rows,), length - 1, device=CUDA)
+    return ForwardBatch(torch.full((rows,), 5, device=CUDA), positions, plan, "rollout")
+
+
+def _step_rows(model: Any, precision: str, length: int) -> Rows:
+    batch = decode_batch(model, 1, length)
+    fp8 = model.recipe.kv_cache.is_quantized
     ones = torch.ones(1, device=CUDA), torch.tensor([7], device=CUDA), torch.tensor([length], device=CUDA)
 
     def once() -> tuple[Tensor, ...]:

@@ -35,12 +35,14 @@ def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor
 
 def quantize_weight(
     w: Tensor, sections: tuple[int, ...] | None = None, pow2: bool = False, out: QTensor | None = None,
-    rounds: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> QTensor:
     """`w` [N, K] -> E4M3 with one scale for each 128x128 block; row blocks restart at every section.
 
-    `out`, an earlier result for the same shape and sections, is overwritten and returned. `rounds`: FP32 values are
-    rounded to BF16 first, as if such a copy had been made.
+    `out`, an earlier result for the same shape and sections, is overwritten and returned. `dtype`: the values are
+    rounded to it first, as if such a copy had been made.
     """
+    if dtype is not None and w.dtype not in _INPUTS:
+        w = w.to(dtype)
     _check(w, sections, w.shape[0])
-    return backend_of(w).quantize_weight(w, pow2, sections, out, rounds)
+    return backend_of(w).quantize_weight(w, pow2, sections, out, dtype)

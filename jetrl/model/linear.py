@@ -163,12 +163,8 @@ class FlowLinear(nn.Module):
         """Make the codes, in one pass over a master's values."""
         recipe = next((r for r in self.recipes.values() if r is not None), None)
         if recipe is not None:
-            values, pow2, rounds = self._read(values), recipe.fprop.right.pow2, self.dtype == torch.bfloat16
-            self.quantized = quantize_weight(values, self.sections, pow2, self.quantized, rounds)
-
-    def _read(self, values: Tensor) -> Tensor:
-        """What the quantizer reads of a master's values: it rounds FP32 itself."""
-        return values if values.dtype == torch.float32 else values.to(self.dtype)
+            pow2 = recipe.fprop.right.pow2
+            self.quantized = quantize_weight(values, self.sections, pow2, self.quantized, self.dtype)
 
     def _publish_rows(self, shard: Shard) -> None:
         recipe = next((r for r in self.recipes.values() if r is not None), None)
@@ -177,8 +173,7 @@ class FlowLinear(nn.Module):
             rows = rows.to(self.dtype)
             self.published = gathered(shard, self.published, rows, self.dtype)
         if recipe is not None:
-            rows, pow2, rounds = self._read(rows), recipe.fprop.right.pow2, self.dtype == torch.bfloat16
-            self.quantized = gathered_codes(shard, self.quantized, rows, pow2, rounds)
+            self.quantized = gathered_codes(shard, self.quantized, rows, recipe.fprop.right.pow2, self.dtype)
 
     @torch.no_grad()
     def publish_value(self, kind: str, value: Tensor) -> None:

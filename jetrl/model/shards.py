@@ -99,7 +99,7 @@ def gathered(cut: Shard, held: Tensor | None, local: Tensor, dtype: torch.dtype)
 
 
 def gathered_codes(
-    cut: Shard, held: QTensor | None, local: Tensor, pow2: bool, rounds: bool = False
+    cut: Shard, held: QTensor | None, local: Tensor, pow2: bool, dtype: torch.dtype | None = None
 ) -> QTensor:
     """`quantize_weight` of the whole matrix from each rank's `local` rows, in the memory of `held`. Collective.
 
@@ -116,7 +116,7 @@ def gathered_codes(
     if count:
         parts = cut.parts(cut.world.rank)
         place = QTensor(cut.own(held.codes), held.scale.narrow(0, first, count), "128x128", parts, (width,))
-        quantize_weight(local, parts, pow2, place, rounds)
+        quantize_weight(local, parts, pow2, place, dtype)
     padded = held.codes.as_strided((cut.num_rows, groups * BLOCK), (groups * BLOCK, 1))
     cut.world.gather_rows(padded, cut.rows)
     cut.world.gather_rows(held.scale, cut.blocks)

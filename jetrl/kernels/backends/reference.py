@@ -57,9 +57,9 @@ def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor
 
 def quantize_weight(
     w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None, out: QTensor | None = None,
-    rounds: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> QTensor:
-    q = ref.quantize_128x128(w.to(torch.bfloat16) if rounds else w, pow2, sections)
+    q = ref.quantize_128x128(w.to(dtype or w.dtype), pow2, sections)
     return q if out is None else out.overwrite(q)
 
 

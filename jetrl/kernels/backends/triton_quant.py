@@ -320,10 +320,12 @@ def quantize_act_t(x: Tensor, pow2: bool = False, tile: bool = False) -> QTensor
 
 def quantize_weight(
     w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None, out: QTensor | None = None,
-    rounds: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> QTensor:
-    """`reference.quantize_128x128` of `w` [N, K], `rounds`: of its BF16 values. `out` is overwritten."""
+    """`reference.quantize_128x128` of the values of `w` [N, K] in `dtype`, if given. `out` is overwritten."""
     assert w.stride(1) == 1
+    rounds = w.dtype == torch.float32 and dtype == torch.bfloat16  # the kernel can do this one
+    w = w if rounds else w.to(dtype or w.dtype)
     sections = sections or (w.shape[0],)
     groups = triton.cdiv(w.shape[1], BLOCK)
     if out is None:
@@ -337,8 +339,7 @@ def quantize_weight(
         blocks = triton.cdiv(size, BLOCK)
         _blocks_kernel[(blocks, groups)](
             w, codes, scale, start, start + size, block, w.shape[1], codes.stride(0), w.stride(0), codes.stride(0),
-            scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, ROUND=rounds and w.dtype == torch.float32, num_warps=8,
-            enable_fp_fusion=False,
+            scale.stride(0), FLOOR=_FLOOR_BITS, POW2=pow2, ROUND=rounds, num_warps=8, enable_fp_fusion=False,
         )
         start, block = start + size, block + blocks
     return out

@@ -130,6 +130,9 @@ class TaskConfig(Section):
         "list of several, which are added up (docs/REWARDS.md). none: the task's own.")
     reward_weights: tuple[float, ...] | None = Field(
         default=None, description="What each function of task.reward is multiplied by. none: 1.")
+    reward_calls: Literal["step", "group"] = Field(
+        default="step", description="step: the reward is called after the rollout, with all completions. group: with "
+        "those of a prompt as soon as they have ended, in a thread next to the rollout (docs/REWARDS.md).")
     max_prompt_length: int = Field(default=512, ge=1, description="Longest prompt in tokens, chat template included.")
     overlong_prompts: Literal["error", "drop"] = Field(
         default="error", description="What to do about longer prompts in the data: stop, or leave them out.")

@@ -55,13 +55,15 @@ class RankPart:
 class Rollout:
     """What came of the prompts: groups in their order, and apart from them the trajectories whose environment failed.
 
-    A prompt all of whose trajectories failed has no group. `parts` is what each rank did, empty for one process.
+    A prompt all of whose trajectories failed has no group; `places` are those of the others. `parts` is what each rank
+    did, empty for one process.
     """
 
     groups: list[Group]
     failed: list[tuple[Prompt, Trajectory]]
     with_environment: bool = False
     parts: tuple[RankPart, ...] = field(default=(), compare=False)
+    places: tuple[int, ...] = ()
 
 
 def roll_out(
@@ -71,38 +73,41 @@ def roll_out(
     conversations: Conversations | None = None,
     on_step: Callable[[StepReport], None] | None = None,
     queues: Queues | None = None,
+    on_group: Callable[[int, Group], None] | None = None,
 ) -> Rollout:
     """`asked.count` trajectories of each prompt, prompt by prompt.
 
     Engine steps go on while environments work; no conversation waits for the slowest. `on_step` hears after each round
-    how many trajectories have ended. UserError naming the problem if a prompt is empty or the engine refuses it. After
-    any error the engine is left without work.
+    how many trajectories have ended, `on_group` of each group that has ended, by the place of its prompt; of several
+    ranks the one that sampled all of it hears. UserError naming the problem if a prompt is empty or the engine refuses
+    it. After any error the engine is left without work.
 
     With `queues`, the ranks of its world share the work, and every rank returns all of it (a collective): each calls
     this with the same prompts. A mistake on one rank is raised on all.
     """
     number = len(prompts) * asked.count
     if queues is None or queues.world.alone:
-        ended = _run(engine, prompts, asked, conversations, on_step, Everything(number))
+        ended = _run(engine, prompts, asked, conversations, on_step, Everything(number), on_group)
         parts: tuple[RankPart, ...] = ()
     else:
-        ended, parts = _shared(engine, prompts, asked, conversations, on_step, queues)
-    groups, failed = [], []
+        ended, parts = _shared(engine, prompts, asked, conversations, on_step, queues, on_group)
+    groups, failed, places = [], [], []
     for i, prompt in enumerate(prompts):
         own = [ended[n] for n in range(i * asked.count, (i + 1) * asked.count) if n in ended]
         assert len(own) == asked.count, "a trajectory has not ended"
         failed += [(prompt, t) for t in own if t.failed]
         if good := tuple(t for t in own if not t.failed):
             groups.append(Group(prompt, good))
-    return Rollout(groups, failed, conversations is not None, parts)
+            places.append(i)
+    return Rollout(groups, failed, conversations is not None, parts, tuple(places))
 
 
 def _run(
     engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
-    on_step: Callable[[StepReport], None] | None, source: Source,
+    on_step: Callable[[StepReport], None] | None, source: Source, on_group: Callable[[int, Group], None] | None,
 ) -> dict[int, Trajectory]:
     """The trajectories that `source` gives, by number."""
-    driver = _Driver(engine, prompts, asked, conversations, source)
+    driver = _Driver(engine, prompts, asked, conversations, source, on_group)
     try:
         driver.run(on_step)
     except BaseException as error:
@@ -116,7 +121,7 @@ def _run(
 
 def _shared(
     engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
-    on_step: Callable[[StepReport], None] | None, queues: Queues,
+    on_step: Callable[[StepReport], None] | None, queues: Queues, on_group: Callable[[int, Group], None] | None,
 ) -> tuple[dict[int, Trajectory], tuple[RankPart, ...]]:
     """This rank's part of the work, then everybody's."""
     start, most = time.perf_counter(), asked.sampling.max_tokens
@@ -127,7 +132,7 @@ def _shared(
     if expect is not None:
         expect([len(p.tokens) + most for p in prompts for _ in range(asked.count)])
     try:
-        own = _run(engine, prompts, asked, conversations, on_step, queue)
+        own = _run(engine, prompts, asked, conversations, on_step, queue, on_group)
     except MISTAKES as error:
         queue.fail()
         mistake = error
@@ -220,12 +225,12 @@ class _Driver:
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
-        source: Source,
+        source: Source, on_group: Callable[[int, Group], None] | None = None,
     ) -> None:
         number = len(prompts) * asked.count
         assert asked.first_id % STEP_STRIDE + number <= STEP_STRIDE, "more trajectories in a step than request ids"
         self.engine, self.prompts, self.asked, self.conversations = engine, prompts, asked, conversations
-        self.source = source
+        self.source, self.on_group = source, on_group
         self.live: dict[int, _Live] = {}  # by key
         self.ended: dict[int, Trajectory] = {}  # by number
         self.started: set[int] = set()  # conversations that are to be closed
@@ -348,12 +353,22 @@ class _Driver:
 
     def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
         version, flow = (0, "") if one.last is None else (one.last.weight_version, one.last.flow_digest)
-        self.ended[one.key - self.asked.first_id] = Trajectory(tuple(one.segments), end, version, flow, error)
+        number = one.key - self.asked.first_id
+        self.ended[number] = Trajectory(tuple(one.segments), end, version, flow, error)
         del self.live[one.key]
         if self.conversations is not None:
             self.started.remove(one.key)
             self.conversations.close(one.key)
             self.engine.forget([one.key])
+        if self.on_group is not None:
+            self._tell(number // self.asked.count, self.on_group)
+
+    def _tell(self, place: int, on_group: Callable[[int, Group], None]) -> None:
+        """Of a group whose last trajectory has ended."""
+        count = self.asked.count
+        own = [self.ended.get(number) for number in range(place * count, (place + 1) * count)]
+        if None not in own and (good := tuple(t for t in own if t is not None and not t.failed)):
+            on_group(place, Group(self.prompts[place], good))
 
     def _count(self, report: StepReport) -> None:
         """Note an engine's report. Its counts begin again when the engine was idle."""

@@ -13,6 +13,7 @@ import inspect
 import math
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,10 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
     called from any thread.
     """
     over = []
+    aside = threading.current_thread() is not threading.main_thread()
     for function, arguments in calls:
         call = Call(lambda: None, _FOREVER)
-        with call, user_code(f"Reward function {reward_name(function)}"):
+        with call, user_code(f"Reward function {reward_name(function)}", in_threads=aside):
             call.value = function(**arguments)
         if call.error is not None and not isinstance(call.error, (Exception, SystemExit, GeneratorExit)):
             raise call.error  # Ctrl-C
@@ -109,7 +111,7 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
     if waiting := [call for call in over if call.error is None and inspect.isawaitable(call.value)]:
         future = asyncio.run_coroutine_threadsafe(_await_all(waiting), _loop().events)
         try:
-            with user_code("An async reward function"):
+            with user_code("An async reward function", in_threads=aside):
                 future.result()
         finally:
             future.cancel()  # Ctrl-C ends what still runs; a future that is done is not affected

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from jetrl.config import Config
@@ -74,13 +75,14 @@ def score(
 
 def rewards_of(
     groups: Sequence[Group], reward: RewardFunction | None, config: Config | None, *, conversations: bool,
-    at_limit: str,
+    at_limit: str, known: Mapping[int, Sequence[Scores]] | None = None,
 ) -> Rewards:
     """Rewards of the trajectories. With a config, for training: long responses pay its overlong penalty, and what no
     function scores is left out; without one, for an evaluation, it counts as 0.
 
     `reward` None: what the environment gave, the sum over the turns. `conversations` says that an environment is in
-    use: completions are lists of messages then. `at_limit = "zero"`: trajectories that ran into a limit get 0.
+    use: completions are lists of messages then. `at_limit = "zero"`: trajectories that ran into a limit get 0. `known`:
+    what `score_parts` gave for some of the groups, by their place in `groups`.
     """
     trajectories = [(g.prompt.problem, t) for g in groups for t in g.trajectories]
     stats: dict[str, float] = {}
@@ -88,10 +90,9 @@ def rewards_of(
     if reward is None:
         scores = [math.fsum(s.reward for s in t.turns) for _, t in trajectories]
     else:
-        items = [_item(problem, t, conversations) for problem, t in trajectories]
-        scores, stats = _scores(reward, items) if items else ([], {})
-        if items and config is None and all(s is None for s in scores):
-            raise UserError(nothing_scored(reward, len(items), trajectories[0], conversations))
+        scores, stats = _summed(reward, _all_parts(groups, reward, conversations, known or {}))
+        if scores and config is None and all(s is None for s in scores):
+            raise UserError(nothing_scored(reward, len(scores), trajectories[0], conversations))
     stats["reward/num_errors"] = float(sum(s is None for s in scores))
     rewards = [0.0 if s is None and config is None else s for s in scores]
     if at_limit == "zero":
@@ -99,8 +100,8 @@ def rewards_of(
         rewards = [0.0 if t.truncated and r is not None else r for r, (_, t) in pairs]
     if config is not None and config.rl.overlong_buffer_len and rewards:
         rewards, stats["reward/overlong_penalty_mean"] = _with_penalty(rewards, trajectories, config)
-    if known := [r for r in rewards if r is not None]:
-        stats |= {"reward/min": min(known), "reward/max": max(known)}
+    if numbers := [r for r in rewards if r is not None]:
+        stats |= {"reward/min": min(numbers), "reward/max": max(numbers)}
     return rewards, stats
 
 
@@ -175,21 +176,44 @@ def _shown(completion: Completion) -> str:
 
 def call_reward(reward: RewardFunction, items: Sequence[Item]) -> list[float | None]:
     """One call of the function on all items; its result is checked: as many, each a finite number or None."""
-    scores = _call_parts(reward, items)
-    return reward.summed(scores) if isinstance(reward, WeightedReward) else list(scores[0])
+    return _summed(reward, _call_parts(reward, items))[0]
 
 
-def _scores(reward: RewardFunction, items: Sequence[Item]) -> tuple[list[float | None], dict[str, float]]:
-    """`call_reward`; of several functions also the metrics of each."""
+def score_parts(groups: Sequence[Group], reward: RewardFunction, conversations: bool) -> list[Scores]:
+    """One call of each of the functions that the reward consists of, on all trajectories: their scores, checked.
+
+    UserError naming the function, and the line or the completion, if it fails. May be called from any thread.
+    """
+    return _call_parts(reward, [_item(g.prompt.problem, t, conversations) for g in groups for t in g.trajectories])
+
+
+def _all_parts(
+    groups: Sequence[Group], reward: RewardFunction, conversations: bool, known: Mapping[int, Sequence[Scores]]
+) -> list[Scores]:
+    """`score_parts` of all groups, of which some are `known`."""
+    rest = [i for i in range(len(groups)) if i not in known]
+    fresh = [iter(part) for part in score_parts([groups[i] for i in rest], reward, conversations)] if rest else []
+    parts: list[list[float | None]] = [[] for _ in _functions(reward)]
+    for i, group in enumerate(groups):
+        for number, part in enumerate(parts):
+            part += known[i][number] if i in known else islice(fresh[number], len(group.trajectories))
+    return list(parts)
+
+
+def _summed(reward: RewardFunction, parts: Sequence[Scores]) -> tuple[list[float | None], dict[str, float]]:
+    """The scores of the reward; of several functions also the metrics of each."""
     if not isinstance(reward, WeightedReward):
-        return call_reward(reward, items), {}
-    scores = _call_parts(reward, items)
-    return reward.summed(scores), reward.stats(scores) if len(scores) > 1 else {}
+        return list(parts[0]), {}
+    return reward.summed(parts), reward.stats(parts) if len(parts) > 1 else {}
+
+
+def _functions(reward: RewardFunction) -> tuple[Callable[..., Any], ...]:
+    return reward.functions if isinstance(reward, WeightedReward) else (reward,)
 
 
 def _call_parts(reward: RewardFunction, items: Sequence[Item]) -> list[Scores]:
     """The scores of each of the functions that the reward consists of, checked."""
-    functions = reward.functions if isinstance(reward, WeightedReward) else (reward,)
+    functions = _functions(reward)
     columns = _columns(items)
     calls = call_all([(function, select_columns(function, columns)) for function in functions])
     return [_checked(function, call, items) for function, call in zip(functions, calls, strict=True)]

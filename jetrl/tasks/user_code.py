@@ -4,8 +4,9 @@ Each side keeps its own settings of the process. What the user's code sets (`tor
 dtype, a number of threads) applies in the user's code, in this call and in the next ones; when a call returns, ours are
 back. Undoing it silently could change what a reward computes, and refusing it would forbid what is not a mistake.
 
-Environments run in threads next to training, where a setting of the whole process cannot be theirs alone: there it is
-an error. So is `os._exit`, which would end a run silently and with status 0.
+Environments run in threads next to training, and so may reward functions (`task.reward_calls = "group"`). There a
+setting of the whole process cannot be theirs alone: it is an error. So is `os._exit`, which would end a run silently
+and with status 0.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def put_back(before: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse(changed: Mapping[str, Any], name: str) -> NoReturn:
     calls = ", ".join(f"{key}({value})" for key, value in changed.items())
     raise UserError(
-        f"{name} changes a setting of the whole process: {calls}. Environments run in threads next to training, so it "
-        "cannot be theirs alone. Remove it; give dtype and device where tensors are made."
+        f"{name} changes a setting of the whole process: {calls}. It runs in a thread next to training, so it cannot "
+        "have one of its own. Remove it; give dtype and device where tensors are made."
     )
 
 

@@ -9,12 +9,14 @@ from typing import Protocol
 
 from jetrl.config import Config
 from jetrl.errors import UserError
-from jetrl.parallel.together import by_first, common
+from jetrl.parallel.together import by_all, by_first, common
 from jetrl.rl.moments import mean
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.requests import eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
+from jetrl.tasks.group_scores import GroupScores, scores_beside
+from jetrl.tasks.reward_calls import Scores
 from jetrl.tasks.rewards import Scored, nothing_scored, rewards_of, with_rewards
 from jetrl.tasks.task import eval_prompts, sample
 from jetrl.train.setup import Session
@@ -63,13 +65,15 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
         nonlocal place
         prompts = sample(session.task, session.tokenizer, place, count, config, in_turns)
         asked = train_asked(config, step, (place - session.num_prompts) * config.rollout.group_size)
-        with clock("rollout", count * config.rollout.group_size):
-            rollouts.append(
-                roll_out(session.engine, prompts, asked, session.conversations, clock.progress(), session.queues)
-            )
-        place += count
-        with clock("reward"):
-            scores.append(scored(session, rollouts[-1], config))
+        with _beside(session) as early:
+            with clock("rollout", count * config.rollout.group_size):
+                rollouts.append(roll_out(
+                    session.engine, prompts, asked, session.conversations, clock.progress(), session.queues,
+                    early.add if early else None,
+                ))
+            place += count
+            with clock("reward"):
+                scores.append(scored(session, rollouts[-1], config, early))
         return scores[-1].groups
 
     if config.rl.dynamic_sampling == "refill":
@@ -89,18 +93,32 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     return Gathered(groups, learnt, failed + unscored, stats, place)
 
 
-def scored(session: Session, rollout: Rollout, config: Config | None) -> Scored:
+def _beside(session: Session) -> AbstractContextManager[GroupScores | None]:
+    return scores_beside(session.reward, session.config.task.reward_calls, session.conversations is not None)
+
+
+def scored(session: Session, rollout: Rollout, config: Config | None, early: GroupScores | None = None) -> Scored:
     """`tasks.rewards.score` of a rollout; with a config, long responses pay its penalty.
 
-    Rank 0 scores for all: a reward function need not give the same twice, nor bear to be called by all at once. Only
-    the numbers are shared.
+    Rank 0 scores for all what has not been scored `early`, next to the rollout: a reward function need not give the
+    same twice, nor bear to be called by all at once. Only the numbers are shared.
     """
     at_limit = session.config.environment.at_limit
     in_turns = session.conversations is not None
+    known = _known(session, rollout, early) if early is not None else {}
     rewards = by_first(session.world, lambda: rewards_of(
-        rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit
+        rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit, known=known
     ))
-    return with_rewards(rollout.groups, rewards, replaced=session.reward is not None, at_limit=at_limit)
+    result = with_rewards(rollout.groups, rewards, replaced=session.reward is not None, at_limit=at_limit)
+    if early is not None:
+        result.stats["perf/reward_beside_s"] = early.busy()
+    return result
+
+
+def _known(session: Session, rollout: Rollout, early: GroupScores) -> dict[int, list[Scores]]:
+    """What all ranks have scored early, by the group's place in the rollout."""
+    by_prompt = {place: parts for own in by_all(session.world, early.take) for place, parts in own.items()}
+    return {i: by_prompt[place] for i, place in enumerate(rollout.places) if place in by_prompt}
 
 
 def _refilled(
@@ -128,7 +146,7 @@ def _refilled(
 def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
     """The scoring statistics of a step's rounds as one: minima, maxima, sums of counts, and means of the others."""
     reducers: dict[str, Callable[[Sequence[float]], float]]
-    reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum}
+    reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum, "perf/reward_beside_s": sum}
     if len(scores) == 1:
         return scores[0]
     keys = dict.fromkeys(key for s in scores for key in s)
@@ -161,12 +179,14 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
             "were not trained on, as task.eval_file or task.eval_split."
         ))
     with clock("eval", len(prompts) * k):
-        rollout = roll_out(
-            session.engine, prompts, eval_asked(config), session.conversations, clock.progress(), session.queues
-        )
-        if not rollout.groups:
-            raise common(UserError("Evaluation: " + _all_failed(session.step, rollout.failed)))
-        result = scored(session, rollout, None)
+        with _beside(session) as early:
+            rollout = roll_out(
+                session.engine, prompts, eval_asked(config), session.conversations, clock.progress(), session.queues,
+                early.add if early else None,
+            )
+            if not rollout.groups:
+                raise common(UserError("Evaluation: " + _all_failed(session.step, rollout.failed)))
+            result = scored(session, rollout, None, early)
     rewards = [g.rewards for g in result.groups]
     count = sum(map(len, rewards))
     session.held_out = {

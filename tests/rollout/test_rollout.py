@@ -139,6 +139,31 @@ def test_conversations_are_what_they_are_by_hand(way: int, limits: tuple, stops:
     assert drawn == sorted(drawn) and drawn[-1] == sum(t.num_policy_tokens for t in trajectories)
 
 
+@pytest.mark.parametrize("talking", [False, True])
+def test_a_group_is_told_of_when_its_last_trajectory_has_ended(talking: bool) -> None:
+    """Once each, while others are under way; without those that failed, and not at all if all of them have."""
+    asked = Asked(SamplingParams(12, stop_token_ids=(1, 2, 3), seed=5), 3, 100, *((4, 5) if talking else ()))
+
+    def some_fail(key: int, turn: int) -> Reply:
+        fails = key in (100, 106, 107, 108)
+        return Reply(key, failure="error", error="broken") if fails and turn == 1 else game(key, turn)
+
+    told: dict[int, Group] = {}
+    under_way = []
+
+    def on_group(place: int, group: Group) -> None:
+        assert place not in told
+        told[place] = group
+        under_way.append(engine.has_work)
+
+    engine, script = make_engine(max_num_seqs=4), Script(some_fail) if talking else None
+    rollout = roll_out(engine, prompts(6), asked, script, on_group=on_group)
+    assert [told[place] for place in rollout.places] == rollout.groups and len(told) == len(rollout.groups)
+    assert sorted(told) == ([0, 1, 3, 4, 5] if talking else list(range(6))) and any(under_way[:-1])
+    if talking:
+        assert len(told[0].trajectories) == 2 and len(rollout.failed) == 4
+
+
 def test_plain_answers_are_those_of_generate() -> None:
     asked = Asked(SamplingParams(9, top_k=12, stop_token_ids=(1, 2, 3, 4)), 3, 500)
     chat = Problem("chat", ({"role": "system", "content": "be kind"}, {"role": "user", "content": "a + b?"}), "")

@@ -95,7 +95,7 @@ def test_what_environments_share_with_training_is_refused(tmp_path: Path) -> Non
     before = process_settings()
     check_unchanged(before, "Environment X")
     torch.set_default_dtype(torch.float64)
-    with pytest.raises(UserError, match=r"Environment X changes .*torch.set_default_dtype\(torch.float64\).*threads"):
+    with pytest.raises(UserError, match=r"Environment X changes .*torch.set_default_dtype\(torch.float64\).*thread"):
         check_unchanged(before, "Environment X")
     assert torch.get_default_dtype() == torch.float32
     file = tmp_path / "env.py"

@@ -87,9 +87,10 @@ _LLAMA3_KEYS = frozenset("factor low_freq_factor high_freq_factor original_max_p
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model of a `config.json`; UserError for any key that would make it another model."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         which, known = _supported(config)
-        raise UserError(f"model_type = {family!r}{which} is not supported; jetrl runs {known} models.")
+        what = "model_type is missing" if family is None else f"model_type = {family!r}{which} is not supported"
+        raise UserError(f"{what}; jetrl runs {known} models.")
     _refuse_other_models(config, family)
     facts = FAMILIES[family]
     num_heads = _size(config, "num_attention_heads")
@@ -127,7 +128,7 @@ def _supported(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def _experts(config: Mapping[str, Any]) -> ExpertSpec:
     """The experts of a config.json; absent keys have the defaults of transformers' Qwen3MoeConfig."""
-    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    counts = {_size(config, key) for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
     if len(counts) > 1:
         raise UserError(f"num_experts = {config['num_experts']} and num_local_experts = {config['num_local_experts']} "
                         "differ; both mean the number of experts. Keep the one that the model was trained with.")
@@ -195,11 +196,12 @@ def hf_config(
 def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
     facts = FAMILIES[family]
     architectures = config.get("architectures") or [facts.architecture]
-    if list(architectures) != [facts.architecture]:
+    if architectures != [facts.architecture]:
         raise UserError(f"architectures = {architectures} is not supported; a {family} model for jetrl has "
                         f"[{facts.architecture!r}].")
     if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        given = config["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else "unknown"
         raise UserError(
             f"quantization_config (quant_method = {method!r}): the weights are already quantized, perhaps by "
             "jetrl's export. Start from the BF16 model; jetrl quantizes it as the recipe says."
@@ -210,7 +212,9 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
             given = config[key]
             raise UserError(f"{key} = {given!r} asks for {meaning}, which is not supported; use {key} = {value!r}.")
     layer_types = config.get("layer_types") or []
-    if other := sorted(set(layer_types) - {"full_attention"}):
+    if not isinstance(layer_types, list | tuple):
+        raise UserError(f"layer_types = {layer_types!r} must be a list with a type for each layer.")
+    if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
         raise UserError(f"layer_types has {', '.join(other)}, which is not supported; only full_attention is.")
     if layer_types and len(layer_types) != config.get("num_hidden_layers"):
         raise UserError(f"layer_types has {len(layer_types)} entries for num_hidden_layers = "
@@ -303,7 +307,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 def _positive(config: Mapping[str, Any], key: str, default: float | None) -> float:
     value = config.get(key) if config.get(key) is not None else default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
         raise UserError(f"{key} = {value!r} must be a number above 0.")
     return float(value)
 

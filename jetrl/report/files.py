@@ -1,4 +1,4 @@
-"""Files with one JSON object per line: reading and repair; the lock of a run folder; disk errors in plain words."""
+"""Files with one JSON object per line: reading and repair; locks of folders; disk errors in plain words."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from typing import Any
 from jetrl.errors import UserError
 
 
-def lock(run_dir: Path) -> int:
-    """Lock the run folder for this process (the system unlocks it, however the process ends); returns a descriptor."""
+def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
+    """Lock the folder of a run or study for this process (the system unlocks it, however the process ends); returns a
+    descriptor. UserError, with this advice, if another process has it."""
     try:
         import fcntl
     except ImportError:  # not a Unix
         return -1
-    with disk_errors(run_dir):
-        file = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    with disk_errors(folder):
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)
         if isinstance(error, BlockingIOError):
-            raise UserError(f"Another process is writing {run_dir}. Wait, or choose another name.") from None
+            raise UserError(f"Another process is writing {folder}. {advice}") from None
         return -1  # a file system without locks
     return file
 

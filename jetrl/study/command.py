@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.padding import Padding
 
 from jetrl.errors import UserError
 from jetrl.report.console import Output
@@ -21,8 +23,8 @@ def study(
     name: Name = "",
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder (default: studies/<name>).")] = None,
-    arms: Annotated[str, typer.Option(help="Only these arms, separated by commas.")] = "",
-    seeds: Annotated[str, typer.Option(help="These seeds, separated by commas.")] = "",
+    arms: Annotated[str | None, typer.Option(help="Only these arms, separated by commas.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs side by side, over the visible GPUs, or cores.")] = 1,
     threads: Annotated[int | None, typer.Option(
         min=1, help="CPU threads of a run (default: its part of the cores).")] = None,
@@ -35,9 +37,10 @@ def study(
     console = Output(highlight=False, soft_wrap=True)
     if not name:
         for known, about in listing():
-            console.print(f"[bold]{known}[/]\n  {escape(about)}")
+            console.print(f"[bold]{known}[/]")
+            console.print(Padding(escape(about), (0, 0, 0, 2)), soft_wrap=False)
         return
-    if stop_after is not None and stop_after <= 0:
+    if stop_after is not None and not 0 < stop_after < math.inf:
         raise UserError(f"--stop-after {stop_after:g}: give minutes above 0.")
     from jetrl.study.conduct import conduct
 

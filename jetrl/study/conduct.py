@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from jetrl.config import Config, resolve, to_toml
 from jetrl.errors import UserError
+from jetrl.report.files import disk_errors, lock
 from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import duration
 from jetrl.study.collect import collect, write_json
@@ -100,21 +103,47 @@ def conduct(
     out = out.absolute()
     plan = all_planned(study, out)
     _require_machine(plan)
+    with _locked(out) as held:
+        return _conduct(whole, study, plan, out, jobs, threads, stop_after, console, held)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[list[int]]:
+    """One command at a time works in a study's folder: another would take its runs for crashed ones. Gives the lock's
+    descriptor, for the runs: where the study is killed, they hold the folder until they have ended."""
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    held = lock(out, "Wait until that study has ended, or give another --out.")
+    try:
+        yield [held] if held >= 0 else []
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
+def _conduct(
+    whole: Study, study: Study, plan: list[Planned], out: Path, jobs: int, threads: int | None,
+    stop_after: float | None, console: Console, held: list[int],
+) -> int:
     states = {run.name: read_state(out, run) for run in plan}
     left = [run for run in plan if not states[run.name].done]
     deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
     going = Conduct(study, out, {run.name: run for run in plan}, console, Halt(deadline), done=len(plan) - len(left))
     console.print(
-        f"Study {study.name}: {len(study.arms)} arms, {len(study.seeds)} seeds, {len(plan)} runs, {going.done} of them "
-        f"done; {jobs} side by side, in {out}", markup=False,
+        f"Study {study.name}: {_count(len(study.arms), 'arm')}, {_count(len(study.seeds), 'seed')}, "
+        f"{_count(len(plan), 'run')}, {going.done} done; {jobs} side by side, in {out}", markup=False,
     )
     gpus = visible_gpus() if any(resolved(run.config).device == "cuda" for run in left) else []
     with going.halt.caught():
-        run_jobs(_jobs(left, out), environments(jobs, threads, gpus), going.halt, going.ended, going.polled)
+        run_jobs(_jobs(left, out), environments(jobs, threads, gpus), going.halt, going.ended, going.polled, held)
     _tell(going, plan, _results(whole, study, out))
     if going.halt.signals:
         return 130
     return 1 if going.crashed else 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def resolved(config: Config) -> Config:
@@ -126,9 +155,16 @@ def resolved(config: Config) -> Config:
 
 def _require_machine(plan: Sequence[Planned]) -> None:
     """Refuse a study whose arms this machine cannot run, before the first one."""
+    import torch
+
     from jetrl.train.setup import prepare
 
     for run in {run.arm.name: run for run in plan}.values():
+        if run.config.device == "cuda" and not torch.cuda.is_available():
+            raise UserError(
+                f"arm {run.arm.name}: this study needs a GPU, and none is visible here (`jetrl doctor` says why). "
+                "`jetrl study quick` runs on a CPU."
+            )
         try:
             prepare(resolved(run.config))
         except UserError as error:

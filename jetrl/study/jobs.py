@@ -103,9 +103,10 @@ def visible_gpus() -> list[str]:
 
 def run_jobs(
     jobs: Sequence[Job], slots: Sequence[dict[str, str]], halt: Halt, on_end: Callable[[Ended], None],
-    on_poll: Callable[[Sequence[str]], None],
+    on_poll: Callable[[Sequence[str]], None], held: Sequence[int] = (),
 ) -> None:
-    """Run all jobs, at most one in a slot. One that fails does not stop the others. `on_poll(names that run)`."""
+    """Run all jobs, at most one in a slot. One that fails does not stop the others. `on_poll(names that run)`. The
+    processes keep the descriptors `held` open."""
     waiting, running = list(jobs), list[_Running]()
     succeeded, over = set[str](), set[str]()
     try:
@@ -119,7 +120,7 @@ def run_jobs(
             if halt.asked:
                 _ask(running, halt.signals > 1)
             else:
-                _start(waiting, running, slots, succeeded, over, on_end)
+                _start(waiting, running, slots, succeeded, over, on_end, held)
             on_poll([one.job.name for one in running])
             if running:
                 time.sleep(_POLL)
@@ -131,7 +132,7 @@ def run_jobs(
 
 def _start(
     waiting: list[Job], running: list[_Running], slots: Sequence[dict[str, str]], succeeded: set[str], over: set[str],
-    on_end: Callable[[Ended], None],
+    on_end: Callable[[Ended], None], held: Sequence[int],
 ) -> None:
     """Fill the free slots with jobs that need not wait; jobs that wait for a failed one will never run."""
     for job in [j for j in waiting if any(name in over - succeeded for name in j.after)]:
@@ -147,6 +148,7 @@ def _start(
             process = subprocess.Popen(
                 [sys.executable, "-m", "jetrl", *job.arguments], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env=slots[slot], start_new_session=True, preexec_fn=_end_with_parent,
+                pass_fds=held,
             )
         running.append(_Running(job, process, slot, time.monotonic()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,13 +49,16 @@ class Study:
     against: tuple[str, ...]
     keep_checkpoints: bool = False
 
-    def only(self, arms: str = "", seeds: str = "") -> Study:
-        """The study with these arms and seeds, both separated by commas; empty: all."""
+    def only(self, arms: str | None = None, seeds: str | None = None) -> Study:
+        """The study with these arms and seeds, both separated by commas; None: all."""
         known = [arm.name for arm in self.arms]
-        names = [name.strip() for name in arms.split(",") if name.strip()] or known
+        for option, text in (("arms", arms), ("seeds", seeds)):
+            if text is not None and not text.replace(",", "").strip():
+                raise UserError(f"--{option} is empty. Name some, or leave the option out for all of them.")
+        names = known if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
         if unknown := [name for name in names if name not in known]:
             raise UserError(f"--arms {arms}: no arm {unknown[0]!r}; the study {self.name} has {', '.join(known)}.")
-        given = [seed.strip() for seed in seeds.split(",") if seed.strip()]
+        given = [seed.strip() for seed in (seeds or "").split(",") if seed.strip()]
         if wrong := [seed for seed in given if not (seed.isascii() and seed.isdigit())]:
             raise UserError(f"--seeds {seeds}: {wrong[0]!r} is no seed. Write numbers from 0 on, as in 0,1,2.")
         chosen = tuple(dict.fromkeys(map(int, given))) or self.seeds
@@ -111,6 +115,12 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         raise UserError(f"{path}: seeds must be a list of numbers from 0 on, got {seeds!r}.")
     arms = tuple(_arm(one, path) for one in data["arm"])
     names = [arm.name for arm in arms]
+    for what, name in (("name", str(data["name"])), *(("an arm's name", name) for name in names)):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise UserError(
+                f"{path}: {what} must be letters, digits, '.', '_' and '-', beginning with a letter or digit, got "
+                f"{name!r}: folders are named after it."
+            )
     if not arms or len(set(names)) < len(names):
         raise UserError(f"{path}: each [[arm]] needs a name of its own, got {names}.")
     against = tuple(_texts(data.get("against", names[:1]), path, "against"))

@@ -152,7 +152,9 @@ def _read_meta(path: Path) -> Meta:
         raise UserError(f"{path} is not a complete checkpoint: {_META} is missing. Choose another step or a new run.")
     try:
         record = json.loads((path / _META).read_text())
-        if isinstance(record, dict) and record.keys() & {"config_digest", "sha256"}:
+        if not isinstance(record, dict):
+            raise ValueError("it must hold a table")
+        if record.keys() & {"config_digest", "sha256"}:
             raise UserError(f"{path} was written by an older version of jetrl and cannot be resumed. Start a new run.")
         meta = Meta(**record)
         _check_types(meta)

@@ -128,6 +128,7 @@ def test_the_command_lists_studies_and_refuses_nonsense() -> None:
     assert study_command.__doc__ is not None
     for arguments, message in [
         (["nothing"], "no study of this name"), (["quick", "--stop-after", "0"], "minutes above"),
+        (["quick", "--stop-after", "nan"], "minutes above"),
         (["quick", "--arms", "bf17"], "no arm 'bf17'"),
     ]:
         found = CliRunner().invoke(app, ["study", *arguments])

@@ -87,7 +87,10 @@ def test_parts_of_a_study(tmp_path: Path) -> None:
     part = study.only("b", "9,9,2")
     assert [arm.name for arm in part.arms] == ["b"] and part.seeds == (9, 2) and part.against == ("b",)
     assert study.only() == study
-    for arms, seeds, message in [("x", "", "no arm 'x'"), ("", "1,-2", "is no seed")]:
+    for arms, seeds, message in [
+        ("x", None, "no arm 'x'"), (None, "1,-2", "is no seed"), ("", None, "--arms is empty"),
+        (None, " , ", "--seeds is empty"),
+    ]:
         with pytest.raises(UserError, match=message):
             study.only(arms, seeds)
 
@@ -97,6 +100,8 @@ def test_parts_of_a_study(tmp_path: Path) -> None:
     (MINE.replace("seeds", "seed"), "did you mean seeds"),
     (MINE.replace("[3, 4]", "[]"), "list of numbers"),
     (MINE.replace('"b"', '"a"'), "name of its own"),
+    (MINE.replace('"b"', '"a/b"'), r"an arm's name must be letters, .*got 'a/b'"),
+    (MINE.replace('name = "mine"', 'name = "../mine"', 1), r"toml: name must be letters, .*got '../mine'"),
     (MINE + "break_exactness = ['weights']\n", "attention, quantizer or both"),
     (MINE + "colour = 'red'\n", "no key of an arm"),
     ('against = ["z"]\n' + MINE, "which is no arm"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Jobs run in this process, one after the other; gives the list of what has run."""
     ran: list[str] = []
 
-    def run_here(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll) -> None:
+    def run_here(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
         for job in jobs:
             config = resolve(load_config(job.arguments[1]), cuda_available=False)
             ran.append(job.name)
@@ -65,6 +66,22 @@ def conducted(study: Study, out: Path, **parts: str) -> tuple[int, str]:
     console = Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
     status = conduct(study, study.only(**parts), out, 1, 1, None, console)
     return status, console.export_text()
+
+
+def test_one_command_at_a_time_works_in_a_folder(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
+    """Also where the first was killed and its runs, which hold the lock, have not ended yet."""
+    out = tmp_path / "out"
+    with conducting._locked(out) as held:
+        run = subprocess.Popen(["sleep", "60"], pass_fds=held)
+        with pytest.raises(UserError, match=r"Another process is writing .*out. Wait until that study has ended"):
+            conducted(tiny, out)
+    try:
+        with pytest.raises(UserError, match="Another process is writing"):
+            conducted(tiny, out)
+    finally:
+        run.kill()
+        run.wait()
+    assert not in_process and conducted(tiny, out)[0] == 0
 
 
 def test_two_arms_two_seeds(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
@@ -114,7 +131,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_elsewhere(
     whole = tmp_path / "whole"
     conducted(tiny, whole, arms="one", seeds="0")
 
-    def stopped_after_one(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll) -> None:
+    def stopped_after_one(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
         config = resolve(load_config(jobs[0].arguments[1]), cuda_available=False)
         stop = StopRequest()
         monkeypatch.setattr(stop, "anywhere", lambda: step_of(Path(config.output_dir) / config.name) >= 1)
@@ -142,15 +159,15 @@ def test_a_crash_is_an_error_and_a_divergence_is_a_result(
 ) -> None:
     out, here = tmp_path / "out", conducting.run_jobs
 
-    def some_fail(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll) -> None:
+    def some_fail(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
         by_name = {job.name: job for job in jobs}
-        here([by_name["one-s0"]], slots, halt, on_end, on_poll)
+        here([by_name["one-s0"]], slots, halt, on_end, on_poll, held)
         by_name["two-s0"].log.parent.mkdir(parents=True)
         by_name["two-s0"].log.write_text("Traceback\nKeyError: 'ours'")
         on_end(Ended(by_name["two-s0"], 1, False))
         (out / "runs" / "one-s1" / "failed" / "step_000002").mkdir(parents=True)
         on_end(Ended(by_name["one-s1"], 2, False))
-        here([by_name["two-s1"]], slots, halt, on_end, on_poll)
+        here([by_name["two-s1"]], slots, halt, on_end, on_poll, held)
 
     monkeypatch.setattr(conducting, "run_jobs", some_fail)
     status, text = conducted(tiny, out)

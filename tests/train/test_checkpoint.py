@@ -149,7 +149,7 @@ def test_damage_is_seen_and_the_file_named(tmp_path: Path) -> None:
         checkpoint.load(path)
     (path / "state" / "more.safetensors").unlink()
     text = (path / "state.json").read_text()
-    for broken in ("{", json.dumps({"step": 1}), json.dumps(json.loads(text) | {"new": 1}),
+    for broken in ("{", "[1]", json.dumps({"step": 1}), json.dumps(json.loads(text) | {"new": 1}),
                    json.dumps(json.loads(text) | {"files": None})):
         (path / "state.json").write_text(broken)
         with pytest.raises(UserError, match=r"state\.json cannot be read"):

@@ -202,7 +202,8 @@ def evaluation_config(
     if recipe is None and run is None:
         if not named and (Path(where) / "config.toml").is_file():
             raise UserError(f"{where} has no checkpoint yet. Set checkpoint.save_interval, or wait for one.")
-        raise UserError(f"{where} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
+        what = f"{where} is no folder here, and a model of the hub" if named else where
+        raise UserError(f"{what} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
     config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
     return resolve(config, cuda_available=torch.cuda.is_available())
 

@@ -200,7 +200,7 @@ app.command()(study)
 def parity(
     model: Annotated[str, typer.Argument(
         help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b (of four layers: "
-        "random:qwen3-8b:4). Default: the quickstart's shape.",
+        "random:qwen3-8b:4) or random:tiny-moe. Default: the quickstart's shape.",
     )] = "",
     precision: Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",

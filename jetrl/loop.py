@@ -33,7 +33,7 @@ from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
 from jetrl.train.fitting import told_when_out_of_memory
 from jetrl.train.gather import Gathered, evaluate, gather
-from jetrl.train.packing import pack
+from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
 from jetrl.train.pin import Pin, pinned, pins_of, record
 from jetrl.train.publish import publish
@@ -210,7 +210,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("publish"):
         weights = publish(session.model, session.weight_version + 1, session.flow_digest)
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
-    metrics = gathered.stats | advantage_stats | stats | rank_metrics(session.world)
+    metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     with saved_on_mistake(session, run_dir):
         try:
             with together(session.world):

@@ -56,7 +56,9 @@ def test_without_a_name_the_sections(jetrl: Cli, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("train.stps", "Did you mean train.steps?"), ("num_generations", "TRL's name; here it is rollout.group_size"),
+    [("train.stps", "Did you mean train.steps?"), ("moe", "It occurs in train.router_aux_loss_coef, train.router_z"),
+     ("draft", "It occurs in rollout.speculate, rollout.max_draft_tokens"),
+     ("num_generations", "TRL's name; here it is rollout.group_size"),
      ("rolout", "Did you mean rollout?"), ("zzz", "`jetrl settings` lists")],
 )
 def test_unknown_names(jetrl: Cli, name: str, words: str) -> None:

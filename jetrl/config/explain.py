@@ -57,6 +57,8 @@ def _hint(which: str, known: Sequence[type[Section]]) -> str:
         return f"{peer}."
     rows = [row for section in known for row in settings_of(section)]
     names = [*sections(), *(row.key for row in rows), *(row.full_key for row in rows)]
+    if told := [row.full_key for row in rows if which.lower() in f"{row.key} {row.meaning}".lower()]:
+        return f"It occurs in {', '.join(told[:8])}{', ...' * (len(told) > 8)}."
     close = difflib.get_close_matches(which, names, 1) or difflib.get_close_matches(which.rpartition(".")[2], names, 1)
     return f"Did you mean {close[0]}?" if close else "`jetrl settings` lists the sections."
 

@@ -188,7 +188,7 @@ class RolloutConfig(Section):
     merge_prefix: Literal["auto", "on", "off"] = Field(
         default="off", description="Whether decode steps read pages that samples of a prompt share once for all of "
         "them; tokens and log-probs keep their bits. auto: where that was measured to take less time. on (or true): "
-        "wherever pages are shared, for tests. off (or false): never. On a CPU it does nothing.")
+        "wherever pages are shared, for tests. off (or false): never. On a CPU it does nothing (docs/RUNS.md).")
     max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1,
@@ -203,7 +203,7 @@ class RolloutConfig(Section):
     speculate: Literal["off", "auto", "on"] = Field(
         default="off", description="Guess tokens from what stands in the answer so far, in its siblings and in earlier "
         "answers to its prompt, and compute several at once; tokens and log-probs keep their bits. auto: as many as "
-        "pay, by measured acceptance and times. on: always max_draft_tokens, for tests.",
+        "pay, by measured acceptance and times. on: always max_draft_tokens, for tests (docs/RUNS.md).",
     )
     max_draft_tokens: int = Field(
         default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step; 0, 1, 3 or 7 are used.")

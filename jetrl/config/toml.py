@@ -48,7 +48,7 @@ def split_override(text: str) -> tuple[str, Any]:
     """`train.lr=1e-5` as key and value; a value that is not a TOML literal is a plain string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not all(key.split(".")):
-        raise UserError(f"{text!r} is not an override: write section.key=value, such as train.lr=1e-5")
+        raise UserError(f"{text!r} is not an override: write section.key=value without spaces, such as train.lr=1e-5")
     try:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:

@@ -32,7 +32,8 @@ class TrainConfig(Section):
     share_prompts: bool = Field(
         default=False,
         description="Compute a prompt once for all its samples in a micro-batch, in every pass of the update. "
-        "Log-probs keep their bits; gradients are those of the same loss, rounded elsewhere. Not in the warm start.")
+        "Log-probs keep their bits; gradients are those of the same loss, rounded elsewhere. Not in the warm start "
+        "(docs/MEMORY.md).")
     master_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type of the optimizer's weights.")
     grad_dtype: Literal["float32", "bfloat16"] = Field(
@@ -65,14 +66,14 @@ class TrainConfig(Section):
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
         "before the run ends. One process: no meaning.")
     router_aux_loss_coef: float = Field(
-        default=0.0, ge=0, description="Mixtures of experts: weight of the loss that evens the experts' load out, "
+        default=0.0, ge=0, description="Mixtures of experts (MoE): weight of the loss that evens the experts' load, "
         "within each sequence (1 where the load is even), in the warm start too. 0: off.")
     router_z_loss_coef: float = Field(
-        default=0.0, ge=0, description="Mixtures of experts: weight of the mean of logsumexp(router logits)^2, in the "
-        "warm start too. 0: off.")
+        default=0.0, ge=0, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router logits)^2, "
+        "in the warm start too. 0: off.")
     compare_routing: bool = Field(
-        default=False, description="Mixtures of experts: log parity/frac_routing_different, the share of routers that "
-        "choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
+        default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
+        "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
 
     def problems(self) -> Iterator[str]:
         if self.grad_dtype == "bfloat16" and self.master_dtype == "float32":

@@ -6,6 +6,7 @@ Defaults of absent keys are those of transformers. Both layouts of the rotary ke
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -224,9 +225,12 @@ def _refuse_other_models(config: Mapping[str, Any], family: str) -> None:
         known |= _EXPERT_KEYS | _EXPERT_HARMLESS
     # A key that is off (null, false, zero, empty) asks for nothing.
     if unknown := sorted(key for key, value in config.items() if key not in known and value):
+        close = difflib.get_close_matches(unknown[0], known - _HARMLESS_KEYS, 1)
+        hint = f"Did you mean {close[0]}? " if close else ""
         raise UserError(
             f"{unknown[0]} = {config[unknown[0]]!r} is not known to jetrl for a {family} model and may change what it "
-            f"computes (unknown keys: {', '.join(unknown)}). If the model does not need it, remove it from config.json."
+            f"computes (unknown keys: {', '.join(unknown)}). {hint}If the model does not need it, remove it (from "
+            "config.json, or model.arch)."
         )
 
 

@@ -6,6 +6,7 @@ HF_HUB_OFFLINE, HF_HUB_ETAG_TIMEOUT. The library is imported, and the hub asked,
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import struct
@@ -268,8 +269,11 @@ def _check_name(name: str, kind: str) -> None:
 
 
 def _no_folder(name: str) -> str:
-    relative = not Path(name).expanduser().is_absolute()
-    return f"{name}: there is no such folder" + (f" (searched from {Path.cwd()})" if relative else "")
+    path = Path(name).expanduser()
+    where = "" if path.is_absolute() else f" (searched from {Path.cwd()})"
+    beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, 1) if path.parent != Path() else []
+    return f"{name}: there is no such folder{where}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
 
 
 def _page(name: str, kind: str) -> str:

@@ -304,6 +304,8 @@ def _prompt_text(problem: Problem) -> str:
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     """The rows of a run, oldest first; a torn last line is left out. Raises `UserError` if there is no run."""
     path = Path(run_dir) / METRICS_FILE
+    if not Path(run_dir).exists():
+        raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]

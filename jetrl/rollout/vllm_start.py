@@ -62,7 +62,7 @@ def _process_kept() -> Iterator[None]:
 def require_installed() -> None:
     """UserError where there is no vLLM; it is not imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(f"{ENGINE}: vLLM is not installed. {install('vllm')}")
+        raise UserError(f"{ENGINE}: vLLM is not installed. {install('vllm')} (on a CPU: docs/ENGINES.md)")
 
 
 def imported(pow2: bool) -> Any:

@@ -66,7 +66,10 @@ def check_params(task: str, params: Mapping[str, Any], known: Collection[str]) -
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}."
-            raise UserError(f"task.params.{key}: task {task!r} has no such parameter; {hint}")
+            raise UserError(
+                f"task.params.{key}: task {task!r} has no such parameter; {hint} (task.params={{}} drops those of a "
+                "recipe for another task.)"
+            )
 
 
 def gold_params(params: Mapping[str, Any]) -> tuple[str | None, bool]:

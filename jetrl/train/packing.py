@@ -154,6 +154,21 @@ def denominators(
     )
 
 
+def rows_saved(batches: Sequence[PackedBatch]) -> dict[str, float]:
+    """`perf/frac_rows_saved`: of the rows that whole trajectories would take in the micro-batches held, the share that
+    sharing prompts saves; nothing where no prompt is shared."""
+    packed_rows = whole_rows = 0
+    for micro in chain.from_iterable(batch.micro_batches for batch in batches):
+        stems = micro.stems or (-1,) * len(micro.lengths)
+        are_stems = set(stems)
+        packed_rows += sum(micro.lengths)
+        whole_rows += sum(
+            length + (micro.lengths[stem] if stem >= 0 else 0)
+            for part, (stem, length) in enumerate(zip(stems, micro.lengths, strict=True)) if part not in are_stems
+        )
+    return {"perf/frac_rows_saved": 1 - packed_rows / whole_rows} if packed_rows < whole_rows else {}
+
+
 def fill(
     batches: Sequence[PackedBatch], column: str, values: Sequence[Advantage | np.ndarray]
 ) -> list[PackedBatch]:

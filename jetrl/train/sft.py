@@ -47,7 +47,8 @@ def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path
     settings = {
         "version": __version__, "start": digest(model, world),
         "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v}, "seed": config.seed,
-        "task": config.task.model_dump(mode="json"), "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
+        "task": config.task.model_dump(mode="json", exclude={"reward_calls"}),
+        "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
         "data": _file_hash(config.task.train_file),
@@ -81,6 +82,8 @@ def warm_start(
                 )
         store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
     else:
+        if world.first:
+            tell(f"no warm start of this model, task, seed and [sft] in {path.parent} yet: made now, and kept there")
         student = train_sft(model, config, task, tokenizer, progress, world)
         fill(model, student.named_parameters())
         by_first(world, lambda: path.parent.mkdir(parents=True, exist_ok=True))

@@ -180,6 +180,7 @@ def test_base_config_keeps_its_other_keys() -> None:
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("qwen3", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
         ("qwen3", {"num_experts": 8}, "num_experts = 8 is not known"),
+        ("qwen3_moe", {"num_expert": 8}, "num_expert = 8 is not known .* Did you mean num_experts"),
         ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok = 8 is more than num_experts = 4"),
         ("qwen3_moe", {"num_local_experts": 64}, "num_experts = 128 and num_local_experts = 64 differ"),
         ("qwen3_moe", {"mlp_only_layers": [48]}, "mlp_only_layers = .* from 0 to 47"),

@@ -231,6 +231,7 @@ def test_a_revision_of_a_folder_has_no_effect(cache: Path) -> None:
         ("Qwen3-0.6B", r"have one slash, as in Qwen/Qwen3-0.6B. Did you mean Qwen/Qwen3-0.6B\? .* random:Qwen3-0.6B"),
         ("Llama-3.2-1B", r"Did you mean meta-llama/Llama-3.2-1B\?"),
         ("./acme/tiny", "there is no such folder .searched from"),
+        (str(Path(__file__).parents[1] / "mdel"), "there is no such folder; did you mean .*tests/model"),
         ("/nowhere/at/all", "/nowhere/at/all: there is no such folder, and it is not a name"),
         ("a/b/c", "those have one slash"),
         ("acme/..", "those have one slash"),

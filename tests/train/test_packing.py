@@ -158,8 +158,9 @@ def test_shared_prompts_by_hand():
     assert micro.sequence_ids.tolist() == [-1, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
     assert micro.cu_seqlens.tolist() == [0, 1, 3, 7, 9, 11]
     assert (batch.num_sequences, batch.num_loss_tokens) == (4, 6)
+    assert packing.rows_saved([batch]) == {"perf/frac_rows_saved": 1 - 11 / 12}
     (apart,) = packed(EXAMPLE, limit=5, share_prompts=True)  # the first group's answers do not fit together
-    assert [m.stems for m in apart.micro_batches] == [(), (), ()]
+    assert [m.stems for m in apart.micro_batches] == [(), (), ()] and packing.rows_saved([apart]) == {}
 
 
 def solutions(prompt: tuple[int, ...], *answers: int) -> list[Trajectory]:

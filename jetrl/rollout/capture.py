@@ -60,7 +60,8 @@ class Capture:
         with _uncollected(), torch.cuda.stream(self.stream):
             if not self._alive:
                 self.pool = torch.cuda.graph_pool_handle()
-            graph.capture_begin(pool=self.pool)
+            # a reward or an environment in another thread may use the GPU meanwhile
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 found = step()
             finally:

@@ -21,7 +21,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     class Graph:
-        def capture_begin(self, pool: object) -> None:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local", "other threads may use the GPU"
             made.append(f"begin {pool}")
 
         def capture_end(self) -> None:

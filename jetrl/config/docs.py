@@ -56,11 +56,14 @@ def settings_of(section: type[Section]) -> Iterator[Setting]:
             continue
         default = None if field.is_required() else toml_literal(field.get_default(call_default_factory=True))
         meaning = field.description or ""
+        switches = []
         for rule in (*section.rules, *Config.rules):
             home = section if rule in section.rules else Config
             if section.full_key(key) in map(home.full_key, rule.keys):
                 off = " or ".join(f"`{toml_literal(value)}`" for value in rule.off)
-                meaning += f" Has no effect, and is refused, while `{home.full_key(rule.switch)}` is {off}."
+                switches.append(f"`{home.full_key(rule.switch)}` is {off}")
+        if switches:
+            meaning += f" Has no effect, and is refused, while {', or '.join(switches)}."
         values = describe_type(field.annotation, describe_bounds(field))
         yield Setting(key, section.full_key(key), values, default, meaning)
 

@@ -426,6 +426,12 @@ def test_overrides(tmp_path: Path) -> None:
         load(tmp_path, RECIPE + "[train]\nlr = 1\n", "train.lr.x=1")
 
 
+def test_overrides_count_in_the_order_of_what_was_said_last(tmp_path: Path) -> None:
+    said = ("task.params.check_gold=true", "task.params={}", "task.params.check_gold=false")
+    assert load(tmp_path, RECIPE, *said).task.params == {"check_gold": False}
+    assert load(tmp_path, RECIPE, *said[:2]).task.params == {}
+
+
 def test_set_override_makes_tables() -> None:
     data: dict[str, Any] = {"a": {"b": 1}}
     set_override(data, "a.c.d", 2)

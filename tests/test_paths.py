@@ -8,6 +8,7 @@ import pytest
 from tiny import tiny_config
 
 from jetrl.config.paths import CODE, FILES, PLACES, absolute_paths, in_own_folder, path_values
+from jetrl.errors import UserError
 
 
 def test_paths_become_absolute_and_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,5 +46,11 @@ def test_a_runs_own_recipe_is_resumed_where_it_lies(tmp_path: Path, monkeypatch:
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     assert in_own_folder(config, "moved/tiny/config.toml", []).output_dir == f"{tmp_path}/moved"
     assert in_own_folder(config, "runs/tiny/config.toml", []).output_dir == "runs", "as it was written"
-    for recipe, said in (("moved/tiny/config.toml", ["output_dir=x"]), ("moved/tiny/r.toml", []), ("quickstart", [])):
+    (tmp_path / "moved" / "copy" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"is of the run tiny, .* is called copy. Rename the folder to tiny"):
+        in_own_folder(config, "moved/copy/config.toml", [])
+    for recipe, said in (
+        ("moved/tiny/config.toml", ["output_dir=x"]), ("moved/copy/config.toml", ["output_dir=runs"]),
+        ("moved/tiny/r.toml", []), ("quickstart", []),
+    ):
         assert in_own_folder(config, recipe, said) == config

@@ -43,7 +43,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     (a run's config.toml states every value) and what the new one ignores.
     """
     data = read_toml(Path(path))
-    given = dict(map(split_override, overrides))
+    given: dict[str, Any] = {}
+    for key, value in map(split_override, overrides):
+        given.pop(key, None)  # in the order of what was said last
+        given[key] = value
     if "rl.algo" in given:
         _take_back_preset(data)
     for key, value in given.items():

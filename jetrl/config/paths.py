@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config.sections import Config
+from jetrl.errors import UserError
 
 PLACES = ("output_dir", "sft.cache_dir")  # written to: made if they do not exist
 # What may also be a name (on the hub, of a built-in tokenizer): a path only if it exists.
@@ -39,11 +40,19 @@ def absolute_paths(config: Config) -> Config:
 
 
 def in_own_folder(config: Config, recipe: str, overrides: Sequence[str]) -> Config:
-    """For a run's own config.toml: with the output folder that it is in, wherever that was moved or is reached from."""
+    """For a run's own config.toml that is resumed: with the output folder that it is in, wherever that was moved or is
+    reached from. UserError if the run folder has another name than the run."""
     folder = Path(recipe).absolute().parent
-    own = Path(recipe).name == "config.toml" and folder.name == config.name and (folder / "checkpoints").is_dir()
-    said = any(text.partition("=")[0].strip() == "output_dir" for text in overrides)
-    if not own or said or (Path(config.output_dir) / config.name).absolute() == folder:
+    own = Path(recipe).name == "config.toml" and (folder / "checkpoints").is_dir()
+    said = {text.partition("=")[0].strip() for text in overrides}
+    if own and folder.name != config.name and not said & {"output_dir", "name"}:
+        raise UserError(
+            f"{recipe} is of the run {config.name}, and the folder that it lies in is called {folder.name}. Rename the "
+            f"folder to {config.name} (in another place, if that is taken) to go on with what it holds, or give "
+            f"output_dir={config.output_dir} to go on with the run there."
+        )
+    here = (Path(config.output_dir) / config.name).absolute() == folder
+    if not own or "output_dir" in said or folder.name != config.name or here:
         return config
     return config.model_copy(update={"output_dir": str(folder.parent)})
 

@@ -42,6 +42,8 @@ def export(
     folder, out = _model_folder(Path(source)), Path(out)
     if out.absolute().resolve() == folder.absolute().resolve():
         raise UserError(f"{out} is the folder to export; give another output path, so that the original is kept.")
+    if out.is_symlink() and not out.exists():
+        raise UserError(f"{out} is a link to {out.readlink()}, which does not exist. Give another output path.")
     spec = hf.spec_from_folder(folder)
     recipe = recipe or Recipe(name="fp8", num_layers=spec.num_layers)
     if fp8:

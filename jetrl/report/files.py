@@ -71,18 +71,20 @@ def cut_torn_line(path: Path) -> None:
                 file.write(b"\n")
 
 
-def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove the rows for which `keep` is false."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> set[int]:
+    """Remove the rows for which `keep` is false; the steps of the others."""
+    temporary, steps = path.with_name(f".{path.name}.tmp"), set()
     with disk_errors(path):
         with path.open("rb") as source, temporary.open("wb") as target:
-            for line in source:
+            for number, line in enumerate(source, start=1):
                 row = parse_row(line)
-                if row is None:
-                    raise UserError(f"{path} has a line that is not a row: {line[:80]!r}. Remove that line.")
+                if row is None or type(row["step"]) is not int:
+                    raise UserError(f"{path}, line {number}, is not a row: {line[:80]!r}. Remove that line.")
                 if keep(row):
                     target.write(line)
+                    steps.add(row["step"])
         temporary.replace(path)
+    return steps
 
 
 def replace_row(path: Path, row: Mapping[str, Any]) -> None:

@@ -71,23 +71,26 @@ class Recorder:
     def drop_after(self, step: int, first: int = 0) -> None:
         """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes.
 
-        Warns of rows of the metrics from step `first` up to there that are missing: they cannot be made again.
+        Warns of rows that are missing and cannot be made again: of the metrics from step `first` up to there, and of
+        evaluations that the metrics have.
         """
-        os.close(self._metrics)
-        os.close(self._samples)
-        for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
-            if (self.run_dir / name).exists():  # a run of an earlier version has no held-out file
-                keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
+        self._shut()
+        kept = {
+            name: keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
+            for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE)
+            if (self.run_dir / name).exists()  # a run of an earlier version has no held-out file
+        }
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         self._samples = self._open(self.run_dir / SAMPLES_FILE)
         self.last_step = min(self.last_step, step)
-        steps = {row["step"] for row in read_metrics(self.run_dir)}
-        if lost := sorted(set(range(first, step + 1)) - steps):
-            shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
-            warnings.warn(
-                f"{self.run_dir / METRICS_FILE} lacks the rows of steps {shown} before the checkpoint of step {step}. "
-                "They are lost; training continues from the checkpoint.", stacklevel=2,
-            )
+        evaluated = {r["step"] for r in read_metrics(self.run_dir) if any(key.startswith("eval/") for key in r)}
+        for name, wanted in ((METRICS_FILE, set(range(first, step + 1))), (HELD_OUT_FILE, evaluated)):
+            if lost := sorted(wanted - kept.get(name, wanted)):
+                shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
+                warnings.warn(
+                    f"{self.run_dir / name} lacks the rows of steps {shown} before the checkpoint of step {step}. "
+                    "They are lost; training continues from the checkpoint.", stacklevel=2,
+                )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of `step`: flat keys, plain numbers. One row per step, in order (step 0: before training)."""
@@ -109,7 +112,8 @@ class Recorder:
         row = self.last_row()
         assert row.get("step") == self.last_step, "no row to amend"
         times = {k: v + row.get(k, 0.0) for k, v in metrics.items() if k.startswith("time/")}
-        os.close(self._metrics)
+        file, self._metrics = self._metrics, -1
+        os.close(file)
         replace_row(self.run_dir / METRICS_FILE, {k: _encode(v) for k, v in {**row, **metrics, **times}.items()})
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         for tracker in self.trackers:
@@ -171,13 +175,17 @@ class Recorder:
         """Close both files and the trackers; further writes are errors."""
         while self.trackers:
             self.trackers.pop().close()
-        for file in (self._metrics, self._samples):
+        self._shut()
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def _shut(self) -> None:
+        """Close the files of rows. A number that is closed is forgotten first: it may be another file's by then."""
+        files, self._metrics, self._samples = (self._metrics, self._samples), -1, -1
+        for file in files:
             if file >= 0:
                 os.close(file)
-        self._metrics = self._samples = -1
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
 
     def __enter__(self) -> Recorder:
         return self

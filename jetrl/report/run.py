@@ -193,8 +193,8 @@ def _load(path: Path) -> Run:
     if not rows:
         raise UserError(f"{path} holds no steps yet. Wait for the first step of the run, then try again.")
     config_file, env_file = path / CONFIG_FILE, path / ENV_FILE
-    text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
     try:
+        text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
         config = tomllib.loads(text)
         env = json.loads(env_file.read_text(encoding="utf-8")) if env_file.exists() else {}
     except ValueError as error:

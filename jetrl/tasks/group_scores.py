@@ -13,8 +13,9 @@ from functools import partial
 
 from jetrl.tasks.calls import Background, Call
 from jetrl.tasks.protocol import RewardFunction
-from jetrl.tasks.reward_calls import Scores
+from jetrl.tasks.reward_calls import Scores, reward_name
 from jetrl.tasks.rewards import score_parts
+from jetrl.tasks.user_code import check_unchanged, process_settings, put_back
 from jetrl.types import Group
 
 _LOOK = 0.5  # seconds between two looks at a stop signal while scores are waited for
@@ -25,6 +26,7 @@ class GroupScores:
 
     def __init__(self, reward: RewardFunction, conversations: bool) -> None:
         self.reward, self.conversations = reward, conversations
+        self._settings = process_settings()
         self._background = Background(max_concurrent=1)
         self._calls: dict[int, Call] = {}
 
@@ -53,8 +55,11 @@ class GroupScores:
     def stop(self) -> None:
         """Start no further call, and wait for none."""
         self._background.stop()
+        put_back(self._settings)
 
     def _check(self) -> None:
+        """In the main thread, while the settings that all threads share are ours."""
+        check_unchanged(self._settings, f"Reward function {reward_name(self.reward)}")
         for call in self._calls.values():
             if call.error is not None:
                 raise call.error

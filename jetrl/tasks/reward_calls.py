@@ -21,7 +21,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Call, Loop
 from jetrl.tasks.importing import FILE_MODULE
-from jetrl.tasks.user_code import user_code
+from jetrl.tasks.user_code import code_in_thread, user_code
 
 _FOREVER = math.inf  # a reward function takes as long as it takes
 
@@ -100,10 +100,11 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
     called from any thread.
     """
     over = []
-    aside = threading.current_thread() is not threading.main_thread()
+    in_main = threading.current_thread() is threading.main_thread()
+    guard = user_code if in_main else code_in_thread
     for function, arguments in calls:
         call = Call(lambda: None, _FOREVER)
-        with call, user_code(f"Reward function {reward_name(function)}", in_threads=aside):
+        with call, guard(f"Reward function {reward_name(function)}"):
             call.value = function(**arguments)
         if call.error is not None and not isinstance(call.error, (Exception, SystemExit, GeneratorExit)):
             raise call.error  # Ctrl-C
@@ -111,7 +112,7 @@ def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> l
     if waiting := [call for call in over if call.error is None and inspect.isawaitable(call.value)]:
         future = asyncio.run_coroutine_threadsafe(_await_all(waiting), _loop().events)
         try:
-            with user_code("An async reward function", in_threads=aside):
+            with guard("An async reward function"):
                 future.result()
         finally:
             future.cancel()  # Ctrl-C ends what still runs; a future that is done is not affected

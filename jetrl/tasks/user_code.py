@@ -60,9 +60,37 @@ OF_PROCESS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 SETTINGS = {**OF_THREAD, **OF_PROCESS}
 
 
+IN_THREAD = {**OF_THREAD, "torch.set_num_threads": OF_PROCESS["torch.set_num_threads"]}  # what a thread has of its own
+
+
+@contextmanager
+def code_in_thread(name: str) -> Iterator[None]:
+    """Runs the user's code `name` in a thread next to ours: what is the thread's own is put back.
+
+    UserError where it changes its number of threads, or leaves `torch.inference_mode` on. What all threads share, it
+    must leave alone; only the main thread, which may be switching it for an engine, can tell: `check_unchanged`.
+    """
+    ours, inference = _read(IN_THREAD), torch.is_inference_mode_enabled()
+    left: dict[str, Any] = ours
+    try:
+        yield
+    finally:
+        left = _read(IN_THREAD)
+        _write(ours, left)
+    _require_inference(name, inference)
+    if left["torch.set_num_threads"] != ours["torch.set_num_threads"]:
+        _refuse({"torch.set_num_threads": left["torch.set_num_threads"]}, name)
+
+
+def _require_inference(name: str, before: bool) -> None:
+    if torch.is_inference_mode_enabled() != before:
+        raise UserError(f"{name} leaves torch.inference_mode on. Write `with torch.inference_mode():` around its body.")
+
+
 @contextmanager
 def user_code(name: str, in_threads: bool = False) -> Iterator[None]:
-    """Runs the user's code `name` with the settings that it left last time, and restores ours. Costs some 30 us.
+    """Runs the user's code `name`, in the main thread, with the settings that it left last time, and restores ours.
+    Costs some 30 us.
 
     UserError where it leaves `torch.inference_mode` on, which cannot be put back, or calls `os._exit`; and where code
     that will run `in_threads` changes what these share with us.
@@ -81,8 +109,7 @@ def user_code(name: str, in_threads: bool = False) -> Iterator[None]:
             _theirs.clear()
             _theirs.update(changed)
         _put_back(handlers, name)
-    if torch.is_inference_mode_enabled() != inference:
-        raise UserError(f"{name} leaves torch.inference_mode on. Write `with torch.inference_mode():` around its body.")
+    _require_inference(name, inference)
     if in_threads and changed.keys() & OF_PROCESS:
         _refuse({key: value for key, value in changed.items() if key in OF_PROCESS}, name)
 

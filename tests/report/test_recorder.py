@@ -92,6 +92,26 @@ def test_rows_that_are_missing_before_the_checkpoint_are_reported(tmp_path: Path
         recorder.write(8, row(8))
 
 
+def test_evaluations_that_are_missing_are_reported(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (0, 1, 2):
+            recorder.write(step, row(step) | ({"eval/t/avg@1": 0.5} if step != 1 else {}))
+            recorder.write_held_out(step, {"task": "t", "problems": [4], "rewards": [[1.0]]} if step == 2 else None)
+    with Recorder(tmp_path / "run", resume=True) as recorder:
+        with pytest.warns(UserWarning, match=r"heldout\.jsonl lacks the rows of steps 0 before the .* of step 2"):
+            recorder.drop_after(2)
+
+
+@pytest.mark.parametrize("line", [b'{"step": 2, "comp\n', b'{"step": "2"}\n'])
+def test_a_damaged_line_of_samples_is_told_at_a_resume_and_unlocks_the_folder(tmp_path: Path, line: bytes) -> None:
+    with Recorder(tmp_path) as recorder:
+        recorder.write(1, row(1))
+    (tmp_path / "samples.jsonl").write_bytes(b'{"step": 1}\n' + line)
+    with pytest.raises(UserError, match=r"samples\.jsonl, line 2, is not a row"), Recorder(tmp_path, True) as recorder:
+        recorder.drop_after(1)
+    Recorder(tmp_path, resume=True).close()
+
+
 def test_a_torn_line_is_cut_but_a_whole_row_without_its_newline_stays(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "a": 1.5}\n{"step": 2, "a": 2.5}\n{"step": 3, "a": 3')
@@ -121,8 +141,10 @@ def test_a_used_folder_is_refused_and_kept(tmp_path: Path) -> None:
 
 
 def test_reading_no_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a run folder"):
+    with pytest.raises(UserError, match="nothing: there is no such folder"):
         read_metrics(tmp_path / "nothing")
+    with pytest.raises(UserError, match="not a run folder"):
+        read_metrics(tmp_path)
     assert list(read_samples(tmp_path)) == []
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from tiny import numbers, tiny_run, weights_hash
 from jetrl.errors import UserError
 from jetrl.parallel.world import World
 from jetrl.report.recorder import read_metrics, read_samples
+from jetrl.tasks import user_code as user_code_module
 from jetrl.tasks.group_scores import GroupScores, scores_beside
 from jetrl.tasks.rewards import rewards_of, score_parts
+from jetrl.tasks.user_code import user_code
 
 BY_GROUP = {"task.reward_calls": "group"}
 
@@ -97,6 +101,49 @@ def test_a_setting_of_the_whole_process_is_refused() -> None:
     with pytest.raises(UserError, match=r"careless changes .*set_default_dtype\(torch.float64\). It runs in a thread"):
         scores.take()
     assert torch.get_default_dtype() == torch.float32
+    scores.stop()
+
+
+def test_the_settings_of_an_engine_are_not_the_rewards() -> None:
+    """The main thread runs an engine of the user's with settings of its own while a reward runs in its thread."""
+    go = threading.Event()
+
+    def slow(completions: list[str]) -> list[float]:
+        assert go.wait(30)
+        return [0.0] * len(completions)
+
+    def step() -> None:
+        torch.set_float32_matmul_precision("high")
+        go.set()
+        time.sleep(0.05)
+
+    scores = GroupScores(slow, False)
+    scores.add(0, GROUPS[0])
+    with user_code("engine"):
+        step()
+    try:
+        assert scores.take() == {0: [[0.0, 0.0]]} and torch.get_float32_matmul_precision() == "highest"
+    finally:
+        scores.stop()
+        user_code_module._theirs.clear()
+
+
+INFERENCE = torch.inference_mode()
+
+
+@pytest.mark.parametrize("change, told", [
+    (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "set_num_threads"),
+    (INFERENCE.__enter__, "inference_mode"),
+])
+def test_what_a_thread_may_not_leave_behind(change: Callable[[], object], told: str) -> None:
+    def leaves(completions: list[str]) -> list[float]:
+        change()
+        return [0.0] * len(completions)
+
+    scores = GroupScores(leaves, False)
+    scores.add(0, GROUPS[0])
+    with pytest.raises(UserError, match=told):
+        scores.take()
     scores.stop()
 
 

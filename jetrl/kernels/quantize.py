@@ -42,7 +42,7 @@ def quantize_weight(
     `out`, an earlier result for the same shape and sections, is overwritten and returned. `dtype`: the values are
     rounded to it first, as if such a copy had been made.
     """
-    if dtype is not None and w.dtype not in _INPUTS:
-        w = w.to(dtype)
+    if dtype is not None and w.dtype != torch.float32:
+        w = w.to(dtype)  # FP32 is rounded where it is read
     _check(w, sections, w.shape[0])
     return backend_of(w).quantize_weight(w, pow2, sections, out, dtype)

@@ -322,10 +322,9 @@ def quantize_weight(
     w: Tensor, pow2: bool = False, sections: tuple[int, ...] | None = None, out: QTensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> QTensor:
-    """`reference.quantize_128x128` of the values of `w` [N, K] in `dtype`, if given. `out` is overwritten."""
+    """`reference.quantize_128x128` of `w` [N, K]; of FP32 its values in `dtype`, if given. `out` is overwritten."""
     assert w.stride(1) == 1
-    rounds = w.dtype == torch.float32 and dtype == torch.bfloat16  # the kernel can do this one
-    w = w if rounds else w.to(dtype or w.dtype)
+    rounds = w.dtype == torch.float32 and dtype == torch.bfloat16
     sections = sections or (w.shape[0],)
     groups = triton.cdiv(w.shape[1], BLOCK)
     if out is None:

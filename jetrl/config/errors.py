@@ -13,6 +13,9 @@ from pydantic.fields import FieldInfo
 
 from jetrl.config.toml import toml_literal
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, of a study and its arms: folders are named after them
+NAME_RULE = "must be letters, digits, '.', '_' and '-', beginning with a letter or digit"
+
 # What other systems call our keys, for messages only: ours (and a note) | whose: names; whose: names. Indented lines
 # belong to the line above.
 PEERS = """
@@ -186,7 +189,7 @@ def _bad_value(item: Any, field: FieldInfo | None, of_element: bool) -> str:
         if name in context:
             return f"must be {sign} {context[name]:g}, {got}"
     if kind == "string_pattern_mismatch":
-        return f"must be letters, digits, '.', '_' and '-', beginning with a letter or digit, {got}"
+        return f"{NAME_RULE}, {got}"
     if kind in ("string_too_short", "too_short") and context.get("min_length") == 1:
         return f"must not be empty, {got}"
     if kind == "finite_number":

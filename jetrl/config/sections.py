@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import Rule, Section
 from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
+from jetrl.config.errors import NAME
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
 from jetrl.config.train import TrainConfig
@@ -317,7 +318,7 @@ class Config(Section):
         Rule(("quant.wgrad", "quant.saved_gate_up"), "precision", ("fp8_rollout",)),
         Rule(tuple(f"vllm.{key}" for key in VLLMConfig.model_fields), "rollout.engine", ("jetrl",)),
     )
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder.")
+    name: str = Field(pattern=NAME, description="Name of the run and of its folder.")
     seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
     precision: Precision = Field(
         default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")

@@ -7,6 +7,7 @@ Defaults of absent keys are those of transformers. Both layouts of the rotary ke
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -311,7 +312,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 def _positive(config: Mapping[str, Any], key: str, default: float | None) -> float:
     value = config.get(key) if config.get(key) is not None else default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise UserError(f"{key} = {value!r} must be a number above 0.")
     return float(value)
 

@@ -271,8 +271,9 @@ def _check_name(name: str, kind: str) -> None:
 def _no_folder(name: str) -> str:
     path = Path(name).expanduser()
     where = "" if path.is_absolute() else f" (searched from {Path.cwd()})"
-    beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, beside, 1) if path.parent != Path() else []
+    listed = path.parent != Path() and path.parent.is_dir()
+    beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if listed else []
+    close = difflib.get_close_matches(path.name, beside, 1)
     return f"{name}: there is no such folder{where}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
 
 

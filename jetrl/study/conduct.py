@@ -15,7 +15,7 @@ from jetrl.config import Config, resolve, to_toml
 from jetrl.errors import UserError
 from jetrl.report.files import disk_errors, lock
 from jetrl.report.recorder import METRICS_FILE
-from jetrl.report.text import duration
+from jetrl.report.text import counted, duration
 from jetrl.study.collect import collect, write_json
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail, visible_gpus
 from jetrl.study.page import write_page
@@ -104,7 +104,22 @@ def conduct(
     plan = all_planned(study, out)
     _require_machine(plan)
     with _locked(out) as held:
-        return _conduct(whole, study, plan, out, jobs, threads, stop_after, console, held)
+        states = {run.name: read_state(out, run) for run in plan}
+        left = [run for run in plan if not states[run.name].done]
+        deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
+        runs = {run.name: run for run in plan}
+        going = Conduct(study, out, runs, console, Halt(deadline), done=len(plan) - len(left))
+        console.print(
+            f"Study {study.name}: {counted(len(study.arms), 'arm')}, {counted(len(study.seeds), 'seed')}, "
+            f"{counted(len(plan), 'run')}, {going.done} done; {jobs} side by side, in {out}", markup=False,
+        )
+        gpus = visible_gpus() if any(resolved(run.config).device == "cuda" for run in left) else []
+        with going.halt.caught():
+            run_jobs(_jobs(left, out), environments(jobs, threads, gpus), going.halt, going.ended, going.polled, held)
+        _tell(going, plan, _results(whole, study, out))
+        if going.halt.signals:
+            return 130
+        return 1 if going.crashed else 0
 
 
 @contextmanager
@@ -119,31 +134,6 @@ def _locked(out: Path) -> Iterator[list[int]]:
     finally:
         if held >= 0:
             os.close(held)
-
-
-def _conduct(
-    whole: Study, study: Study, plan: list[Planned], out: Path, jobs: int, threads: int | None,
-    stop_after: float | None, console: Console, held: list[int],
-) -> int:
-    states = {run.name: read_state(out, run) for run in plan}
-    left = [run for run in plan if not states[run.name].done]
-    deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
-    going = Conduct(study, out, {run.name: run for run in plan}, console, Halt(deadline), done=len(plan) - len(left))
-    console.print(
-        f"Study {study.name}: {_count(len(study.arms), 'arm')}, {_count(len(study.seeds), 'seed')}, "
-        f"{_count(len(plan), 'run')}, {going.done} done; {jobs} side by side, in {out}", markup=False,
-    )
-    gpus = visible_gpus() if any(resolved(run.config).device == "cuda" for run in left) else []
-    with going.halt.caught():
-        run_jobs(_jobs(left, out), environments(jobs, threads, gpus), going.halt, going.ended, going.polled, held)
-    _tell(going, plan, _results(whole, study, out))
-    if going.halt.signals:
-        return 130
-    return 1 if going.crashed else 0
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def resolved(config: Config) -> Config:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jetrl.compare import said_of
 from jetrl.config import Config, load_config
+from jetrl.config.errors import NAME, NAME_RULE
 from jetrl.config.load import digest
 from jetrl.config.shipped import find_recipe, summary
 from jetrl.config.toml import read_toml, split_override
@@ -116,11 +117,8 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     arms = tuple(_arm(one, path) for one in data["arm"])
     names = [arm.name for arm in arms]
     for what, name in (("name", str(data["name"])), *(("an arm's name", name) for name in names)):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise UserError(
-                f"{path}: {what} must be letters, digits, '.', '_' and '-', beginning with a letter or digit, got "
-                f"{name!r}: folders are named after it."
-            )
+        if not re.fullmatch(NAME, name):
+            raise UserError(f"{path}: {what} {NAME_RULE}, got {name!r}: folders are named after it.")
     if not arms or len(set(names)) < len(names):
         raise UserError(f"{path}: each [[arm]] needs a name of its own, got {names}.")
     against = tuple(_texts(data.get("against", names[:1]), path, "against"))

@@ -71,7 +71,6 @@ def code_in_thread(name: str) -> Iterator[None]:
     must leave alone; only the main thread, which may be switching it for an engine, can tell: `check_unchanged`.
     """
     ours, inference = _read(IN_THREAD), torch.is_inference_mode_enabled()
-    left: dict[str, Any] = ours
     try:
         yield
     finally:

@@ -142,8 +142,10 @@ def options(config: Config, spec: ModelSpec, folder: Path) -> dict[str, Any]:
         "kv_cache_dtype": "fp8" if config.vllm.kv_cache == "fp8" else "auto",
         "enforce_eager": config.vllm.enforce_eager or not on_gpu,
     }
-    if free is not None:  # checked against the free memory at the start, though the cache's size is given
-        found |= {"enable_sleep_mode": config.vllm.sleep, "gpu_memory_utilization": round(0.9 * free / total, 3)}
+    if free is not None:
+        # The cache's size is given, so this share sizes nothing. vLLM only refuses to start where less than it is free,
+        # which it reads later than we do: another run on this GPU may have taken some by then.
+        found |= {"enable_sleep_mode": config.vllm.sleep, "gpu_memory_utilization": round(0.1 * free / total, 4)}
     return found
 
 

@@ -187,7 +187,7 @@ class RolloutConfig(Section):
     page_size: int | None = Field(
         default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
     merge_prefix: Literal["auto", "on", "off"] = Field(
-        default="off", description="Whether decode steps read pages that samples of a prompt share once for all of "
+        default="auto", description="Whether decode steps read pages that samples of a prompt share once for all of "
         "them; tokens and log-probs keep their bits. auto: where that was measured to take less time. on (or true): "
         "wherever pages are shared, for tests. off (or false): never. On a CPU it does nothing (docs/RUNS.md).")
     max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")

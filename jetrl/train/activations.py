@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 from jetrl.config import Config
-from jetrl.model import fused_experts
 from jetrl.precision.blocks import blocks_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
@@ -27,9 +26,9 @@ def expert_rows(spec: ModelSpec, tokens: int) -> int:
 
 
 def fuses_experts(recipe: Recipe, layer: int) -> bool:
-    """Whether a GPU computes a layer's experts by `model.fused_experts`."""
+    """Whether a layer's experts are computed by `model.fused_experts`."""
     into, out = (recipe.linear(layer, role, "train") for role in ("gate_up", "down"))
-    return "cuda" in fused_experts.DEVICES and into is not None and into == out
+    return into is not None and into == out
 
 
 @lru_cache(maxsize=256)

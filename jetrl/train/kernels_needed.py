@@ -51,6 +51,7 @@ from jetrl.types import (
 _DIGEST = "in miniature"
 _FEW_PROGRAMS = 32  # sequences times key/value heads up to which decode steps may run in parallel over keys
 _MANY_KEYS = 4096  # tokens of a prompt, enough for its pages to be read once for all its samples
+_OF_ATTENTION = (200,)  # tokens of two answers, which fit one tile of keys and take several of queries
 _LOOKS = 4  # steps at each size: a decode graph of its own is captured when a size is asked for the third time
 
 
@@ -249,8 +250,8 @@ def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:
 def groups_of(config: Config, spec: ModelSpec) -> Iterator[Group]:
     """Groups whose answers fill a micro-batch of each kind."""
     longest = min(spec.max_position, config.task.max_prompt_length + config.rollout.max_response_length)
-    counts = batch_counts(config.train.max_tokens_per_gpu, spec.experts is not None)
-    for number, total in enumerate(n for n in counts if n >= 4):
+    counts = {*batch_counts(config.train.max_tokens_per_gpu, spec.experts is not None), *_OF_ATTENTION}
+    for number, total in enumerate(n for n in sorted(counts) if 4 <= n <= config.train.max_tokens_per_gpu):
         prompt = (number % spec.vocab_size,)
         answers = tuple(
             Trajectory(

@@ -111,14 +111,28 @@ def test_grouped_gemms_are_one_job_for_all_divisions_into_groups() -> None:
     assert key((128, 256)) == key((256, 256)) != key((128, 256), 512)
 
 
-def test_flash_attention_is_one_job_for_all_lengths() -> None:
-    def key(tokens: int, heads: int = 8, pages: int | None = None) -> str:
-        q = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16)
+def test_flash_attention_is_one_job_for_all_lengths_above_a_tile() -> None:
+    def key(tokens: int, heads: int = 8, pages: int | None = None, count: int = 2, groups: int = 8) -> str:
+        q, k = (torch.zeros(tokens, n, 128, dtype=torch.bfloat16) for n in (heads, groups))
         table = None if pages is None else torch.zeros(2, pages, dtype=torch.int32)
-        return recorded.flash_job("_flash_attn_fwd", (q, q, q), {"page_table": table, "max_seqlen_q": tokens}).key
+        starts = torch.zeros(count + 1, dtype=torch.int32)
+        named = {"page_table": table, "max_seqlen_q": tokens, "cu_seqlens_q": starts}
+        return recorded.flash_job("_flash_attn_fwd", (q, k, k), named).key
 
-    assert key(300) == key(4000) and key(300, pages=3) == key(300, pages=5)
-    assert len({key(300), key(300, heads=4), key(300, pages=3)}) == 3
+    assert key(300) == key(4000) == key(300, count=256) and key(300, pages=3) == key(300, pages=5)
+    assert len({key(300), key(300, heads=4, groups=4), key(300, pages=3), key(300, count=257), key(128)}) == 5
+    assert key(5) == key(128), "one tile of 128 rows"
+    assert key(33, heads=32) != key(32, heads=32), "heads of a key/value head are rows too"
+
+
+def test_flash_attentions_gradients_know_a_tile_of_keys_and_one_of_queries() -> None:
+    def key(queries: int, keys: int) -> str:
+        q = torch.zeros(queries, 8, 128, dtype=torch.bfloat16)
+        named = {"max_seqlen_q": queries, "max_seqlen_k": keys, "cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}
+        return recorded.flash_job("_flash_attn_bwd", (q, q, q), named).key
+
+    assert key(5, 5) == key(64, 128) and key(65, 65) == key(128, 128) and key(129, 129) == key(4000, 4000)
+    assert len({key(5, 5), key(100, 100), key(129, 129), key(5, 129)}) == 4
 
 
 def test_grouped_gemms_are_compiled_with_the_tiles_that_they_were_called_with(monkeypatch: pytest.MonkeyPatch) -> None:

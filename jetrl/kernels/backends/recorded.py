@@ -16,7 +16,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -30,8 +30,14 @@ _HERE = "jetrl.kernels.backends.recorded"
 _SECONDS = {"Triton": 1.5, "Gluon": 6.0, "DeepGEMM": 8.0, "FlashAttention-4": 7.0}  # about, of one core
 _LONGER = {"chain_kernel": 14.0, "shared_kernel": 9.0, "draft_kernel": 9.0}  # they come first
 _MOST_BYTES = 3 << 30  # of a GEMM's output in a job
+# FlashAttention-4 has other kernels where the longest sequence fits one tile, and for more sequences than these. Tiles on
+# Hopper: by the largest head size, rows of queries in the forward pass; rows of queries and of keys in the backward.
+_FORWARD_TILES = {96: 192, 256: 128}
+_BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 192: (64, 96), 256: (64, 48)}
+_MANY_SEQUENCES = 256
 
 Emit = Callable[[Job], object]
+_T = TypeVar("_T")
 
 
 def prepare(device: int) -> None:
@@ -254,11 +260,13 @@ def gemm_jobs(
 
 
 def repeat_gemms(name: str, calls: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """One GEMM with several numbers of rows."""
-    for args in calls:
+    """One GEMM with several numbers of rows, the most first: the others' tensors fit into its memory."""
+    for args in reversed(calls):
         made: dict[int, Tensor] = {}
         getattr(_deep_gemm(), name)(*rebuilt(args, made), **kwargs)
     torch.cuda.synchronize()
+    made.clear()
+    torch.cuda.empty_cache()
 
 
 def _gemm_job(name: str, key: str, given: Any, named: dict[str, Any], tiles: int | None = None) -> Job:
@@ -327,7 +335,7 @@ def _flash(emit: Emit) -> Iterator[Any]:
 
 
 def flash_job(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Job:
-    """The job of a call of FlashAttention-4: one for all lengths, on which its tiles on Hopper do not depend."""
+    """The job of a call of FlashAttention-4: one for all lengths of a class (`_lengths`)."""
     given, named = _call_described(args, kwargs)
 
     def coarse(value: Any) -> Any:
@@ -337,6 +345,21 @@ def flash_job(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Job:
         return tuple(map(coarse, value)) if isinstance(value, tuple) else value
 
     rest = {k: coarse(v) for k, v in named.items() if not k.startswith("max_seqlen")}
-    key = f"{name} {coarse(given)} {sorted(rest.items(), key=lambda item: item[0])}"
+    key = f"{name} {coarse(given)} {_lengths(name, args, kwargs)} {sorted(rest.items(), key=lambda item: item[0])}"
     call = ("jetrl.kernels.backends.flash", name, given, named)
     return Job(key, f"FlashAttention-4 {name.rpartition('_')[2]}", f"{_HERE}:repeat_call", call, 7.0)
+
+
+def _lengths(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, ...]:
+    """What FlashAttention-4's kernels depend on of the lengths: whether the longest sequence fits a tile, and whether
+    there are many. The heads of a key/value head are rows of one tile in the forward pass."""
+    q, k, queries = args[0], args[1], kwargs["max_seqlen_q"]
+    many = len(kwargs["cu_seqlens_q"]) - 1 > _MANY_SEQUENCES
+    if name == "_flash_attn_fwd":
+        return queries * (q.shape[-2] // k.shape[-2]) <= _tile(_FORWARD_TILES, q.shape[-1]), many
+    of_queries, of_keys = _tile(_BACKWARD_TILES, q.shape[-1])
+    return queries <= of_queries, kwargs["max_seqlen_k"] <= of_keys, many
+
+
+def _tile(tiles: dict[int, _T], size: int) -> _T:
+    return tiles[min(largest for largest in tiles if size <= largest)]

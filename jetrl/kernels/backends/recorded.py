@@ -30,8 +30,8 @@ _HERE = "jetrl.kernels.backends.recorded"
 _SECONDS = {"Triton": 1.5, "Gluon": 6.0, "DeepGEMM": 8.0, "FlashAttention-4": 7.0}  # about, of one core
 _LONGER = {"chain_kernel": 14.0, "shared_kernel": 9.0, "draft_kernel": 9.0}  # they come first
 _MOST_BYTES = 3 << 30  # of a GEMM's output in a job
-# FlashAttention-4 has other kernels where the longest sequence fits one tile, and for more sequences than these. Tiles on
-# Hopper: by the largest head size, rows of queries in the forward pass; rows of queries and of keys in the backward.
+# FlashAttention-4 has other kernels where the longest sequence fits one tile, and for more sequences than these. Tiles
+# on Hopper: by the largest head size, rows of queries in the forward pass; rows of queries and keys in the backward.
 _FORWARD_TILES = {96: 192, 256: 128}
 _BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 192: (64, 96), 256: (64, 48)}
 _MANY_SEQUENCES = 256

@@ -28,7 +28,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
     hardware = data["environment"].get("gpu") or data["environment"].get("cpu") or "not recorded"
     page = environment.get_template("study.html.j2").render(
         data=data, study=data["study"], hardware=hardware,
-        done=sum(run["status"] in ("finished", "non-finite") for run in data["runs"]),
+        done=sum(map(_is_done, data["runs"])),
         figures=[(title, note, Markup(svg), wide) for title, note, svg, wide in figures(data)],
         rows=table(data), failures=failure_rows(data), arm_styles=Markup(arm_styles(len(data["study"]["arms"]))),
         css=Markup(style + (_HERE / "study.css").read_text(encoding="utf-8")),
@@ -55,13 +55,16 @@ def arm_styles(count: int) -> str:
 
 
 def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row for each arm, as texts."""
+    """One row for each arm, as texts: of its runs that are done, or of all while none is."""
     rows = []
     for number, arm in enumerate(data["study"]["arms"]):
-        runs = [run for run in data["runs"] if run["arm"] == arm["name"] and run["held_out"]["steps"]]
+        begun = [run for run in data["runs"] if run["arm"] == arm["name"] and run["held_out"]["steps"]]
+        done = [run for run in begun if _is_done(run)]
+        runs = done or begun
         known = {d["against"]: d for d in data["differences"] if d["arm"] == arm["name"] and d["outcome"] == "last"}
         rows.append({
-            "number": number, "label": arm["label"], "seeds": len(runs),
+            "number": number, "label": arm["label"],
+            "seeds": f"{len(done)} of {len(begun)}" if len(done) < len(begun) else str(len(done)),
             "before": _spread([run["held_out"]["mean"][0] for run in runs], 100, "%"),
             "after": _spread([run["held_out"]["mean"][-1] for run in runs], 100, "%"),
             "best": _spread([max(run["held_out"]["mean"]) for run in runs], 100, "%"),
@@ -81,6 +84,10 @@ def failure_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
          f"step {one['step']}: {one['rule']}: {one['text']}{' (recovered)' if one['recovered'] else ''}")
         for run in data["runs"] for one in run["failures"]
     ]
+
+
+def _is_done(run: Mapping[str, Any]) -> bool:
+    return run["status"] in ("finished", "non-finite")
 
 
 def _mean(run: Mapping[str, Any], key: str) -> float | None:

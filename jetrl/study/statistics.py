@@ -25,7 +25,7 @@ class Difference:
     def verdict(self) -> str:
         """In words; none from fewer than `MIN_SEEDS` seeds."""
         if self.low is None or self.high is None or len(self.by_seed) < MIN_SEEDS:
-            return "too few seeds for a verdict"
+            return "too few seeds"
         if self.low > 0:
             return "better"
         return "worse" if self.high < 0 else "no difference seen"

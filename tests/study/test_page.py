@@ -100,10 +100,15 @@ def test_the_forest_has_its_zero_and_its_intervals() -> None:
 def test_the_table_and_the_failures() -> None:
     data = results()
     first, second = table(data)
-    assert (first["seeds"], first["gap"], first["after"]) == (2, "exactly 0", "80.0% (70.0 to 90.0)")
+    assert (first["seeds"], first["gap"], first["after"]) == ("2", "exactly 0", "80.0% (70.0 to 90.0)")
     assert (second["gap"], second["after"]) == ("2.00e-02", "40.0%")
     assert second["against"] == [interval(data["differences"][0])]
     assert interval(data["differences"][0]) == "-10.0 [-20.0, -1.0]: worse" and failure_rows(data) == []
+    going = copy.deepcopy(data)
+    going["runs"][1] |= {"status": "started"}
+    assert (table(going)[0]["seeds"], table(going)[0]["after"]) == ("1 of 2", "90.0%"), "of the run that is done"
+    going["runs"][0] |= {"status": "started"}
+    assert (table(going)[0]["seeds"], table(going)[0]["after"]) == ("0 of 2", "80.0% (70.0 to 90.0)")
     failed = copy.deepcopy(data)
     failed["runs"][2]["failures"] = [{"rule": "accuracy", "step": 10, "text": "fell", "recovered": True}]
     assert failure_rows(failed) == [("B, seed 0", "step 10: accuracy: fell (recovered)")]

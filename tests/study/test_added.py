@@ -18,6 +18,7 @@ from jetrl.cli import app
 from jetrl.errors import UserError
 from jetrl.study import conduct as conducting
 from jetrl.study.added import read_json
+from jetrl.study.collect import write_json
 from jetrl.study.plan import Study, all_planned, load_study
 from jetrl.study.state import read_state, run_folder
 
@@ -52,9 +53,7 @@ def made(study: Study, folder: Path) -> Data:
 def saved(data: Data, folder: Path, *names: str) -> Path:
     """The data as a study.json, with only these runs if some are named."""
     data = data | {"runs": [run for name, run in by_name(data).items() if not names or name in names]}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "study.json").write_text(json.dumps(data))
-    return folder / "study.json"
+    return write_json(data, folder / "study.json")
 
 
 def test_runs_of_two_folders_are_one_study(tiny: Study, in_process: list[str], tmp_path: Path) -> None:

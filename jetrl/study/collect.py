@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jetrl import __version__
-from jetrl.errors import UserError
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import disk_errors
 from jetrl.report.recorder import ENV_FILE, METRICS_FILE, read_held_out, read_metrics
 from jetrl.rl.mismatch import BY_POSITION
+from jetrl.study.added import Added, by_origin
 from jetrl.study.plan import Planned, Study
 from jetrl.study.rules import RULES, failures
 from jetrl.study.state import non_finite_step, read_state, run_folder
@@ -40,11 +40,17 @@ _NOT_TRAINING = ("time/warm start", "time/eval", "time/checkpoint")  # left out 
 OUTCOMES = {"last": "the last evaluation", "mean": "the mean of all evaluations after the start"}
 
 
-def collect(study: Study, out: Path, plan: Sequence[Planned]) -> dict[str, Any]:
-    """All that a study has found so far, as plain data for JSON."""
-    runs = [_run(out, run) for run in plan]
-    environments = [run.pop("environment") for run in runs]
+def collect(
+    study: Study, out: Path, plan: Sequence[Planned], added: Mapping[str, Added] | None = None
+) -> dict[str, Any]:
+    """All that a study has found so far, as plain data for JSON. Runs in `added` (by name) are taken from there."""
+    elsewhere = {run.name: added[run.name] for run in plan if added and run.name in added}
+    own = {run.name: _run(out, run) for run in plan if run.name not in elsewhere}
+    environments = [run.pop("environment") for run in own.values()]
+    if not own:  # nothing was run here: this machine says nothing about the study
+        environments = [one.origin["environment"] for one in elsewhere.values()]
     found = next((env for env in environments if env), None)
+    runs = [own.get(run.name) or {**elsewhere[run.name].data, "added": True} for run in plan]
     return {
         "study": {
             "name": study.name, "about": study.about, "recipe": study.recipe.stem, "seeds": list(study.seeds),
@@ -53,6 +59,7 @@ def collect(study: Study, out: Path, plan: Sequence[Planned]) -> dict[str, Any]:
         },
         "version": __version__, "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": (found or describe_environment([])) | {"command": f"jetrl study {study.name}"},
+        **({"added": by_origin(elsewhere)} if elsewhere else {}),
         "score": "accuracy" if all(run["held_out"]["binary"] for run in runs) else "reward",
         "rules": RULES, "outcomes": OUTCOMES,
         "method": {"min_seeds": MIN_SEEDS, "resamples": RESAMPLES, "level": LEVEL},
@@ -69,14 +76,6 @@ def write_json(data: Mapping[str, Any], path: Path) -> Path:
         temporary.write_text(json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
         temporary.replace(path)
     return path
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as the results of a study: {error}") from error
 
 
 def _run(out: Path, run: Planned) -> dict[str, Any]:

@@ -30,6 +30,8 @@ def study(
         min=1, help="CPU threads of a run (default: its part of the cores).")] = None,
     stop_after: Annotated[float | None, typer.Option(
         help="Stop after so many minutes, with checkpoints. The same command goes on from there.")] = None,
+    add: Annotated[list[Path] | None, typer.Option(
+        "--add", help="A study.json of this study from elsewhere: what is done there counts here. Repeatable.")] = None,
 ) -> None:
     """Train arms that differ in their flows, from equal warm starts, data and seeds, and compare what they learn."""
     from jetrl.study.plan import find_study, listing, load_study
@@ -47,5 +49,5 @@ def study(
     whole = load_study(find_study(name), overrides or [])
     target = out if out is not None else Path("studies") / whole.name
     raise SystemExit(
-        conduct(whole, whole.only(arms, seeds), target, jobs, threads, stop_after, console)
+        conduct(whole, whole.only(arms, seeds), target, jobs, threads, stop_after, console, add or ())
     )

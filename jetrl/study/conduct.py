@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from jetrl.errors import UserError
 from jetrl.report.files import disk_errors, lock
 from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import counted, duration
+from jetrl.study.added import Added, read_added
 from jetrl.study.collect import collect, write_json
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail, visible_gpus
 from jetrl.study.page import write_page
@@ -96,16 +97,17 @@ class Conduct:
 
 
 def conduct(
-    whole: Study, study: Study, out: Path, jobs: int, threads: int | None, stop_after: float | None, console: Console
+    whole: Study, study: Study, out: Path, jobs: int, threads: int | None, stop_after: float | None, console: Console,
+    add: Sequence[Path] = (),
 ) -> int:
     """Run what is left of `study`, which is a part of `whole` or all of it, and write the results of all arms and seeds
-    that have some. Status: 0; 1 if a run crashed; 130 after a signal."""
+    that have some, here or in the files `add`. Status: 0; 1 if a run crashed; 130 after a signal."""
     out = out.absolute()
     plan = all_planned(study, out)
-    _require_machine(plan)
+    added = read_added(add, whole, _every(whole, study, out), out, console) if add else {}
+    _require_machine(_left(plan, out, added), plan)
     with _locked(out) as held:
-        states = {run.name: read_state(out, run) for run in plan}
-        left = [run for run in plan if not states[run.name].done]
+        left = _left(plan, out, added)  # again: another command may have held the folder until now
         deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
         runs = {run.name: run for run in plan}
         going = Conduct(study, out, runs, console, Halt(deadline), done=len(plan) - len(left))
@@ -116,10 +118,20 @@ def conduct(
         gpus = visible_gpus() if any(resolved(run.config).device == "cuda" for run in left) else []
         with going.halt.caught():
             run_jobs(_jobs(left, out), environments(jobs, threads, gpus), going.halt, going.ended, going.polled, held)
-        _tell(going, plan, _results(whole, study, out))
+        _tell(going, plan, _results(whole, study, out, added))
         if going.halt.signals:
             return 130
         return 1 if going.crashed else 0
+
+
+def _left(plan: Sequence[Planned], out: Path, added: Mapping[str, Added]) -> list[Planned]:
+    """The runs that are done neither in `out` nor elsewhere."""
+    return [run for run in plan if not read_state(out, run).done and run.name not in added]
+
+
+def _every(whole: Study, study: Study, out: Path) -> list[Planned]:
+    """The runs of all arms and seeds, also of those that are not chosen."""
+    return all_planned(replace(whole, seeds=tuple(dict.fromkeys((*whole.seeds, *study.seeds)))), out)
 
 
 @contextmanager
@@ -143,13 +155,13 @@ def resolved(config: Config) -> Config:
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
-def _require_machine(plan: Sequence[Planned]) -> None:
-    """Refuse a study whose arms this machine cannot run, before the first one."""
+def _require_machine(left: Sequence[Planned], plan: Sequence[Planned]) -> None:
+    """Refuse a study with arms that are left to run and that this machine cannot run, before the first one."""
     import torch
 
     from jetrl.train.setup import prepare
 
-    for run in {run.arm.name: run for run in plan}.values():
+    for run in {run.arm.name: run for run in left}.values():
         if run.config.device == "cuda" and not torch.cuda.is_available():
             raise UserError(
                 f"arm {run.arm.name}: this study needs a GPU, and none is visible here (`jetrl doctor` says why). "
@@ -182,20 +194,22 @@ def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: job.arguments[0] != "sft") if len(jobs) > 1 else jobs
 
 
-def _results(whole: Study, study: Study, out: Path) -> tuple[Path, Path] | None:
+def _results(whole: Study, study: Study, out: Path, added: Mapping[str, Added]) -> tuple[Path, Path] | None:
     """study.json and study.html of what there is; None before the first evaluation."""
-    seeds = tuple(dict.fromkeys((*whole.seeds, *study.seeds)))
-    every = all_planned(replace(whole, seeds=seeds), out)
-    begun = [r for r in every if read_state(out, r).done or (run_folder(out, r) / METRICS_FILE).exists()]
+    every = _every(whole, study, out)
+    begun = [
+        r for r in every
+        if read_state(out, r).done or r.name in added or (run_folder(out, r) / METRICS_FILE).exists()
+    ]
     if not begun:
         return None
-    names, kept = {run.arm.name for run in begun}, {run.seed for run in begun}
+    names = {run.arm.name for run in begun}
     against = tuple(name for name in whole.against if name in names) or study.against
     shown = replace(
         whole, arms=tuple(arm for arm in whole.arms if arm.name in names), against=against,
-        seeds=tuple(seed for seed in seeds if seed in kept),
+        seeds=tuple(dict.fromkeys(run.seed for run in begun)),
     )
-    data = collect(shown, out, begun)
+    data = collect(shown, out, begun, added)
     if not any(run["held_out"]["steps"] for run in data["runs"]):
         return None
     return write_json(data, out / "study.json"), write_page(data, out / "study.html")

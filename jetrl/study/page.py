@@ -13,8 +13,9 @@ from markupsafe import Markup
 
 from jetrl.report import html as report
 from jetrl.report.files import disk_errors
-from jetrl.report.text import duration
+from jetrl.report.text import counted, duration
 from jetrl.study.figures import GAP, figures, interval
+from jetrl.study.state import DONE
 
 _HERE = Path(__file__).parent
 
@@ -25,16 +26,18 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     style = (Path(report.__file__).parent / "report.css").read_text(encoding="utf-8")
-    hardware = data["environment"].get("gpu") or data["environment"].get("cpu") or "not recorded"
+    added = data.get("added", [])
+    machines = dict.fromkeys(_hardware(one["environment"]) for one in (data, *added))
     page = environment.get_template("study.html.j2").render(
-        data=data, study=data["study"], hardware=hardware,
+        data=data, study=data["study"], hardware=", ".join(machines),
         done=sum(map(_is_done, data["runs"])),
         figures=[(title, note, Markup(svg), wide) for title, note, svg, wide in figures(data)],
         rows=table(data), failures=failure_rows(data), arm_styles=Markup(arm_styles(len(data["study"]["arms"]))),
         css=Markup(style + (_HERE / "study.css").read_text(encoding="utf-8")),
         js=Markup((_HERE / "study.js").read_text(encoding="utf-8")),
         settings=json.dumps({k: data["study"][k] for k in ("recipe", "overrides", "arms")}, indent=1),
-        environment=json.dumps(data["environment"], indent=1),
+        environment=json.dumps(data["environment"], indent=1), added=[added_line(one) for one in added],
+        origins=json.dumps(added, indent=1),
     )
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,17 @@ def failure_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _is_done(run: Mapping[str, Any]) -> bool:
-    return run["status"] in ("finished", "non-finite")
+    return run["status"] in DONE
+
+
+def added_line(origin: Mapping[str, Any]) -> str:
+    """Where added runs come from, in a line."""
+    count = counted(len(origin["runs"]), "run")
+    return f"{count} added from {origin['file']} ({_hardware(origin['environment'])}, {origin['written']})"
+
+
+def _hardware(environment: Mapping[str, Any]) -> str:
+    return str(environment.get("gpu") or environment.get("cpu") or "not recorded")
 
 
 def _mean(run: Mapping[str, Any], key: str) -> float | None:

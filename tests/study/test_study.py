@@ -8,64 +8,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from tiny import tiny_config
+from studies import conducted
 
-from jetrl.config import load_config, resolve, to_toml
+from jetrl.config import load_config, resolve
 from jetrl.errors import UserError
 from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_held_out
 from jetrl.study import conduct as conducting
-from jetrl.study.collect import read_json
-from jetrl.study.conduct import conduct
+from jetrl.study.added import read_json
 from jetrl.study.jobs import Ended, Halt, Job
 from jetrl.study.plan import Study, load_study
 from jetrl.study.state import step_of
-
-ARMS = """\
-name = "tiny"
-about = "A tiny study <of two arms>"
-recipe = "tiny.toml"
-seeds = [0, 1]
-[[arm]]
-name = "one"
-label = "One flow"
-[[arm]]
-name = "two"
-label = "Two flows"
-overrides = ["precision=fp8_rollout"]
-"""
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Study:
-    config = tiny_config(tmp_path, {"train.steps": 2, "eval.eval_interval": 1, "checkpoint.save_interval": 1})
-    (tmp_path / "tiny.toml").write_text(to_toml(config))
-    (tmp_path / "study.toml").write_text(ARMS)
-    return load_study(tmp_path / "study.toml")
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Jobs run in this process, one after the other; gives the list of what has run."""
-    ran: list[str] = []
-
-    def run_here(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
-        for job in jobs:
-            config = resolve(load_config(job.arguments[1]), cuda_available=False)
-            ran.append(job.name)
-            on_poll([job.name])
-            run(config, Path(config.output_dir) / config.name, ["test"], StopRequest())
-            on_end(Ended(job, 0, False, 1.0))
-
-    monkeypatch.setattr(conducting, "run_jobs", run_here)
-    return ran
-
-
-def conducted(study: Study, out: Path, **parts: str) -> tuple[int, str]:
-    console = Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
-    status = conduct(study, study.only(**parts), out, 1, 1, None, console)
-    return status, console.export_text()
 
 
 def test_one_command_at_a_time_works_in_a_folder(tiny: Study, in_process: list[str], tmp_path: Path) -> None:

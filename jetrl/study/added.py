@@ -1,0 +1,221 @@
+"""Runs of a study that were finished elsewhere: `jetrl study --add` takes them from the study.json of that folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError, model_validator
+from rich.console import Console
+
+from jetrl import __version__
+from jetrl.errors import UserError
+from jetrl.report.text import counted
+from jetrl.study.plan import Planned, Study
+from jetrl.study.state import DONE, read_state
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A run that is done elsewhere. `data`: its entry in `file`'s "runs". `origin`: "file", "environment" and "written"
+    of the study.json of the folder in which it ran."""
+
+    data: Mapping[str, Any]
+    origin: Mapping[str, Any]
+
+
+def read_added(
+    paths: Sequence[Path], study: Study, plan: Sequence[Planned], out: Path, console: Console
+) -> dict[str, Added]:
+    """The runs of `plan` that are done in one of these files and not in `out`, by name; of equal ones the first. Tells
+    what each file has. UserError for a file that is not of this study, or whose runs have other settings."""
+    known = {(run.arm.name, run.seed): run for run in plan}
+    found: dict[str, Added] = {}
+    for path in paths:
+        data = _checked(path, study)
+        there = [run for run in data["runs"] if run["status"] in DONE]
+        done = [(known[place], run) for run in there if (place := (run["arm"], run["seed"])) in known]
+        for planned, run in done:
+            if planned.digest != run["digest"]:
+                raise UserError(_other_settings(path, data, study, planned))
+        new = {
+            planned.name: Added(run, _origin(path, data, planned.name)) for planned, run in done
+            if planned.name not in found and not read_state(out, planned).done
+        }
+        found |= new
+        left_out = {
+            "not done there": len(data["runs"]) - len(there), "of other arms or seeds": len(there) - len(done),
+            "done already": len(done) - len(new),
+        }
+        rest = "".join(f", {count} {why}" for why, count in left_out.items() if count)
+        console.print(f"Added from {path}: {counted(len(new), 'run')}{rest}", markup=False)
+    return found
+
+
+def by_origin(added: Mapping[str, Added]) -> list[dict[str, Any]]:
+    """What study.json keeps under "added": each origin, with the names of its runs."""
+    found: list[dict[str, Any]] = []
+    for name, one in added.items():
+        entry = next((e for e in found if all(e[key] == value for key, value in one.origin.items())), None)
+        if entry is None:
+            found.append({**one.origin, "runs": [name]})
+        else:
+            entry["runs"].append(name)
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `collect.write_json` wrote."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError(f"it holds {type(data).__name__}, no table")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as the results of a study: {error}") from error
+    return data
+
+
+def _checked(path: Path, study: Study) -> dict[str, Any]:
+    """The file's data. Its form is that of this version only, so the version is looked at before the form."""
+    data = read_json(path)
+    try:
+        head = _Head.model_validate(data)
+        if head.study.name != study.name:
+            raise UserError(f"{path} is of the study {head.study.name}, and this one is {study.name}. Leave it out.")
+        # The digest covers the settings and not the code: the same settings may have other bits in another version, and
+        # the rules and series of its study.json may be others. A comparison of arms must not hold that difference.
+        if head.version != __version__:
+            raise UserError(
+                f"{path} was written by jetrl {head.version}, and this is {__version__}: the same settings may compute "
+                f"something else. Use jetrl {head.version} here, or leave the file out to make its runs again."
+            )
+        _File.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is no study.json of `jetrl study`, or is damaged: {place}: {first['msg']}. Copy it again, or "
+            "leave it out."
+        ) from error
+    return data
+
+
+def _origin(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Where a run of the file ran: a file that was itself made with --add says so."""
+    before = next((entry for entry in data.get("added", []) if name in entry["runs"]), None)
+    if before is not None:
+        return {key: before[key] for key in ("file", "environment", "written")}
+    # Every such file is called study.json: its folder tells them apart. The rest of the path is nobody else's business.
+    file = "/".join(path.absolute().parts[-2:])
+    return {"file": file, "environment": data["environment"], "written": data["written"]}
+
+
+def _other_settings(path: Path, data: Mapping[str, Any], study: Study, run: Planned) -> str:
+    arms = {one["name"]: one["overrides"] for one in data["study"]["arms"]}
+    there = [*data["study"]["overrides"], *arms.get(run.arm.name, [])]
+    here = [*study.overrides, *run.arm.overrides]
+    only = [
+        f"Only {where}: {', '.join(texts)}. " for where, texts in (
+            ("there", [text for text in there if text not in here]),
+            ("here", [text for text in here if text not in there]),
+        ) if texts
+    ]
+    why = "".join(only) or "The overrides are equal, so the recipe, or jetrl itself, has changed. "
+    return (
+        f"{path}: its run {run.name} was made with other settings than this study has here. {why}"
+        "Give the settings of that run here, or leave the file out to make its runs again."
+    )
+
+
+class _Shape(BaseModel):
+    """What results, differences and page read of a study.json. Only checked: the data are used as they are."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class _Series(_Shape):
+    steps: list[StrictInt]
+    values: list[float | None]
+
+    @model_validator(mode="after")
+    def _paired(self) -> _Series:
+        if len(self.steps) != len(self.values):
+            raise ValueError(f"{len(self.steps)} steps and {len(self.values)} values")
+        return self
+
+
+class _HeldOut(_Shape):
+    steps: list[StrictInt]
+    mean: list[float]
+    solved: list[float]
+    scores: list[dict[int, float]]
+    binary: bool
+
+    @model_validator(mode="after")
+    def _paired(self) -> _HeldOut:
+        if not len(self.steps) == len(self.mean) == len(self.solved) == len(self.scores):
+            raise ValueError(f"{len(self.steps)} steps and {len(self.scores)} evaluations")
+        return self
+
+
+class _Failure(_Shape):
+    rule: str
+    step: StrictInt
+    text: str
+    recovered: bool
+
+
+class _Run(_Shape):
+    arm: str
+    seed: StrictInt
+    status: str
+    step: StrictInt
+    digest: str
+    series: dict[str, _Series]
+    seconds: _Series
+    by_position: dict[int, float]
+    held_out: _HeldOut
+    failures: list[_Failure]
+
+    @model_validator(mode="after")
+    def _timed(self) -> _Run:
+        if self.held_out.steps and not self.seconds.steps:
+            raise ValueError("evaluations, but no step")
+        return self
+
+
+class _Origin(_Shape):
+    file: str
+    environment: dict[str, Any]
+    written: str
+    runs: list[str]
+
+
+class _Arm(_Shape):
+    name: str
+    overrides: list[str]
+
+
+class _Name(_Shape):
+    name: str
+
+
+class _Study(_Name):
+    overrides: list[str]
+    arms: list[_Arm]
+
+
+class _Head(_Shape):
+    study: _Name
+    version: str
+
+
+class _File(_Shape):
+    study: _Study
+    written: str
+    environment: dict[str, Any]
+    runs: list[_Run]
+    added: list[_Origin] = []

@@ -73,7 +73,10 @@ def imported(pow2: bool) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: tensors pass by reference
     os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "1" if pow2 else "0"  # its default rounds all scales to powers of two
     os.environ["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"  # else another kernel with another layout, if installed
-    for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",  # else 1,167 kernels for an 8B model before the first token: minutes
+    }.items():
         os.environ.setdefault(name, value)
     if importlib.util.find_spec("flashinfer") is None:  # some versions import it without looking, to draw tokens
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

@@ -53,13 +53,16 @@ class Job:
 
 @dataclass(slots=True)
 class Outcome:
-    """What `compile_all` has done. `spent` adds up the seconds of all jobs by the first word of their names."""
+    """What `compile_all` has done. `spent` adds up the seconds of all jobs by the first word of their names. `reached`:
+    seconds from the start to the first and the last worker that was ready, the first job, the end of the search, and the
+    first job of a later stage; what never came is not there."""
 
     found: int = 0
     done: int = 0  # of those found, failed ones included
     failures: list[tuple[str, str]] = field(default_factory=list)  # name of a job, or "the search", and why
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
+    reached: dict[str, float] = field(default_factory=dict)
     left: int = 0  # of those found, not done when the time was up or the last worker had died
 
 
@@ -109,7 +112,7 @@ def compile_all(
         children.append(finder)
         for _ in range(workers):
             children.append(_start("work", *(prepare or ("", ()))))
-        _Pool(children[1:], finder, outcome, watcher).run(start + limit)
+        _Pool(children[1:], finder, outcome, watcher, start).run(start + limit)
     finally:
         for one in children:
             one.end()
@@ -121,9 +124,9 @@ class _Pool:
     """Deals the finder's jobs to the workers until both are done."""
 
     def __init__(
-        self, workers: list[_Child], finder: _Child, outcome: Outcome, watcher: Watcher | None
+        self, workers: list[_Child], finder: _Child, outcome: Outcome, watcher: Watcher | None, start: float
     ) -> None:
-        self.workers, self.outcome, self.watcher = workers, outcome, watcher
+        self.workers, self.outcome, self.watcher, self.start = workers, outcome, watcher, start
         self.finder: _Child | None = finder
         self.waiting: list[Job] = []
         self.known: set[str] = set()
@@ -156,7 +159,10 @@ class _Pool:
             return
         if worker.job is None:
             worker.ready = not error
-            if error:
+            if not error:
+                self._reach("first worker")
+                self._reach("last worker", again=True)
+            else:
                 self.outcome.failures.append(("a worker's start", error))
                 self.workers.remove(worker)
             return
@@ -169,6 +175,7 @@ class _Pool:
         except (EOFError, OSError):
             kind, value = "failed", f"its process ended early. {finder.tail()}".strip()
         if kind == "job":
+            self._reach("first job")
             if value.key not in self.known:
                 self.known.add(value.key)
                 self.waiting.append(value)
@@ -176,6 +183,7 @@ class _Pool:
             return
         if kind == "failed":
             self.outcome.failures.append(("the search", value))
+        self._reach("end of the search")
         self.finder = None
 
     def _lost(self, worker: _Child) -> None:
@@ -208,6 +216,13 @@ class _Pool:
                 continue  # it has died; `_hear` finds out
             self.waiting.remove(job)
             worker.job = job
+            if stage:
+                self._reach("later stage")
+
+    def _reach(self, what: str, again: bool = False) -> None:
+        """Note when it was, the first time or the last."""
+        if again or what not in self.outcome.reached:
+            self.outcome.reached[what] = time.monotonic() - self.start
 
 
 def _start(role: str, call: str, arguments: tuple[Any, ...]) -> _Child:

@@ -156,6 +156,7 @@ def mark(marker: Path, outcome: Outcome) -> None:
     part.write_text(json.dumps({
         "kernels": outcome.found, "seconds": round(outcome.seconds, 1), "caches": folders,
         "seconds of one core": {name: round(seconds, 1) for name, seconds in outcome.spent.items()},
+        "seconds until": {what: round(seconds, 1) for what, seconds in outcome.reached.items()},
     }, indent=1) + "\n")
     part.replace(marker)
 

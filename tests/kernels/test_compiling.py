@@ -51,9 +51,13 @@ def test_every_kernel_is_compiled_once_in_other_processes(tmp_path: Path) -> Non
 def test_long_jobs_come_first_and_a_later_stage_last(tmp_path: Path) -> None:
     first, others = job(tmp_path, "first"), [job(tmp_path, f"k{i}", stage=1, seconds=float(i)) for i in range(5)]
     last = job(tmp_path, "last", stage=2, seconds=100.0)
-    assert compiled(tmp_path, [last, *others, first], workers=1).done == 7
+    outcome = compiled(tmp_path, [last, *others, first], workers=1)
+    assert outcome.done == 7
     # From stage 1 on nothing begins before the search has ended, so the order does not depend on the search's speed.
     assert (tmp_path / "log").read_text().split() == ["first", "k4", "k3", "k2", "k1", "k0", "last"]
+    at = outcome.reached
+    assert 0 < at["first job"] <= at["end of the search"] <= at["later stage"] <= outcome.seconds
+    assert at["first worker"] == at["last worker"] <= at["later stage"]
 
 
 def test_a_failed_job_is_told_and_the_others_go_on(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ class Job:
 @dataclass(slots=True)
 class Outcome:
     """What `compile_all` has done. `spent` adds up the seconds of all jobs by the first word of their names. `reached`:
-    seconds from the start to the first and the last worker that was ready, the first job, the end of the search, and the
-    first job of a later stage; what never came is not there."""
+    seconds from the start to the first and the last worker that was ready, the first job, the end of the search, and
+    the first job of a later stage; what never came is not there."""
 
     found: int = 0
     done: int = 0  # of those found, failed ones included
@@ -160,8 +160,8 @@ class _Pool:
         if worker.job is None:
             worker.ready = not error
             if not error:
-                self._reach("first worker")
-                self._reach("last worker", again=True)
+                reached, now = self.outcome.reached, time.monotonic() - self.start
+                reached |= {"first worker": reached.get("first worker", now), "last worker": now}
             else:
                 self.outcome.failures.append(("a worker's start", error))
                 self.workers.remove(worker)
@@ -219,10 +219,9 @@ class _Pool:
             if stage:
                 self._reach("later stage")
 
-    def _reach(self, what: str, again: bool = False) -> None:
-        """Note when it was, the first time or the last."""
-        if again or what not in self.outcome.reached:
-            self.outcome.reached[what] = time.monotonic() - self.start
+    def _reach(self, what: str) -> None:
+        """Note when it was, the first time."""
+        self.outcome.reached.setdefault(what, time.monotonic() - self.start)
 
 
 def _start(role: str, call: str, arguments: tuple[Any, ...]) -> _Child:

@@ -10,6 +10,7 @@ from jetrl.study.svg import Line, Scale, chart, decades, doubling, forest, linea
 
 Data = Mapping[str, Any]
 GAP = "parity/logprob_abs_diff_mean"
+_RATIO = "|mean ratio - 1|"
 
 
 def percent(value: float) -> str:
@@ -32,7 +33,7 @@ def figures(data: Data) -> list[tuple[str, str, str, bool]]:
     ]
     others = [
         ("Reward", "reward/mean", None), ("Entropy", "policy/entropy", None),
-        ("Gradient norm, before clipping", "policy/grad_norm", None),
+        ("Gradient norm, before clipping", "policy/grad_norm", True),
         ("KL to the learner (k3)", "parity/k3_kl", True),
         ("Largest log-prob gap", "parity/logprob_abs_diff_max", True),
         ("Truncated importance weights", "correction/frac_truncated", None),
@@ -44,6 +45,8 @@ def figures(data: Data) -> list[tuple[str, str, str, bool]]:
         (title, band, by_step(data, _series(key), key, log=bool(log)), False) for title, key, log in others
     ]
     found.append(("Clipped share of tokens", band, by_step(data, _clipped, "share", percent), False))
+    note = f"{band}. Tokens drawn from the old policy have a mean ratio of 1, up to chance"
+    found.append(("Mean ratio to the old policy", note, by_step(data, _off_one, _RATIO, log=True), False))
     return [(title, note, svg, wide) for title, note, svg, wide in found if svg]
 
 
@@ -60,7 +63,7 @@ def by_step(
                 values.setdefault(step, []).append(value)
         if values:
             lines.append(_line(number, arm["label"], {float(step): values[step] for step in sorted(values)}))
-    if not lines or (name.startswith(("correction/", "share")) and not any(any(line.high) for line in lines)):
+    if not lines or (name.startswith(("correction/", "share", _RATIO)) and not any(any(line.high) for line in lines)):
         return ""
     return chart(lines, _steps(lines), _values(lines, text, zero, log), "step", name)
 
@@ -159,6 +162,11 @@ def _clipped(run: Data) -> tuple[list[int], list[float]]:
     steps, low = _series("policy/clip_frac_low")(run)
     high = dict(zip(*_series("policy/clip_frac_high")(run), strict=True))
     return steps, [value + high.get(step, 0.0) for step, value in zip(steps, low, strict=True)]
+
+
+def _off_one(run: Data) -> tuple[list[int], list[float]]:
+    steps, means = _series("policy/ratio_mean")(run)
+    return steps, [abs(mean - 1) for mean in means]
 
 
 def _line(number: int, label: str, values: Mapping[float, Sequence[float]]) -> Line:

@@ -78,6 +78,12 @@ def test_everything_drawn_is_inside_its_picture() -> None:
 def test_lines_are_means_and_bands_are_ranges() -> None:
     found = {title: picture for title, _, picture, _ in figures(results())}
     assert "Truncated importance weights" not in found  # no run has it
+    several = results()
+    assert "Mean ratio to the old policy" not in found
+    several["runs"][0]["series"]["policy/ratio_mean"] = {"steps": [5, 10], "values": [1.0, 1.0]}
+    assert "Mean ratio to the old policy" not in {title for title, *_ in figures(several)}, "one update: all are 1"
+    several["runs"][0]["series"]["policy/ratio_mean"]["values"][1] = 0.9
+    assert "Mean ratio to the old policy" in {title for title, *_ in figures(several)}
     line, = re.findall(r'<g class="arm a0">.*?<polyline points="([^"]*)"', found["Held-out accuracy"], re.S)
     ys = [float(point.split(",")[1]) for point in line.split()]
     assert len(ys) == 3 and ys[0] > ys[1] > ys[2]

@@ -27,7 +27,7 @@ from jetrl.spec import ModelSpec
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("kernels", "model", "rollout", "train", "precision", "rl")  # rooms whose code decides what is launched
-_WORKER_BYTES = 2 << 30  # of GPU memory, with what a job needs
+_WORKER_BYTES = 2 << 30  # of GPU memory, with what a job of a dense model needs
 _SHARE = 0.6  # of the free GPU memory, for workers
 _MOST_WORKERS = 24
 
@@ -68,7 +68,7 @@ def _on_machine(
     marker = marker_path(needs(config, spec, torch.cuda.get_device_name(device), trains))
     if is_done(marker):
         return {"perf/compile_s": time.monotonic() - start}
-    count = num_workers(processors(), torch.cuda.mem_get_info(device)[0])
+    count = num_workers(processors(), torch.cuda.mem_get_info(device)[0], spec)
     with displays(count) as display:
         outcome = compile_all(
             "jetrl.train.kernels_needed:find", (config, spec, device, trains), workers=count,
@@ -81,9 +81,12 @@ def _on_machine(
     return {"perf/compile_s": time.monotonic() - start}
 
 
-def num_workers(cores: int, free: int) -> int:
-    """Processes that compile: one a core, as far as GPU memory allows; each has a context on the GPU."""
-    return max(1, min(cores, _MOST_WORKERS, int(free * _SHARE) // _WORKER_BYTES))
+def num_workers(cores: int, free: int, spec: ModelSpec) -> int:
+    """Processes that compile: one a core, as far as GPU memory allows. Each has a context on the GPU, and may call a GEMM
+    that writes the FP32 gradients of all experts of a layer."""
+    experts = spec.experts
+    gradients = 0 if experts is None else 4 * experts.count * 2 * experts.intermediate_size * spec.hidden_size
+    return max(1, min(cores, _MOST_WORKERS, int(free * _SHARE) // (_WORKER_BYTES + gradients)))
 
 
 def told(outcome: Outcome) -> list[str]:

@@ -146,10 +146,12 @@ def test_the_marker_is_for_these_kernels(machine: Path, monkeypatch: pytest.Monk
 
 
 def test_workers_fit_the_cores_and_the_memory() -> None:
-    assert ahead.num_workers(16, 139 << 30) == 16
-    assert ahead.num_workers(64, 139 << 30) == 24
-    assert ahead.num_workers(16, 20 << 30) == 6
-    assert ahead.num_workers(16, 1 << 30) == 1
+    dense, mixture = SHAPES["qwen3-8b"], SHAPES["qwen3-30b-a3b"]
+    assert ahead.num_workers(16, 139 << 30, dense) == 16
+    assert ahead.num_workers(64, 139 << 30, dense) == 24
+    assert ahead.num_workers(16, 20 << 30, dense) == 6
+    assert ahead.num_workers(16, 1 << 30, dense) == 1
+    assert ahead.num_workers(64, 70 << 30, mixture) == 12, "1.5 GiB of gradients each"
 
 
 def test_what_was_left_is_told() -> None:

@@ -78,19 +78,19 @@ def find(emit: Callable[[Job], object], config: Config, spec: ModelSpec, device:
 
 
 def run(config: Config, spec: ModelSpec, trains: bool) -> None:
-    """The rollout and, if it `trains`, the updates of a run in miniature."""
+    """The rollout and, if it `trains`, the updates of a run in miniature: these first, as their kernels take longest to
+    compile."""
     config, spec = reduced(config, spec)
     recipe = setup.recipe_of(config, spec)
     if trains:
         model = setup.build_model(config, spec, recipe, weights=False)
+        train(setup.build_learner(config, model), config)
     else:
         model = Transformer(spec, recipe, master_dtype=None).to(config.device)
         zeros = ((name, torch.zeros(p.shape)) for name, p in list(model.named_parameters()))
         model.publish_values(zeros)
     if config.rollout.engine == "jetrl":
         roll_out(model, config)
-    if trains:
-        train(setup.build_learner(config, model), config)
 
 
 def reduced(config: Config, spec: ModelSpec) -> tuple[Config, ModelSpec]:

@@ -82,8 +82,8 @@ def _on_machine(
 
 
 def num_workers(cores: int, free: int, spec: ModelSpec) -> int:
-    """Processes that compile: one a core, as far as GPU memory allows. Each has a context on the GPU, and may call a GEMM
-    that writes the FP32 gradients of all experts of a layer."""
+    """Processes that compile: one a core, as far as GPU memory allows. Each has a context on the GPU, and may call a
+    GEMM that writes the FP32 gradients of all experts of a layer."""
     experts = spec.experts
     gradients = 0 if experts is None else 4 * experts.count * 2 * experts.intermediate_size * spec.hidden_size
     return max(1, min(cores, _MOST_WORKERS, int(free * _SHARE) // (_WORKER_BYTES + gradients)))

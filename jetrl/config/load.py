@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,7 +149,19 @@ def _table(name: str, section: Section, silent: set[str]) -> str:
     return "\n".join([f"[{name}]", *rows] if name and rows else rows)
 
 
-def digest(config: Config) -> str:
-    """16 hexadecimal digits that name the config: equal configs, and only they, have equal digests."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+# Settings that change no bit of a run, only its time, its memory or what it checks.
+NO_BITS = frozenset({
+    "rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens",
+    "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights",
+})
+
+
+def digest(config: Config, leave_out: Collection[str] = ()) -> str:
+    """16 hexadecimal digits that name the config: equal configs, and only they, have equal digests. `leave_out`: full
+    keys, of sections, that do not count."""
+    held = config.model_dump(mode="json")
+    for key in leave_out:
+        section, _, name = key.partition(".")
+        del held[section][name]
+    text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

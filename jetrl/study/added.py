@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Console
 
 from jetrl import __version__
@@ -16,6 +17,9 @@ from jetrl.errors import UserError
 from jetrl.report.text import counted
 from jetrl.study.plan import Planned, Study
 from jetrl.study.state import DONE, read_state
+
+RESULTS = "study.json"
+_REMEDY = "Copy it again, or leave it out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +71,31 @@ def by_origin(added: Mapping[str, Added]) -> list[dict[str, Any]]:
     return found
 
 
+def has_added(path: Path) -> bool:
+    """Whether this study.json, if there is one that can be read, holds runs of other folders."""
+    try:
+        return path.is_file() and bool(read_json(path).get("added"))
+    except UserError:
+        return False  # it is written again
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """What `collect.write_json` wrote."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder. Give its study.json.")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_bytes().decode(), parse_constant=_not_json)
         if not isinstance(data, dict):
             raise ValueError(f"it holds {type(data).__name__}, no table")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as the results of a study: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). Copy it again, or leave it out.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON that a study has written ({error}). {_REMEDY}") from error
     return data
+
+
+def _not_json(constant: str) -> float:
+    raise ValueError(f"it holds {constant}")
 
 
 def _checked(path: Path, study: Study) -> dict[str, Any]:
@@ -96,10 +116,9 @@ def _checked(path: Path, study: Study) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{path} is no study.json of `jetrl study`, or is damaged: {place}: {first['msg']}. Copy it again, or "
-            "leave it out."
-        ) from error
+        why = first["msg"].removeprefix("Value error, ")
+        told = f"{path} is no study.json of `jetrl study`, or is damaged: {place}: {why}. {_REMEDY}"
+        raise UserError(told) from error
     return data
 
 
@@ -114,9 +133,9 @@ def _origin(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _other_settings(path: Path, data: Mapping[str, Any], study: Study, run: Planned) -> str:
-    arms = {one["name"]: one["overrides"] for one in data["study"]["arms"]}
+    arms = {one["name"]: [*one["overrides"], *_broken(one["break_exactness"])] for one in data["study"]["arms"]}
     there = [*data["study"]["overrides"], *arms.get(run.arm.name, [])]
-    here = [*study.overrides, *run.arm.overrides]
+    here = [*study.overrides, *run.arm.overrides, *_broken(run.arm.break_exactness)]
     only = [
         f"Only {where}: {', '.join(texts)}. " for where, texts in (
             ("there", [text for text in there if text not in here]),
@@ -130,14 +149,29 @@ def _other_settings(path: Path, data: Mapping[str, Any], study: Study, run: Plan
     )
 
 
+def _broken(ops: Sequence[str]) -> list[str]:
+    return [f"break_exactness = {sorted(ops)}"] if ops else []
+
+
 class _Shape(BaseModel):
     """What results, differences and page read of a study.json. Only checked: the data are used as they are."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False, strict=True)
+
+
+def _rising(steps: list[int]) -> list[int]:
+    if any(b <= a for a, b in pairwise(steps)):
+        raise ValueError("steps do not rise")
+    return steps
+
+
+Step = Annotated[int, Field(ge=0, lt=1 << 40)]
+Steps = Annotated[list[Step], AfterValidator(_rising)]
+Number = Annotated[str, Field(pattern=r"^\d{1,12}$")]  # of a problem, or of a token
 
 
 class _Series(_Shape):
-    steps: list[StrictInt]
+    steps: Steps
     values: list[float | None]
 
     @model_validator(mode="after")
@@ -148,42 +182,51 @@ class _Series(_Shape):
 
 
 class _HeldOut(_Shape):
-    steps: list[StrictInt]
+    steps: Steps
     mean: list[float]
     solved: list[float]
-    scores: list[dict[int, float]]
+    scores: list[Annotated[dict[Number, float], Field(min_length=1)]]
     binary: bool
 
     @model_validator(mode="after")
     def _paired(self) -> _HeldOut:
         if not len(self.steps) == len(self.mean) == len(self.solved) == len(self.scores):
             raise ValueError(f"{len(self.steps)} steps and {len(self.scores)} evaluations")
+        if any(one.keys() != self.scores[0].keys() for one in self.scores):
+            raise ValueError("its evaluations are of different problems")
+        if self.binary and any(not 0 <= score <= 1 for one in self.scores for score in one.values()):
+            raise ValueError("a score of rewards that are 0 or 1 is outside of that")
         return self
 
 
 class _Failure(_Shape):
     rule: str
-    step: StrictInt
+    step: int
     text: str
     recovered: bool
 
 
 class _Run(_Shape):
     arm: str
-    seed: StrictInt
-    status: str
-    step: StrictInt
+    seed: int
+    status: Literal["new", "started", "finished", "non-finite"]
+    step: int
     digest: str
     series: dict[str, _Series]
     seconds: _Series
-    by_position: dict[int, float]
+    by_position: dict[Number, float]
     held_out: _HeldOut
     failures: list[_Failure]
 
     @model_validator(mode="after")
-    def _timed(self) -> _Run:
-        if self.held_out.steps and not self.seconds.steps:
-            raise ValueError("evaluations, but no step")
+    def _complete(self) -> _Run:
+        evaluated = self.held_out.steps
+        if evaluated and not self.seconds.steps:
+            raise ValueError("it has evaluations and no step")
+        if self.status in DONE and not evaluated:
+            raise ValueError("it is done and has no evaluation")
+        if self.status == "finished" and evaluated[-1] != self.step:
+            raise ValueError(f"it is finished at step {self.step}, and its last evaluation is of step {evaluated[-1]}")
         return self
 
 
@@ -197,6 +240,7 @@ class _Origin(_Shape):
 class _Arm(_Shape):
     name: str
     overrides: list[str]
+    break_exactness: list[str]
 
 
 class _Name(_Shape):

@@ -37,6 +37,8 @@ def study(
     from jetrl.study.plan import find_study, listing, load_study
 
     console = Output(highlight=False, soft_wrap=True)
+    if not name and add:
+        raise UserError("--add needs the study's name: jetrl study NAME --add FILE")
     if not name:
         for known, about in listing():
             console.print(f"[bold]{known}[/]")

@@ -16,7 +16,7 @@ from jetrl.errors import UserError
 from jetrl.report.files import disk_errors, lock
 from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import counted, duration
-from jetrl.study.added import Added, read_added
+from jetrl.study.added import RESULTS, Added, has_added, read_added
 from jetrl.study.collect import collect, write_json
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail, visible_gpus
 from jetrl.study.page import write_page
@@ -104,7 +104,8 @@ def conduct(
     that have some, here or in the files `add`. Status: 0; 1 if a run crashed; 130 after a signal."""
     out = out.absolute()
     plan = all_planned(study, out)
-    added = read_added(add, whole, _every(whole, study, out), out, console) if add else {}
+    kept = [out / RESULTS] if has_added(out / RESULTS) else []  # what earlier calls have added stays
+    added = read_added([*add, *kept], whole, _every(whole, study, out), out, console)
     _require_machine(_left(plan, out, added), plan)
     with _locked(out) as held:
         left = _left(plan, out, added)  # again: another command may have held the folder until now
@@ -204,7 +205,7 @@ def _results(whole: Study, study: Study, out: Path, added: Mapping[str, Added]) 
     if not begun:
         return None
     names = {run.arm.name for run in begun}
-    against = tuple(name for name in whole.against if name in names) or study.against
+    against = tuple(name for name in whole.against if name in names)
     shown = replace(
         whole, arms=tuple(arm for arm in whole.arms if arm.name in names), against=against,
         seeds=tuple(dict.fromkeys(run.seed for run in begun)),
@@ -212,7 +213,7 @@ def _results(whole: Study, study: Study, out: Path, added: Mapping[str, Added]) 
     data = collect(shown, out, begun, added)
     if not any(run["held_out"]["steps"] for run in data["runs"]):
         return None
-    return write_json(data, out / "study.json"), write_page(data, out / "study.html")
+    return write_json(data, out / RESULTS), write_page(data, out / "study.html")
 
 
 def _tell(going: Conduct, plan: Sequence[Planned], written: tuple[Path, Path] | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from jetrl.compare import said_of
 from jetrl.config import Config, load_config
 from jetrl.config.errors import NAME, NAME_RULE
-from jetrl.config.load import digest
+from jetrl.config.load import NO_BITS, digest
 from jetrl.config.shipped import find_recipe, summary
 from jetrl.config.toml import read_toml, split_override
 from jetrl.errors import UserError
@@ -152,7 +152,7 @@ def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
     if not plain.eval.eval_interval:
         raise UserError(f"arm {arm.name}: eval.eval_interval is 0, so that there would be nothing to compare.")
     resumed = config.checkpoint.model_copy(update={"resume": "auto"})
-    return Planned(arm, seed, config.model_copy(update={"checkpoint": resumed}), digest(plain))
+    return Planned(arm, seed, config.model_copy(update={"checkpoint": resumed}), digest(plain, NO_BITS))
 
 
 def all_planned(study: Study, out: Path) -> list[Planned]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config import Config, sections
+from jetrl.config.load import NO_BITS
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
@@ -26,11 +27,8 @@ MAY_CHANGE = (
 def settings(config: Config) -> dict[str, Any]:
     """The settings that must not change between a run and its resumption, by full key."""
     free = {
-        "output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent", "train.collective_timeout",
-        "train.compile_ahead",
+        "output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent", *NO_BITS,
     }
-    free |= {"vllm.sleep", "vllm.check_weights"}
-    free |= {"rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens"}
     if config.train.lr_schedule == "constant":
         free |= {"train.steps"}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):

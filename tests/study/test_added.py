@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from studies import ARMS, conducted
 from typer.testing import CliRunner
 
@@ -17,10 +18,10 @@ from jetrl import __version__
 from jetrl.cli import app
 from jetrl.errors import UserError
 from jetrl.study import conduct as conducting
-from jetrl.study.added import read_json
+from jetrl.study.added import read_added, read_json
 from jetrl.study.collect import write_json
-from jetrl.study.plan import Study, all_planned, load_study
-from jetrl.study.state import read_state, run_folder
+from jetrl.study.plan import Study, all_planned, find_study, load_study
+from jetrl.study.state import DONE, read_state, run_folder
 
 Data = dict[str, Any]
 OTHER = {"gpu": "Another GPU <of 2026>", "cpu": "C"}
@@ -45,7 +46,8 @@ def made(study: Study, folder: Path) -> Data:
             "failures": [{"rule": "gradient", "step": 2, "text": f"made up {run.name}", "recovered": False}],
         })
     plan = {"name": study.name, "overrides": list(study.overrides), "arms": [
-        {"name": arm.name, "label": arm.label, "overrides": list(arm.overrides)} for arm in study.arms
+        {"name": arm.name, "label": arm.label, "overrides": list(arm.overrides), "break_exactness": []}
+        for arm in study.arms
     ]}
     return {"study": plan, "version": __version__, "written": "2026-01-02", "environment": dict(OTHER), "runs": runs}
 
@@ -128,11 +130,12 @@ def test_own_runs_win_and_unfinished_ones_are_run_here(tiny: Study, in_process: 
     assert runs["two-s1"]["status"] == "non-finite" and runs["two-s1"]["added"] is True
     assert [(one["file"], one["runs"]) for one in found["added"]] == [("there/study.json", ["one-s1", "two-s1"])]
     assert found["environment"].get("gpu") != OTHER["gpu"]  # that of the folder's own runs
-    # Its own study.json may be added to a folder: that keeps what was added before.
+    # What was added before stays, whether its own study.json is named or not.
     in_process.clear()
-    conducted(tiny, out, [out / "study.json"])
-    kept = read_json(out / "study.json")
-    assert not in_process and (kept["runs"], kept["added"]) == (found["runs"], found["added"])
+    for again in ([out / "study.json"], []):
+        conducted(tiny, out, again)
+        kept = read_json(out / "study.json")
+        assert not in_process and (kept["runs"], kept["added"]) == (found["runs"], found["added"])
 
 
 def test_a_run_that_was_begun_here_is_not_gone_on_with(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
@@ -194,10 +197,17 @@ def test_other_settings_are_refused(tiny: Study, in_process: list[str], tmp_path
     (lambda d: d["runs"][1].pop("held_out"), r"or is damaged: runs.1.held_out: Field required. Copy it again"),
     (lambda d: d["runs"][1]["held_out"]["scores"].pop(), "runs.1.held_out: .*3 steps and 2 evaluations"),
     (lambda d: d["runs"][0]["held_out"]["scores"][0].update(x=0.5), "runs.0.held_out.scores.0.x"),
-    (lambda d: d["runs"][0]["held_out"]["mean"].append("1"), "runs.0.held_out: "),
+    (lambda d: d["runs"][0]["held_out"]["scores"][0].pop("3"), "runs.0.held_out: its evaluations are of different"),
+    (lambda d: d["runs"][0]["held_out"]["mean"].append("1"), "runs.0.held_out.mean.3: "),
+    (lambda d: d["runs"][0]["held_out"].update(binary=True, scores=[{"0": 7.0}] * 3), "outside of that"),
+    (lambda d: d["runs"][0]["held_out"].update(steps=[0, 2, 1]), "steps do not rise"),
+    (lambda d: d["runs"][0].update(step=9), "finished at step 9, and its last evaluation is of step 2"),
+    (lambda d: d["runs"][0]["held_out"].update(steps=[], mean=[], solved=[], scores=[]), "done and has no evaluation"),
+    (lambda d: d["runs"][0].update(status="done"), "runs.0.status: "),
+    (lambda d: d["environment"].update(load=float("inf")), "is not JSON that a study has written .it holds Infinity"),
     (lambda d: d["runs"][0]["series"]["reward/mean"]["values"].pop(), "2 steps and 1 values"),
-    (lambda d: d["runs"][0]["by_position"].update({"1": float("nan")}), "by_position.1: .*finite"),
-    (lambda d: d["runs"][0].update(seconds={"steps": [], "values": []}), "evaluations, but no step"),
+    (lambda d: d["runs"][0]["by_position"].update({"1": float("nan")}), "it holds NaN"),
+    (lambda d: d["runs"][0].update(seconds={"steps": [], "values": []}), "it has evaluations and no step"),
     (lambda d: d["runs"][0].update(seed="0"), "runs.0.seed"),
     (lambda d: d.update(added=[{"file": "x"}]), "added.0.environment: Field required"),
 ])
@@ -220,12 +230,45 @@ def test_the_option(tiny: Study, tmp_path: Path) -> None:
     torn.write_text(json.dumps(whole)[:-100])
     listed = tmp_path / "list.json"
     listed.write_text("[[1, 2]]")
-    for wrong in (torn, listed, tmp_path, tmp_path / "none.json"):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 200_000)
+    for wrong, told in {
+        torn: "is not JSON that a study has written", listed: "is not JSON that a study has written",
+        deep: "is not JSON that a study has written", tmp_path: "is a folder. Give its study.json.",
+        tmp_path / "none.json": "cannot be read (No such file or directory). Copy it again",
+    }.items():
         shown = CliRunner().invoke(app, ["study", study, "--out", str(tmp_path / "out"), "--add", str(wrong)])
         assert isinstance(shown.exception, UserError), wrong
-        assert f"{wrong} cannot be read as the results of a study" in str(shown.exception)
+        assert f"{wrong} {told}" in str(shown.exception)
+    nameless = CliRunner().invoke(app, ["study", "--add", str(torn)])
+    assert "--add needs the study's name" in str(nameless.exception)
     files = [saved(whole, tmp_path / name, name) for name in ("one-s0", "two-s0")]
     shown = CliRunner().invoke(app, ["study", study, "--out", str(tmp_path / "out"), "--seeds", "0",
                                      *(part for file in files for part in ("--add", str(file)))])
     assert shown.exit_code == 0 and "2 runs, 2 done" in shown.output, shown.output
     assert [one["runs"] for one in read_json(tmp_path / "out" / "study.json")["added"]] == [["one-s0"], ["two-s0"]]
+
+
+def test_the_results_in_the_repository_can_be_added(tmp_path: Path) -> None:
+    """As docs/STUDY.md says. If this fails, settings of the study have changed: run it again, or change the page."""
+    study = load_study(find_study("h200"))
+    file = Path(__file__).parents[2] / "docs" / "study" / "h200" / "study.json"
+    found = read_added([file], study, all_planned(study, tmp_path), tmp_path, Console(quiet=True))
+    done = [run for run in read_json(file)["runs"] if run["status"] in DONE]
+    assert len(found) == len(done) >= 22
+
+
+def test_settings_that_change_no_bit_do_not_count(tmp_path: Path) -> None:
+    plain, other = (load_study(find_study("quick"), more) for more in ([], ["rollout.merge_prefix=off"]))
+    assert [r.digest for r in all_planned(plain, tmp_path)] == [r.digest for r in all_planned(other, tmp_path)]
+
+
+def test_a_comparison_whose_other_arm_has_not_begun_is_left_out(
+    tiny: Study, in_process: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert tiny.against == ("one",)
+    there = saved(made(tiny, tmp_path), tmp_path / "there", "two-s0")
+    assert conducted(tiny, out, [there], arms="two", seeds="0")[0] == 0
+    data = read_json(out / "study.json")
+    assert data["study"]["against"] == [] and data["differences"] == [] and (out / "study.html").exists()

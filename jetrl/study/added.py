@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(data, dict):
             raise ValueError(f"it holds {type(data).__name__}, no table")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}). Copy it again, or leave it out.") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON that a study has written ({error}). {_REMEDY}") from error
     return data

@@ -10,7 +10,6 @@ from jetrl.study.svg import Line, Scale, chart, decades, doubling, forest, linea
 
 Data = Mapping[str, Any]
 GAP = "parity/logprob_abs_diff_mean"
-_RATIO = "|mean ratio - 1|"
 
 
 def percent(value: float) -> str:
@@ -42,19 +41,24 @@ def figures(data: Data) -> list[tuple[str, str, str, bool]]:
                                                          "response_length/frac_truncated", None),
     ]
     found += [
-        (title, band, by_step(data, _series(key), key, log=bool(log)), False) for title, key, log in others
+        (title, band, by_step(data, _series(key), key, log=bool(log), drop_zeros=key.startswith("correction/")), False)
+        for title, key, log in others
     ]
-    found.append(("Clipped share of tokens", band, by_step(data, _clipped, "share", percent), False))
+    clipped = by_step(data, _clipped, "share", percent, drop_zeros=True)
+    found.append(("Clipped share of tokens", band, clipped, False))
     note = f"{band}. Tokens drawn from the old policy have a mean ratio of 1, up to chance"
-    found.append(("Mean ratio to the old policy", note, by_step(data, _off_one, _RATIO, log=True), False))
+    ratio = by_step(data, _off_one, "|mean ratio - 1|", log=True, drop_zeros=True)
+    found.append(("Mean ratio to the old policy", note, ratio, False))
     return [(title, note, svg, wide) for title, note, svg, wide in found if svg]
 
 
 def by_step(
     data: Data, get: Callable[[Data], tuple[list[int], list[float]]], name: str,
     text: Callable[[float], str] = lambda v: f"{v:g}", zero: bool = False, log: bool = False,
+    drop_zeros: bool = False,
 ) -> str:
-    """One line for each arm: mean and range over its seeds. Empty if no run has the series."""
+    """One line for each arm: mean and range over its seeds. Empty if no run has the series, and with `drop_zeros` if it
+    is never above 0."""
     lines = []
     for number, arm in enumerate(data["study"]["arms"]):
         values: dict[int, list[float]] = {}
@@ -63,7 +67,7 @@ def by_step(
                 values.setdefault(step, []).append(value)
         if values:
             lines.append(_line(number, arm["label"], {float(step): values[step] for step in sorted(values)}))
-    if not lines or (name.startswith(("correction/", "share", _RATIO)) and not any(any(line.high) for line in lines)):
+    if not lines or (drop_zeros and not any(any(line.high) for line in lines)):
         return ""
     return chart(lines, _steps(lines), _values(lines, text, zero, log), "step", name)
 

@@ -66,8 +66,9 @@ class _NoText:
 
 def find(emit: Callable[[Job], object], config: Config, spec: ModelSpec, device: int, trains: bool) -> None:
     """Send a job for every kernel that a run of this config launches; `trains`: its updates too."""
-    from jetrl.kernels.backends.recorded import recording
+    from jetrl.kernels.backends.recorded import recording, spare_imports
 
+    spare_imports()
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -196,3 +196,35 @@ def test_kernels_have_one_variant_for_all_lengths(monkeypatch: pytest.MonkeyPatc
     many = {name: len(keys) for name, keys in found.items()}
     # sums with and without entropy
     assert many.pop("Triton sum_kernel") == 2 and set(many.values()) == {1} and len(many) == 9, many
+
+
+def test_models_of_the_meta_device_stay_there_while_tensors_are_filled() -> None:
+    """In a new process: torch notes the functions that a device context is for when the first one is entered."""
+    code = """
+import torch
+from contextlib import ExitStack
+from jetrl.kernels.backends import recorded
+with ExitStack() as stack:
+    for patch in recorded._filled():
+        stack.enter_context(patch)
+    with torch.device("meta"):
+        assert torch.empty(3).is_meta and torch.empty(2, 2, dtype=torch.int8).is_meta
+    assert torch.empty(3).tolist() == [1, 1, 1] and torch.empty_like(torch.arange(2)).tolist() == [0, 0]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_process_that_only_records_spares_flash_attentions_import() -> None:
+    code = """
+import sys
+from jetrl.kernels.backends import recorded
+recorded.spare_imports()
+from jetrl.kernels.backends import flash
+assert "cutlass" not in sys.modules
+try:
+    flash._flash_attn_fwd(None)
+except AssertionError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "FlashAttention-4 was called where calls are recorded\n", ended

@@ -53,12 +53,14 @@ def notes(raw: Raw, sheet: Sheet = SHEETS["goals"]) -> list[str]:
     """Counts of verdicts; GPU, versions and commits; warnings where pieces come from different commits, or kernels were
     compiled within a figure."""
     rows_shown = sheet.shown(raw)
-    verdicts = [read(raw, row).met for row in rows_shown]
+    readings = [read(raw, row) for row in rows_shown]
+    verdicts = [reading.met for reading in readings]
+    not_run = sum(reading.result is None for reading in readings)
     names = set().union(*(pieces_of(row) for row in rows_shown))
     rows = [row for name, piece in raw.items() if name in names for row in piece["rows"]]
     before = [row for name in names & {"whole bf16 before"} for row in raw.get(name, {}).get("rows", [])]
     places = [row["environment"] for row in rows if "environment" in row and row not in before]
-    text = [f"{verdicts.count(True)} met, {verdicts.count(False)} missed, {verdicts.count(None)} not run."]
+    text = [f"{verdicts.count(True)} met, {verdicts.count(False)} missed, {not_run} not run."]
     if places:
         versions = sorted({f"{e['gpu']}, torch {e['torch']}" for e in places})
         peers = sorted({row["peer"] for row in rows if "peer" in row})

@@ -227,6 +227,7 @@ def prepare(config: Config) -> Prepared:
         config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
         hold_out=holds_out(config),
     )
+    task.eval_problems(config.task.num_eval)  # too few of them: said now, not after a warm start
     reward, environment = _scoring(config, task, named)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
 

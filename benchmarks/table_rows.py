@@ -177,9 +177,9 @@ def read(raw: Raw, row: Row) -> Reading:
     if ours is not None and (base is not None or row.how not in NEEDS_BASE):
         result = COMPUTE[row.how](ours, 0.0 if base is None else base)
     at = row.ours
-    peak = look(raw, At(at.piece, row.peak, at.batch, at.work)) if isinstance(at, At) and row.peak else None
+    peaks = best(raw, At(at.piece, row.peak, at.batch, at.work)) if isinstance(at, At) and row.peak else []
     rounds = [text for text in (rounds_text(raw, row.ours), rounds_text(raw, row.base)) if text]
-    return Reading(row, ours, base, result, peak, " / ".join(rounds))
+    return Reading(row, ours, base, result, max(peaks, default=None), " / ".join(rounds))
 
 
 def pieces_of(row: Row) -> set[str]:

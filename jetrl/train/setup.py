@@ -84,10 +84,17 @@ class Session:
         if callable(close := getattr(self.engine, "close", None)):
             close()
 
-    def engine_metrics(self) -> dict[str, float]:
-        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start."""
-        take, (before, self.before) = getattr(self.engine, "take_metrics", None), (self.before, {})
-        return before | (take() if callable(take) else {})
+    def engine_metrics(self, *, of_evaluation: bool = False) -> dict[str, float]:
+        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start.
+
+        Those of an evaluation have names of their own: it asks the same problems every time, and often greedily.
+        """
+        take = getattr(self.engine, "take_metrics", None)
+        taken: dict[str, float] = take() if callable(take) else {}
+        if of_evaluation:
+            return {f"in_eval/{key}": value for key, value in taken.items()}
+        before, self.before = self.before, {}
+        return before | taken
 
     def check_settings(self, error: Exception) -> None:
         """Reports an error caused by an environment that changed torch's settings as such."""

@@ -151,6 +151,7 @@ def test_peers_table() -> None:
         ({"train": {"adam_betas": [0.9]}}, "train.adam_betas: must be a list of 2 numbers, got [0.9]"),
         ({"train": {"adam_betas": [0.9, 1.0]}}, "train.adam_betas[1]: must be below 1, got 1.0"),
         ({"rollout": {"stop": "a"}}, 'rollout.stop: must be a list of strings, got "a"'),
+        ({"rollout": {"stop": ["a", ""]}}, 'rollout.stop[1]: must not be empty, got ""'),
         ({"rollout": {"stop": ["a", 1]}}, "rollout.stop[1]: must be a string, got 1"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature: must be above 0, got 0.0"),
         ({"eval": {"temperature": -1}}, "eval.temperature: must be at least 0, got -1"),

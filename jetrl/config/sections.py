@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -182,7 +182,7 @@ class RolloutConfig(Section):
     top_k: int = Field(default=0, ge=0, description="Sample among the k most probable tokens. 0: off.")
     min_p: float = Field(
         default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top token's probability. 0: off.")
-    stop: tuple[str, ...] = Field(
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: int | None = Field(
         default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")

@@ -29,7 +29,7 @@ from jetrl.tasks.conversations import EnvironmentPool, build_pool
 from jetrl.tasks.environment import Factory, load_environment
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
-from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
+from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, keep_cache, require_engine
@@ -136,7 +136,7 @@ def build(
     torch.use_deterministic_algorithms(True)
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = by_each(world, lambda: prepare(config))
+    plan = by_each(world, lambda: prepare(config, trains=evaluates is None))
     # before the model: workers need memory of the GPU
     before = compile_ahead(config, plan.spec, world, displays, trains=evaluates is None)
     if evaluates is None:
@@ -218,7 +218,7 @@ class Prepared:
     environment: Factory | None
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, *, trains: bool = True) -> Prepared:
     """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now."""
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
@@ -236,7 +236,16 @@ def prepare(config: Config) -> Prepared:
     )
     task.eval_problems(config.task.num_eval)  # too few of them: said now, not after a warm start
     reward, environment = _scoring(config, task, named)
+    if trains and environment is None:
+        check_prompts(config, task, tokenizer)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
+
+
+def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
+    """UserError if a prompt of step 1 or of the evaluations cannot be encoded, or is too long: before a warm start."""
+    sample(task, tokenizer, 0, config.rollout.prompts_per_step, config)
+    if config.eval.eval_interval:
+        eval_prompts(task, tokenizer, config)
 
 
 def check_experts(config: Config, spec: ModelSpec) -> None:

@@ -68,8 +68,9 @@ class QuantConfig(Section):
         "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
         "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
     saved_gate_up: CacheKind = Field(
-        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers). fp8: rounded as an "
-        "activation is, which saves a quarter of a layer's memory for the backward pass.")
+        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused where "
+        "all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory for the "
+        "backward pass.")
     kv_cache: CacheKind = Field(
         default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
 

@@ -225,6 +225,7 @@ def prepare(config: Config, *, trains: bool = True) -> Prepared:
     check_lengths(config, spec)
     check_routing(config.train, spec)
     check_experts(config, spec)
+    check_saved(config, spec)
     recipe = recipe_of(config, spec)
     require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
@@ -252,6 +253,17 @@ def check_experts(config: Config, spec: ModelSpec) -> None:
     """UserError if the model is a mixture of experts and the config's kernels cannot compute one."""
     if spec.experts is not None:
         require_experts(config.kernels)
+
+
+def check_saved(config: Config, spec: ModelSpec) -> None:
+    """Refuse `quant.saved_gate_up = "fp8"` for a model in which no layer has a dense MLP in FP8."""
+    q = config.quant
+    in_fp8 = range(q.num_first_layers_in_bf16, spec.num_layers - q.num_last_layers_in_bf16)
+    if q.saved_gate_up == "fp8" and set(in_fp8) <= set(spec.expert_layers):
+        raise UserError(
+            f'quant.saved_gate_up = "fp8" has no effect: no layer of this {spec.family} model has a dense MLP in FP8. '
+            "Remove it."
+        )
 
 
 def _scoring(

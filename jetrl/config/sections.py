@@ -68,9 +68,9 @@ class QuantConfig(Section):
         "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
         "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
     saved_gate_up: CacheKind = Field(
-        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused where "
-        "all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory for the "
-        "backward pass.")
+        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused "
+        "where all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory "
+        "for the backward pass.")
     kv_cache: CacheKind = Field(
         default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
 
@@ -200,7 +200,7 @@ class RolloutConfig(Section):
     keep_kv_cache: Literal["auto", "always", "never"] = Field(
         default="auto", description="Whether the KV cache stays on a GPU during the update, with the CUDA graphs of "
         "decode steps, which each rollout else captures again. auto: where the predicted peak of the update leaves "
-        "room for it. Changes no bit.",
+        "room for it. Changes no bit. On a CPU it does nothing.",
     )
     speculate: Literal["off", "auto", "on"] = Field(
         default="off", description="Guess tokens from what stands in the answer so far, in its siblings and in earlier "
@@ -208,7 +208,8 @@ class RolloutConfig(Section):
         "pay, by measured acceptance and times. on: always max_draft_tokens, for tests (docs/RUNS.md).",
     )
     max_draft_tokens: int = Field(
-        default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step; 0, 1, 3 or 7 are used.")
+        default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step. Steps guess 0, 1, 3 or 7, so "
+        "2 means 1, and 4, 5 and 6 mean 3.")
 
     @field_validator("merge_prefix", mode="before")
     @classmethod

@@ -146,6 +146,8 @@ def test_peers_table() -> None:
         ({"train": {"lr": "1e-6"}}, 'train.lr: must be a number, got "1e-6"'),
         ({"train": {"steps": True}}, "train.steps: must be an integer, got true"),
         ({"train": {"steps": 1.5}}, "train.steps: must be an integer, got 1.5"),
+        ({"train": {"router_z_loss_coef": 1e38}}, "train.router_z_loss_coef: must be at most 1, got 1e+38"),
+        ({"train": {"router_aux_loss_coef": 1.5}}, "train.router_aux_loss_coef: must be at most 1, got 1.5"),
         ({"train": {"lr": 0.0}}, "train.lr: must be above 0, got 0.0"),
         ({"train": {"lr": float("nan")}}, "train.lr: must be a finite number, got nan"),
         ({"train": {"adam_betas": [0.9]}}, "train.adam_betas: must be a list of 2 numbers, got [0.9]"),

@@ -33,9 +33,9 @@ from jetrl.train import store
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
 from jetrl.train.reduction import own_numbers
-from jetrl.train.routing import Routing
+from jetrl.train.routing import LOSSES, Routing
 from jetrl.train.step import forward_rows
-from jetrl.train.trainer import NonFiniteError, optimizer_step
+from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
@@ -131,9 +131,10 @@ def train_sft(
                 max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
             )
         except NonFiniteError as error:
-            raise common(UserError(
-                f"The warm start stops at step {step}: {error}. Lower sft.lr, or set sft.warmup_steps."
-            )) from error
+            advice = "Lower sft.lr, or set sft.warmup_steps."
+            if step == 1:
+                advice = not_by_an_update(config, False, [f"train.{key}" for key in LOSSES])
+            raise common(UserError(f"The warm start stops at step {step}: {error}. {advice}")) from error
         student.publish()
         progress(step, stats["loss"])
     return student

@@ -12,8 +12,10 @@ from tolerances import assert_bitwise_equal
 
 from jetrl.errors import UserError
 from jetrl.model.weights import checksum, published
+from jetrl.train import sft
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import cache_path, warm_start
+from jetrl.train.trainer import NonFiniteError
 
 SFT = {"sft.steps": 6, "sft.batch_size": 8, "sft.lr": 5e-3}
 
@@ -103,3 +105,23 @@ def test_problems_without_worked_solutions_are_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="needs worked solutions"):
         train(session_of(tmp_path, changes))
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "advice"),
+    [(1, r"the weights themselves .* those of model.arch \(random\)\.$"), (3, "Lower sft.lr")],
+)
+def test_numbers_that_are_not_finite_stop_it_and_the_first_ones_are_no_learning_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, advice: str
+) -> None:
+    step, calls = sft.optimizer_step, []
+
+    def broken(*args: Any, **options: Any) -> dict[str, float]:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise NonFiniteError("loss inf, gradient norm nan")
+        return step(*args, **options)
+
+    monkeypatch.setattr(sft, "optimizer_step", broken)
+    with pytest.raises(UserError, match=f"stops at step {fails_at}: loss inf, gradient norm nan. .*{advice}"):
+        train(session_of(tmp_path, {}))

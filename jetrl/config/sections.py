@@ -186,7 +186,8 @@ class RolloutConfig(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: int | None = Field(
-        default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
+        default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU. At most "
+        "the longest sequence rounded up to a power of two, or 128 if that is more.")
     merge_prefix: Literal["auto", "on", "off"] = Field(
         default="auto", description="Whether decode steps read pages that samples of a prompt share once for all of "
         "them; tokens and log-probs keep their bits. auto: where that was measured to take less time. on (or true): "
@@ -381,6 +382,10 @@ class Config(Section):
             yield f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}"
         if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
             yield f"rollout.kv_cache_tokens: must be at least {sizes}, got {rollout.kv_cache_tokens}"
+        of_eval = self.task.max_prompt_length + (self.eval.max_response_length or 0)
+        if (rollout.page_size or 0) > (most := max(128, 1 << (max(longest, of_eval) - 1).bit_length())):
+            yield (f"rollout.page_size: must be at most {most}, as the longest sequence has {max(longest, of_eval)} "
+                   f"tokens (prompt and response); got {rollout.page_size}. 16 to 128 are usual")
         layers = (self.model.arch or {}).get("num_hidden_layers")
         in_bf16 = self.quant.num_first_layers_in_bf16 + self.quant.num_last_layers_in_bf16
         if isinstance(layers, int) and in_bf16 > layers:

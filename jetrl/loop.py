@@ -177,9 +177,11 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
     weights = publish(session.model, 0, session.flow_digest)
     with together(session.world):
         session.engine.load(weights)
+    with together(session.world):
+        started = session.engine_metrics()
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
-        recorder.write(0, metrics | clock.take() | session.engine_metrics())
+        recorder.write(0, metrics | clock.take() | started)
         recorder.write_held_out(0, session.take_held_out())
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
@@ -215,10 +217,11 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         try:
             with together(session.world):
                 session.engine.load(weights)
+                metrics |= session.engine_metrics()  # before an evaluation, whose own are told apart
             if due(config.eval.eval_interval, step, config):
                 metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever happens to its evaluation
-            metrics |= clock.take() | session.engine_metrics()
+            metrics |= clock.take()
             record_step(session, recorder, step, metrics, gathered, learnt)
     clock.display.step({"step": step} | metrics)
     if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):
@@ -285,17 +288,20 @@ def save_once(session: Session, run_dir: Path) -> None:
 
 
 def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, float]:
-    """Held-out metrics. None if a signal ended the evaluation: the run then owes it, and makes it when resumed."""
+    """Held-out metrics, and the engine's own of the evaluation. None if a signal ended it: the run then owes it, and
+    makes it when resumed."""
     session.owes_evaluation = True
     try:
         with stop.during("evaluation"):
             metrics = evaluate(session, clock)
     except GivenUp:
         return {}
+    with together(session.world):
+        of_engine = session.engine_metrics(of_evaluation=True)
     session.owes_evaluation = False
     if session.step == 0:
         session.initial_accuracy = next(iter(metrics.values()), None)
-    return metrics
+    return metrics | of_engine
 
 
 def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop: StopRequest) -> None:

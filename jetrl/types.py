@@ -103,7 +103,7 @@ class StepReport:
 
 class Engine(Protocol):
     """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours. Optional: `close()`, at the end of a
-    run; `about`, a text for its start; `take_metrics()`, numbers for a step's row.
+    run; `about`, a text for its start; `take_metrics()`, numbers since the last call: after `load` and evaluations.
 
     Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
     those that the learner's forward computes with the same weights; if not, the learner makes its own pass.

@@ -146,11 +146,14 @@ def test_peers_table() -> None:
         ({"train": {"lr": "1e-6"}}, 'train.lr: must be a number, got "1e-6"'),
         ({"train": {"steps": True}}, "train.steps: must be an integer, got true"),
         ({"train": {"steps": 1.5}}, "train.steps: must be an integer, got 1.5"),
+        ({"train": {"router_z_loss_coef": 1e38}}, "train.router_z_loss_coef: must be at most 1, got 1e+38"),
+        ({"train": {"router_aux_loss_coef": 1.5}}, "train.router_aux_loss_coef: must be at most 1, got 1.5"),
         ({"train": {"lr": 0.0}}, "train.lr: must be above 0, got 0.0"),
         ({"train": {"lr": float("nan")}}, "train.lr: must be a finite number, got nan"),
         ({"train": {"adam_betas": [0.9]}}, "train.adam_betas: must be a list of 2 numbers, got [0.9]"),
         ({"train": {"adam_betas": [0.9, 1.0]}}, "train.adam_betas[1]: must be below 1, got 1.0"),
         ({"rollout": {"stop": "a"}}, 'rollout.stop: must be a list of strings, got "a"'),
+        ({"rollout": {"stop": ["a", ""]}}, 'rollout.stop[1]: must not be empty, got ""'),
         ({"rollout": {"stop": ["a", 1]}}, "rollout.stop[1]: must be a string, got 1"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature: must be above 0, got 0.0"),
         ({"eval": {"temperature": -1}}, "eval.temperature: must be at least 0, got -1"),
@@ -215,6 +218,16 @@ def test_bad_value(tables: dict[str, Any], expected: str) -> None:
         ({"rl": {"overlong_buffer_len": 65}}, "must be at most rollout.max_response_length = 64, got 65"),
         ({"train": {"max_tokens_per_gpu": 575}}, "rollout.max_response_length = 576, got 575"),
         ({"rollout": {"kv_cache_tokens": 575}}, "rollout.kv_cache_tokens: must be at least"),
+        ({"rollout": {"page_size": 1_000_000}}, "rollout.page_size: must be at most 1024, as the longest sequence has"),
+        (
+            {"rollout": {"page_size": 2049}, "eval": {"max_response_length": 1536}},
+            "at most 2048, as the longest sequence has 2048 tokens (prompt and response); got 2049",
+        ),
+        (
+            {"rollout": {"page_size": 129, "max_response_length": 4}, "task": {"name": "file", "train_file": "a",
+             "max_prompt_length": 9}},
+            "rollout.page_size: must be at most 128, as the longest sequence has 13 tokens",
+        ),
         (
             {"model": {"arch": {"num_hidden_layers": 3}, "tokenizer": "t"},
              "quant": {"num_first_layers_in_bf16": 2, "num_last_layers_in_bf16": 2}},
@@ -237,6 +250,7 @@ def test_columns_without_effect_are_not_written(tmp_path: Path) -> None:
 
 def test_at_the_bounds() -> None:
     tables = {"train": {"steps": 5, "warmup_steps": 5, "max_tokens_per_gpu": 576}, "rollout": {"kv_cache_tokens": 576}}
+    tables["rollout"]["page_size"] = 1024
     rl = {"updates_per_step": 16, "overlong_buffer_len": 64}
     assert parse_config({**BASE, **tables, "rl": rl}).train.warmup_steps == 5
 

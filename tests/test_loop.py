@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import numbers, saved, tiny_run, weights_hash
+from tiny import ARCH, numbers, saved, tiny_run, weights_hash
 
 from jetrl.errors import UserError
 from jetrl.kernels import attention
@@ -168,7 +168,7 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(
         tiny_run(tmp_path)
     run_dir = tmp_path / "runs" / "tiny"
     folder = run_dir / "failed" / "step_000003"
-    assert str(folder) in str(raised.value)
+    assert str(folder) in str(raised.value) and "with a lower train.lr" in str(raised.value)
     data = torch.load(folder / "batches.pt", weights_only=False)
     assert data["batches"][0].num_sequences == 16 and data["step"] == 3
     before = saved(run_dir, 2)
@@ -179,6 +179,25 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(
     monkeypatch.undo()
     resumed = numbers(tiny_run(tmp_path, {"checkpoint.resume": "auto"}))
     assert resumed == numbers(tiny_run(tmp_path / "b"))
+
+
+def test_before_any_update_no_learning_rate_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="Step 1 stops the run: loss") as raised:
+        tiny_run(tmp_path / "term", {"rl.entropy_coef": 1e300})
+    assert "those of model.arch (random). Or a term of the loss weighs too much: rl.entropy_coef = 1e+300." in str(
+        raised.value)
+    monkeypatch.setattr(reduction, "global_grad_norm", lambda parameters: float("inf"))
+    routers = {
+        "model.arch": ARCH | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+                              "moe_intermediate_size": 72},
+        "train.router_z_loss_coef": 0.5, "eval.eval_interval": 0,
+    }
+    warm = {"sft.steps": 2, "sft.batch_size": 2, "sft.cache_dir": str(tmp_path / "sft")}
+    for name, changes, weights in (("a", {}, r"model.arch \(random"), ("b", warm, r"the warm start \(sft.steps = 2")):
+        with pytest.raises(UserError, match=rf"gradient norm inf.*no learning rate .* those of {weights}") as raised:
+            tiny_run(tmp_path / name, routers | changes)
+        said = str(raised.value)
+        assert "weighs too much: train.router_z_loss_coef = 0.5." in said and ".lr" not in said, said
 
 
 def test_a_rollout_whose_logits_are_not_finite_stops_the_run_with_the_weights_saved(tmp_path: Path) -> None:

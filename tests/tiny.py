@@ -87,7 +87,8 @@ def long_prompts(folder: Path) -> dict[str, Any]:
 def numbers(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of every step without what a clock measured."""
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in read_metrics(run_dir)
+        {k: v for k, v in row.items() if not k.removeprefix("in_eval/").startswith(("time/", "perf/"))}
+        for row in read_metrics(run_dir)
     ]
 
 

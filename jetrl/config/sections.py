@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -68,8 +68,9 @@ class QuantConfig(Section):
         "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
         "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
     saved_gate_up: CacheKind = Field(
-        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers). fp8: rounded as an "
-        "activation is, which saves a quarter of a layer's memory for the backward pass.")
+        default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused "
+        "where all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory "
+        "for the backward pass.")
     kv_cache: CacheKind = Field(
         default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
 
@@ -182,10 +183,11 @@ class RolloutConfig(Section):
     top_k: int = Field(default=0, ge=0, description="Sample among the k most probable tokens. 0: off.")
     min_p: float = Field(
         default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top token's probability. 0: off.")
-    stop: tuple[str, ...] = Field(
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: int | None = Field(
-        default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU.")
+        default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU. At most "
+        "the longest sequence rounded up to a power of two, or 128 if that is more.")
     merge_prefix: Literal["auto", "on", "off"] = Field(
         default="auto", description="Whether decode steps read pages that samples of a prompt share once for all of "
         "them; tokens and log-probs keep their bits. auto: where that was measured to take less time. on (or true): "
@@ -199,7 +201,7 @@ class RolloutConfig(Section):
     keep_kv_cache: Literal["auto", "always", "never"] = Field(
         default="auto", description="Whether the KV cache stays on a GPU during the update, with the CUDA graphs of "
         "decode steps, which each rollout else captures again. auto: where the predicted peak of the update leaves "
-        "room for it. Changes no bit.",
+        "room for it. Changes no bit. On a CPU it does nothing.",
     )
     speculate: Literal["off", "auto", "on"] = Field(
         default="off", description="Guess tokens from what stands in the answer so far, in its siblings and in earlier "
@@ -207,7 +209,8 @@ class RolloutConfig(Section):
         "pay, by measured acceptance and times. on: always max_draft_tokens, for tests (docs/RUNS.md).",
     )
     max_draft_tokens: int = Field(
-        default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step; 0, 1, 3 or 7 are used.")
+        default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step. Steps guess 0, 1, 3 or 7, so "
+        "2 means 1, and 4, 5 and 6 mean 3.")
 
     @field_validator("merge_prefix", mode="before")
     @classmethod
@@ -379,6 +382,10 @@ class Config(Section):
             yield f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}"
         if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
             yield f"rollout.kv_cache_tokens: must be at least {sizes}, got {rollout.kv_cache_tokens}"
+        of_eval = self.task.max_prompt_length + (self.eval.max_response_length or 0)
+        if (rollout.page_size or 0) > (most := max(128, 1 << (max(longest, of_eval) - 1).bit_length())):
+            yield (f"rollout.page_size: must be at most {most}, as the longest sequence has {max(longest, of_eval)} "
+                   f"tokens (prompt and response); got {rollout.page_size}. 16 to 128 are usual")
         layers = (self.model.arch or {}).get("num_hidden_layers")
         in_bf16 = self.quant.num_first_layers_in_bf16 + self.quant.num_last_layers_in_bf16
         if isinstance(layers, int) and in_bf16 > layers:

@@ -66,11 +66,11 @@ class TrainConfig(Section):
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
         "before the run ends. One process: no meaning.")
     router_aux_loss_coef: float = Field(
-        default=0.0, ge=0, description="Mixtures of experts (MoE): weight of the loss that evens the experts' load, "
-        "within each sequence (1 where the load is even), in the warm start too. 0: off.")
+        default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the loss that evens the experts' "
+        "load, within each sequence (1 where the load is even), in the warm start too; usually 1e-3 to 1e-2. 0: off.")
     router_z_loss_coef: float = Field(
-        default=0.0, ge=0, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router logits)^2, "
-        "in the warm start too. 0: off.")
+        default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router "
+        "logits)^2, in the warm start too; usually 1e-3. 0: off.")
     compare_routing: bool = Field(
         default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
         "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")

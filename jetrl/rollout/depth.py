@@ -10,6 +10,9 @@ first i - 1 held; both are running averages. cost(B, k) is the time of a step re
 where such steps have run, else the model `cost_of_rows`. Acceptance is measured without computing a single draft: the
 drafts that would have been made before a plain burst are compared with what the burst drew. So drafts that are never
 accepted cost those comparisons, which come the less often the less they promise. No choice of depth changes a bit.
+
+Greedy batches have averages of their own: an evaluation asks the same problems again and answers most of them as
+before, which says nothing about drafts for what is drawn.
 """
 
 from __future__ import annotations
@@ -39,13 +42,14 @@ def cost_of_rows(batch: int, depth: int) -> float:
 
 
 class Acceptance:
-    """Running averages of what became of drafts, by source."""
+    """Running averages of what became of drafts, by source; and how many bursts to wait between two comparisons."""
 
     def __init__(self, sources: int, deepest: int) -> None:
         self.asked = 0.0  # sequences that drafts were looked for
         self.found = np.zeros(sources)  # those that got one
         self.tried = np.zeros((sources, deepest))  # whose first i drafts held, and that had one more
         self.held = np.zeros((sources, deepest))
+        self.pause = self.waited = 0
 
     def add(self, source: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """For each sequence: its draft's source (-1: none), how many tokens of it were compared, how many held."""
@@ -85,10 +89,15 @@ class DepthRule:
         assert 1 <= deepest <= DEPTHS[-1]
         self.depths = [k for k in DEPTHS if k <= deepest]
         self.always = always
-        self.acceptance = Acceptance(sources, DEPTHS[-1])
+        self._kinds = {greedy: Acceptance(sources, DEPTHS[-1]) for greedy in (False, True)}
+        self.acceptance = self._kinds[False]
         self.seconds: dict[tuple[int, int], float] = {}  # of a step, by size of the batch and depth
         self._last: dict[tuple[int, int], int] = {}  # the burst in which each kind ran last
-        self._bursts = self._pause = self._wait = 0
+        self._bursts = 0
+
+    def begin(self, greedy: bool) -> None:
+        """The next burst is of sequences that are all greedy, or not."""
+        self.acceptance = self._kinds[greedy]
 
     def cost(self, batch: int, depth: int) -> float:
         """cost(batch, depth), measured if both steps have been."""
@@ -110,17 +119,18 @@ class DepthRule:
 
     def compares(self) -> bool:
         """Whether to look for drafts before this plain burst, to compare them with what it draws."""
-        self._wait += 1
-        if self._wait <= self._pause:
+        found = self.acceptance
+        found.waited += 1
+        if found.waited <= found.pause:
             return False
-        self._wait = 0
+        found.waited = 0
         return True
 
     def compared(self, source: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """What became of drafts that were compared but not computed."""
-        self.acceptance.add(source, drafted, accepted)
-        promising = self.acceptance.tokens(DEPTHS[-1]) > 1.1
-        self._pause = 0 if promising else min(2 * self._pause + 1, _MAX_PAUSE)
+        found = self.acceptance
+        found.add(source, drafted, accepted)
+        found.pause = 0 if found.tokens(DEPTHS[-1]) > 1.1 else min(2 * found.pause + 1, _MAX_PAUSE)
 
     def ran(self, batch: int, depth: int, steps: int, seconds: float) -> None:
         """A burst of `steps` steps took `seconds`. The first of a kind may have compiled, so its time is not kept."""

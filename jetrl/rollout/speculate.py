@@ -58,6 +58,7 @@ class Speculator:
     ) -> tuple[Plan, Drawn]:
         """Run a decode plan, as a burst where the runner has bursts, with drafts where they pay."""
         batch, limit = len(plan.tokens), runner.burst(plan, table)
+        self.rule.begin(greedy=not table.temperature[plan.sample_requests].any())
         plan, steps = scheduler.extend(
             max(limit, 1), self.rule.choose(batch, scheduler.max_tokens_per_step)
         )
@@ -138,9 +139,12 @@ class Speculator:
             self.texts.end_session()
 
     def take_metrics(self) -> dict[str, float]:
-        """What became of drafts since the last call. Acceptance of a source: its share of tokens that held."""
+        """What became of drafts since the last call; empty if there were no decode steps. Acceptance of a source: its
+        share of tokens that held."""
         counts, self.counts = self.counts, Counts.none()
-        found = {"rollout/tokens_per_decode_step": counts.tokens / max(counts.steps, 1)}
+        if not counts.steps:
+            return {}
+        found = {"rollout/tokens_per_decode_step": counts.tokens / counts.steps}
         found["rollout/draft_share"] = float(counts.drafted.sum()) / max(counts.tokens, 1)
         pairs = [("", counts.drafted.sum(), counts.accepted.sum())]
         pairs += [(f"_{s}", d, a) for s, d, a in zip(SOURCES, counts.drafted, counts.accepted, strict=True)]

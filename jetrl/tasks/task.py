@@ -61,6 +61,15 @@ def holds_out(config: Config) -> bool:
     return not own_rows or config.eval.eval_interval > 0
 
 
+def num_eval_shapes_training(config: Config) -> bool:
+    """Whether `task.num_eval` says what is trained on: held-out problems are taken out of a file's own rows and of
+    reasoning-gym's questions. Made problems are held out by their hash, an environment's by their seed, whatever their
+    number."""
+    task = config.task
+    own_rows = task.name == "file" and task.eval_file is None and task.eval_split is None
+    return task.name == "gym" or (own_rows and holds_out(config))
+
+
 def _file_task(given: Given) -> FileTask:
     """Without an environment, all prompts are encoded once, so that a bad one stops the run before it begins or is
     left out. With one, the environment makes the prompts."""

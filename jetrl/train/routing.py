@@ -24,7 +24,8 @@ from jetrl.rl.routing import RoutingCounts, merged, router_losses
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch
 
-KEYS = ("router_aux_loss_coef", "router_z_loss_coef", "compare_routing")  # of [train]
+LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")  # of [train]
+KEYS = (*LOSSES, "compare_routing")
 
 
 def check_routing(config: TrainConfig, spec: ModelSpec) -> None:

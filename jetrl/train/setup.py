@@ -29,7 +29,7 @@ from jetrl.tasks.conversations import EnvironmentPool, build_pool
 from jetrl.tasks.environment import Factory, load_environment
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
-from jetrl.tasks.task import RewardFunction, Task, build_task, holds_out
+from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, keep_cache, require_engine
@@ -84,10 +84,17 @@ class Session:
         if callable(close := getattr(self.engine, "close", None)):
             close()
 
-    def engine_metrics(self) -> dict[str, float]:
-        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start."""
-        take, (before, self.before) = getattr(self.engine, "take_metrics", None), (self.before, {})
-        return before | (take() if callable(take) else {})
+    def engine_metrics(self, *, of_evaluation: bool = False) -> dict[str, float]:
+        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start.
+
+        Those of an evaluation have names of their own: it asks the same problems every time, and often greedily.
+        """
+        take = getattr(self.engine, "take_metrics", None)
+        taken: dict[str, float] = take() if callable(take) else {}
+        if of_evaluation:
+            return {f"in_eval/{key}": value for key, value in taken.items()}
+        before, self.before = self.before, {}
+        return before | taken
 
     def check_settings(self, error: Exception) -> None:
         """Reports an error caused by an environment that changed torch's settings as such."""
@@ -129,7 +136,7 @@ def build(
     torch.use_deterministic_algorithms(True)
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = by_each(world, lambda: prepare(config))
+    plan = by_each(world, lambda: prepare(config, trains=evaluates is None))
     # before the model: workers need memory of the GPU
     before = compile_ahead(config, plan.spec, world, displays, trains=evaluates is None)
     if evaluates is None:
@@ -211,13 +218,14 @@ class Prepared:
     environment: Factory | None
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, *, trains: bool = True) -> Prepared:
     """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now."""
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     check_routing(config.train, spec)
     check_experts(config, spec)
+    check_saved(config, spec)
     recipe = recipe_of(config, spec)
     require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
@@ -229,13 +237,33 @@ def prepare(config: Config) -> Prepared:
     )
     task.eval_problems(config.task.num_eval)  # too few of them: said now, not after a warm start
     reward, environment = _scoring(config, task, named)
+    if trains and environment is None:
+        check_prompts(config, task, tokenizer)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
+
+
+def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
+    """UserError if a prompt of step 1 or of the evaluations cannot be encoded, or is too long: before a warm start."""
+    sample(task, tokenizer, 0, config.rollout.prompts_per_step, config)
+    if config.eval.eval_interval:
+        eval_prompts(task, tokenizer, config)
 
 
 def check_experts(config: Config, spec: ModelSpec) -> None:
     """UserError if the model is a mixture of experts and the config's kernels cannot compute one."""
     if spec.experts is not None:
         require_experts(config.kernels)
+
+
+def check_saved(config: Config, spec: ModelSpec) -> None:
+    """Refuse `quant.saved_gate_up = "fp8"` for a model in which no layer has a dense MLP in FP8."""
+    q = config.quant
+    in_fp8 = range(q.num_first_layers_in_bf16, spec.num_layers - q.num_last_layers_in_bf16)
+    if q.saved_gate_up == "fp8" and set(in_fp8) <= set(spec.expert_layers):
+        raise UserError(
+            f'quant.saved_gate_up = "fp8" has no effect: no layer of this {spec.family} model has a dense MLP in FP8. '
+            "Remove it."
+        )
 
 
 def _scoring(

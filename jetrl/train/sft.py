@@ -28,14 +28,14 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
 from jetrl.tasks.messages import TurnEncoder, encode_solution
-from jetrl.tasks.task import Task, encode_problem, holds_out
+from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
 from jetrl.train import store
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
 from jetrl.train.reduction import own_numbers
-from jetrl.train.routing import Routing
+from jetrl.train.routing import LOSSES, Routing
 from jetrl.train.step import forward_rows
-from jetrl.train.trainer import NonFiniteError, optimizer_step
+from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
@@ -44,10 +44,11 @@ _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in
 def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path:
     """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task
     and the settings. The initial weights are the masters: the same in every precision flow. Collective."""
+    unread = {"reward_calls"} if num_eval_shapes_training(config) else {"reward_calls", "num_eval"}
     settings = {
         "version": __version__, "start": digest(model, world),
         "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v}, "seed": config.seed,
-        "task": config.task.model_dump(mode="json", exclude={"reward_calls"}),
+        "task": config.task.model_dump(mode="json", exclude=unread),
         "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
         "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
                       config.train.weight_decay, config.train.max_tokens_per_gpu],
@@ -131,9 +132,10 @@ def train_sft(
                 max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
             )
         except NonFiniteError as error:
-            raise common(UserError(
-                f"The warm start stops at step {step}: {error}. Lower sft.lr, or set sft.warmup_steps."
-            )) from error
+            advice = "Lower sft.lr, or set sft.warmup_steps."
+            if step == 1:
+                advice = not_by_an_update(config, False, [f"train.{key}" for key in LOSSES])
+            raise common(UserError(f"The warm start stops at step {step}: {error}. {advice}")) from error
         student.publish()
         progress(step, stats["loss"])
     return student

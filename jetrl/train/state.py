@@ -20,11 +20,13 @@ from jetrl.train import checkpoint, resume, store
 from jetrl.train.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.train.packing import joined
 from jetrl.train.publish import publish
+from jetrl.train.routing import LOSSES
 from jetrl.train.setup import Session, reference_of
-from jetrl.train.trainer import NonFiniteError
+from jetrl.train.trainer import NonFiniteError, not_by_an_update
 from jetrl.types import PackedBatch
 
 _REFERENCE = "reference"
+_TERMS = ("rl.kl_coef", "rl.entropy_coef", *(f"train.{key}" for key in LOSSES))  # of the loss, by their weights
 
 
 def find(config: Config, run_dir: Path) -> Path | None:
@@ -156,10 +158,18 @@ def stop_non_finite(
 
     by_first(session.world, write)
     store.seal(folder / "weights", parts_of(session.model), session.world)
+    learner, config = session.learner, session.config
+    updated = any(
+        slots for of in (learner.policy_optimizer, learner.critic_optimizer) if of is not None
+        for slots in of.state.values()
+    )
+    if updated:
+        advice = "Start a new run under another name with a lower train.lr or train.max_grad_norm."
+    else:
+        advice = not_by_an_update(config, config.sft.steps > 0, _TERMS)
     return common(UserError(
         f"Step {step} stops the run: {error}. The step's batches and weights are in {folder} for replay. "
-        f"{checkpoint.left(run_dir / 'checkpoints')} Start a new run under another name with a lower train.lr or "
-        "train.max_grad_norm."
+        f"{checkpoint.left(run_dir / 'checkpoints')} {advice}"
     ))
 
 

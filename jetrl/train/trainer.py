@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.choices import Reduction
+from jetrl.config import Config
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl.losses import Stats
 from jetrl.train.optim import clipped_step, set_lr
@@ -25,6 +26,23 @@ LossOf = Callable[[MicroBatch], tuple[Tensor, Stats]]
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient norm that is no finite number; the weights were not changed."""
+
+
+def not_by_an_update(config: Config, warm_started: bool, terms: Sequence[str]) -> str:
+    """Advice where numbers are not finite before any update: no learning rate is to blame.
+
+    `terms`: the keys that weigh further terms of the loss; those that are on are named.
+    """
+    if warm_started:
+        weights = f"the warm start (sft.steps = {config.sft.steps})"
+    else:
+        weights = "model.arch (random)" if config.model.path is None else f"model.path = {config.model.path}"
+    values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in terms}
+    on = ", ".join(f"{key} = {value:g}" for key, value in values.items() if value)
+    return (
+        "No update was made before, so no learning rate is to blame: the weights themselves give numbers that are not "
+        f"finite. They are those of {weights}." + (f" Or a term of the loss weighs too much: {on}." if on else "")
+    )
 
 
 def optimizer_step(

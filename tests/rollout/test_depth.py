@@ -48,7 +48,21 @@ def test_drafts_that_never_hold_are_never_computed_and_hardly_looked_for() -> No
     for _ in range(3 * 33):  # and yet it notices when they begin to hold
         if rule.compares():
             feed(rule, 7, 64)
-    assert rule.choose(4, 10_000) == 7 and rule._pause == 0
+    assert rule.choose(4, 10_000) == 7 and rule.acceptance.pause == 0
+
+
+def test_what_greedy_answers_teach_is_not_said_of_drawn_ones() -> None:
+    """An evaluation whose drafts all hold changes nothing for the rollouts around it, and is not lost for the next."""
+    rule = DepthRule(3, 7)
+    feed(rule, 0)
+    rule.begin(greedy=True)
+    assert rule.choose(4, 10_000) == 0, "nothing is known"
+    feed(rule, 7)
+    assert rule.choose(4, 10_000) == 7 and rule.compares() and rule.compares()
+    rule.begin(greedy=False)
+    assert rule.choose(4, 10_000) == 0 and not rule.compares(), "it still waits"
+    rule.begin(greedy=True)
+    assert rule.choose(4, 10_000) == 7
 
 
 def test_larger_batches_draft_less() -> None:

@@ -131,7 +131,7 @@ def test_what_was_answered_before_is_drafted_and_holds() -> None:
     metrics = engine.take_metrics()
     assert metrics["rollout/draft_acceptance_history"] > 0.7 and "rollout/draft_acceptance_siblings" not in metrics
     assert engine.stats.steps < steps / 3 and metrics["rollout/tokens_per_decode_step"] > 3
-    assert engine.take_metrics() == {"rollout/tokens_per_decode_step": 0.0, "rollout/draft_share": 0.0}
+    assert engine.take_metrics() == {}, "nothing was decoded, so nothing was measured"
 
 
 def test_auto_drafts_once_drafts_hold_and_never_where_they_do_not() -> None:
@@ -149,6 +149,22 @@ def test_auto_drafts_once_drafts_hold_and_never_where_they_do_not() -> None:
     metrics = engine.take_metrics()
     assert metrics == {"rollout/tokens_per_decode_step": 1.0, "rollout/draft_share": 0.0}
     assert build_speculator("off", 7, 4) is None and make_engine().take_metrics() == {}
+
+
+def test_greedy_evaluations_do_not_make_rollouts_draft() -> None:
+    """The answers of an evaluation hold as drafts for the next one; those of a rollout at temperature 1 do not."""
+    greedy = [Request(i, PROMPTS[i % 2], SamplingParams(60, temperature=0.0, ignore_eos=True)) for i in range(8)]
+    drawn = [Request(i, PROMPTS[i % 2], SamplingParams(60, seed=i, ignore_eos=True)) for i in range(100, 108)]
+    engine = make_engine(max_num_seqs=4)
+    engine.speculator = build_speculator("auto", 7, 4)
+    engine.runner = BurstRunner(engine.model, engine.page_size)
+    for _ in range(3):
+        engine.generate(greedy)
+    assert engine.take_metrics()["rollout/draft_share"] > 0.2
+    engine.generate(drawn)
+    assert engine.take_metrics() == {"rollout/tokens_per_decode_step": 1.0, "rollout/draft_share": 0.0}
+    engine.generate(greedy)
+    assert engine.take_metrics()["rollout/draft_share"] > 0.5, "what evaluations taught is still known"
 
 
 def test_conversations_keep_their_bits() -> None:
@@ -224,10 +240,12 @@ def test_a_run_with_drafts_is_the_run_without(changes: dict[str, object], tmp_pa
         changed = changes | ({"rollout.speculate": mode} if mode != "off" else {})
         run = runs[mode] = tiny_run(tmp_path / mode, changed)
         if mode == "on":
-            rows = numbers(run)
-            assert all("rollout/tokens_per_decode_step" in row for row in rows)
-            assert max(row["rollout/tokens_per_decode_step"] for row in rows) > 1.0, "no draft ever held"
-    keep = lambda run: [{k: v for k, v in row.items() if not k.startswith("rollout/")} for row in numbers(run)]  # noqa: E731
+            rows, drawn = numbers(run), "rollout/tokens_per_decode_step"
+            assert [(drawn in row, f"in_eval/{drawn}" in row) for row in rows] == [
+                (False, True), (True, False), (True, True), (True, False), (True, True)], "evaluations are told apart"
+            assert max(row.get(f"in_eval/{drawn}", 0.0) for row in rows) > 1.0, "no draft ever held"
+    own = ("rollout/", "in_eval/")
+    keep = lambda run: [{k: v for k, v in row.items() if not k.startswith(own)} for row in numbers(run)]  # noqa: E731
     for mode in ("on", "auto"):
         assert keep(runs[mode]) == keep(runs["off"])
         assert (runs[mode] / "samples.jsonl").read_bytes() == (runs["off"] / "samples.jsonl").read_bytes()

@@ -165,6 +165,7 @@ def test_what_an_engine_says_and_measures_reaches_the_run_and_it_is_closed(
 """)
     rows = numbers(tiny_run(tmp_path, changes))
     assert [row["own/loads"] for row in rows] == [1.0, 1.0]
+    assert [row["in_eval/own/loads"] for row in rows] == [1.0, 1.0], "after the evaluation it is asked again"
     said = capsys.readouterr().out
     assert 0 <= said.index("borrowed plumes") < said.index("step 0/1") < said.index("own closed")
 

@@ -21,7 +21,7 @@ from jetrl.parity_rows import varlen
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.runner import ModelRunner
 from jetrl.train.routing import KEYS, check_routing
-from jetrl.train.setup import build
+from jetrl.train.setup import build, prepare
 from jetrl.train.sft import cache_path
 from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 
@@ -136,3 +136,12 @@ def test_settings_of_routers_are_refused_for_dense_models(tmp_path: Path, key: s
         check_routing(config.train, spec_from_hf(ARCH | {"vocab_size": 20}))
     with pytest.raises(UserError, match="has no experts"):
         build(config)
+
+
+def test_what_only_dense_layers_save_is_refused_where_all_are_experts(tmp_path: Path) -> None:
+    saved = EXPERTS | {"quant.saved_gate_up": "fp8"}
+    for changes in ({}, {"model.arch.mlp_only_layers": [1], "quant.num_last_layers_in_bf16": 1}):
+        with pytest.raises(UserError, match='quant.saved_gate_up = "fp8" has no effect: no layer of this qwen3_moe'):
+            prepare(tiny_config(tmp_path, saved | changes))
+    prepare(tiny_config(tmp_path, saved | {"model.arch.mlp_only_layers": [1]}))
+    prepare(tiny_config(tmp_path, {"quant.saved_gate_up": "fp8"}))

@@ -12,8 +12,10 @@ from tolerances import assert_bitwise_equal
 
 from jetrl.errors import UserError
 from jetrl.model.weights import checksum, published
+from jetrl.train import sft
 from jetrl.train.setup import Session, build
 from jetrl.train.sft import cache_path, warm_start
+from jetrl.train.trainer import NonFiniteError
 
 SFT = {"sft.steps": 6, "sft.batch_size": 8, "sft.lr": 5e-3}
 
@@ -90,7 +92,9 @@ def test_the_content_of_a_data_file_names_the_file_too(tmp_path: Path) -> None:
 
 def test_what_does_not_determine_them_does_not(tmp_path: Path) -> None:
     plain = session_of(tmp_path, {})
-    for change in ({"train.steps": 9}, {"rollout.group_size": 2}, {"train.lr": 1e-6}, {"rl.kl_coef": 0.5}):
+    for change in (
+        {"task.num_eval": 5}, {"train.steps": 9}, {"rollout.group_size": 2}, {"train.lr": 1e-6}, {"rl.kl_coef": 0.5},
+    ):
         other = session_of(tmp_path, change)
         assert cache_path(other.config, other.model) == cache_path(plain.config, plain.model), change
 
@@ -103,3 +107,45 @@ def test_problems_without_worked_solutions_are_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="needs worked solutions"):
         train(session_of(tmp_path, changes))
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "advice"),
+    [(1, r"the weights themselves .* those of model.arch \(random\)\.$"), (3, "Lower sft.lr")],
+)
+def test_numbers_that_are_not_finite_stop_it_and_the_first_ones_are_no_learning_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, advice: str
+) -> None:
+    step, calls = sft.optimizer_step, []
+
+    def broken(*args: Any, **options: Any) -> dict[str, float]:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise NonFiniteError("loss inf, gradient norm nan")
+        return step(*args, **options)
+
+    monkeypatch.setattr(sft, "optimizer_step", broken)
+    with pytest.raises(UserError, match=f"stops at step {fails_at}: loss inf, gradient norm nan. .*{advice}"):
+        train(session_of(tmp_path, {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names_it"),
+    [({}, True), ({"eval.eval_interval": 0}, False), ({"task.eval_file": "{}/held.jsonl"}, False)], ids=str,
+)
+def test_the_number_of_held_out_problems_names_the_file_where_it_takes_rows_from_training(
+    tmp_path: Path, changes: dict[str, Any], names_it: bool
+) -> None:
+    """And only there: elsewhere the warm start's examples are the same."""
+    for file, first in (("train", 0), ("held", 50)):
+        row = '{{"prompt": "{0}+1=", "answer": "{1}", "solution": "{1}"}}\n'
+        (tmp_path / f"{file}.jsonl").write_text("".join(row.format(i, i + 1) for i in range(first, first + 20)))
+    given = {
+        "task.name": "file", "task.train_file": str(tmp_path / "train.jsonl"), "task.params": {},
+        "task.reward": "jetrl.tasks.gsm8k:gsm8k_reward",
+    } | {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
+    sessions = [session_of(tmp_path, given | {"task.num_eval": count}) for count in (4, 8)]
+    examples = [{session.task.problem(i).prompt for i in range(40)} for session in sessions]
+    assert (examples[0] != examples[1]) == names_it
+    paths = [cache_path(session.config, session.model) for session in sessions]
+    assert (paths[0] != paths[1]) == names_it

@@ -13,17 +13,19 @@ from tiny import tiny_config
 from tolerances import assert_at_most_twice
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.loop import Clock
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.report.console import Display
 from jetrl.rl.objective import objective
+from jetrl.tasks import task
 from jetrl.train import reduction, trainer
 from jetrl.train.gather import gather
 from jetrl.train.packing import by_trajectory, denominators, held, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
-from jetrl.train.setup import Session, build, keeps_bits
+from jetrl.train.setup import Session, build, keeps_bits, prepare
 from jetrl.train.step import forward_rows, inputs_of, update
 from jetrl.types import PackedBatch
 
@@ -221,3 +223,34 @@ def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
     calls.clear()
     sampled(tmp_path / "one", {"precision": "fp8_rollout"})
     assert calls == [], "with one update a step the log-probs at hand are the old ones"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"task.max_prompt_length": 4}, r"Problem \d+\+\d+: the prompt has 6 tokens, task.max_prompt_length is 4"),
+        ({"task.max_prompt_length": 4, "eval.eval_interval": 0}, "task.max_prompt_length is 4"),
+        ({"task.system_prompt": "Add."}, "task.system_prompt has no effect on plain-text prompts"),
+        ({"task.num_eval": 5000}, "5000 held-out sums are needed"),
+    ],
+    ids=str,
+)
+def test_prompts_are_encoded_before_anything_is_trained(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        prepare(tiny_config(tmp_path, {"sft.steps": 5, "task.params.digits": [2]} | changes))
+
+
+def test_only_prompts_that_the_run_needs_are_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out prompts where there are evaluations, none where an environment makes them or nothing is trained."""
+    made: list[str] = []
+    encode = task.encode_problem
+    monkeypatch.setattr(task, "encode_problem", lambda p, *rest: made.append(p.id) or encode(p, *rest))
+    for changes, trains, count in (
+        ({}, True, 8), ({"eval.eval_interval": 0}, True, 4), ({}, False, 0),
+        ({"environment.name": "calculator", "task.params": {"digits": [2], "use_tool": 0.5}}, True, 0),
+    ):
+        made.clear()
+        prepare(tiny_config(tmp_path, changes), trains=trains)
+        assert len(made) == count, changes

@@ -24,6 +24,7 @@ from jetrl.model.hf_files import INDEX as INDEX
 from jetrl.model.hf_files import SINGLE as SINGLE
 from jetrl.model.hf_files import TOKENIZER_FILES as TOKENIZER_FILES
 from jetrl.model.hf_tokenizer import check_vocab as check_vocab
+from jetrl.model.hf_tokenizer import has_tokenizer as has_tokenizer
 from jetrl.model.hf_tokenizer import load_tokenizer_from as load_tokenizer_from
 from jetrl.model.hf_write import save_model as save_model
 from jetrl.model.hf_write import save_shards as save_shards
@@ -57,9 +58,9 @@ def read_generation_config(folder: str | Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def spec_from_folder(folder: str | Path) -> ModelSpec:
-    """The spec of a model folder; errors name the folder."""
-    config = read_config(folder)
+def spec_from_folder(folder: str | Path, config: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of a model folder, whose `config` may have been read before; errors name the file."""
+    config = read_config(folder) if config is None else config
     try:
         return spec_from_hf(config)
     except UserError as error:

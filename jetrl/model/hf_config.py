@@ -122,7 +122,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def _supported(config: Mapping[str, Any]) -> tuple[str, str]:
     """For the refusal of a family: what it is, if that can be said, and what takes its place."""
-    if any(config.get(key) for key in _EXPERT_COUNTS):
+    if isinstance(config.get("model_type"), str | None) and any(config.get(key) for key in _EXPERT_COUNTS):
         return ", a mixture of experts,", ", ".join(name for name, facts in FAMILIES.items() if facts.experts) + \
             " and, without experts, " + ", ".join(name for name, facts in FAMILIES.items() if not facts.experts)
     return "", ", ".join(FAMILIES)

@@ -193,6 +193,7 @@ def test_base_config_keeps_its_other_keys() -> None:
         ("qwen3_moe", {"num_experts": [8]}, r"num_experts = \[8\] must be a whole number"),
         ("qwen3_moe", {"model_type": None}, "model_type is missing; jetrl runs qwen3_moe"),
         ("qwen3", {"model_type": ["qwen3"]}, r"model_type = \['qwen3'\] is not supported"),
+        ("qwen3_moe", {"model_type": ["x"]}, r"^model_type = \['x'\] is not supported; jetrl runs llama, "),
         ("qwen3", {"architectures": True}, "architectures = True is not supported"),
         ("qwen3", {"quantization_config": [8]}, "quant_method = 'unknown'"),
         ("qwen3", {"layer_types": 3}, "layer_types = 3 must be a list"),

@@ -40,6 +40,7 @@ from jetrl.parity_rows import (
     LinkResult,
     NoText,
     Workload,
+    check_sizes,
     fingerprint,
     learners_forward,
     page_size_on,
@@ -73,6 +74,7 @@ def certified(
     `find` may download; `work_on` gives the traffic for a page size; `update` is "", fp32, bf16 or no.
     """
     with together(world):
+        check_sizes(work_on(1))  # before the model is read
         masters = _masters_of(update, world)
     subject = by_each(world, find)
     require_alike(world, subject.config, model=subject.name)

@@ -416,6 +416,7 @@ def test_parity_of_a_run_and_unknown_precision(jetrl: Cli, finished: Path) -> No
     sizes = ("--sequences", 2, "--max-prompt", 8, "--new-tokens", 4)
     assert jetrl("parity", finished, *sizes)[0] == 0
     assert_refused(jetrl("parity", finished, "--precision", "fp4"), "fp4", "fp8")
+    assert_refused(jetrl("parity", finished, "--sequences", 1), "--sequences.*at least 2")
 
 
 def test_flow(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ from jetrl.parity_rows import fingerprint
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.engine import PagedEngine
-from jetrl.subject import as_trained, config_for, load_for_parity, model_folder, random_model, run_of
+from jetrl.subject import (
+    as_trained,
+    config_for,
+    load_for_parity,
+    model_folder,
+    random_model,
+    run_of,
+    told_if_not_finite,
+)
 from jetrl.tasks.tokenizer import BUILTIN_PREFIX, is_arithmetic
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
 from jetrl.train.publish import publish
@@ -268,7 +276,9 @@ def evaluate_checkpoint(
     weights = publish(session.model, 0, session.flow_digest)
     with together(world):
         session.engine.load(weights)
-    return folder, len(session.task.eval_problems(config.task.num_eval)), evaluate_once(session, console)
+    with told_if_not_finite(folder):
+        metrics = evaluate_once(session, console)
+    return folder, len(session.task.eval_problems(config.task.num_eval)), metrics
 
 
 def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | None = None) -> Path:

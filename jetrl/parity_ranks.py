@@ -52,7 +52,7 @@ from jetrl.parity_rows import (
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.rollout.rollout import Rollout, roll_out
-from jetrl.subject import Subject
+from jetrl.subject import Subject, told_if_not_finite
 from jetrl.train.packing import fill, pack, to_device
 from jetrl.train.setup import build_learner
 from jetrl.train.step import Learner, forward_batch, update
@@ -80,7 +80,8 @@ def certified(
     require_alike(world, subject.config, model=subject.name)
     work = work_on(page_size_on(subject.config.device))
     if world.alone:
-        return certify(subject.published(), work, subject.name, progress), subject.formats
+        with told_if_not_finite(subject.name):
+            return certify(subject.published(), work, subject.name, progress), subject.formats
     return certify_ranks(subject, work, world, masters, progress), subject.formats
 
 
@@ -108,7 +109,8 @@ def certify_ranks(
             _require_memory(subject, masters)
         model = subject.published()
     same_everywhere(world, **{f"the model {subject.name}": fingerprint(model)})
-    certificate = certify(model, work, subject.name, progress)
+    with together(world), told_if_not_finite(subject.name):
+        certificate = certify(model, work, subject.name, progress)
     _free()  # the cache of link d
     links = [merged(world, link) for link in certificate.links]
     found, batch = rollout_links(model, work, world, progress)

@@ -18,8 +18,12 @@ from jetrl.api import Policy, evaluate_checkpoint, evaluated_config, load_for_pa
 from jetrl.config import to_toml
 from jetrl.model import hf
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.world import ALONE
+from jetrl.parity import Workload
+from jetrl.parity_ranks import certified
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.rollout import Rollout
+from jetrl.subject import subject_of
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.train import gather
 
@@ -196,6 +200,19 @@ def test_an_evaluation_of_a_runs_checkpoint_is_the_runs_own(
         assert last is sampled[-1], "the run ends with an evaluation"
         evaluate_checkpoint(run_dir, None, [])
         assert sampled[-1] is not last and texts(sampled[-1]) == texts(last)
+
+
+def test_logits_that_are_not_finite_end_in_a_message(folder: Path, tmp_path: Path) -> None:
+    """Finite in the file, and infinite in BF16."""
+    copy, spec = tmp_path / "copy", hf.spec_from_folder(folder)
+    state = {name: value.float() for name, value in hf.load_state(folder, spec).items()}
+    state["layers.1.mlp.gate_up.weight"][3, 5] = 3.4e38
+    hf.save_model(copy, spec, state, load_tokenizer("builtin:arithmetic"), torch.float32)
+    recipe, told = recipe_at(tmp_path / "r" / "tiny.toml", {}), f"^{copy}: the model gave logits that are not finite"
+    with pytest.raises(UserError, match=told):
+        evaluate_checkpoint(copy, recipe, [])
+    with pytest.raises(UserError, match=told):
+        certified(ALONE, lambda: subject_of(str(copy), "", "cpu"), lambda page: Workload(2, 8, 4, 7, page), "", print)
 
 
 @pytest.mark.parametrize(("key", "value", "told"), [

@@ -25,7 +25,7 @@ from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.rollout import Rollout
 from jetrl.subject import subject_of
 from jetrl.tasks.tokenizer import load_tokenizer
-from jetrl.train import gather
+from jetrl.train import gather, setup
 
 PROMPTS = ["12+34=", "7+8=", "99+1=", "12+34="]
 
@@ -213,6 +213,22 @@ def test_logits_that_are_not_finite_end_in_a_message(folder: Path, tmp_path: Pat
         evaluate_checkpoint(copy, recipe, [])
     with pytest.raises(UserError, match=told):
         certified(ALONE, lambda: subject_of(str(copy), "", "cpu"), lambda page: Workload(2, 8, 4, 7, page), "", print)
+
+
+def test_a_model_far_larger_than_its_weights_is_not_built(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2048}))
+    monkeypatch.setattr(setup, "Transformer", lambda *_, **__: pytest.fail("it was built"))
+    for call in (load_model, lambda path: load_for_parity(str(path), "", "cpu")):
+        with pytest.raises(UserError, match=f"^{copy} lacks model.layers.10.input_layernorm.weight, .* more for the"):
+            call(copy)
+    (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=f"^{copy} holds model.layers.1.input_layernorm.weight, .* does not have"):
+        load_model(copy)
 
 
 @pytest.mark.parametrize(("key", "value", "told"), [

@@ -113,17 +113,7 @@ def _assemble(
     folder: Path, spec: ModelSpec, names: Iterable[str], read: _Read, rows: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[str, Tensor]]:
     table = tensor_table(spec)
-    wanted = {piece.name for pieces in table.values() for piece in pieces}
-    # Old Llama files carry the RoPE frequencies, which follow from config.json.
-    present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(wanted - present):
-        raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
-    tied_head = spec.tie_embeddings and "lm_head.weight" in present
-    if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):
-        raise UserError(
-            f"{folder} holds {some(extra)} that a {spec.family} model with its config.json does not have; leaving "
-            "weights out would change the model. Check that config.json and the weights belong together."
-        )
+    tied_head = _check_names(folder, spec, names, table)
     for ours, pieces in table.items():
         start, stop = rows.get(ours, (0, sum(piece.shape[0] for piece in pieces)))
         value = _join(pieces, start, stop, read)
@@ -137,6 +127,29 @@ def _assemble(
             del head
         yield ours, value
         del value  # before the next one is read
+
+
+def check_names(folder: str | Path, spec: ModelSpec) -> None:
+    """UserError if the folder's files do not hold the tensors of `spec`, and only these. Reads no weights."""
+    _check_names(Path(folder), spec, _tensor_files(Path(folder)), tensor_table(spec))
+
+
+def _check_names(
+    folder: Path, spec: ModelSpec, names: Iterable[str], table: Mapping[str, tuple[Piece, ...]]
+) -> bool:
+    """The same for given names; whether the files hold a head although it is the embedding."""
+    wanted = {piece.name for pieces in table.values() for piece in pieces}
+    # Old Llama files carry the RoPE frequencies, which follow from config.json.
+    present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    if missing := sorted(wanted - present):
+        raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
+    tied_head = spec.tie_embeddings and "lm_head.weight" in present
+    if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):
+        raise UserError(
+            f"{folder} holds {some(extra)} that a {spec.family} model with its config.json does not have; leaving "
+            "weights out would change the model. Check that config.json and the weights belong together."
+        )
+    return tied_head
 
 
 def _join(pieces: tuple[Piece, ...], start: int, stop: int, read: _Read) -> Tensor:

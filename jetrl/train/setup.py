@@ -328,8 +328,10 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transfor
     assert DEVICE_OF[config.kernels] == torch.device(config.device).type, "resolve() pairs devices with kernels"
     select(config.kernels)
     check_experts(config, spec)
-    model = Transformer(spec, recipe, master_dtype=None).to(config.device)
     source = model_source(config, weights=True)
+    if source is not None:
+        hf.check_names(source, spec)  # before a model that may be far larger than its weights is built
+    model = Transformer(spec, recipe, master_dtype=None).to(config.device)
     if source is None:
         return model.init_random(config.model.init_seed)
     return model.publish_values(hf.parameters_of(source, spec))

@@ -265,6 +265,12 @@ def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
     return tokenizer, spec, base
 
 
+def spec_of(config: Config) -> ModelSpec:
+    """The model's shape alone; of a model folder it reads config.json, and no tokenizer."""
+    folder = model_source(config)
+    return hf.spec_from_folder(folder) if folder is not None else load_spec(config)[1]
+
+
 def model_source(config: Config, *, weights: bool = False) -> Path | None:
     """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random."""
     m = config.model

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from jetrl import arguments
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.sections import ModelConfig
+from jetrl.config.toml import split_override
 from jetrl.errors import UserError
 from jetrl.model import export as export_module
 from jetrl.model import hf, hub
@@ -23,7 +25,16 @@ from jetrl.parity_rows import fingerprint
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.engine import PagedEngine
-from jetrl.subject import as_trained, config_for, load_for_parity, model_folder, random_model, run_of
+from jetrl.subject import (
+    as_trained,
+    config_for,
+    load_for_parity,
+    model_folder,
+    random_model,
+    run_of,
+    told_if_not_finite,
+)
+from jetrl.tasks.tokenizer import BUILTIN_PREFIX, is_arithmetic
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
 from jetrl.train.publish import publish
 from jetrl.train.setup import build, build_model, build_published, load_spec, recipe_of
@@ -36,6 +47,8 @@ __all__ = [
     "FP8Linear", "Policy", "evaluate_checkpoint", "evaluation_config", "export_checkpoint", "load_for_parity",
     "load_model", "publish_linears", "quantize_linears", "random_model",
 ]
+
+_TOKENIZER = ("model.tokenizer", "model.tokenizer_revision")  # what an evaluation takes of the section [model]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +209,10 @@ class FP8Linear(FlowLinear):
 def evaluation_config(
     where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None
 ) -> Config:
-    """The resolved config by which a checkpoint or a model is evaluated: its run's, or the recipe's."""
+    """The resolved config by which a checkpoint or a model is evaluated: its run's, or the recipe's.
+
+    Its section [model] counts only for the tokenizer: see `evaluated_config`.
+    """
     named = hub.on_disk(where, revision) is None
     run = None if named else run_of(Path(where))
     if recipe is None and run is None:
@@ -204,16 +220,45 @@ def evaluation_config(
             raise UserError(f"{where} has no checkpoint yet. Set checkpoint.save_interval, or wait for one.")
         what = f"{where} is no folder here, and a model of the hub" if named else where
         raise UserError(f"{what} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
+    _require_tokenizer_only(where, overrides)
     config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
     return resolve(config, cuda_available=torch.cuda.is_available())
+
+
+def _require_tokenizer_only(where: str | Path, overrides: Sequence[str]) -> None:
+    """UserError for overrides that would describe another model than the one that is evaluated."""
+    keys = [split_override(text)[0] for text in overrides]
+    wrong = [key for key in keys if key.split(".")[0] == "model" and key not in _TOKENIZER]
+    if wrong:
+        raise UserError(
+            f"{wrong[0]} has no effect on an evaluation: {where} is evaluated as its own config.json says. Leave it "
+            "out. To evaluate another model, name its folder; for another architecture, change config.json in a copy."
+        )
+
+
+def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """`config` with the model in `folder` as its model, and with the folder's tokenizer if it has one.
+
+    The config's own tokenizer stays if an override names it, and if it is the built-in one and the folder's is too.
+    """
+    m = config.model
+    tokenizer, revision = m.tokenizer, m.tokenizer_revision
+    if tokenizer is None and not hf.has_tokenizer(folder):
+        tokenizer, revision = m.path, m.revision
+    elif hf.has_tokenizer(folder) and not any(split_override(text)[0] in _TOKENIZER for text in overrides):
+        builtin = tokenizer is not None and tokenizer.startswith(BUILTIN_PREFIX)
+        if not (builtin and is_arithmetic(hf.load_tokenizer_from(folder))):
+            tokenizer = revision = None
+    model = ModelConfig(path=str(folder), tokenizer=tokenizer, tokenizer_revision=revision)
+    return config.model_copy(update={"model": model})
 
 
 def evaluate_checkpoint(
     where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None,
     world: World = ALONE, console: Console | None = None,
 ) -> tuple[Path, int, dict[str, float]]:
-    """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task and
-    sampling, or a recipe's. The display goes to `console`.
+    """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task,
+    sampling and precision, or a recipe's. Architecture and tokenizer are the folder's. The display goes to `console`.
 
     Returns the model folder that was read, the number of held-out problems, and the metrics. A collective of `world`:
     each rank reads all weights, all share the rollout, and every rank returns what one process would, to the bit.
@@ -224,13 +269,16 @@ def evaluate_checkpoint(
         config = evaluation_config(where, recipe, overrides, revision)
     # on each machine one rank reads the files to compare them with their hashes
     folder = by_each(world, lambda: model_folder(where, revision, verify=world.local_rank == 0))
-    session = build(config, evaluates=folder, world=world)
+    config = by_each(world, lambda: evaluated_config(config, folder, overrides))
+    session = build(config, evaluates=True, world=world)
     if not world.alone:
         same_everywhere(world, **{f"the model in {folder}": fingerprint(session.model)})
     weights = publish(session.model, 0, session.flow_digest)
     with together(world):
         session.engine.load(weights)
-    return folder, len(session.task.eval_problems(config.task.num_eval)), evaluate_once(session, console)
+    with told_if_not_finite(folder):
+        metrics = evaluate_once(session, console)
+    return folder, len(session.task.eval_problems(config.task.num_eval)), metrics
 
 
 def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | None = None) -> Path:

@@ -252,21 +252,22 @@ def flow(
     against: Annotated[str | None, typer.Option(help="Another recipe to compare with.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Where to draw it (default: <name>-flow.svg).")] = None,
 ) -> None:
-    """Print and draw the precision flow of training and rollout, and every edge that differs. Builds no tensor."""
-    from jetrl.precision.draw import flow_svg, flow_text
-    from jetrl.train.setup import load_spec, recipe_of
+    """Print and draw the precision flow of training and rollout, and every edge that differs.
 
-    config = _config(recipe, overrides)
-    spec = load_spec(config)[1]
-    other, second = None, config
+    It builds no tensor and needs no GPU, only the model's config.json.
+    """
+    from jetrl import entry
+    from jetrl.precision.draw import flow_svg, flow_text
+
+    config, spec, own = entry.shown_flow(recipe, overrides or [])
+    other = None
     if against is not None:
-        second = _config(against, None)
-        if load_spec(second)[1] != spec:
+        _, other_spec, other = entry.shown_flow(against, [])
+        if other_spec != spec:
             raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
-        other = recipe_of(second, spec)
-    typer.echo(flow_text(spec, recipe_of(config, spec), other))
+    typer.echo(flow_text(spec, own, other))
     target = svg or Path(f"{config.name}-flow.svg")
-    target.write_text(flow_svg(spec, recipe_of(config, spec)))
+    target.write_text(flow_svg(spec, own))
     out.print(f"Drawn: {target}")
     if other is not None:
         second = target.with_name(f"{target.stem}-against{target.suffix}")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from jetrl.parallel.world import World
+    from jetrl.precision.recipe import Recipe
+    from jetrl.spec import ModelSpec
 
 SEVERAL = ("train", "eval", "compare", "parity")  # the commands that several ranks may run together
 
@@ -101,6 +103,27 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
         echo("There is no GPU here, so the kernels were not checked.", err=True)
     for line in report(path, overrides, spec, ranks, gpu):
         echo(line, err=True)
+
+
+def shown_flow(recipe: str, overrides: list[str]) -> tuple[Config, ModelSpec, Recipe]:
+    """What `jetrl flow` shows of a recipe. It computes nothing, so a recipe for a GPU is welcome anywhere."""
+    import torch
+
+    from jetrl.config import load_config, resolve
+    from jetrl.config.shipped import find_recipe
+    from jetrl.train.setup import recipe_of, spec_of
+
+    given = load_config(find_recipe(recipe), overrides)
+    for_gpu = given.device == "cuda" or given.kernels not in ("auto", "reference")
+    config = resolve(given, cuda_available=for_gpu or torch.cuda.is_available())
+    path = config.model.path
+    try:
+        spec = spec_of(config)
+    except UserError as error:
+        if path is None or Path(path).expanduser().exists():
+            raise
+        raise UserError(f"jetrl flow reads the model's config.json, which must come from the hub. {error}") from None
+    return config, spec, recipe_of(config, spec)
 
 
 def run_dir_of(config: Config) -> Path:

@@ -20,7 +20,7 @@ differs at the first differing row is named.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,6 +36,7 @@ from jetrl.parity_rows import (
     Comparison,
     LinkResult,
     Packed,
+    check_sizes,
     learners_forward,
     prompts_of,
     random_sequences,
@@ -91,6 +92,7 @@ class Certificate:
 
 def certify(model: Transformer, work: Workload, name: str, progress: Callable[[str], None]) -> Certificate:
     """Run the links on a published model. Prompts are random tokens; decoding samples at temperature 1."""
+    check_sizes(work, model.spec.max_position)
     links = []
     sequences = random_sequences(model, work)
     graphs = graph_links(model, work) if model.head_weight.is_cuda else ()
@@ -213,7 +215,8 @@ def decode_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
         for i, p in enumerate(prompts)
     ]
     watched, completions, preemptions = _decode(model, requests, work, None)
-    assert preemptions > 0, "the certificate forces preemption, and none took place"
+    if not preemptions:
+        return replace(compare.result(), first_difference="no sequence was interrupted")
     trained = Packed(model, whole_sequences(model, prompts, completions))
     for i, prompt in enumerate(prompts):
         positions = range(len(prompt), len(trained.hidden[i]))  # the token at p is drawn from row p - 1
@@ -239,7 +242,8 @@ def _decode(
     )
     engine.runner = watched = _Watched(model, work.page_size, target)
     engine.load(WeightSet(0, "certificate", {}))
-    every, left = max(3, work.new_tokens // 4), dict.fromkeys(range(len(requests)), 2)
+    most = max(r.sampling.max_tokens for r in requests)  # decode steps of a sequence
+    every, left = max(3, min(work.new_tokens // 4, most // 2)), dict.fromkeys(range(len(requests)), 2)
 
     def preempt(step: int, running: tuple[int, ...]) -> tuple[int, ...]:
         """The youngest, but each only twice: a long prompt would not get to its end between two interruptions."""

@@ -40,6 +40,7 @@ from jetrl.parity_rows import (
     LinkResult,
     NoText,
     Workload,
+    check_sizes,
     fingerprint,
     learners_forward,
     page_size_on,
@@ -51,7 +52,7 @@ from jetrl.parity_rows import (
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.rollout.rollout import Rollout, roll_out
-from jetrl.subject import Subject
+from jetrl.subject import Subject, told_if_not_finite
 from jetrl.train.packing import fill, pack, to_device
 from jetrl.train.setup import build_learner
 from jetrl.train.step import Learner, forward_batch, update
@@ -73,12 +74,14 @@ def certified(
     `find` may download; `work_on` gives the traffic for a page size; `update` is "", fp32, bf16 or no.
     """
     with together(world):
+        check_sizes(work_on(1))  # before the model is read
         masters = _masters_of(update, world)
     subject = by_each(world, find)
     require_alike(world, subject.config, model=subject.name)
     work = work_on(page_size_on(subject.config.device))
     if world.alone:
-        return certify(subject.published(), work, subject.name, progress), subject.formats
+        with told_if_not_finite(subject.name):
+            return certify(subject.published(), work, subject.name, progress), subject.formats
     return certify_ranks(subject, work, world, masters, progress), subject.formats
 
 
@@ -106,7 +109,8 @@ def certify_ranks(
             _require_memory(subject, masters)
         model = subject.published()
     same_everywhere(world, **{f"the model {subject.name}": fingerprint(model)})
-    certificate = certify(model, work, subject.name, progress)
+    with together(world), told_if_not_finite(subject.name):
+        certificate = certify(model, work, subject.name, progress)
     _free()  # the cache of link d
     links = [merged(world, link) for link in certificate.links]
     found, batch = rollout_links(model, work, world, progress)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.kernels.logprob import log_softmax
 from jetrl.model.transformer import Tap, Transformer
 from jetrl.model.weights import published
@@ -22,6 +23,7 @@ from jetrl.types import Completion, ForwardBatch, VarlenPlan
 
 _ROWS = 64  # rows of log-probs held at once
 _HASHED = 1 << 24  # elements hashed at once
+MIN_NEW_TOKENS = 4  # with which sequences are interrupted and drafts hold, whatever the other sizes
 _BATCH = 49152  # tokens of a packed batch: its widest activation stays below 2**31 elements, as kernels index them
 
 
@@ -29,7 +31,8 @@ _BATCH = 49152  # tokens of a packed batch: its widest activation stays below 2*
 class LinkResult:
     """Outcome of one link. `first_difference` names sequence, position, layer and operator; None if all rows agree.
 
-    `max_abs_diff` None: rows were compared by hashes alone, and some differ.
+    Without `rows` nothing was tested, and `first_difference` says what has not happened. `max_abs_diff` None: rows were
+    compared by hashes alone, and some differ.
     """
 
     link: str
@@ -42,7 +45,11 @@ class LinkResult:
 
     @property
     def ok(self) -> bool:
-        return self.rows > 0 and self.rows_different == 0
+        return self.tested and self.rows_different == 0
+
+    @property
+    def tested(self) -> bool:
+        return self.rows > 0
 
 
 def varlen(sequences: Sequence[Tensor]) -> ForwardBatch:
@@ -149,6 +156,25 @@ class Workload:
     seed: int = 0
     step_tokens: int = 0  # of a step in link c; 0: a chunk and a token for each sequence
     drafts: int = 3  # of a sequence in a step of link v
+
+
+def check_sizes(work: Workload, positions: int | None = None) -> None:
+    """UserError for traffic that is too small to test every link, or too long for a model with so many `positions`."""
+    if positions is not None and work.new_tokens >= positions:
+        raise UserError(
+            f"{work.new_tokens} new tokens (--new-tokens) after a prompt of one are beyond the model's {positions} "
+            f"positions. Give at most {positions - 1}."
+        )
+    if work.num_sequences < 2:
+        raise UserError(
+            f"{work.num_sequences} sequences (--sequences) cannot be certified: links a and s pack several together. "
+            "Give at least 2."
+        )
+    if work.new_tokens < MIN_NEW_TOKENS:
+        raise UserError(
+            f"{work.new_tokens} new tokens (--new-tokens) cannot be certified: link c interrupts sequences while they "
+            f"decode, and link v drafts tokens in the middle of an answer. Give at least {MIN_NEW_TOKENS}."
+        )
 
 
 def page_size_of(model: Transformer) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -101,6 +103,18 @@ def subject_of(
     _, spec, _ = load_spec(config)
     model_source(config, weights=True)
     return Subject(config, spec, recipe_of(config, spec), model or "a random Qwen3", formats, random=False)
+
+
+@contextmanager
+def told_if_not_finite(name: object) -> Iterator[None]:
+    """A FloatingPointError (logits that are no numbers) of the model `name` becomes a UserError."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(
+            f"{name}: {error}. Its weights are finite, but some are so large that sums overflow, or that BF16 rounds "
+            "them to infinity. Take another checkpoint, or find out where such values come from."
+        ) from error
 
 
 def random_model(

@@ -416,12 +416,15 @@ def test_parity_of_a_run_and_unknown_precision(jetrl: Cli, finished: Path) -> No
     sizes = ("--sequences", 2, "--max-prompt", 8, "--new-tokens", 4)
     assert jetrl("parity", finished, *sizes)[0] == 0
     assert_refused(jetrl("parity", finished, "--precision", "fp4"), "fp4", "fp8")
+    assert_refused(jetrl("parity", finished, "--sequences", 1), "--sequences.*at least 2")
 
 
 def test_flow(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     status, out, _ = jetrl("flow", recipe, "--svg", tmp_path / "flow.svg")
     assert status == 0 and "the same function, edge by edge" in out
     assert (tmp_path / "flow.svg").read_text().startswith("<svg")
+    for gpu in (["device=cuda", "kernels=auto"], ["device=auto", "kernels=hopper"], ["device=cuda", "kernels=hopper"]):
+        assert jetrl("flow", recipe, *gpu)[:2] == (0, out.replace(f"{tmp_path}/flow.svg", "tiny-flow.svg")), gpu
     status, out, _ = jetrl("flow", recipe, "quant.kv_cache=fp8", "--svg", tmp_path / "kv.svg")
     assert status == 0 and "the same function, edge by edge" in out and "K8p = e4m3[1x16,pow2]" in out
     assert "quantize K, V" in (tmp_path / "kv.svg").read_text()

@@ -137,6 +137,9 @@ def test_a_dry_run_needs_no_weights_and_says_so(cache: Path, tmp_path: Path) -> 
     assert called.exit_code == 0 and "are not in the cache (no model.safetensors)" in called.stderr
     flow = CliRunner().invoke(app, ["flow", "r.toml"])
     assert flow.exit_code == 0, flow.exception
+    flow = CliRunner().invoke(app, ["flow", "r.toml", "model.path=acme/other", "device=cuda", "kernels=auto"])
+    told = "jetrl flow reads the model's config.json, which must come from the hub. acme/other: "
+    assert str(flow.exception).startswith(told) and "does not hold acme/other" in str(flow.exception)
     with pytest.raises(UserError, match="is not complete: model.safetensors is missing"):
         loop.run(tiny_config(tmp_path, BY_NAME), tmp_path / "run", [], loop.StopRequest())
     assert not (tmp_path / "run").exists()

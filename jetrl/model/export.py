@@ -44,6 +44,7 @@ def export(
         raise UserError(f"{out} is the folder to export; give another output path, so that the original is kept.")
     if out.is_symlink() and not out.exists():
         raise UserError(f"{out} is a link to {out.readlink()}, which does not exist. Give another output path.")
+    _refuse_checkpoints(out)
     spec = hf.spec_from_folder(folder)
     recipe = recipe or Recipe(name="fp8", num_layers=spec.num_layers)
     if fp8:
@@ -62,6 +63,16 @@ def export(
             tensors.update(_quantized(spec, ours, state[ours], recipe.weight_scale == "pow2"))
     hf.write_folder(out, config, tensors, lambda target: _copy_extras(folder, target), max_shard_bytes)
     return out
+
+
+def _refuse_checkpoints(out: Path) -> None:
+    """UserError for a place among the checkpoints of a run: what lies there has hashes, and is removed as they age."""
+    place = out.absolute().resolve()
+    for folder in (place, *place.parents):
+        if folder.name == "checkpoints" and (folder.parent / "config.toml").is_file():
+            raise UserError(f"{out} is among the checkpoints of the run {folder.parent}. Give another output path.")
+        if (folder / "state.json").is_file() and (folder / HF_SUBFOLDER).is_dir():
+            raise UserError(f"{out} is in the checkpoint {folder}. Give another output path.")
 
 
 def fp8_weights(spec: ModelSpec, recipe: Recipe) -> list[str]:

@@ -24,6 +24,7 @@ from jetrl.model.hf_files import INDEX as INDEX
 from jetrl.model.hf_files import SINGLE as SINGLE
 from jetrl.model.hf_files import TOKENIZER_FILES as TOKENIZER_FILES
 from jetrl.model.hf_tokenizer import check_vocab as check_vocab
+from jetrl.model.hf_tokenizer import has_tokenizer as has_tokenizer
 from jetrl.model.hf_tokenizer import load_tokenizer_from as load_tokenizer_from
 from jetrl.model.hf_write import save_model as save_model
 from jetrl.model.hf_write import save_shards as save_shards
@@ -57,9 +58,9 @@ def read_generation_config(folder: str | Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def spec_from_folder(folder: str | Path) -> ModelSpec:
-    """The spec of a model folder; errors name the folder."""
-    config = read_config(folder)
+def spec_from_folder(folder: str | Path, config: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of a model folder, whose `config` may have been read before; errors name the file."""
+    config = read_config(folder) if config is None else config
     try:
         return spec_from_hf(config)
     except UserError as error:
@@ -112,17 +113,7 @@ def _assemble(
     folder: Path, spec: ModelSpec, names: Iterable[str], read: _Read, rows: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[str, Tensor]]:
     table = tensor_table(spec)
-    wanted = {piece.name for pieces in table.values() for piece in pieces}
-    # Old Llama files carry the RoPE frequencies, which follow from config.json.
-    present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(wanted - present):
-        raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
-    tied_head = spec.tie_embeddings and "lm_head.weight" in present
-    if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):
-        raise UserError(
-            f"{folder} holds {some(extra)} that a {spec.family} model with its config.json does not have; leaving "
-            "weights out would change the model. Check that config.json and the weights belong together."
-        )
+    tied_head = _check_names(folder, spec, names, table)
     for ours, pieces in table.items():
         start, stop = rows.get(ours, (0, sum(piece.shape[0] for piece in pieces)))
         value = _join(pieces, start, stop, read)
@@ -136,6 +127,29 @@ def _assemble(
             del head
         yield ours, value
         del value  # before the next one is read
+
+
+def check_names(folder: str | Path, spec: ModelSpec) -> None:
+    """UserError if the folder's files do not hold the tensors of `spec`, and only these. Reads no weights."""
+    _check_names(Path(folder), spec, _tensor_files(Path(folder)), tensor_table(spec))
+
+
+def _check_names(
+    folder: Path, spec: ModelSpec, names: Iterable[str], table: Mapping[str, tuple[Piece, ...]]
+) -> bool:
+    """The same for given names; whether the files hold a head although it is the embedding."""
+    wanted = {piece.name for pieces in table.values() for piece in pieces}
+    # Old Llama files carry the RoPE frequencies, which follow from config.json.
+    present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    if missing := sorted(wanted - present):
+        raise UserError(f"{folder} lacks {some(missing)} for the {spec.family} model in its config.json. {AGAIN}")
+    tied_head = spec.tie_embeddings and "lm_head.weight" in present
+    if extra := sorted(present - wanted - ({"lm_head.weight"} if tied_head else set())):
+        raise UserError(
+            f"{folder} holds {some(extra)} that a {spec.family} model with its config.json does not have; leaving "
+            "weights out would change the model. Check that config.json and the weights belong together."
+        )
+    return tied_head
 
 
 def _join(pieces: tuple[Piece, ...], start: int, stop: int, read: _Read) -> Tensor:

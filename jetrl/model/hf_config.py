@@ -82,6 +82,10 @@ _HARMLESS_KEYS = frozenset(
     "max_new_tokens no_repeat_ngram_size num_beam_groups diversity_penalty encoder_no_repeat_ngram_size unsloth_fixed "
     "unsloth_version".split()
 ) | {trained.KEY}
+# Far above all known models: what is more is a mistake, and names and shapes of so many tensors would fill the memory.
+_MOST = {"num_hidden_layers": 2048, "num_experts": 8192, "num_local_experts": 8192, "head_dim": 4096}
+_MOST_ELSE = 2**24
+_MOST_MLPS = 2**17  # experts of all layers
 _ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
 _LLAMA3_KEYS = frozenset("factor low_freq_factor high_freq_factor original_max_position_embeddings".split())
 
@@ -122,7 +126,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def _supported(config: Mapping[str, Any]) -> tuple[str, str]:
     """For the refusal of a family: what it is, if that can be said, and what takes its place."""
-    if any(config.get(key) for key in _EXPERT_COUNTS):
+    if isinstance(config.get("model_type"), str | None) and any(config.get(key) for key in _EXPERT_COUNTS):
         return ", a mixture of experts,", ", ".join(name for name, facts in FAMILIES.items() if facts.experts) + \
             " and, without experts, " + ", ".join(name for name, facts in FAMILIES.items() if not facts.experts)
     return "", ", ".join(FAMILIES)
@@ -142,6 +146,9 @@ def _experts(config: Mapping[str, Any]) -> ExpertSpec:
     layers, dense = _size(config, "num_hidden_layers"), config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple) or not all(type(i) is int and 0 <= i < layers for i in dense):
         raise UserError(f"mlp_only_layers = {dense!r} must be a list of layers from 0 to {layers - 1}.")
+    if layers * count > _MOST_MLPS:
+        raise UserError(f"num_hidden_layers = {layers} with num_experts = {count} are {layers * count} experts; jetrl "
+                        f"takes up to {_MOST_MLPS}.")
     experts = ExpertSpec(
         count=count, per_token=per_token, intermediate_size=_size(config, "moe_intermediate_size", 768),
         normalized=_flag(config, "norm_topk_prob"), step=_size(config, "decoder_sparse_step", 1),
@@ -307,6 +314,8 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
         raise UserError(f"{key} is missing; a model config needs it.")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{key} = {value!r} must be a whole number of at least 1.")
+    if value > (most := _MOST.get(key, _MOST_ELSE)):
+        raise UserError(f"{key} = {value} is more than any model has; jetrl takes up to {most}.")
     return value
 
 

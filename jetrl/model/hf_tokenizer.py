@@ -9,13 +9,20 @@ from jetrl.errors import UserError
 from jetrl.model.hf_files import AGAIN, GENERIC_TOKENIZERS, read_json
 from jetrl.spec import ModelSpec
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in _FILES)
+
 
 def load_tokenizer_from(folder: str | Path) -> Any:
     """The transformers tokenizer of a folder; nothing is downloaded and no code from the folder is run."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Give the folder that holds tokenizer.json.")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(folder):
         raise UserError(f"{folder} has no tokenizer.json, tokenizer.model or vocab.json. Set model.tokenizer to a "
                         "folder that has the model's tokenizer.")
     # A slow import, and not needed by runs with a built-in tokenizer.

@@ -27,7 +27,7 @@ def dense(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
 
 def mixture(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
     """Attention, and experts or an MLP as the spec says for this layer."""
-    return (ATTENTION, EXPERTS if layer in spec.expert_layers else DENSE_MLP)
+    return (ATTENTION, EXPERTS if spec.experts is not None and spec.experts.in_layer(layer) else DENSE_MLP)
 
 
 LAYOUTS: dict[str, Layout] = {"llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture}

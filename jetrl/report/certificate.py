@@ -26,11 +26,11 @@ def print_certificate(certificate: Any, console: Console) -> None:
         f"precision {certificate.precision}, KV cache {certificate.kv_cache}, on {certificate.device}{on}", "bold",
     )
     for link in certificate.links:
-        verdict, color = ("bit-equal", "green") if link.ok else ("DIFFERENT", "red")
+        verdict, color = ("bit-equal", "green") if link.ok else ("DIFFERENT" if link.tested else "NOT TESTED", "red")
         _say(console, f"{link.link}  {link.description}", indent=2, hang=3)
         what = _COMPARED.get(link.link, "rows of log-probs over the whole vocabulary")
         detail = f"{link.rows} {what}, {link.seconds:.1f} s"
-        if not link.ok:
+        if link.rows_different:
             gap = "" if link.max_abs_diff is None else f", largest gap {link.max_abs_diff:.3g}"
             detail += f"; {link.rows_different} rows differ{gap}"
         shown = Text(wrapped(f"{verdict}: {detail}", 5))

@@ -118,16 +118,16 @@ class Session:
 
 
 def build(
-    config: Config, *, weights: bool = True, evaluates: Path | None = None, world: World = ALONE,
+    config: Config, *, weights: bool = True, evaluates: bool = False, world: World = ALONE,
     displays: Displays | None = None,
 ) -> Session:
     """Build model, optimizer, engine, task and reward from a resolved config. A collective of the run's `world`.
 
-    Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: a model
-    folder, on every rank's disk, that is only sampled from; there are no masters and no optimizer then, and each rank
-    reads all weights: it needs them whole. `displays`: shows how kernels are compiled ahead of need.
+    Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: the model
+    is only sampled from, and `model.path` is a folder on every rank's disk; there are no masters and no optimizer then,
+    and each rank reads all weights: it needs them whole. `displays`: shows how kernels are compiled ahead of need.
     """
-    if evaluates is None:
+    if not evaluates:
         check_lanes(config, world)
     check_engine(config, world)
     given, config = config, absolute_paths(config)
@@ -138,17 +138,17 @@ def build(
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = by_each(world, lambda: prepare(config, trains=evaluates is None))
     # before the model: workers need memory of the GPU
-    before = compile_ahead(config, plan.spec, world, displays, trains=evaluates is None)
-    if evaluates is None:
+    before = compile_ahead(config, plan.spec, world, displays, trains=not evaluates)
+    if not evaluates:
         model = build_model(config, plan.spec, plan.recipe, weights=weights, world=world)
         learner = build_learner(config, model, world)
     else:
         with together(world):
-            model = build_published(config, plan.spec, plan.recipe, evaluates)
+            model = build_published(config, plan.spec, plan.recipe)
         learner = Learner(model, None, world=world)
     with together(world):
         engine = build_engine(config, model, plan.tokenizer, plan.base_config)
-        if evaluates is None and config.device != "cpu":
+        if not evaluates and config.device != "cpu":
             gpu = torch.cuda.get_device_properties(model.head_weight.device)
             keep_cache(engine, config, world.size, gpu.total_memory)
     source = model_source(config)
@@ -285,12 +285,18 @@ def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
     else:
         assert folder is not None, "the config requires a tokenizer with model.arch"
         tokenizer = hf.load_tokenizer_from(folder)
-    arch = dict(base if base is not None else m.arch or {})
-    if base is None:
-        arch.setdefault("vocab_size", len(tokenizer))
-    spec = hf.spec_from_hf(arch)
+    if folder is not None:
+        spec = hf.spec_from_folder(folder, base)
+    else:
+        spec = hf.spec_from_hf({"vocab_size": len(tokenizer)} | (m.arch or {}))
     hf.check_vocab(tokenizer, spec)
     return tokenizer, spec, base
+
+
+def spec_of(config: Config) -> ModelSpec:
+    """The model's shape alone; of a model folder it reads config.json, and no tokenizer."""
+    folder = model_source(config)
+    return hf.spec_from_folder(folder) if folder is not None else load_spec(config)[1]
 
 
 def model_source(config: Config, *, weights: bool = False) -> Path | None:
@@ -348,17 +354,18 @@ def build_model(
     return model
 
 
-def build_published(config: Config, spec: ModelSpec, recipe: Recipe, folder: str | Path | None = None) -> Transformer:
+def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
     """Only the policy's published weights, with the bits of `build_model`: for uses that train nothing.
 
     Weights are read, published and dropped one by one; what stays is FP8 codes with scales and the parts in BF16.
-    `folder`: read these weights instead of the config's.
     """
     assert DEVICE_OF[config.kernels] == torch.device(config.device).type, "resolve() pairs devices with kernels"
     select(config.kernels)
     check_experts(config, spec)
+    source = model_source(config, weights=True)
+    if source is not None:
+        hf.check_names(source, spec)  # before a model that may be far larger than its weights is built
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
-    source = folder or model_source(config, weights=True)
     if source is None:
         return model.init_random(config.model.init_seed)
     return model.publish_values(hf.parameters_of(source, spec))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,3 +193,24 @@ def test_every_linear_is_either_fp8_or_listed() -> None:
         kept = set(quantization_config(SPEC, recipe)["modules_to_not_convert"])
         linears = {p.name.removesuffix(".weight") for pieces in table.values() for p in pieces if "_proj." in p.name}
         assert fp8 | kept == linears | {"lm_head"} and not fp8 & kept
+
+
+def test_nothing_is_exported_among_the_checkpoints_of_a_run(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    model = checkpoints / "step_000001" / "model"
+    hf.save_model(model, SPEC, model_of(SPEC, RECIPE).state_dict())
+    for step in (2, 3):
+        shutil.copytree(checkpoints / "step_000001", checkpoints / f"step_00000{step}")
+    (tmp_path / "run" / "config.toml").touch()
+    (tmp_path / "link").symlink_to(checkpoints / "step_000001")
+    before = (model / hf.SINGLE).read_bytes()
+    inside = (model, model.parent, model.parent / "out", checkpoints, checkpoints / "mine", tmp_path / "link/model")
+    for place in inside:
+        with pytest.raises(UserError, match=f"^{place} is among the checkpoints of the run {tmp_path / 'run'}. Give"):
+            export(checkpoints / "step_000002", place, fp8=False)
+    assert (model / hf.SINGLE).read_bytes() == before and not (checkpoints / "mine").exists()
+    copied = shutil.move(checkpoints / "step_000003", tmp_path / "copied")
+    (copied / "state.json").touch()
+    with pytest.raises(UserError, match=f"is in the checkpoint {copied}"):
+        export(checkpoints / "step_000002", copied / "model", fp8=False)
+    assert export(checkpoints / "step_000002", tmp_path / "run" / "out", fp8=False).is_dir()

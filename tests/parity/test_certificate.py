@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jetrl import parity, parity_rows
+from jetrl.errors import UserError
 from jetrl.kernels import attention
 from jetrl.kernels.backends import reference as backend
 from jetrl.model.transformer import Transformer
@@ -59,6 +60,31 @@ def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict
 def test_chunks_of_any_size(chunk: int) -> None:
     work = Workload(num_sequences=4, max_prompt=20, new_tokens=5, chunk=chunk, page_size=7, seed=3)
     assert certificate("fp8", work).ok
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (2, 2, 4), (3, 1, 6), (6, 1, 4), (2, 1, 60)])
+def test_the_smallest_sizes_test_every_link(sizes: tuple[int, int, int]) -> None:
+    result = certificate("bf16", Workload(*sizes, chunk=7, page_size=16))
+    assert result.ok and all(link.tested for link in result.links), result.links
+
+
+@pytest.mark.parametrize(("sizes", "told"), [
+    ({"num_sequences": 1}, r"1 sequences \(--sequences\) cannot be certified: links a and s .* at least 2\."),
+    ({"new_tokens": 3}, r"3 new tokens \(--new-tokens\) cannot be certified: link c .* at least 4\."),
+    ({"new_tokens": 128}, r"128 new tokens .* beyond the model's 128 positions\. Give at most 127\."),
+])
+def test_sizes_that_cannot_test_every_link_are_refused(sizes: dict[str, int], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        certificate("bf16", replace(WORK, **sizes))
+
+
+def test_a_link_whose_case_did_not_arise_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = parity._decode
+    monkeypatch.setattr(parity, "_decode", lambda *args: (*real(*args)[:2], 0))
+    result = certificate("bf16")
+    decode = result.links[2]
+    assert not result.ok and not decode.tested and decode.first_difference == "no sequence was interrupted"
+    assert [link.link for link in result.links if link.ok] == ["a", "b", "v", "s"]
 
 
 def test_fp8_rollout_differs_and_the_first_operator_is_named() -> None:

@@ -34,6 +34,9 @@ def test_a_certificate_and_none() -> None:
     text = printed(good, wrong)
     assert "DIFFERENT: 9 log-probs of drawn tokens, 0.2 s; 2 rows differ, largest gap 0.25" in joined(text)
     assert "sequence 1, position 3" in text and text.rstrip().endswith("No certificate.")
+    text = printed(good, LinkResult("v", "drafts", 0, 0, 0.0, 0.2, "no draft held"))
+    assert "NOT TESTED: 0 drawn tokens with their log-probs, 0.2 s\n" in text and "DIFFERENT" not in text
+    assert "no draft held" in text and text.rstrip().endswith("No certificate.")
 
 
 def test_ranks() -> None:

@@ -136,7 +136,7 @@ def build(
     torch.use_deterministic_algorithms(True)
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = by_each(world, lambda: prepare(config, trains=evaluates is None))
+    plan = by_each(world, lambda: prepare(config, trains=not evaluates))
     # before the model: workers need memory of the GPU
     before = compile_ahead(config, plan.spec, world, displays, trains=not evaluates)
     if not evaluates:

@@ -155,6 +155,8 @@ def test_an_evaluation_takes_the_architecture_from_the_folder(
     wanted, plain, found = (evaluate_checkpoint(*which, [])[2] for which in (
         (other, by_path), (folder, by_path), (other, by_arch)))
     assert found == wanted and texts(sampled[2]) == texts(sampled[0]) != texts(sampled[1]) and plain
+    of_experts = recipe_at(tmp_path / "c" / "experts.toml", {"train.router_aux_loss_coef": 0.01})
+    assert evaluate_checkpoint(other, of_experts, [])[2] == wanted  # what only training reads does not matter
     (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(UserError, match=r"other.config\.json: quantization_config.*already quantized"):
         evaluate_checkpoint(other, by_arch, [])

@@ -223,9 +223,10 @@ def prepare(config: Config, *, trains: bool = True) -> Prepared:
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
-    check_routing(config.train, spec)
     check_experts(config, spec)
-    check_saved(config, spec)
+    if trains:  # a recipe may evaluate models of other kinds than it trains
+        check_routing(config.train, spec)
+        check_saved(config, spec)
     recipe = recipe_of(config, spec)
     require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":

@@ -58,6 +58,8 @@ def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path
     }
     if model.spec.experts is not None:
         settings["routers"] = [config.train.router_aux_loss_coef, config.train.router_z_loss_coef]
+    if config.task.eval_file is not None:
+        settings["held out"] = _file_hash(config.task.eval_file)  # its prompts are not trained on
     if not holds_out(config):
         settings["holds_out"] = False  # then it may train on every row
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]

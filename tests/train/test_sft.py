@@ -90,6 +90,19 @@ def test_the_content_of_a_data_file_names_the_file_too(tmp_path: Path) -> None:
     assert paths[0] != paths[1]
 
 
+def test_the_content_of_an_evaluation_file_names_the_file_too(tmp_path: Path) -> None:
+    data, held_out, paths = tmp_path / "t.jsonl", tmp_path / "e.jsonl", []
+    change = {"task.name": "file", "task.train_file": str(data), "task.eval_file": str(held_out), "task.params": {},
+              "task.reward": "jetrl.tasks.gsm8k:gsm8k_reward", "task.num_eval": 4}
+    rows = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}", "solution": "{i + 1}"}}' for i in range(9)]
+    data.write_text("\n".join(rows) + "\n")
+    for first in (0, 2):
+        held_out.write_text("\n".join(rows[first : first + 4]) + "\n")
+        session = session_of(tmp_path, change)
+        paths.append(cache_path(session.config, session.model))
+    assert paths[0] != paths[1]
+
+
 def test_what_does_not_determine_them_does_not(tmp_path: Path) -> None:
     plain = session_of(tmp_path, {})
     for change in (

@@ -177,7 +177,6 @@ def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, sto
     weights = publish(session.model, 0, session.flow_digest)
     with together(session.world):
         session.engine.load(weights)
-    with together(session.world):
         started = session.engine_metrics()
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):

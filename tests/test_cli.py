@@ -353,6 +353,14 @@ def test_dry_run_finds_what_the_run_would_stumble_over(
     assert not (tmp_path / "runs").exists()
 
 
+def test_too_few_held_out_problems_are_said_at_once_if_there_are_evaluations(jetrl: Cli, recipe: Path) -> None:
+    many = ["task.num_eval=1000000", "--dry-run"]
+    status, _, err = jetrl("train", recipe, "eval.eval_interval=1", *many)
+    assert status != 0 and "held-out sums are needed" in joined(err), err
+    status, _, err = jetrl("train", recipe, "eval.eval_interval=0", *many)
+    assert status == 0, err
+
+
 @pytest.mark.parametrize(("precision", "status"), [("bf16", 0), ("fp8", 0), ("fp8_rollout", 1)])
 def test_parity_json_and_status(jetrl: Cli, recipe: Path, precision: str, status: int) -> None:
     sizes = ("--sequences", 3, "--max-prompt", 12, "--new-tokens", 6)

@@ -236,18 +236,18 @@ def prepare(config: Config, *, trains: bool = True) -> Prepared:
         config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
         hold_out=holds_out(config),
     )
-    task.eval_problems(config.task.num_eval)  # too few of them: said now, not after a warm start
     reward, environment = _scoring(config, task, named)
-    if trains and environment is None:
-        check_prompts(config, task, tokenizer)
+    if trains:
+        check_prompts(config, task, tokenizer, conversations=environment is not None)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
 
 
-def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
-    """UserError if a prompt of step 1 or of the evaluations cannot be encoded, or is too long: before a warm start."""
-    sample(task, tokenizer, 0, config.rollout.prompts_per_step, config)
+def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: bool) -> None:
+    """UserError, before a warm start, if there are too few held-out problems, or if a prompt of step 1 or of the
+    evaluations cannot be encoded or is too long. An environment makes its prompts itself."""
+    sample(task, tokenizer, 0, config.rollout.prompts_per_step, config, conversations)
     if config.eval.eval_interval:
-        eval_prompts(task, tokenizer, config)
+        eval_prompts(task, tokenizer, config, conversations)
 
 
 def check_experts(config: Config, spec: ModelSpec) -> None:

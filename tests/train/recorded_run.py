@@ -41,6 +41,8 @@ def refused(*args: Any, **options: Any) -> None:
 
 
 def stand_ins() -> None:
+    from jetrl.kernels.backends.recorded import spare_imports
+
     gemm = types.ModuleType("deep_gemm")
     for name in ("fp8_gemm_nt", "bf16_gemm_nt", "bf16_gemm_tn", *GROUPED):
         setattr(gemm, name, refused)
@@ -49,10 +51,8 @@ def stand_ins() -> None:
     for verb, call in settings.items():
         setattr(gemm, f"{verb}_mk_alignment_for_contiguous_layout", call)
     gemm.set_pdl = lambda on: None  # type: ignore[attr-defined]
-    names = ["flash_attn", "flash_attn.cute", "flash_attn.cute.interface"]
-    sys.modules |= {"deep_gemm": gemm} | {name: types.ModuleType(name) for name in names}
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        setattr(sys.modules[names[-1]], name, refused)
+    sys.modules["deep_gemm"] = gemm
+    spare_imports()
 
 
 class Gpu(str):

@@ -35,7 +35,12 @@ def _prompt(name: str, prompt: Any, encode: Callable[[str], Sequence[int]], voca
         prompt.encode()
     except UnicodeError as error:  # half of a surrogate pair
         raise UserError(f"{name} = {shown(prompt)}: is not valid Unicode text ({error}). Decode it again.") from error
-    tokens = tuple(encode(prompt))
+    try:
+        tokens = tuple(encode(prompt))
+    except Exception as error:  # the tokenizers library raises plain ones, for a character that is in no token
+        raise UserError(
+            f"{name} = {shown(prompt)}: the tokenizer cannot encode it: {error}. Give characters that it knows."
+        ) from error
     if not tokens:
         raise UserError(f"{name} = {shown(prompt)}: has no tokens. Give at least one.")
     return tokens

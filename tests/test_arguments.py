@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny import ARCH
 
@@ -132,6 +132,7 @@ def only_user_errors(call: Callable[[], Any]) -> Any:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(prompts="@", options={"max_tokens": 1})
 @given(prompts=ANYTHING, options=st.fixed_dictionaries(SMALL, optional=OPTIONS))
 def test_generate_raises_user_errors_only(policy: Policy, prompts: Any, options: dict[str, Any]) -> None:
     done = only_user_errors(lambda: policy.generate(prompts, **options))

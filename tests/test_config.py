@@ -174,7 +174,7 @@ def test_peers_table() -> None:
         ({"name": "a/b"}, "name: must be letters, digits"),
         ({"output_dir": ""}, 'output_dir: must not be empty, got ""'),
         ({"task": {}}, 'task.name: is missing; it takes "addition", "file", "gym", "environment", '
-                                  '"chain", "sorting" or "tracking"'),
+                                  '"chain", "sorting", "tracking" or "recurrence"'),
         ({"task": {"name": "addition", "params": {"digits": None}}}, "task.params.digits is None"),
         ({"task": {"name": "addition", "params": {"a": [{1}]}}}, "task.params.a[0] is a set"),
         ({"model": {"arch": {}, "tokenizer": "t"}}, "model.arch: must not be empty"),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.reference import dequantize, quantize_1x128
 from jetrl.model import hf
 from jetrl.model.export import export
 from jetrl.model.transformer import Transformer
@@ -93,18 +94,29 @@ def exported(folder: Path, fp8: bool, tied: bool = False) -> Path:
     return export(folder / "model", folder / "out", fp8=fp8, recipe=recipe)
 
 
+def _round_activations(module: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """To FP8, by rows of 128, as `activation_scheme = "dynamic"` in the folder's config.json asks."""
+    (x,) = inputs
+    rounded = dequantize(quantize_1x128(x.flatten(0, -2).cpu()))
+    return rounded.reshape(x.shape).to(x)
+
+
 @torch.no_grad()
 def greedy_in_both(folder: Path, device: str) -> tuple[float, float, float]:
     """vLLM's greedy tokens of `PROMPTS` against transformers: the share that is greedy there too, the most that one of
     them lies below the best in FP32, and the largest error of transformers' own logits, from rounding to the folder's
-    formats. Two programs with such errors may part where logits are closer than twice that.
+    formats. Two programs with such errors may part where logits are closer than twice that. transformers reads the FP8
+    weights; its own FP8 GEMM needs a kernel from the hub, so activations are rounded here, before each linear layer.
     """
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     fp8 = "quantization_config" in json.loads((folder / "config.json").read_text())
     read = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if fp8 else {}
     theirs = found(_GREEDY, str(folder), json.dumps(PROMPTS), str(NEW))
-    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).eval()
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device, **read).eval()
+    for name, module in rounded.named_modules() if fp8 else ():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(_round_activations)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cpu", **read).eval()
     torch.nn.Module.float(exact)  # transformers' own refuses what was read from codes
 

@@ -75,26 +75,29 @@ class QuantConfig(Section):
         default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
 
 
+LONG = ("chain", "sorting", "tracking", "recurrence")  # tasks of jetrl/tasks/long.py
+
+
 class TaskConfig(Section):
     """Which problems are asked, and how answers are scored."""
 
     section: ClassVar[str] = "task"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule((*DATA_KEYS, *ROW_KEYS), "name", ("addition", "gym", "environment", "chain", "sorting", "tracking")),
+        Rule((*DATA_KEYS, *ROW_KEYS), "name", ("addition", "gym", "environment", *LONG)),
         Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,)),
         Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,)),
         Rule(("system_prompt", "chat_template_kwargs"), "chat_template", (False,)),
         Rule(("reward_weights",), "reward", (None,)),
     )
-    name: Literal["addition", "file", "gym", "environment", "chain", "sorting", "tracking"] = Field(
+    name: Literal["addition", "file", "gym", "environment", "chain", "sorting", "tracking", "recurrence"] = Field(
         description="addition: sums made on the fly. file: your jsonl or parquet, or a data set by name. gym: a "
         "reasoning-gym data set. environment: problems that the environment itself makes from a seed. chain, sorting, "
-        "tracking: long answers of a chosen length, made on the fly.",
+        "tracking, recurrence: long answers of a chosen length, made on the fly.",
     )
     params: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the task itself: digits, style (addition); dataset and "
-        "its own settings (gym); steps or tokens, style, credit (chain, sorting, tracking); gold_template, "
-        "check_gold (all).",
+        "its own settings (gym); steps or tokens, style, credit (chain, sorting, tracking, recurrence); forget_carry "
+        "(addition, recurrence); gold_template, check_gold (all).",
     )
     train_file: str | None = Field(default=None, description="Training problems of task file: jsonl or parquet.")
     eval_file: str | None = Field(default=None, description="Held-out problems of task file.")

@@ -23,7 +23,8 @@ CORRECTNESS = frozenset((
     "jetrl.tasks.rewards:exact_match", "jetrl.tasks.rewards:last_integer", "jetrl.tasks.gsm8k:gsm8k_reward",
     "jetrl.tasks.math_reward:math_reward",
 ))
-_RIGHT_OR_WRONG = ("addition", "chain", "sorting", "tracking")  # tasks whose own rewards are such, without `credit`
+# Tasks whose own rewards are such, without `credit`.
+_RIGHT_OR_WRONG = ("addition", "chain", "sorting", "tracking", "recurrence")
 _ENVIRONMENTS = (None, "calculator", "retry")  # those that give the task's own reward
 _TOTALS = ("time/step", "time/total")  # sums of the other phases, not phases themselves
 

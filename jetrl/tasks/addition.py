@@ -49,8 +49,8 @@ class AdditionTask:
         if style not in STYLES:
             raise UserError(f"task.params.style: must be one of {', '.join(STYLES)}, got {style!r}.")
         self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
-        self.forget_carry = _share(params, "forget_carry", self.style)
-        self.use_tool = _share(params, "use_tool", self.style)
+        self.forget_carry = share(params, "forget_carry", self.style)
+        self.use_tool = share(params, "use_tool", self.style)
         if self.forget_carry and self.gold_template is None:
             self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
         self.reward: RewardFunction = compact_reward if self.style == "compact" else last_integer
@@ -146,7 +146,8 @@ def _behind_hash(text: str) -> str | None:
     return rest if mark else None
 
 
-def _share(params: Mapping[str, Any], key: str, style: str) -> float:
+def share(params: Mapping[str, Any], key: str, style: str) -> float:
+    """A param of worked solutions, such as the share of carries that they forget."""
     value = params.get(key, 0.0)
     limit = "to below 1" if key == "forget_carry" else "to 1"
     if type(value) not in (int, float) or not 0 <= value <= 1 or (key == "forget_carry" and value == 1):

@@ -5,10 +5,13 @@
 | `chain` (many-step arithmetic) | `17+5-3=` | `17+5=22;22-3=19#19` |
 | `sorting` (insertion sort) | `41,08,93?` | `41;08,41;08,41,93#08,41,93` |
 | `tracking` (a row of cells, swaps of two) | `12345:13,24?` | `32145;34125#34125` |
+| `recurrence` (rounds of times a, plus the round, modulo 1000) | `623*7:2?` | `623*7=361+1=362;362*7=534+2=536#536` |
 
 The answer stands after `#`; the steps before it are separated by `;`. How long a problem is says `steps` (operations,
-numbers, swaps), or `tokens`, the length of the worked solution with the run's tokenizer: 1024, 4096, 8192. Sorting is
-short to ask and long to answer, as its solution grows with the square of the numbers.
+numbers, swaps, rounds), or `tokens`, the length of the worked solution with the run's tokenizer: 1024, 4096, 8192.
+Sorting is short to ask and long to answer, as its solution grows with the square of the numbers. A recurrence is
+shorter still to ask, and each step follows from the one before it: what it takes is not to fail in any of hundreds of
+steps.
 
 Compact style is for `builtin:arithmetic`. Question style, for models that read English, asks for the same answer in
 words. Values stay small (chain: 0 to 99), so that the difficulty is the length and not the arithmetic.
@@ -18,29 +21,33 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.tasks.addition import share
 from jetrl.tasks.protocol import RewardFunction, check_params, completion_text, gold_params, stable_hash
 from jetrl.tasks.tokenizer import is_arithmetic
 from jetrl.types import Problem
 
 HELD_OUT_SHARE = 16  # one problem in this many is held out
 CELLS = 5  # of tracking
+FACTORS = (3, 7, 9, 11, 13, 17, 19)  # of a recurrence: none has a factor of 1000
 MAX_STEPS = 4096
 STYLES, CREDITS = ("auto", "compact", "question"), ("answer", "steps")
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A problem in both styles. `steps` are what the worked solution writes before the answer."""
+    """A problem in both styles. `steps` are what the right solution writes before the answer; `taught` what the
+    teacher's writes, where that has mistakes."""
 
     compact: str
     question: str
     steps: tuple[str, ...]
     answer: str
+    taught: tuple[str, ...] | None = None
 
 
 def chain(source: random.Random, steps: int) -> Drawn:
@@ -91,21 +98,59 @@ def tracking(source: random.Random, steps: int) -> Drawn:
     return Drawn(f"{start}:{','.join(swaps)}?", question, tuple(written), written[-1])
 
 
-KINDS = {"chain": chain, "sorting": sorting, "tracking": tracking}
+def recurrence(source: random.Random, steps: int, forget_carry: float = 0.0) -> Drawn:
+    """`steps` rounds of x = (a * x mod 1000 + round) mod 1000. a has no factor in common with 1000, so no round loses
+    what x was; the round's number keeps the values from coming back in a cycle.
+
+    The teacher forgets a carry from the tens to the hundreds of a round's sum with probability `forget_carry`, and
+    goes on with the wrong value.
+    """
+    start, factor = source.randrange(1000), source.choice(FACTORS)
+    right = rounds(start, factor, steps)
+    taught = None
+    if forget_carry:
+        teacher = random.Random(stable_hash("teacher", start, factor, steps))
+        taught = tuple(rounds(start, factor, steps, lambda: teacher.random() < forget_carry))
+    question = (
+        f"Start with {start}. In each round, multiply by {factor}, add the round's number, and keep the last three "
+        f"digits each time. Do {steps} rounds. Write each round as in 623*7=361+1=362, with ; between rounds, and end "
+        "with # and the result."
+    )
+    return Drawn(f"{start}*{factor}:{steps}?", question, tuple(right), right[-1].rpartition("=")[2], taught)
+
+
+def rounds(value: int, factor: int, steps: int, forgets: Callable[[], bool] = lambda: False) -> list[str]:
+    """The rounds of a recurrence as they are written. `forgets()` is asked at each carry from the tens to the
+    hundreds."""
+    written = []
+    for i in range(1, steps + 1):
+        product = value * factor % 1000
+        carries = product % 100 + i % 100 >= 100
+        after = (product + i - (100 if carries and forgets() else 0)) % 1000
+        written.append(f"{value}*{factor}={product}+{i}={after}")
+        value = after
+    return written
+
+
+KINDS = {"chain": chain, "sorting": sorting, "tracking": tracking, "recurrence": recurrence}
 
 
 class LongTask:
     """One of `KINDS`. `steps` or `tokens`: how long, a number or several that come equally often; `style` as in
     addition; `credit`: "answer" rewards the right answer only, "steps" also the share of right steps before the first
-    wrong one."""
+    wrong one; `forget_carry` (recurrence): share of the carries that the worked solutions leave out."""
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, tokenizer: Any) -> None:
-        check_params(name, params, ("steps", "tokens", "style", "credit", "gold_template", "check_gold"))
+        own = ("forget_carry",) if name == "recurrence" else ()
+        check_params(name, params, ("steps", "tokens", "style", "credit", *own, "gold_template", "check_gold"))
         self.name, self.seed = name, seed
         self.gold_template, self.check_gold = gold_params(params)
         style = _one_of(params, "style", STYLES)
         self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
         self.credit = _one_of(params, "credit", CREDITS)
+        self.forget_carry = share(params, "forget_carry", self.style)
+        if self.forget_carry and self.gold_template is None:
+            self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
         self.reward: RewardFunction = answer_reward if self.credit == "answer" else steps_reward
         if "steps" in params and "tokens" in params:
             raise UserError("task.params.steps: does not go together with task.params.tokens; take one of the two.")
@@ -151,15 +196,21 @@ class LongTask:
 
     def _draw(self, *key: object) -> Drawn:
         source = random.Random(stable_hash(self.name, self.steps, *key))
-        return KINDS[self.name](source, self.steps[source.randrange(len(self.steps))])
+        steps = self.steps[source.randrange(len(self.steps))]
+        if self.forget_carry:
+            return recurrence(source, steps, self.forget_carry)
+        return KINDS[self.name](source, steps)
 
     def _make(self, drawn: Drawn) -> Problem:
         prompt = drawn.compact if self.style == "compact" else drawn.question
-        return Problem(id=drawn.compact, prompt=prompt, answer=drawn.answer, solution=solution_of(drawn))
+        extra = {"right_steps": ";".join(drawn.steps)} if drawn.taught is not None else {}
+        return Problem(id=drawn.compact, prompt=prompt, answer=drawn.answer, solution=solution_of(drawn), extra=extra)
 
 
 def solution_of(drawn: Drawn) -> str:
-    """The worked solution: the steps, then `#` and the answer."""
+    """The worked solution: the teacher's steps, then `#` and the answer that they end with."""
+    if drawn.taught is not None:
+        return ";".join(drawn.taught) + "#" + drawn.taught[-1].rpartition("=")[2]
     return ";".join(drawn.steps) + "#" + drawn.answer
 
 
@@ -194,11 +245,13 @@ def answer_reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -
 
 
 def steps_reward(
-    completions: Sequence[Any], answer: Sequence[str], solution: Sequence[str], **_: Any
+    completions: Sequence[Any], answer: Sequence[str], solution: Sequence[str],
+    right_steps: Sequence[str | None] | None = None, **_: Any,
 ) -> list[float]:
     """1 for the right answer; else the share of the worked solution's steps that are right before the first wrong one,
-    of which there is one more than steps (the answer)."""
-    return [_credit(completion_text(c), a, s) for c, a, s in zip(completions, answer, solution, strict=True)]
+    of which there is one more than steps (the answer). `right_steps`: where the worked solution has mistakes."""
+    wanted = solution if right_steps is None else [r or s for r, s in zip(right_steps, solution, strict=True)]
+    return [_credit(completion_text(c), a, s) for c, a, s in zip(completions, answer, wanted, strict=True)]
 
 
 def _credit(text: str, answer: str, solution: str) -> float:

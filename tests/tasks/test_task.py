@@ -109,7 +109,7 @@ def test_steps_walk_through_the_stream_without_gaps():
 
 def test_every_task_is_in_the_table():
     tokenizer = arithmetic_tokenizer()
-    assert set(TASKS) == {"addition", "file", "gym", "environment", "chain", "sorting", "tracking"}
+    assert set(TASKS) == {"addition", "file", "gym", "environment", "chain", "sorting", "tracking", "recurrence"}
     built = build_task(TaskConfig(name="environment"), 3, tokenizer, "GuessNumber")
     assert built.problem(2).id == "GuessNumber/3/2"
     assert built.reward is None and not built.check_gold and "GuessNumber" in built.describe()

@@ -78,10 +78,19 @@ def parameters_of(
     """What `load_state` gives, one parameter at a time, in model order: the memory of one is enough.
 
     `rows`: by our name, from which row to which (not included) of a parameter is read; nothing else of the file is.
-    A value may lie in the file itself, mapped into memory; it is valid until the next one is requested.
+    A value may lie in the file itself, mapped into memory; it is valid until the next one is requested. That the folder
+    holds the tensors of `spec`, and only these, is checked at once, before any is requested.
     """
     folder = Path(folder)
-    files = _tensor_files(folder)
+    files, table = _tensor_files(folder), tensor_table(spec)
+    tied_head = _check_names(folder, spec, files, table)
+    return _read_files(folder, files, table, tied_head, rows or {})
+
+
+def _read_files(
+    folder: Path, files: Mapping[str, str], table: Mapping[str, tuple[Piece, ...]], tied_head: bool,
+    rows: Mapping[str, tuple[int, int]],
+) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as stack:
         handles = {file: stack.enter_context(_open(folder / file)) for file in sorted(set(files.values()))}
         for name, file in files.items():
@@ -102,7 +111,7 @@ def parameters_of(
                 raise UserError(f"{folder / files[name]}: {name} holds values that are not finite. {AGAIN}")
             return tensor.to(READ_DTYPES[tensor.dtype])
 
-        yield from _assemble(folder, spec, files, read, rows or {})
+        yield from _assemble(folder, table, tied_head, read, rows)
 
 
 class _Read(Protocol):
@@ -110,10 +119,9 @@ class _Read(Protocol):
 
 
 def _assemble(
-    folder: Path, spec: ModelSpec, names: Iterable[str], read: _Read, rows: Mapping[str, tuple[int, int]]
+    folder: Path, table: Mapping[str, tuple[Piece, ...]], tied_head: bool, read: _Read,
+    rows: Mapping[str, tuple[int, int]],
 ) -> Iterator[tuple[str, Tensor]]:
-    table = tensor_table(spec)
-    tied_head = _check_names(folder, spec, names, table)
     for ours, pieces in table.items():
         start, stop = rows.get(ours, (0, sum(piece.shape[0] for piece in pieces)))
         value = _join(pieces, start, stop, read)
@@ -129,15 +137,10 @@ def _assemble(
         del value  # before the next one is read
 
 
-def check_names(folder: str | Path, spec: ModelSpec) -> None:
-    """UserError if the folder's files do not hold the tensors of `spec`, and only these. Reads no weights."""
-    _check_names(Path(folder), spec, _tensor_files(Path(folder)), tensor_table(spec))
-
-
 def _check_names(
     folder: Path, spec: ModelSpec, names: Iterable[str], table: Mapping[str, tuple[Piece, ...]]
 ) -> bool:
-    """The same for given names; whether the files hold a head although it is the embedding."""
+    """UserError if `names` are not those of `table`; whether the files hold a head although it is the embedding."""
     wanted = {piece.name for pieces in table.values() for piece in pieces}
     # Old Llama files carry the RoPE frequencies, which follow from config.json.
     present = {name for name in names if not name.endswith("rotary_emb.inv_freq")}

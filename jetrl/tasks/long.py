@@ -23,6 +23,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jetrl.errors import UserError
@@ -40,14 +41,14 @@ STYLES, CREDITS = ("auto", "compact", "question"), ("answer", "steps")
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A problem in both styles. `steps` are what the right solution writes before the answer; `taught` what the
-    teacher's writes, where that has mistakes."""
+    """A problem in both styles. `steps` are what the right solution writes before the answer; `taught` is the teacher's
+    solution, where that has mistakes."""
 
     compact: str
     question: str
     steps: tuple[str, ...]
     answer: str
-    taught: tuple[str, ...] | None = None
+    taught: str | None = None
 
 
 def chain(source: random.Random, steps: int) -> Drawn:
@@ -110,13 +111,14 @@ def recurrence(source: random.Random, steps: int, forget_carry: float = 0.0) -> 
     taught = None
     if forget_carry:
         teacher = random.Random(stable_hash("teacher", start, factor, steps))
-        taught = tuple(rounds(start, factor, steps, lambda: teacher.random() < forget_carry))
+        wrong = rounds(start, factor, steps, lambda: teacher.random() < forget_carry)
+        taught = _written(wrong, _result(wrong))
     question = (
         f"Start with {start}. In each round, multiply by {factor}, add the round's number, and keep the last three "
         f"digits each time. Do {steps} rounds. Write each round as in 623*7=361+1=362, with ; between rounds, and end "
         "with # and the result."
     )
-    return Drawn(f"{start}*{factor}:{steps}?", question, tuple(right), right[-1].rpartition("=")[2], taught)
+    return Drawn(f"{start}*{factor}:{steps}?", question, tuple(right), _result(right), taught)
 
 
 def rounds(value: int, factor: int, steps: int, forgets: Callable[[], bool] = lambda: False) -> list[str]:
@@ -130,6 +132,10 @@ def rounds(value: int, factor: int, steps: int, forgets: Callable[[], bool] = la
         written.append(f"{value}*{factor}={product}+{i}={after}")
         value = after
     return written
+
+
+def _result(written: Sequence[str]) -> str:
+    return written[-1].rpartition("=")[2]
 
 
 KINDS = {"chain": chain, "sorting": sorting, "tracking": tracking, "recurrence": recurrence}
@@ -149,8 +155,11 @@ class LongTask:
         self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
         self.credit = _one_of(params, "credit", CREDITS)
         self.forget_carry = share(params, "forget_carry", self.style)
-        if self.forget_carry and self.gold_template is None:
-            self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
+        self.kind: Callable[[random.Random, int], Drawn] = KINDS[name]
+        if self.forget_carry:
+            self.kind = partial(recurrence, forget_carry=self.forget_carry)
+            if self.gold_template is None:
+                self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
         self.reward: RewardFunction = answer_reward if self.credit == "answer" else steps_reward
         if "steps" in params and "tokens" in params:
             raise UserError("task.params.steps: does not go together with task.params.tokens; take one of the two.")
@@ -196,10 +205,7 @@ class LongTask:
 
     def _draw(self, *key: object) -> Drawn:
         source = random.Random(stable_hash(self.name, self.steps, *key))
-        steps = self.steps[source.randrange(len(self.steps))]
-        if self.forget_carry:
-            return recurrence(source, steps, self.forget_carry)
-        return KINDS[self.name](source, steps)
+        return self.kind(source, self.steps[source.randrange(len(self.steps))])
 
     def _make(self, drawn: Drawn) -> Problem:
         prompt = drawn.compact if self.style == "compact" else drawn.question
@@ -208,10 +214,13 @@ class LongTask:
 
 
 def solution_of(drawn: Drawn) -> str:
-    """The worked solution: the teacher's steps, then `#` and the answer that they end with."""
-    if drawn.taught is not None:
-        return ";".join(drawn.taught) + "#" + drawn.taught[-1].rpartition("=")[2]
-    return ";".join(drawn.steps) + "#" + drawn.answer
+    """The worked solution: the teacher's, where that has mistakes."""
+    return _written(drawn.steps, drawn.answer) if drawn.taught is None else drawn.taught
+
+
+def _written(steps: Sequence[str], answer: str) -> str:
+    """The steps, then `#` and the answer."""
+    return ";".join(steps) + "#" + answer
 
 
 def steps_for(name: str, tokens: int, tokenizer: Any) -> int:

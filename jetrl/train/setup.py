@@ -364,12 +364,10 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transfor
     select(config.kernels)
     check_experts(config, spec)
     source = model_source(config, weights=True)
-    if source is not None:
-        hf.check_names(source, spec)  # before a model that may be far larger than its weights is built
+    # checked before a model that may be far larger than its weights is built
+    values = None if source is None else hf.parameters_of(source, spec)
     model = Transformer(spec, recipe, master_dtype=None).to(config.device)
-    if source is None:
-        return model.init_random(config.model.init_seed)
-    return model.publish_values(hf.parameters_of(source, spec))
+    return model.init_random(config.model.init_seed) if values is None else model.publish_values(values)
 
 
 def load_weights(model: Transformer, folder: str | Path, device: torch.device | None = None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from jetrl.model.export import export
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec, RopeSpec
+from jetrl.tasks.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SPEC = ModelSpec(
@@ -49,7 +51,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND
                "VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 from vllm import LLM, SamplingParams
 llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16", generation_config="vllm", enforce_eager=True,
-          max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=1 << 27, gpu_memory_utilization=0.3)
+          max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=1 << 27, gpu_memory_utilization=0.1)
 params = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[3]), ignore_eos=True, detokenize=False)
 prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
 print("FOUND " + json.dumps([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]))
@@ -83,14 +85,26 @@ def talking(folder: Path) -> dict[str, object]:
     }
 
 
+def sharp(folder: Path, arch: dict[str, object]) -> dict[str, object]:
+    """Changes for a run from weights twice as large as random ones: its log-probs differ, so wrong scales show."""
+    vocabulary = {"vocab_size": len(load_tokenizer("builtin:arithmetic"))}
+    spec = hf.spec_from_hf(tiny.ARCH | arch | vocabulary)
+    _save_larger(Transformer(spec, Recipe(name="fp8", num_layers=spec.num_layers)), 2.0, folder / "sharp")
+    return {"model.path": str(folder / "sharp"), "model.arch": None}
+
+
+def _save_larger(model: Transformer, factor: float, folder: Path) -> None:
+    model.init_random(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    hf.save_model(folder, model.spec, model.state_dict(), dtype=torch.float32)
+
+
 def exported(folder: Path, fp8: bool, tied: bool = False) -> Path:
     """A folder by `jetrl export` of a random model, whose most probable tokens stand out."""
     spec, recipe = replace(SPEC, tie_embeddings=tied), Recipe(name="fp8", num_layers=SPEC.num_layers)
-    model = Transformer(spec, recipe).init_random(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    hf.save_model(folder / "model", spec, model.state_dict(), dtype=torch.float32)
+    _save_larger(Transformer(spec, recipe), 3.0, folder / "model")
     return export(folder / "model", folder / "out", fp8=fp8, recipe=recipe)
 
 

@@ -5,6 +5,7 @@ vLLM is imported here and only here, when `rollout.engine = "vllm"` asks for it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import UserError
@@ -90,6 +92,27 @@ def imported(pow2: bool) -> Any:
     return vllm
 
 
+def keep_scales_alive() -> None:
+    """Let DeepGEMM's layout function return tensors that own their memory; to be called before vLLM looks it up.
+
+    vLLM passes it the scales of its FP8 weights, keeps what comes back and frees the original. On Hopper that is the
+    same memory, and sgl-deep-gemm returns it as a tensor without an owner: later tensors would overwrite the scales.
+    """
+    if importlib.util.find_spec("deep_gemm") is None:
+        return  # vLLM's own copy returns the tensor that it was given
+    deep_gemm: Any = importlib.import_module("deep_gemm")
+    transform = deep_gemm.transform_sf_into_required_layout
+    if hasattr(transform, "__wrapped__"):
+        return
+
+    @functools.wraps(transform)
+    def owning(sf: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = transform(sf, *args, **kwargs)
+        return sf.as_strided(found.shape, found.stride()) if found.data_ptr() == sf.data_ptr() else found
+
+    deep_gemm.transform_sf_into_required_layout = owning
+
+
 def _check_version(version: str) -> None:
     (wanted,) = packages("vllm")
     if not Package(wanted.name, wanted.needed, version).fits:
@@ -157,6 +180,8 @@ def started(
 ) -> Any:
     """`vllm.LLM` of the model, with random weights. `folder` gets its config.json. UserError if vLLM refuses it."""
     (folder / "config.json").write_text(json.dumps(dict(model_config), indent=1))
+    if config.device == "cuda":
+        keep_scales_alive()
     with apart(), _process_kept():
         try:
             head = {"hf_overrides": {"head_dtype": "float32"}} if fp32_logits(vllm.__version__) else {}

@@ -52,6 +52,15 @@ def test_each_step_samples_with_what_was_published(tmp_path: Path, changes: dict
         assert len(set(scales)) > 1 and min(scales) > 0, "measured again at every step"
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_scales_stay_what_was_published(tmp_path: Path, eager: bool) -> None:
+    """Checksums are compared as weights are sent; wrong scales later, in a rollout, would put log-probs 1.5 apart."""
+    changes = BASE | FP8 | {"vllm.enforce_eager": eager} | vllm_cases.sharp(tmp_path, ARCH)
+    rows, _ = vllm_cases.run(tmp_path, changes, ARCH)
+    means = [row["parity/logprob_abs_diff_mean"] for row in rows[1:]]
+    assert len(means) == 3 and all(0 < mean < 0.5 for mean in means), means
+
+
 def test_conversations_and_a_resumed_run(tmp_path: Path) -> None:
     changes = BASE | {"precision": "bf16", "checkpoint.save_interval": 1} | vllm_cases.talking(tmp_path)
     rows, _ = vllm_cases.run(tmp_path, changes, ARCH)

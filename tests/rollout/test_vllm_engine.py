@@ -3,6 +3,7 @@ the real one where it is installed."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 import tiny
 import torch
 from tiny import numbers, tiny_config, tiny_run
+from torch import Tensor
 
 from jetrl import loop
 from jetrl.config.vllm import LOWEST_TEMPERATURE
@@ -27,7 +30,7 @@ from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.rollout import vllm_scales
 from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.vllm_engine import VllmEngine, draw_seed
-from jetrl.rollout.vllm_start import TRIED, imported
+from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive
 from jetrl.rollout.vllm_weights import Layout, check
 from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.setup import Session, build, prepare
@@ -424,6 +427,28 @@ def test_flashinfer_draws_only_where_it_is_installed(installed: bool, monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flashinfer" else find(name))
     imported(pow2=False)
     assert os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == (None if installed else "0")
+
+
+def test_scales_that_deepgemm_returns_own_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sgl-deep-gemm returns scales in the right layout as they are, but as a tensor without an owner."""
+
+    def transform(sf: Tensor, transposed: bool = False) -> Tensor:
+        if transposed:
+            return sf.T.contiguous()
+        memory = (ctypes.c_float * sf.numel()).from_address(sf.data_ptr())
+        return torch.from_numpy(np.ctypeslib.as_array(memory)).view(sf.shape)
+
+    deep_gemm = SimpleNamespace(transform_sf_into_required_layout=transform, __spec__=importlib.util.find_spec("json"))
+    monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)  # type: ignore[arg-type]
+    scales = torch.rand(2, 3)
+    assert transform(scales).untyped_storage()._cdata != scales.untyped_storage()._cdata, "what is guarded against"
+    keep_scales_alive()
+    once = deep_gemm.transform_sf_into_required_layout
+    kept = once(scales[None])
+    assert kept.untyped_storage()._cdata == scales.untyped_storage()._cdata and torch.equal(kept, scales[None])
+    assert torch.equal(once(scales, transposed=True), scales.T)
+    keep_scales_alive()
+    assert deep_gemm.transform_sf_into_required_layout is once, "one guard, however many engines"
 
 
 def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

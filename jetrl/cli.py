@@ -319,8 +319,11 @@ def export(
 ) -> None:
     """Write a Hugging Face folder that transformers, vLLM and SGLang load."""
     from jetrl.api import export_checkpoint
+    from jetrl.model.export import note_for_vllm
 
     out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision)}")
+    if fp8 and (note := note_for_vllm()):
+        out.print(note)
 
 
 @app.command()

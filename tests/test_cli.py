@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import re
 import signal
@@ -473,15 +474,21 @@ def test_export_gives_transformers_the_same_greedy_tokens(jetrl: Cli, finished: 
         assert bool((logits.amax(1) - chosen < 0.02).all()), "not the greedy token, beyond a tie within BF16's rounding"
 
 
-def test_export_in_fp8(jetrl: Cli, recipe: Path, finished: Path, tmp_path: Path) -> None:
+def test_export_in_fp8(
+    jetrl: Cli, recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert_refused(jetrl("export", finished, tmp_path / "out", "--fp8"), "multiples of 128", "BF16")
     assert not (tmp_path / "out").exists()
     sizes = ["hidden_size=128", "intermediate_size=128", "head_dim=64", "num_attention_heads=2"]
     sizes += ["num_key_value_heads=2"]
     status, _, err = jetrl("train", recipe, "train.steps=1", *(f"model.arch.{s}" for s in sizes))
     assert status == 0, err
-    status, _, err = jetrl("export", tmp_path / "runs" / "tiny", tmp_path / "out", "--fp8")
-    assert status == 0, err
+    find, there = importlib.util.find_spec, {"vllm": "json", "deep_gemm": "json"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(there.get(name, name)))
+    for deep_gemm, options, told in ("json", ["--fp8"], True), ("json", [], False), ("no_such", ["--fp8"], False):
+        there["deep_gemm"] = deep_gemm
+        status, out, err = jetrl("export", tmp_path / "runs" / "tiny", tmp_path / "out", *options)
+        assert status == 0 and ("set VLLM_USE_DEEP_GEMM=0" in out) == told, out + err
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
 

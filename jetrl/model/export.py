@@ -7,6 +7,7 @@ layers that the recipe keeps in BF16 stay BF16 and are listed in `modules_to_not
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def export(
             tensors.update(_quantized(spec, ours, state[ours], recipe.weight_scale == "pow2"))
     hf.write_folder(out, config, tensors, lambda target: _copy_extras(folder, target), max_shard_bytes)
     return out
+
+
+def note_for_vllm() -> str:
+    """What to set before vLLM loads an FP8 folder in this environment; empty where nothing needs it."""
+    if any(importlib.util.find_spec(module) is None for module in ("vllm", "deep_gemm")):
+        return ""
+    return (
+        "To load it with vLLM in this environment, set VLLM_USE_DEEP_GEMM=0: with sgl-deep-gemm next to it vLLM loses "
+        "the scales of FP8 weights (docs/ENGINES.md)."
+    )
 
 
 def _refuse_checkpoints(out: Path) -> None:

@@ -52,10 +52,10 @@ def test_each_step_samples_with_what_was_published(tmp_path: Path, changes: dict
         assert len(set(scales)) > 1 and min(scales) > 0, "measured again at every step"
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_scales_stay_what_was_published(tmp_path: Path, eager: bool) -> None:
+@pytest.mark.parametrize("sleep", [True, False])
+def test_scales_stay_what_was_published(tmp_path: Path, sleep: bool) -> None:
     """Checksums are compared as weights are sent; wrong scales later, in a rollout, would put log-probs 1.5 apart."""
-    changes = BASE | FP8 | {"vllm.enforce_eager": eager} | vllm_cases.sharp(tmp_path, ARCH)
+    changes = BASE | FP8 | {"vllm.sleep": sleep} | vllm_cases.sharp(tmp_path, ARCH)
     rows, _ = vllm_cases.run(tmp_path, changes, ARCH)
     means = [row["parity/logprob_abs_diff_mean"] for row in rows[1:]]
     assert len(means) == 3 and all(0 < mean < 0.5 for mean in means), means
@@ -73,4 +73,4 @@ def test_conversations_and_a_resumed_run(tmp_path: Path) -> None:
 def test_an_exported_folder_says_the_same_in_vllm_and_transformers(tmp_path: Path, fp8: bool, tied: bool) -> None:
     """Greedy tokens; where they part, the logits are as close as rounding (of activations too, in FP8)."""
     share, lost, error = vllm_cases.greedy_in_both(vllm_cases.exported(tmp_path, fp8, tied), "cuda")
-    assert share > (0.8 if fp8 else 0.9) and lost < 2 * error, (share, lost, error)
+    assert share > (0.7 if fp8 else 0.9) and lost < 2 * error, (share, lost, error)

@@ -98,11 +98,12 @@ def keep_scales_alive() -> None:
     vLLM passes it the scales of its FP8 weights, keeps what comes back and frees the original. On Hopper that is the
     same memory, and sgl-deep-gemm returns it as a tensor without an owner: later tensors would overwrite the scales.
     """
-    if importlib.util.find_spec("deep_gemm") is None:
-        return  # vLLM's own copy returns the tensor that it was given
-    deep_gemm: Any = importlib.import_module("deep_gemm")
-    transform = deep_gemm.transform_sf_into_required_layout
-    if hasattr(transform, "__wrapped__"):
+    try:
+        deep_gemm: Any = importlib.import_module("deep_gemm")
+    except ImportError:
+        return  # vLLM takes its own copy, which returns the tensor that it was given
+    transform = getattr(deep_gemm, "transform_sf_into_required_layout", None)
+    if transform is None or hasattr(transform, "__wrapped__"):
         return
 
     @functools.wraps(transform)

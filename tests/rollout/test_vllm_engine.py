@@ -438,7 +438,10 @@ def test_scales_that_deepgemm_returns_own_their_memory(monkeypatch: pytest.Monke
         memory = (ctypes.c_float * sf.numel()).from_address(sf.data_ptr())
         return torch.from_numpy(np.ctypeslib.as_array(memory)).view(sf.shape)
 
-    deep_gemm = SimpleNamespace(transform_sf_into_required_layout=transform, __spec__=importlib.util.find_spec("json"))
+    for module in (None, SimpleNamespace()):  # not installed; one without this function
+        monkeypatch.setitem(sys.modules, "deep_gemm", module)  # type: ignore[arg-type]
+        keep_scales_alive()
+    deep_gemm = SimpleNamespace(transform_sf_into_required_layout=transform)
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)  # type: ignore[arg-type]
     scales = torch.rand(2, 3)
     assert transform(scales).untyped_storage()._cdata != scales.untyped_storage()._cdata, "what is guarded against"

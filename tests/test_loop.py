@@ -110,6 +110,7 @@ def test_several_updates_a_step(tmp_path: Path) -> None:
     rows = numbers(tiny_run(tmp_path / "a", changes))
     assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
     assert all(row["policy/kl"] != 0.0 for row in rows[1:]), "the second update starts from a policy that has moved"
+    assert all(row["policy/logprob_abs_change_mean"] >= abs(row["policy/kl"]) for row in rows[1:])
     other = changes | {"precision": "fp8_rollout", "eval.eval_interval": 0, "train.steps": 2}
     weighted, bare = (
         numbers(tiny_run(tmp_path / kind, other | {"rl.rollout_is": kind}))[1:] for kind in ("token", "none")

@@ -113,8 +113,9 @@ def policy_loss(
     TIS weights and rejection masks of `rl.mismatch`; a rejected token counts in the denominators, with loss 0.
 
     Returns the loss (0-dim, dtype of `logprobs`) and the additive statistics `policy/loss`, `policy/ratio_mean`,
-    `policy/kl` (mean of old - new log-probs of tokens, Schulman's k1), `policy/clip_frac_high` (A > 0 and the bound
-    cuts the gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`; under cispo the first two
+    `policy/kl` (mean of old - new log-probs of tokens, Schulman's k1), `policy/logprob_abs_change_mean` (mean of their
+    |new - old|: with quantized weights an update also moves codes), `policy/clip_frac_high` (A > 0 and the bound cuts
+    the gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`; under cispo the first two
     count the weights that were clipped from above and from below, whatever A is.
 
     Sources: PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3; clip-higher, DAPO, arXiv 2503.14476 section 3.1;
@@ -142,6 +143,7 @@ def policy_loss(
         "policy/loss": loss.detach(),
         "policy/ratio_mean": share(log_ratio.detach().exp()),
         "policy/kl": share(-token_log_ratio),
+        "policy/logprob_abs_change_mean": share(token_log_ratio.detach().abs()),
         "policy/clip_frac_low": share(tokens.clipped_low),
         "policy/clip_frac_high": share(tokens.clipped_high),
         "policy/clip_frac_dual": share(tokens.clipped_dual),

@@ -31,9 +31,9 @@ from jetrl.study.statistics import LEVEL, MIN_SEEDS, RESAMPLES, paired_differenc
 
 SERIES = (
     "reward/mean", "policy/entropy", "policy/grad_norm", "policy/clip_frac_low", "policy/clip_frac_high",
-    "policy/ratio_mean", "response_length/mean", "response_length/frac_truncated", "parity/logprob_abs_diff_mean",
-    "parity/logprob_abs_diff_max", "parity/k3_kl", "parity/token_mult_prob_error", "parity/frac_tokens_different",
-    "correction/frac_truncated", "correction/frac_rejected", "correction/frac_vetoed",
+    "policy/ratio_mean", "policy/logprob_abs_change_mean", "response_length/mean", "response_length/frac_truncated",
+    "parity/logprob_abs_diff_mean", "parity/logprob_abs_diff_max", "parity/k3_kl", "parity/token_mult_prob_error",
+    "parity/frac_tokens_different", "correction/frac_truncated", "correction/frac_rejected", "correction/frac_vetoed",
     "correction/effective_sample_size", "time/step", "time/rollout", "time/update",
 )
 _NOT_TRAINING = ("time/warm start", "time/eval", "time/checkpoint")  # left out of the seconds of training

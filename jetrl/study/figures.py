@@ -49,6 +49,9 @@ def figures(data: Data) -> list[tuple[str, str, str, bool]]:
     note = f"{band}. Tokens drawn from the old policy have a mean ratio of 1, up to chance"
     ratio = by_step(data, _off_one, "|mean ratio - 1|", log=True, drop_zeros=True)
     found.append(("Mean ratio to the old policy", note, ratio, False))
+    change = by_step(data, _series("policy/logprob_abs_change_mean"), "mean |new - old|", log=True, drop_zeros=True)
+    note = f"{band}. Of tokens, mean over the updates of a step"
+    found.append(("Change of log-probs by updates", note, change, False))
     return [(title, note, svg, wide) for title, note, svg, wide in found if svg]
 
 

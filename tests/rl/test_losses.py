@@ -84,6 +84,8 @@ def test_clipped_surrogate_by_hand():
     assert stats["policy/clip_frac_dual"].item() == 0
     assert stats["policy/ratio_mean"].item() == pytest.approx((1.5 + 1.5 + 0.5 + 0.5 + 1.1) / 5)
     assert stats["policy/kl"].item() == pytest.approx(-(2 * math.log(1.5) + 2 * math.log(0.5) + math.log(1.1)) / 5)
+    moved = (2 * math.log(1.5) + 2 * math.log(2) + math.log(1.1)) / 5
+    assert stats["policy/logprob_abs_change_mean"].item() == pytest.approx(moved)
 
 
 def test_dual_clip_by_hand():

@@ -60,6 +60,7 @@ def frozen_policy_loss(logprobs, old_logprobs, advantages, mask, ids, config, de
         "policy/loss": loss.detach(),
         "policy/ratio_mean": share(ratio),
         "policy/kl": share(-log_ratio),
+        "policy/logprob_abs_change_mean": share(log_ratio.abs()),
         "policy/clip_frac_low": share(clipped_low),
         "policy/clip_frac_high": share(clipped_high),
         "policy/clip_frac_dual": share(clipped_dual),

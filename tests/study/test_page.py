@@ -84,6 +84,9 @@ def test_lines_are_means_and_bands_are_ranges() -> None:
     assert "Mean ratio to the old policy" not in {title for title, *_ in figures(several)}, "one update: all are 1"
     several["runs"][0]["series"]["policy/ratio_mean"]["values"][1] = 0.9
     assert "Mean ratio to the old policy" in {title for title, *_ in figures(several)}
+    assert "Change of log-probs by updates" not in found
+    several["runs"][0]["series"]["policy/logprob_abs_change_mean"] = {"steps": [5, 10], "values": [0.0, 1e-3]}
+    assert "Change of log-probs by updates" in {title for title, *_ in figures(several)}
     line, = re.findall(r'<g class="arm a0">.*?<polyline points="([^"]*)"', found["Held-out accuracy"], re.S)
     ys = [float(point.split(",")[1]) for point in line.split()]
     assert len(ys) == 3 and ys[0] > ys[1] > ys[2]

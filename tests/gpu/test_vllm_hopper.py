@@ -73,4 +73,4 @@ def test_conversations_and_a_resumed_run(tmp_path: Path) -> None:
 def test_an_exported_folder_says_the_same_in_vllm_and_transformers(tmp_path: Path, fp8: bool, tied: bool) -> None:
     """Greedy tokens; where they part, the logits are as close as rounding (of activations too, in FP8)."""
     share, lost, error = vllm_cases.greedy_in_both(vllm_cases.exported(tmp_path, fp8, tied), "cuda")
-    assert share > (0.7 if fp8 else 0.9) and lost < 2 * error, (share, lost, error)
+    assert share > (0.8 if fp8 else 0.9) and lost < 2 * error, (share, lost, error)

@@ -97,7 +97,7 @@ class TaskConfig(Section):
     params: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the task itself: digits, style (addition); dataset and "
         "its own settings (gym); steps or tokens, style, credit (chain, sorting, tracking, recurrence); forget_carry "
-        "(addition, recurrence); gold_template, check_gold (all).",
+        "(addition, recurrence); factors (recurrence); gold_template, check_gold (all).",
     )
     train_file: str | None = Field(default=None, description="Training problems of task file: jsonl or parquet.")
     eval_file: str | None = Field(default=None, description="Held-out problems of task file.")

@@ -34,7 +34,7 @@ from jetrl.types import Problem
 
 HELD_OUT_SHARE = 16  # one problem in this many is held out
 CELLS = 5  # of tracking
-FACTORS = (3, 7, 9, 11, 13, 17, 19)  # of a recurrence: none has a factor of 1000
+FACTORS = (3, 7, 9, 11, 13, 17, 19)  # of a recurrence: none has a factor in common with 1000
 MAX_STEPS = 4096
 STYLES, CREDITS = ("auto", "compact", "question"), ("answer", "steps")
 
@@ -99,14 +99,16 @@ def tracking(source: random.Random, steps: int) -> Drawn:
     return Drawn(f"{start}:{','.join(swaps)}?", question, tuple(written), written[-1])
 
 
-def recurrence(source: random.Random, steps: int, forget_carry: float = 0.0) -> Drawn:
+def recurrence(
+    source: random.Random, steps: int, forget_carry: float = 0.0, factors: Sequence[int] = FACTORS
+) -> Drawn:
     """`steps` rounds of x = (a * x mod 1000 + round) mod 1000. a has no factor in common with 1000, so no round loses
     what x was; the round's number keeps the values from coming back in a cycle.
 
     The teacher forgets a carry from the tens to the hundreds of a round's sum with probability `forget_carry`, and
     goes on with the wrong value.
     """
-    start, factor = source.randrange(1000), source.choice(FACTORS)
+    start, factor = source.randrange(1000), source.choice(factors)
     right = rounds(start, factor, steps)
     taught = None
     if forget_carry:
@@ -144,10 +146,11 @@ KINDS = {"chain": chain, "sorting": sorting, "tracking": tracking, "recurrence":
 class LongTask:
     """One of `KINDS`. `steps` or `tokens`: how long, a number or several that come equally often; `style` as in
     addition; `credit`: "answer" rewards the right answer only, "steps" also the share of right steps before the first
-    wrong one; `forget_carry` (recurrence): share of the carries that the worked solutions leave out."""
+    wrong one; of a recurrence, `factors`: what rounds multiply by, a number or several (fewer are learned sooner), and
+    `forget_carry`: share of the carries that the worked solutions leave out."""
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int, tokenizer: Any) -> None:
-        own = ("forget_carry",) if name == "recurrence" else ()
+        own = ("factors", "forget_carry") if name == "recurrence" else ()
         check_params(name, params, ("steps", "tokens", "style", "credit", *own, "gold_template", "check_gold"))
         self.name, self.seed = name, seed
         self.gold_template, self.check_gold = gold_params(params)
@@ -156,10 +159,11 @@ class LongTask:
         self.credit = _one_of(params, "credit", CREDITS)
         self.forget_carry = share(params, "forget_carry", self.style)
         self.kind: Callable[[random.Random, int], Drawn] = KINDS[name]
-        if self.forget_carry:
-            self.kind = partial(recurrence, forget_carry=self.forget_carry)
-            if self.gold_template is None:
-                self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
+        self._more = " or factors" if name == "recurrence" else ""
+        if name == "recurrence":
+            self.kind = partial(recurrence, forget_carry=self.forget_carry, factors=_factors(params))
+        if self.forget_carry and self.gold_template is None:
+            self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
         self.reward: RewardFunction = answer_reward if self.credit == "answer" else steps_reward
         if "steps" in params and "tokens" in params:
             raise UserError("task.params.steps: does not go together with task.params.tokens; take one of the two.")
@@ -192,7 +196,7 @@ class LongTask:
             if misses == 20_000:
                 raise UserError(
                     f"task.num_eval: {n} held-out problems are needed, but with steps = {list(self.steps)} there are "
-                    f"only {len(found)}. Lower task.num_eval or take more steps."
+                    f"only {len(found)}. Lower task.num_eval or take more steps{self._more}."
                 )
         return [self._make(drawn) for drawn in found.values()]
 
@@ -284,6 +288,16 @@ def _one_of(params: Mapping[str, Any], key: str, known: Sequence[str]) -> str:
     if value not in known:
         raise UserError(f"task.params.{key}: must be one of {', '.join(known)}, got {value!r}.")
     return str(value)
+
+
+def _factors(params: Mapping[str, Any]) -> tuple[int, ...]:
+    given = _lengths(params.get("factors", FACTORS), "factors", 999)
+    if any(v % 2 == 0 or v % 5 == 0 for v in given):
+        raise UserError(
+            f"task.params.factors: must have no factor in common with 1000, so no even number and none that ends in "
+            f"5, got {list(given)}."
+        )
+    return given
 
 
 def _lengths(value: Any, key: str, most: int) -> tuple[int, ...]:

@@ -129,6 +129,32 @@ def test_every_round_of_a_recurrence_follows_from_the_last() -> None:
     assert 0.4 < carried / (60 * 250) < 0.6, "there are carries, and rounds without"
 
 
+@pytest.mark.parametrize("more", [{}, {"forget_carry": 0.5}], ids=["right", "forgetful"])
+def test_a_recurrence_multiplies_by_the_given_factors(more: dict[str, Any]) -> None:
+    for given, wanted in ((3, {3}), ([7, 21], {7, 21}), (list(FACTORS), set(FACTORS))):
+        made = task("recurrence", steps=40, factors=given, **more)
+        problems = [*map(made.problem, range(60)), *made.eval_problems(20)]
+        assert {int(re.split(r"[*:]", p.prompt)[1]) for p in problems} == wanted
+        assert all(f"*{re.split(r'[*:]', p.prompt)[1]}=" in p.solution for p in problems)
+    assert problems[:60] == [*map(task("recurrence", steps=40, **more).problem, range(60))], "the default is all of them"
+
+
+@pytest.mark.parametrize(("factors", "message"), [
+    ([], "must be a number from 1 to 999"), (0, "must be a number from 1 to 999"), (1001, "from 1 to 999"),
+    ("3", "must be a number from 1 to 999"), ([3, 4], r"no factor in common with 1000.*got \[3, 4\]"), (15, "no even number"),
+])
+def test_factors_that_a_recurrence_cannot_have(factors: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"task.params.factors: .*{message}|task.params.factors: {message}"):
+        task("recurrence", factors=factors)
+
+
+def test_only_a_recurrence_has_factors() -> None:
+    with pytest.raises(UserError, match="factors"):
+        task("chain", factors=3)
+    with pytest.raises(UserError, match="there are only 76. Lower task.num_eval or take more steps or factors"):
+        task("recurrence", steps=1, factors=3).eval_problems(1000)
+
+
 @pytest.mark.parametrize("given", [0.03, 0.3, 0.9])
 def test_a_forgetful_teacher_leaves_out_its_share_of_carries_and_nothing_else(given: float) -> None:
     made = task("recurrence", steps=250, forget_carry=given)

@@ -26,7 +26,7 @@ from jetrl.rl.mismatch import BY_POSITION
 from jetrl.study.added import Added, by_origin
 from jetrl.study.plan import Planned, Study
 from jetrl.study.rules import RULES, failures
-from jetrl.study.state import non_finite_step, read_state, run_folder
+from jetrl.study.state import DONE, non_finite_step, read_state, run_folder
 from jetrl.study.statistics import LEVEL, MIN_SEEDS, RESAMPLES, paired_difference
 
 SERIES = (
@@ -36,6 +36,7 @@ SERIES = (
     "parity/frac_tokens_different", "correction/frac_truncated", "correction/frac_rejected", "correction/frac_vetoed",
     "correction/effective_sample_size", "time/step", "time/rollout", "time/update",
 )
+Run = Mapping[str, Any]  # one of "runs" in study.json
 _NOT_TRAINING = ("time/warm start", "time/eval", "time/checkpoint")  # left out of the seconds of training
 OUTCOMES = {"last": "the last evaluation", "mean": "the mean of all evaluations after the start"}
 
@@ -145,41 +146,54 @@ def _by_position(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {str(first): float(f"{np.mean(found[first]):.6g}") for first in sorted(found)}
 
 
-def _differences(study: Study, runs: Sequence[Mapping[str, Any]], other: str) -> list[dict[str, Any]]:
-    """Every arm against `other`, on the seeds of which both runs are done."""
-    by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
+def _differences(study: Study, runs: Sequence[Run], other: str) -> list[dict[str, Any]]:
+    """Every arm against `other`, on the seeds of which both runs are done. Where there is none: on those that have
+    begun, up to the last evaluation that all of their runs have reached, and without a verdict."""
+    by_arm: dict[str, dict[int, Run]] = {}
     for run in runs:
-        if run["status"] in ("finished", "non-finite") and run["held_out"]["steps"]:
+        if run["held_out"]["steps"]:
             by_arm.setdefault(run["arm"], {})[run["seed"]] = run
     found = []
     for arm in study.arms:
-        seeds = sorted(by_arm.get(arm.name, {}).keys() & by_arm.get(other, {}).keys())
-        if arm.name == other or not seeds:
+        mine, theirs = by_arm.get(arm.name, {}), by_arm.get(other, {})
+        pairs, to_step = _compared([(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())])
+        if arm.name == other or not pairs:
             continue
-        pairs = [(by_arm[arm.name][seed], by_arm[other][seed]) for seed in seeds]
         for outcome in OUTCOMES:
-            mine, theirs = scores(pairs, outcome)
-            result = paired_difference(mine, theirs)
+            result = paired_difference(*scores(pairs, outcome, to_step))
             found.append({
-                "arm": arm.name, "against": other, "outcome": outcome, "seeds": seeds, "verdict": result.verdict,
+                "arm": arm.name, "against": other, "outcome": outcome, "seeds": [run["seed"] for run, _ in pairs],
+                "verdict": result.verdict if to_step is None else "not finished",
+                **({} if to_step is None else {"to_step": to_step}),
                 **{key: _rounded(value) for key, value in asdict(result).items()},
             })
     return found
 
 
+def _compared(pairs: Sequence[tuple[Run, Run]]) -> tuple[list[tuple[Run, Run]], int | None]:
+    """Those of `pairs` that are compared, and up to which step (None: to their end)."""
+    done = [pair for pair in pairs if all(run["status"] in DONE for run in pair)]
+    if done:
+        return done, None
+    begun = [pair for pair in pairs if all(run["held_out"]["steps"][-1] > 0 for run in pair)]
+    reached = [run["held_out"]["steps"][-1] for pair in begun for run in pair if run["status"] not in DONE]
+    return begun, min(reached, default=None)
+
+
 def scores(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], outcome: str
+    pairs: Sequence[tuple[Run, Run]], outcome: str, to_step: int | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Scores [S, P] of both sides on the problems that all these runs have. A run that NaN ended early keeps its last
-    evaluation for those that it did not reach."""
+    """Scores [S, P] of both sides on the problems that all these runs have, in evaluations up to `to_step`. A run that
+    NaN ended early keeps its last evaluation for those that it did not reach."""
     steps = sorted({step for pair in pairs for run in pair for step in run["held_out"]["steps"]})
+    steps = [step for step in steps if to_step is None or step <= to_step]
     after = [step for step in steps if step > 0] or steps
     problems = sorted(
         set.intersection(*(set(one) for pair in pairs for run in pair for one in run["held_out"]["scores"])),
         key=int,
     )
 
-    def row(run: Mapping[str, Any]) -> NDArray[np.float64]:
+    def row(run: Run) -> NDArray[np.float64]:
         held = run["held_out"]
         wanted = steps[-1:] if outcome == "last" else after
         places = [max((i for i, s in enumerate(held["steps"]) if s <= step), default=0) for step in wanted]

@@ -129,11 +129,12 @@ def differences(data: Data, other: str) -> str:
 
 
 def interval(one: Data) -> str:
-    """A difference in words: mean, interval, verdict."""
-    mean = f"{100 * one['mean']:+.1f}"
-    if one["low"] is None:
-        return f"{mean} ({len(one['seeds'])} seed): {one['verdict']}"
-    return f"{mean} [{100 * one['low']:+.1f}, {100 * one['high']:+.1f}]: {one['verdict']}"
+    """A difference in words: mean, interval, up to which step if not to the end, verdict."""
+    spread = f"({len(one['seeds'])} seed)"
+    if one["low"] is not None:
+        spread = f"[{100 * one['low']:+.1f}, {100 * one['high']:+.1f}]"
+    upto = f" to step {one['to_step']}" if "to_step" in one else ""
+    return f"{100 * one['mean']:+.1f} {spread}{upto}: {one['verdict']}"
 
 
 def _forest_note(data: Data) -> str:

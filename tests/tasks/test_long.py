@@ -136,12 +136,14 @@ def test_a_recurrence_multiplies_by_the_given_factors(more: dict[str, Any]) -> N
         problems = [*map(made.problem, range(60)), *made.eval_problems(20)]
         assert {int(re.split(r"[*:]", p.prompt)[1]) for p in problems} == wanted
         assert all(f"*{re.split(r'[*:]', p.prompt)[1]}=" in p.solution for p in problems)
-    assert problems[:60] == [*map(task("recurrence", steps=40, **more).problem, range(60))], "the default is all of them"
+    plain = task("recurrence", steps=40, **more)
+    assert problems[:60] == [*map(plain.problem, range(60))], "the default is all of them"
 
 
 @pytest.mark.parametrize(("factors", "message"), [
     ([], "must be a number from 1 to 999"), (0, "must be a number from 1 to 999"), (1001, "from 1 to 999"),
-    ("3", "must be a number from 1 to 999"), ([3, 4], r"no factor in common with 1000.*got \[3, 4\]"), (15, "no even number"),
+    ("3", "must be a number from 1 to 999"), ([3, 4], r"no factor in common with 1000.*got \[3, 4\]"),
+    (15, "no even number"),
 ])
 def test_factors_that_a_recurrence_cannot_have(factors: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"task.params.factors: .*{message}|task.params.factors: {message}"):

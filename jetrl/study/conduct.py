@@ -19,6 +19,7 @@ from jetrl.report.text import counted, duration
 from jetrl.study.added import RESULTS, Added, has_added, read_added
 from jetrl.study.collect import collect, write_json
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail, visible_gpus
+from jetrl.study.pace import Pace
 from jetrl.study.page import write_page
 from jetrl.study.plan import Planned, Study, all_planned
 from jetrl.study.state import (
@@ -45,6 +46,7 @@ class Conduct:
     crashed: dict[str, str] = field(default_factory=dict)
     done: int = 0
     told: float = field(default_factory=time.monotonic)
+    pace: Pace = field(default_factory=Pace)
 
     def ended(self, end: Ended) -> None:
         """Note how a job ended, and tell it."""
@@ -80,20 +82,36 @@ class Conduct:
         self.crashed[end.job.name] = tail(end.job.log)
         self.console.print(f"  {end.job.name}: FAILED with status {end.status}, see {end.job.log}", markup=False)
 
-    def polled(self, running: Sequence[str]) -> None:
+    def polled(self, running: Sequence[str], waiting: Sequence[str]) -> None:
         """A line of progress from time to time."""
-        if time.monotonic() - self.told < _LINE_EVERY or not running:
+        now = time.monotonic()
+        due = now - self.told >= _LINE_EVERY and bool(running)
+        for name in running:
+            if name in self.runs and (due or name not in self.pace.seen):
+                self.pace.note(name, max(step_of(run_folder(self.out, self.runs[name])), 0), now)
+        if not due:
             return
-        self.told = time.monotonic()
+        self.told = now
         steps = [
-            f"{name} {max(step_of(run_folder(self.out, self.runs[name])), 0)}/{self.runs[name].config.train.steps}"
-            if name in self.runs else name for name in running
+            f"{name} {self.pace.seen[name][-1][0]}/{self.runs[name].config.train.steps}" if name in self.runs else name
+            for name in running
         ]
-        left = "stopping, " if self.halt.asked else ""
         self.console.print(
-            f"  {duration(time.monotonic() - self.halt.began)}: {left}{self.done} of {len(self.runs)} runs done; "
-            f"{', '.join(steps)}", style="dim", markup=False,
+            f"  {duration(now - self.halt.began)}: {self.done} of {len(self.runs)} runs done"
+            f"{self._left(running, waiting, now)}; {', '.join(steps)}", style="dim", markup=False,
         )
+
+    def _left(self, running: Sequence[str], waiting: Sequence[str], now: float) -> str:
+        """In words: the time that is left by the pace so far, and that until `--stop-after`, if it comes first."""
+        if self.halt.asked:
+            return ", stopping"
+        mine = {name: self.runs[name].config.train.steps for name in running if name in self.runs}
+        later = [self.runs[name].config.train.steps for name in waiting if name in self.runs]
+        seconds = self.pace.left(mine, len(running) - len(mine), later, now)
+        if seconds is None:
+            return ""
+        until = float("inf") if self.halt.deadline is None else self.halt.deadline - now
+        return f", about {duration(seconds)} left{f', stopped in {duration(until)}' if until < seconds else ''}"
 
 
 def conduct(

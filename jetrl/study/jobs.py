@@ -103,10 +103,10 @@ def visible_gpus() -> list[str]:
 
 def run_jobs(
     jobs: Sequence[Job], slots: Sequence[dict[str, str]], halt: Halt, on_end: Callable[[Ended], None],
-    on_poll: Callable[[Sequence[str]], None], held: Sequence[int] = (),
+    on_poll: Callable[[Sequence[str], Sequence[str]], None], held: Sequence[int] = (),
 ) -> None:
-    """Run all jobs, at most one in a slot. One that fails does not stop the others. `on_poll(names that run)`. The
-    processes keep the descriptors `held` open."""
+    """Run all jobs, at most one in a slot. One that fails does not stop the others. `on_poll(names that run, names that
+    wait)`. The processes keep the descriptors `held` open."""
     waiting, running = list(jobs), list[_Running]()
     succeeded, over = set[str](), set[str]()
     try:
@@ -121,7 +121,7 @@ def run_jobs(
                 _ask(running, halt.signals > 1)
             else:
                 _start(waiting, running, slots, succeeded, over, on_end, held)
-            on_poll([one.job.name for one in running])
+            on_poll([one.job.name for one in running], [job.name for job in waiting])
             if running:
                 time.sleep(_POLL)
     finally:  # an error here leaves no process behind

@@ -32,7 +32,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for job in jobs:
             config = resolve(load_config(job.arguments[1]), cuda_available=False)
             ran.append(job.name)
-            on_poll([job.name])
+            on_poll([job.name], [])
             run(config, Path(config.output_dir) / config.name, ["test"], StopRequest())
             on_end(Ended(job, 0, False, 1.0))
 

@@ -44,7 +44,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ended: dict[str, Ended] = {}
         most: list[int] = [0]
         run_jobs(made, environments(count, 1, ["4", "5"]), halt or Halt(), lambda e: ended.update({e.job.name: e}),
-                 on_poll or (lambda names: most.append(len(names))))
+                 on_poll or (lambda names, waiting: most.append(len(names))))
         return ended, most
 
     return run
@@ -94,7 +94,7 @@ def test_an_error_in_between_leaves_no_process(ran, tmp_path: Path, monkeypatch:
     popen = jobs.subprocess.Popen
     monkeypatch.setattr(jobs.subprocess, "Popen", lambda *a, **k: made.append(popen(*a, **k)) or made[-1])
 
-    def fails(names: object) -> None:
+    def fails(names: object, waiting: object) -> None:
         raise RuntimeError("ours")
 
     with pytest.raises(RuntimeError, match="ours"):

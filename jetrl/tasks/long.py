@@ -140,7 +140,8 @@ def _result(written: Sequence[str]) -> str:
     return written[-1].rpartition("=")[2]
 
 
-KINDS = {"chain": chain, "sorting": sorting, "tracking": tracking, "recurrence": recurrence}
+Kind = Callable[..., Drawn]  # of a random source and the number of steps
+KINDS: dict[str, Kind] = {"chain": chain, "sorting": sorting, "tracking": tracking, "recurrence": recurrence}
 
 
 class LongTask:
@@ -158,12 +159,12 @@ class LongTask:
         self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
         self.credit = _one_of(params, "credit", CREDITS)
         self.forget_carry = share(params, "forget_carry", self.style)
-        self.kind: Callable[[random.Random, int], Drawn] = KINDS[name]
-        self._more = " or factors" if name == "recurrence" else ""
-        if name == "recurrence":
-            self.kind = partial(recurrence, forget_carry=self.forget_carry, factors=_factors(params))
-        if self.forget_carry and self.gold_template is None:
-            self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
+        right = partial(recurrence, factors=_factors(params)) if name == "recurrence" else KINDS[name]
+        self.kind: Kind = right
+        if self.forget_carry:
+            self.kind = partial(right, forget_carry=self.forget_carry)
+            if self.gold_template is None:
+                self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
         self.reward: RewardFunction = answer_reward if self.credit == "answer" else steps_reward
         if "steps" in params and "tokens" in params:
             raise UserError("task.params.steps: does not go together with task.params.tokens; take one of the two.")
@@ -171,7 +172,7 @@ class LongTask:
             self.steps = _lengths(params["steps"], "steps", MAX_STEPS)
         else:
             wanted = _lengths(params.get("tokens", 1024), "tokens", 1 << 20)
-            self.steps = tuple(steps_for(name, tokens, tokenizer) for tokens in wanted)
+            self.steps = tuple(steps_for(name, tokens, tokenizer, right) for tokens in wanted)
 
     def problem(self, index: int) -> Problem:
         """Number `index` of the training stream; held-out problems are drawn again."""
@@ -194,9 +195,10 @@ class LongTask:
             else:
                 misses += 1
             if misses == 20_000:
+                more = "steps or factors" if self.name == "recurrence" else "steps"
                 raise UserError(
                     f"task.num_eval: {n} held-out problems are needed, but with steps = {list(self.steps)} there are "
-                    f"only {len(found)}. Lower task.num_eval or take more steps{self._more}."
+                    f"only {len(found)}. Lower task.num_eval or take more {more}."
                 )
         return [self._make(drawn) for drawn in found.values()]
 
@@ -227,12 +229,12 @@ def _written(steps: Sequence[str], answer: str) -> str:
     return ";".join(steps) + "#" + answer
 
 
-def steps_for(name: str, tokens: int, tokenizer: Any) -> int:
+def steps_for(name: str, tokens: int, tokenizer: Any, kind: Kind | None = None) -> int:
     """The largest number of steps whose worked solution has at most so many tokens, for one fixed problem of each size;
-    others of the size have about as many, up to a tenth more."""
+    others of the size have about as many, up to a tenth more. `kind`: with its own parameters."""
 
     def length(steps: int) -> int:
-        drawn = KINDS[name](random.Random(stable_hash("size", name)), steps)
+        drawn = (kind or KINDS[name])(random.Random(stable_hash("size", name)), steps)
         return len(tokenizer.encode(solution_of(drawn), add_special_tokens=False))
 
     if length(1) > tokens:

@@ -140,6 +140,13 @@ def test_a_recurrence_multiplies_by_the_given_factors(more: dict[str, Any]) -> N
     assert problems[:60] == [*map(plain.problem, range(60))], "the default is all of them"
 
 
+@pytest.mark.parametrize("factors", [3, 999])
+def test_lengths_in_tokens_are_those_with_the_given_factors(factors: int) -> None:
+    made = LongTask("recurrence", {"tokens": 2048, "factors": factors, "forget_carry": 0.1}, 0, TOKENIZER)
+    assert all(0.88 * 2048 < len(TOKENIZER.encode(made.problem(i).solution)) < 1.12 * 2048 for i in range(20))
+    assert steps_for("recurrence", 2048, TOKENIZER) != made.steps[0]
+
+
 @pytest.mark.parametrize(("factors", "message"), [
     ([], "must be a number from 1 to 999"), (0, "must be a number from 1 to 999"), (1001, "from 1 to 999"),
     ("3", "must be a number from 1 to 999"), ([3, 4], r"no factor in common with 1000.*got \[3, 4\]"),

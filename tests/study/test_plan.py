@@ -10,6 +10,8 @@ from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
 from jetrl.study.plan import ENGINES, all_planned, find_study, load_study, planned, shipped_studies
 from jetrl.study.state import read_state, write_state
+from jetrl.tasks.task import build_task
+from jetrl.tasks.tokenizer import arithmetic_tokenizer
 
 
 def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
@@ -41,6 +43,20 @@ def test_shipped_studies_are_valid_and_their_configs_survive_a_file(name: str, t
         assert load_config(path) == run.config and run.config.checkpoint.resume == "auto"
     assert study.against[0] in {arm.name for arm in study.arms} and len(study.seeds) >= 3
     assert study.against[0] == "bf16" or name == "wgrad"
+
+
+@pytest.mark.parametrize("name", ["h200_1k", "h200_4k", "h200_8k"])
+def test_worked_solutions_fit_the_studies_with_long_answers(name: str) -> None:
+    study = load_study(find_study(name))
+    config = planned(study, Path("out"), study.arms[0], study.seeds[0]).config
+    tokenizer = arithmetic_tokenizer()
+    made = build_task(config.task, config.seed, tokenizer)
+    problems = [*map(made.problem, range(150)), *made.eval_problems(config.task.num_eval)]
+    longest = max(len(tokenizer.encode(p.solution)) + 1 for p in problems)  # with the token that ends it
+    assert 0.75 * config.rollout.max_response_length < longest <= config.rollout.max_response_length
+    assert max(len(tokenizer.encode(p.prompt)) for p in problems) <= config.task.max_prompt_length
+    answers = config.rollout.prompts_per_step * config.rollout.group_size
+    assert config.rollout.kv_cache_tokens >= answers * longest, "all answers of a step at once"
 
 
 def test_quick_has_the_arms_of_the_question() -> None:

@@ -175,7 +175,9 @@ def _compared(pairs: Sequence[tuple[Run, Run]]) -> tuple[list[tuple[Run, Run]], 
     done = [pair for pair in pairs if all(run["status"] in DONE for run in pair)]
     if done:
         return done, None
-    begun = [pair for pair in pairs if all(run["held_out"]["steps"][-1] > 0 for run in pair)]
+    begun = [
+        pair for pair in pairs if all(run["status"] in DONE or run["held_out"]["steps"][-1] > 0 for run in pair)
+    ]
     reached = [run["held_out"]["steps"][-1] for pair in begun for run in pair if run["status"] not in DONE]
     return begun, min(reached, default=None)
 

@@ -36,13 +36,15 @@ _LINE_EVERY = 30.0  # seconds between lines of progress
 
 @dataclass(slots=True)
 class Conduct:
-    """A study under way. `crashed`: names of runs and warm starts with an error of the program, with what they said."""
+    """A study under way, `jobs` runs at a time. `crashed`: names of runs and warm starts with an error of the program,
+    with what they said."""
 
     study: Study
     out: Path
     runs: dict[str, Planned]
     console: Console
     halt: Halt
+    jobs: int = 1
     crashed: dict[str, str] = field(default_factory=dict)
     done: int = 0
     told: float = field(default_factory=time.monotonic)
@@ -88,7 +90,7 @@ class Conduct:
         due = now - self.told >= _LINE_EVERY and bool(running)
         for name in running:
             if name in self.runs and (due or name not in self.pace.seen):
-                self.pace.note(name, max(step_of(run_folder(self.out, self.runs[name])), 0), now)
+                self.pace.note(name, self._step(name), now)
         if not due:
             return
         self.told = now
@@ -101,13 +103,16 @@ class Conduct:
             f"{self._left(running, waiting, now)}; {', '.join(steps)}", style="dim", markup=False,
         )
 
+    def _step(self, name: str) -> int:
+        return max(step_of(run_folder(self.out, self.runs[name])), 0)
+
     def _left(self, running: Sequence[str], waiting: Sequence[str], now: float) -> str:
         """In words: the time that is left by the pace so far, and that until `--stop-after`, if it comes first."""
         if self.halt.asked:
             return ", stopping"
         mine = {name: self.runs[name].config.train.steps for name in running if name in self.runs}
-        later = [self.runs[name].config.train.steps for name in waiting if name in self.runs]
-        seconds = self.pace.left(mine, len(running) - len(mine), later, now)
+        later = [self.runs[name].config.train.steps - self._step(name) for name in waiting if name in self.runs]
+        seconds = self.pace.left(mine, self.jobs - len(mine), later, now)
         if seconds is None:
             return ""
         until = float("inf") if self.halt.deadline is None else self.halt.deadline - now
@@ -129,7 +134,7 @@ def conduct(
         left = _left(plan, out, added)  # again: another command may have held the folder until now
         deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
         runs = {run.name: run for run in plan}
-        going = Conduct(study, out, runs, console, Halt(deadline), done=len(plan) - len(left))
+        going = Conduct(study, out, runs, console, Halt(deadline), jobs, done=len(plan) - len(left))
         console.print(
             f"Study {study.name}: {counted(len(study.arms), 'arm')}, {counted(len(study.seeds), 'seed')}, "
             f"{counted(len(plan), 'run')}, {going.done} done; {jobs} side by side, in {out}", markup=False,

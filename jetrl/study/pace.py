@@ -15,28 +15,33 @@ class Pace:
     seen: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def note(self, name: str, step: int, now: float) -> None:
-        """`name` is at `step`."""
+        """`name` is at `step`. One that is behind what was seen has gone back to its newest checkpoint."""
         entries = self.seen.setdefault(name, [])
+        if entries and step < entries[-1][0]:
+            entries.clear()
         if not entries or step > entries[-1][0]:
             entries.append((step, now))
 
-    def left(self, running: Mapping[str, int], others: int, waiting: Sequence[int], now: float) -> float | None:
+    def left(self, running: Mapping[str, int], free: int, waiting: Sequence[int], now: float) -> float | None:
         """Seconds until all are done; None before any run has made a step.
 
-        `running`: the last step of each run that runs; `others`: how many slots do something else, which counts as
-        done soon; `waiting`: the last steps of runs that wait for a slot. A run without a pace of its own has the mean.
+        `running`: the last step of each run that runs; `free`: how many slots do nothing, or a warm start, which counts
+        as done soon; `waiting`: how many steps each run has left that waits. A run without a pace of its own has the
+        mean.
         """
         paces = {name: pace for name, entries in self.seen.items() if (pace := _seconds_per_step(entries))}
         if not paces:
             return None
         mean = fmean(paces.values())
-        slots = [0.0] * others
+        slots = [0.0] * free
         for name, last in running.items():
             step, at = self.seen[name][-1] if name in self.seen else (0, now)
-            slots.append(max((last - step) * paces.get(name, mean) - (now - at), 0.0))
+            pace = paces.get(name, mean)
+            # A step that takes longer than the others, as one with an evaluation does, takes no more off.
+            slots.append(max((last - step) * pace - min(now - at, pace), 0.0))
         heapq.heapify(slots)
-        for last in waiting if slots else ():
-            heapq.heapreplace(slots, slots[0] + last * mean)
+        for steps in waiting if slots else ():
+            heapq.heapreplace(slots, slots[0] + steps * mean)
         return max(slots, default=None)
 
 

@@ -90,7 +90,9 @@ def chart(
 def forest(rows: Sequence[tuple[int, str, float, float | None, float | None, str]], name: str) -> str:
     """One row for each (arm, label, mean, low, high, note): a point, its interval, and a line at 0."""
     longest = max((len(label) for _, label, *_ in rows), default=0)
-    height, left, right = 44 + 26 * len(rows), min(400, max(250, 14 + round(6.4 * longest))), 250
+    noted = max((len(note) for *_, note in rows), default=0)
+    height, left = 44 + 26 * len(rows), min(400, max(250, 14 + round(6.4 * longest)))
+    right = max(250, 28 + round(5.8 * noted))
     width = 2 * WIDTH - 60
     ends = [v for _, _, mean, low, high, _ in rows for v in (mean, low, high) if v is not None]
     x = linear([*ends, 0.0], lambda v: f"{100 * v:+.3g}" if v else "0")

@@ -159,7 +159,8 @@ class LongTask:
         self.style = ("compact" if is_arithmetic(tokenizer) else "question") if style == "auto" else style
         self.credit = _one_of(params, "credit", CREDITS)
         self.forget_carry = share(params, "forget_carry", self.style)
-        right = partial(recurrence, factors=_factors(params)) if name == "recurrence" else KINDS[name]
+        factors = _factors(params) if name == "recurrence" else ()
+        right = partial(recurrence, factors=factors) if factors else KINDS[name]
         self.kind: Kind = right
         if self.forget_carry:
             self.kind = partial(right, forget_carry=self.forget_carry)
@@ -172,7 +173,8 @@ class LongTask:
             self.steps = _lengths(params["steps"], "steps", MAX_STEPS)
         else:
             wanted = _lengths(params.get("tokens", 1024), "tokens", 1 << 20)
-            self.steps = tuple(steps_for(name, tokens, tokenizer, right) for tokens in wanted)
+            sized = KINDS[name] if factors in ((), FACTORS) else partial(recurrence, factors=[max(factors)])
+            self.steps = tuple(steps_for(name, tokens, tokenizer, sized) for tokens in wanted)
 
     def problem(self, index: int) -> Problem:
         """Number `index` of the training stream; held-out problems are drawn again."""
@@ -195,7 +197,7 @@ class LongTask:
             else:
                 misses += 1
             if misses == 20_000:
-                more = "steps or factors" if self.name == "recurrence" else "steps"
+                more = "lengths or factors" if self.name == "recurrence" else "steps"
                 raise UserError(
                     f"task.num_eval: {n} held-out problems are needed, but with steps = {list(self.steps)} there are "
                     f"only {len(found)}. Lower task.num_eval or take more {more}."
@@ -231,7 +233,7 @@ def _written(steps: Sequence[str], answer: str) -> str:
 
 def steps_for(name: str, tokens: int, tokenizer: Any, kind: Kind | None = None) -> int:
     """The largest number of steps whose worked solution has at most so many tokens, for one fixed problem of each size;
-    others of the size have about as many, up to a tenth more. `kind`: with its own parameters."""
+    others of the size have about as many, up to a tenth more. `kind`: with parameters."""
 
     def length(steps: int) -> int:
         drawn = (kind or KINDS[name])(random.Random(stable_hash("size", name)), steps)
@@ -294,10 +296,9 @@ def _one_of(params: Mapping[str, Any], key: str, known: Sequence[str]) -> str:
 
 def _factors(params: Mapping[str, Any]) -> tuple[int, ...]:
     given = _lengths(params.get("factors", FACTORS), "factors", 999)
-    if any(v % 2 == 0 or v % 5 == 0 for v in given):
+    if wrong := [v for v in dict.fromkeys(given) if v % 2 == 0 or v % 5 == 0]:
         raise UserError(
-            f"task.params.factors: must have no factor in common with 1000, so no even number and none that ends in "
-            f"5, got {list(given)}."
+            f"task.params.factors: {wrong[0]} has a factor in common with 1000. Take odd numbers that do not end in 5."
         )
     return given
 

@@ -71,6 +71,10 @@ def test_a_run_that_nan_ended_counts_with_its_last_evaluation(study: Study) -> N
     c, a2 = a_run("c", 0, "non-finite", 0, 5), a_run("a", 0, "started", 0, 5, 10)
     one = found(study, a2, c)["c", "mean"]
     assert one["to_step"] == 10 and one["mean"] == pytest.approx(mean(c, 1) - mean(a2, 1, 2), abs=1e-6)
+    early = a_run("b", 0, "non-finite", 0), a_run("b", 1, "started", 0, 5)
+    one = found(study, a2, a_run("a", 1, "started", 0, 5), *early)["b", "last"]
+    assert (one["seeds"], one["to_step"]) == ([0, 1], 5), "NaN before the first evaluation after the start counts, too"
+    assert one["by_seed"][0] == pytest.approx(mean(early[0], 0) - mean(a2, 1), abs=1e-6)
 
 
 def test_nothing_is_compared_before_an_evaluation_after_the_start(study: Study) -> None:

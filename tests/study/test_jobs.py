@@ -66,6 +66,13 @@ def test_one_that_fails_does_not_stop_the_others(ran, tmp_path: Path) -> None:
     assert tail(tmp_path / "a.log").startswith("a in ") and tail(tmp_path / "none.log") == ""
 
 
+def test_what_runs_and_what_waits_is_told(ran) -> None:
+    told: list[tuple[list[str], list[str]]] = []
+    ran([("a", 0.3, 0, ()), ("b", 0, 0, ("a",)), ("c", 0, 0, ())], 1, on_poll=lambda *names: told.append(names))
+    assert told[0] == (["a"], ["b", "c"]) and told[-1] == ([], [])
+    assert [names for names in told if names[0] == ["b"]][0] == (["b"], ["c"])
+
+
 def test_time_that_is_over_stops_what_runs_and_begins_nothing(ran) -> None:
     start = time.monotonic()
     ended, _ = ran([("a", 60, 143, ()), ("b", 60, 143, ())], 1, Halt(start + 1.5))

@@ -106,6 +106,13 @@ def test_the_forest_has_its_zero_and_its_intervals() -> None:
     assert len(bars) == 1 and dots[0] == zero and float(dots[1]) > float(bars[0].attrib["x2"]) > float(zero)
 
 
+def test_the_forest_leaves_room_for_its_notes() -> None:
+    for note in ("n", "-12.5 [-31.2, +50.0] to step 105: not finished"):
+        picture = ET.fromstring(forest([(0, "a", 0.0, -0.1, 0.1, note)], "difference"))
+        at, = (float(n.attrib["x"]) for n in picture.iter() if n.tag.endswith("text") and n.text == note)
+        assert at + 5.7 * len(note) < float(picture.attrib["viewBox"].split()[2]), "5.7 px a letter in a browser"
+
+
 def test_the_table_and_the_failures() -> None:
     data = results()
     first, second = table(data)

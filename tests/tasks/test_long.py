@@ -140,17 +140,18 @@ def test_a_recurrence_multiplies_by_the_given_factors(more: dict[str, Any]) -> N
     assert problems[:60] == [*map(plain.problem, range(60))], "the default is all of them"
 
 
-@pytest.mark.parametrize("factors", [3, 999])
-def test_lengths_in_tokens_are_those_with_the_given_factors(factors: int) -> None:
+@pytest.mark.parametrize("factors", [3, 999, [999, 1, 3], [1, 999]], ids=str)
+def test_lengths_in_tokens_are_those_with_the_largest_of_the_given_factors(factors: Any) -> None:
     made = LongTask("recurrence", {"tokens": 2048, "factors": factors, "forget_carry": 0.1}, 0, TOKENIZER)
-    assert all(0.88 * 2048 < len(TOKENIZER.encode(made.problem(i).solution)) < 1.12 * 2048 for i in range(20))
+    lengths = [len(TOKENIZER.encode(made.problem(i).solution)) for i in range(60)]
+    assert 0.9 * 2048 < min(lengths) <= max(lengths) < 1.12 * 2048
     assert steps_for("recurrence", 2048, TOKENIZER) != made.steps[0]
 
 
 @pytest.mark.parametrize(("factors", "message"), [
     ([], "must be a number from 1 to 999"), (0, "must be a number from 1 to 999"), (1001, "from 1 to 999"),
-    ("3", "must be a number from 1 to 999"), ([3, 4], r"no factor in common with 1000.*got \[3, 4\]"),
-    (15, "no even number"),
+    ("3", "must be a number from 1 to 999"), ([3, 4], "4 has a factor in common with 1000. Take odd numbers"),
+    (15, "15 has a factor in common"),
 ])
 def test_factors_that_a_recurrence_cannot_have(factors: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"task.params.factors: .*{message}|task.params.factors: {message}"):
@@ -160,8 +161,10 @@ def test_factors_that_a_recurrence_cannot_have(factors: Any, message: str) -> No
 def test_only_a_recurrence_has_factors() -> None:
     with pytest.raises(UserError, match="factors"):
         task("chain", factors=3)
-    with pytest.raises(UserError, match="there are only 76. Lower task.num_eval or take more steps or factors"):
+    with pytest.raises(UserError, match="there are only 76. Lower task.num_eval or take more lengths or factors"):
         task("recurrence", steps=1, factors=3).eval_problems(1000)
+    with pytest.raises(UserError, match=r"there are only \d+. Lower task.num_eval or take more steps\.$"):
+        task("tracking", steps=1).eval_problems(1000)
 
 
 @pytest.mark.parametrize("given", [0.03, 0.3, 0.9])

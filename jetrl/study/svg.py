@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, HEIGHT = 560, 300
-_LEFT, _RIGHT, _TOP, _FOOT = 62, 14, 12, 46
+_LEFT, _RIGHT, _TOP, _FOOT = 62, 20, 12, 46
 
 
 @dataclass(frozen=True, slots=True)

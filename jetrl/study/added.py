@@ -16,7 +16,7 @@ from jetrl import __version__
 from jetrl.errors import UserError
 from jetrl.report.text import counted
 from jetrl.study.plan import Planned, Study
-from jetrl.study.state import DONE, read_state
+from jetrl.study.state import DONE, is_done, read_state
 
 RESULTS = "study.json"
 _REMEDY = "Copy it again, or leave it out."
@@ -40,7 +40,7 @@ def read_added(
     found: dict[str, Added] = {}
     for path in paths:
         data = _checked(path, study)
-        there = [run for run in data["runs"] if run["status"] in DONE]
+        there = [run for run in data["runs"] if is_done(run)]
         done = [(known[place], run) for run in there if (place := (run["arm"], run["seed"])) in known]
         for planned, run in done:
             if planned.digest != run["digest"]:

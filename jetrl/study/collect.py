@@ -26,7 +26,7 @@ from jetrl.rl.mismatch import BY_POSITION
 from jetrl.study.added import Added, by_origin
 from jetrl.study.plan import Planned, Study
 from jetrl.study.rules import RULES, failures
-from jetrl.study.state import DONE, non_finite_step, read_state, run_folder
+from jetrl.study.state import is_done, non_finite_step, read_state, run_folder
 from jetrl.study.statistics import LEVEL, MIN_SEEDS, RESAMPLES, paired_difference
 
 SERIES = (
@@ -172,13 +172,11 @@ def _differences(study: Study, runs: Sequence[Run], other: str) -> list[dict[str
 
 def _compared(pairs: Sequence[tuple[Run, Run]]) -> tuple[list[tuple[Run, Run]], int | None]:
     """Those of `pairs` that are compared, and up to which step (None: to their end)."""
-    done = [pair for pair in pairs if all(run["status"] in DONE for run in pair)]
+    done = [pair for pair in pairs if all(map(is_done, pair))]
     if done:
         return done, None
-    begun = [
-        pair for pair in pairs if all(run["status"] in DONE or run["held_out"]["steps"][-1] > 0 for run in pair)
-    ]
-    reached = [run["held_out"]["steps"][-1] for pair in begun for run in pair if run["status"] not in DONE]
+    begun = [pair for pair in pairs if all(is_done(run) or run["held_out"]["steps"][-1] > 0 for run in pair)]
+    reached = [run["held_out"]["steps"][-1] for pair in begun for run in pair if not is_done(run)]
     return begun, min(reached, default=None)
 
 

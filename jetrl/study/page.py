@@ -15,7 +15,7 @@ from jetrl.report import html as report
 from jetrl.report.files import disk_errors
 from jetrl.report.text import counted, duration
 from jetrl.study.figures import GAP, figures, interval
-from jetrl.study.state import DONE
+from jetrl.study.state import is_done
 
 _HERE = Path(__file__).parent
 
@@ -30,7 +30,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
     machines = dict.fromkeys(_hardware(one["environment"]) for one in (data, *added))
     page = environment.get_template("study.html.j2").render(
         data=data, study=data["study"], hardware=", ".join(machines),
-        done=sum(map(_is_done, data["runs"])),
+        done=sum(map(is_done, data["runs"])),
         figures=[(title, note, Markup(svg), wide) for title, note, svg, wide in figures(data)],
         rows=table(data), failures=failure_rows(data), arm_styles=Markup(arm_styles(len(data["study"]["arms"]))),
         css=Markup(style + (_HERE / "study.css").read_text(encoding="utf-8")),
@@ -62,7 +62,7 @@ def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for number, arm in enumerate(data["study"]["arms"]):
         begun = [run for run in data["runs"] if run["arm"] == arm["name"] and run["held_out"]["steps"]]
-        done = [run for run in begun if _is_done(run)]
+        done = [run for run in begun if is_done(run)]
         runs = done or begun
         known = {d["against"]: d for d in data["differences"] if d["arm"] == arm["name"] and d["outcome"] == "last"}
         rows.append({
@@ -87,10 +87,6 @@ def failure_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
          f"step {one['step']}: {one['rule']}: {one['text']}{' (recovered)' if one['recovered'] else ''}")
         for run in data["runs"] for one in run["failures"]
     ]
-
-
-def _is_done(run: Mapping[str, Any]) -> bool:
-    return run["status"] in DONE
 
 
 def added_line(origin: Mapping[str, Any]) -> str:

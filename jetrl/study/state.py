@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.report.files import parse_row
@@ -14,6 +16,11 @@ from jetrl.study.plan import Planned
 
 DONE = ("finished", "non-finite")  # a run that diverged is a result too
 FAILED_FOLDER = "failed"  # in a run folder: what a run leaves that NaN or infinity has ended
+
+
+def is_done(run: Mapping[str, Any]) -> bool:
+    """Whether a run, as study.json has it, has a result."""
+    return run["status"] in DONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,9 +170,9 @@ class LongTask:
         if "steps" in params and "tokens" in params:
             raise UserError("task.params.steps: does not go together with task.params.tokens; take one of the two.")
         if "steps" in params:
-            self.steps = _lengths(params["steps"], "steps", MAX_STEPS)
+            self.steps = _numbers(params["steps"], "steps", MAX_STEPS)
         else:
-            wanted = _lengths(params.get("tokens", 1024), "tokens", 1 << 20)
+            wanted = _numbers(params.get("tokens", 1024), "tokens", 1 << 20)
             sized = KINDS[name] if factors in ((), FACTORS) else partial(recurrence, factors=[max(factors)])
             self.steps = tuple(steps_for(name, tokens, tokenizer, sized) for tokens in wanted)
 
@@ -233,7 +233,7 @@ def _written(steps: Sequence[str], answer: str) -> str:
 
 def steps_for(name: str, tokens: int, tokenizer: Any, kind: Kind | None = None) -> int:
     """The largest number of steps whose worked solution has at most so many tokens, for one fixed problem of each size;
-    others of the size have about as many, up to a tenth more. `kind`: with parameters."""
+    others of the size have about as many, up to a tenth more. `kind`: that of `name` with its parameters, if any."""
 
     def length(steps: int) -> int:
         drawn = (kind or KINDS[name])(random.Random(stable_hash("size", name)), steps)
@@ -295,7 +295,7 @@ def _one_of(params: Mapping[str, Any], key: str, known: Sequence[str]) -> str:
 
 
 def _factors(params: Mapping[str, Any]) -> tuple[int, ...]:
-    given = _lengths(params.get("factors", FACTORS), "factors", 999)
+    given = _numbers(params.get("factors", FACTORS), "factors", 999)
     if wrong := [v for v in dict.fromkeys(given) if v % 2 == 0 or v % 5 == 0]:
         raise UserError(
             f"task.params.factors: {wrong[0]} has a factor in common with 1000. Take odd numbers that do not end in 5."
@@ -303,7 +303,7 @@ def _factors(params: Mapping[str, Any]) -> tuple[int, ...]:
     return given
 
 
-def _lengths(value: Any, key: str, most: int) -> tuple[int, ...]:
+def _numbers(value: Any, key: str, most: int) -> tuple[int, ...]:
     given = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not given or any(type(v) is not int or not 1 <= v <= most for v in given):
         raise UserError(f"task.params.{key}: must be a number from 1 to {most}, or a list of such, got {value!r}.")

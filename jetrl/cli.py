@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from jetrl import __version__
 from jetrl.ending import ends_in_time
-from jetrl.errors import UserError, disk_full
+from jetrl.errors import UserError, disk_full, status_of
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.study.command import study
@@ -65,7 +65,7 @@ def _options(
 
 @ends_in_time()
 def main() -> None:
-    """Entry point: a user's mistake ends with one message and status 2, an interrupt with 130."""
+    """Entry point: a user's mistake ends with one message and status 2, a full GPU so with 3, an interrupt with 130."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -84,7 +84,7 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", markup=False, style="red")
-        raise SystemExit(2) from None
+        raise SystemExit(status_of(error)) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("jetrl: interrupted.")
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""The error that the CLI shows to a user as one message, without a traceback; and what a full disk looks like."""
+"""The errors that the CLI shows to a user as one message, without a traceback; and what a full disk looks like."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import errno
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. The message says what is wrong, with the values, and what to do about it."""
+    """A mistake that the user can fix. The message says what is wrong, with the values, and what to do about it.
+
+    `status`: that with which the program ends.
+    """
+
+    status = 2
+
+
+class OutOfMemory(UserError):
+    """A GPU is full. It has a status of its own, as the same run may fit once others have left the GPU."""
+
+    status = 3
+
+
+def status_of(error: BaseException) -> int:
+    """The status with which the program ends after an error that is told as one message."""
+    return error.status if isinstance(error, UserError) else UserError.status
 
 
 def disk_full(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ from jetrl.errors import UserError
 from jetrl.parallel import launch
 from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.together import by_first, common, together
+from jetrl.parallel.world import World
 from jetrl.precision.draw import flow_svg
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
@@ -324,13 +325,14 @@ def run_sft(config: Config) -> Path:
     """Only the warm start; returns the file that `run` will find."""
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
-    with no_silent_exit():
+    launch.phase("warm start")
+    with no_silent_exit(), told_when_out_of_memory(config, World()):
         session = build(pinned(config)[0], displays=Compiling)
-    with no_silent_exit(), Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
-        return warm_start(
-            session.model, session.config, session.task, session.tokenizer,
-            lambda step, loss: display.step({"step": step, "policy/loss": loss}), display.message,
-        )
+        with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
+            return warm_start(
+                session.model, session.config, session.task, session.tokenizer,
+                lambda step, loss: display.step({"step": step, "policy/loss": loss}), display.message,
+            )
 
 
 def evaluate_once(session: Session, console: Console | None = None) -> dict[str, float]:

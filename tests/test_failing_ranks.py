@@ -59,7 +59,7 @@ TRACE = r"\nTraceback (.*\n)+"
          STORE.replace(r"\(.*\)", r"\(no answer for 8 s\)")[:-2] + " or is stopped, or its machine is gone."),
         ("hangs in the rollout", {1}, LATE.format("gather")),
         ("hangs in the update", {1}, LATE.format("send_rows")),
-        ("out of memory", {1, 2}, r"rank 1: out of GPU memory in the phase update, .* CUDA out of memory\..*"),
+        ("out of memory", {1, 3}, r"rank 1: out of GPU memory in the phase update, .* CUDA out of memory\..*"),
         ("another config", {1, 2}, r"The ranks of this run differ: the config's digest is \w+ on rank 0, \w+ on .*"),
         ("another version", {1, 2}, r"The ranks of this run differ: jetrl's version is .* on rank 0, 0\.0\.1 on .*"),
         ("a reward that is wrong", {1, 2}, r"Reward function .*bad\.py:reward returned 7 scores for 8 completions\."),

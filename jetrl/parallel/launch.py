@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, status_of
 from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
     """Run the program of a rank and end the process by SystemExit.
 
     `told` is the message of a user's mistake, or None for an error of ours, which is shown with its traceback (so are
-    mistakes, with `debug`). Mistakes end with status 2, interrupts with 130, other errors with 1. Another rank's
-    failure ends this one with 1, without a word.
+    mistakes, with `debug`). Mistakes end with status 2 (a full GPU with 3), interrupts with 130, other errors with 1.
+    Another rank's failure ends this one with 1, without a word.
     """
     if SPAWNED in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -194,7 +194,7 @@ def _ended(error: BaseException, told: Callable[[Exception], str | None], debug:
     if isinstance(error, KeyboardInterrupt):
         failure = Failure(rank, "interrupted", "interrupted.", status=130)
     elif text is not None:
-        failure = Failure(rank, "mistake", text, trace if debug else "", PROGRESS.common, 2)
+        failure = Failure(rank, "mistake", text, trace if debug else "", PROGRESS.common, status_of(error))
     else:
         failure = Failure(rank, "bug", f"{type(error).__name__}: {error}", trace)
     watch, cause = _watch(), failure

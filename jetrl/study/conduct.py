@@ -53,6 +53,11 @@ class Conduct:
     def ended(self, end: Ended) -> None:
         """Note how a job ended, and tell it."""
         run, name = self.runs.get(end.job.name), end.job.name
+        if end.slots is not None:
+            self.jobs = end.slots
+            text = f"  {name}: out of GPU memory, not alone there; runs again, {self.jobs} side by side from now on"
+            self.console.print(text, markup=False)
+            return
         if end.status is None:
             if not end.asked:
                 self.crashed[name] = f"it did not start, because {', '.join(end.job.after)} failed"

@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+
+from jetrl.errors import OutOfMemory
 
 _POLL = 0.2
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
@@ -36,12 +38,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job ended. `status` None: it never began, because it was stopped or a job before it failed."""
+    """How a job ended. `status` None: it never began, because it was stopped or a job before it failed. `slots`: it ran
+    out of GPU memory and will run again, with so many side by side from now on."""
 
     job: Job
     status: int | None
     asked: bool  # whether it was asked to stop
     seconds: float = 0.0
+    slots: int | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class _Running:
     slot: int
     start: float
     asked: bool = False
+    shared: bool = False  # whether there was ever another one on its GPU
 
 
 @dataclass(slots=True)
@@ -105,22 +110,32 @@ def run_jobs(
     jobs: Sequence[Job], slots: Sequence[dict[str, str]], halt: Halt, on_end: Callable[[Ended], None],
     on_poll: Callable[[Sequence[str], Sequence[str]], None], held: Sequence[int] = (),
 ) -> None:
-    """Run all jobs, at most one in a slot. One that fails does not stop the others. `on_poll(names that run, names that
-    wait)`. The processes keep the descriptors `held` open."""
-    waiting, running = list(jobs), list[_Running]()
+    """Run all jobs, at most one in a slot. One that fails does not stop the others; one that runs out of GPU memory and
+    was not alone there runs again, and its slot stays empty. `on_poll(names that run, names that wait)`. The processes
+    keep the descriptors `held` open."""
+    waiting, running, in_use = list(jobs), list[_Running](), set(range(len(slots)))
     succeeded, over = set[str](), set[str]()
     try:
         while running or (waiting and not halt.asked):
             for one in [r for r in running if r.process.poll() is not None]:
                 running.remove(one)
+                end = Ended(one.job, one.process.returncode, one.asked, time.monotonic() - one.start)
+                if not halt.asked and end.status == OutOfMemory.status and one.shared:
+                    if _sharing(one.slot, in_use, slots):  # the last one on its GPU stays
+                        in_use.remove(one.slot)
+                    waiting.insert(0, one.job)
+                    on_end(replace(end, slots=len(in_use)))
+                    continue
                 over.add(one.job.name)
-                if one.process.returncode == 0:
+                if end.status == 0:
                     succeeded.add(one.job.name)
-                on_end(Ended(one.job, one.process.returncode, one.asked, time.monotonic() - one.start))
+                on_end(end)
             if halt.asked:
                 _ask(running, halt.signals > 1)
             else:
-                _start(waiting, running, slots, succeeded, over, on_end, held)
+                _start(waiting, running, slots, in_use, succeeded, over, on_end, held)
+            for one in running:
+                one.shared |= _sharing(one.slot, {other.slot for other in running}, slots)
             on_poll([one.job.name for one in running], [job.name for job in waiting])
             if running:
                 time.sleep(_POLL)
@@ -130,16 +145,24 @@ def run_jobs(
         on_end(Ended(job, None, True))
 
 
+def _sharing(slot: int, among: Collection[int], slots: Sequence[dict[str, str]]) -> bool:
+    """Whether another slot among these has the same GPU."""
+    def gpu(number: int) -> str | None:
+        return slots[number].get("CUDA_VISIBLE_DEVICES")
+
+    return any(other != slot and gpu(other) == gpu(slot) for other in among)
+
+
 def _start(
-    waiting: list[Job], running: list[_Running], slots: Sequence[dict[str, str]], succeeded: set[str], over: set[str],
-    on_end: Callable[[Ended], None], held: Sequence[int],
+    waiting: list[Job], running: list[_Running], slots: Sequence[dict[str, str]], in_use: Collection[int],
+    succeeded: set[str], over: set[str], on_end: Callable[[Ended], None], held: Sequence[int],
 ) -> None:
     """Fill the free slots with jobs that need not wait; jobs that wait for a failed one will never run."""
     for job in [j for j in waiting if any(name in over - succeeded for name in j.after)]:
         waiting.remove(job)
         over.add(job.name)
         on_end(Ended(job, None, False))
-    free = [slot for slot in range(len(slots)) if slot not in {one.slot for one in running}]
+    free = sorted(set(in_use) - {one.slot for one in running})
     for job in [j for j in waiting if all(name in succeeded for name in j.after)][: len(free)]:
         waiting.remove(job)
         slot = free.pop(0)

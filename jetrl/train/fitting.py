@@ -13,7 +13,7 @@ import torch
 
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.paths import absolute_paths
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemory, UserError
 from jetrl.parallel.calls import PROGRESS
 from jetrl.parallel.world import World
 from jetrl.spec import ModelSpec
@@ -224,7 +224,7 @@ def _gib(value: int | None) -> str:
 
 @contextmanager
 def told_when_out_of_memory(config: Config, world: World) -> Iterator[None]:
-    """A GPU's OutOfMemoryError becomes a UserError that names the phase and settings that would help.
+    """A GPU's OutOfMemoryError becomes our OutOfMemory, which names the phase and settings that would help.
 
     The launcher names the rank. Where the prediction says that the run fits, the advice is for a tenth less.
     """
@@ -232,7 +232,7 @@ def told_when_out_of_memory(config: Config, world: World) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         spec, phase = load_spec(absolute_paths(config))[1], PROGRESS.phase
-        raise UserError(out_of_memory(config, spec, world.size, phase, _capacity(), _line(error))) from error
+        raise OutOfMemory(out_of_memory(config, spec, world.size, phase, _capacity(), _line(error))) from error
 
 
 def out_of_memory(config: Config, spec: ModelSpec, ranks: int, phase: str, capacity: int, line: str) -> str:
@@ -243,7 +243,7 @@ def out_of_memory(config: Config, spec: ModelSpec, ranks: int, phase: str, capac
     memory = predict(config, spec, ranks, capacity)
     predicted = of(memory)
     told = f"out of GPU memory in the phase {phase}, of {capacity / GIB:.1f} GiB ({predicted / GIB:.1f} predicted). "
-    if phase not in _ROLLOUT and memory.kept_cache:
+    if phase not in (*_ROLLOUT, "warm start") and memory.kept_cache:
         told += (f"The KV cache of {memory.kept_cache / GIB:.1f} GiB stays during the update: set "
                  "rollout.keep_kv_cache=never to free it. ")
     if predicted + SPARE < 0.7 * capacity:

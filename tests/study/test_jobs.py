@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jetrl.errors import OutOfMemory
 from jetrl.study import jobs
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail
 
@@ -107,3 +108,73 @@ def test_an_error_in_between_leaves_no_process(ran, tmp_path: Path, monkeypatch:
     with pytest.raises(RuntimeError, match="ours"):
         ran([("a", 60, 0, ())], 1, on_poll=fails)
     assert made[0].wait(10) == -signal.SIGKILL
+
+
+OUT_OF_MEMORY = OutOfMemory.status
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run jobs (name, seconds, how many may run on its GPU) of a script that is out of memory when there are more."""
+    script = tmp_path / "job.py"
+    script.write_text(FULL)
+    popen = jobs.subprocess.Popen
+    monkeypatch.setattr(
+        jobs.subprocess, "Popen",
+        lambda command, **how: popen([sys.executable, str(script), str(tmp_path), *command[3:]], **how),
+    )
+
+    def run(given: list[tuple[str, float, int]], count: int, gpus: list[str]) -> tuple[list[Ended], list[list[str]]]:
+        made = [Job(name, (name, str(s), str(most)), tmp_path / f"{name}.log") for name, s, most in given]
+        ended, polled = list[Ended](), list[list[str]]()
+        run_jobs(made, environments(count, 1, gpus), Halt(), ended.append, lambda names, _: polled.append(list(names)))
+        return ended, polled
+
+    return run
+
+
+FULL = """\
+import os, sys, time
+from pathlib import Path
+name, seconds, most = sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+gpu = Path(sys.argv[1]) / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES')}"
+gpu.mkdir(exist_ok=True)
+(gpu / name).touch()
+time.sleep(0.4)  # until all that start together are here
+crowd = len(list(gpu.iterdir()))
+print(name, "of", crowd, flush=True)
+time.sleep(0.4 if crowd > most else seconds)  # until all have counted
+(gpu / name).unlink()
+sys.exit(3 if crowd > most else 0)
+"""
+
+
+def test_what_ran_out_of_memory_next_to_others_runs_again_with_fewer(full) -> None:
+    ended, polled = full([("a", 1.5, 9), ("b", 1.5, 9), ("c", 0.1, 2)], 3, ["0"])
+    assert [(e.job.name, e.status, e.slots) for e in ended if e.slots] == [("c", OUT_OF_MEMORY, 2)]
+    assert sorted((e.job.name, e.status) for e in ended if not e.slots) == [("a", 0), ("b", 0), ("c", 0)]
+    assert max(len(names) for names in polled) == 3
+    again = next(i for i, names in enumerate(polled) if "c" not in names)
+    assert max(len(names) for names in polled[again:]) == 2  # its slot stays empty
+
+
+def test_two_that_run_out_of_memory_together_both_run_again_one_after_the_other(full) -> None:
+    ended, polled = full([("a", 0.1, 1), ("b", 0.1, 1)], 2, ["0"])
+    assert [e.slots for e in ended] == [1, 1, None, None] and [e.status for e in ended[2:]] == [0, 0]
+    assert [names for i, names in enumerate(polled) if not i or names != polled[i - 1]][1:3] in (
+        [["a"], ["b"]], [["b"], ["a"]], [["a"], []], [["b"], []],
+    )
+
+
+def test_what_is_too_large_alone_has_failed(full) -> None:
+    ended, _ = full([("a", 0.1, 0)], 2, ["0"])
+    assert [(e.status, e.slots) for e in ended] == [(OUT_OF_MEMORY, None)]
+    ended, _ = full([("a", 0.1, 0), ("b", 0.1, 9)], 2, ["0", "1"])  # next to one on another GPU
+    assert sorted((e.job.name, e.status, e.slots) for e in ended) == [("a", OUT_OF_MEMORY, None), ("b", 0, None)]
+
+
+def test_what_is_too_large_everywhere_ends_after_few_tries(full) -> None:
+    ended, _ = full([(name, 0.1, 0) for name in "abcd"], 4, ["0", "1"])
+    assert sorted(e.job.name for e in ended if e.slots is None) == list("abcd")
+    assert len(ended) == 8 and {e.status for e in ended} == {OUT_OF_MEMORY}
+    assert min(e.slots for e in ended if e.slots) == 2  # one on each GPU

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jetrl.errors import OutOfMemory
 from jetrl.study import conduct as conducting
-from jetrl.study.jobs import Halt
+from jetrl.study.jobs import Ended, Halt, Job
 from jetrl.study.pace import Pace
 from jetrl.study.plan import Study, all_planned
 from jetrl.study.state import run_folder
@@ -98,3 +99,14 @@ def test_the_line_of_progress(
     assert line == f"  1:00: 0 of 4 runs done, {wanted}one-s0 1/2, warm-start-s1\n"
     going.halt.signals = 1
     assert seen(90.0, 1) == "  1:30: 0 of 4 runs done, stopping; one-s0 1/2, warm-start-s1\n"
+
+
+def test_a_run_without_memory_is_no_crash_and_takes_a_slot_away(tiny: Study, tmp_path: Path) -> None:
+    shown = io.StringIO()
+    runs = {run.name: run for run in all_planned(tiny, tmp_path)}
+    going = conducting.Conduct(tiny, tmp_path, runs, Console(file=shown, width=400, color_system=None), Halt(), 3)
+    for name in ("one-s0", "warm-start-s1"):
+        going.ended(Ended(Job(name, (), tmp_path / "log"), OutOfMemory.status, False, 1.0, slots=2))
+        wanted = f"  {name}: out of GPU memory, not alone there; runs again, 2 side by side from now on\n"
+        assert shown.getvalue().endswith(wanted)
+    assert going.jobs == 2 and not going.crashed and not going.done

@@ -11,7 +11,7 @@ from tiny import tiny_run
 from jetrl import loop
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemory, UserError
 from jetrl.parallel import launch
 from jetrl.spec import SHAPES
 from jetrl.train.fitting import GIB, GPUS, Change, advice, changes, cure, on_gpu, out_of_memory, report
@@ -125,6 +125,7 @@ def test_a_full_gpu_names_phase_and_settings() -> None:
     told = out_of_memory(kept, spec, 2, "update", H200, "")
     assert "stays during the update: set rollout.keep_kv_cache=never to free it. To need less: set" in told
     assert "rollout.keep_kv_cache" not in out_of_memory(kept, spec, 2, "rollout", H200, "")
+    assert "stays during the update" not in out_of_memory(kept, spec, 2, "warm start", H200, "")  # no cache yet
     asked = config_of("rollout.kv_cache_tokens=2000000")
     told = out_of_memory(asked, spec, 1, "rollout", H200, "")
     assert "set rollout.kv_cache_tokens=1000000" in told
@@ -137,7 +138,7 @@ def test_a_run_that_fills_its_gpu_ends_with_one_message(tmp_path: Path, monkeypa
     limits: list[float] = []
     monkeypatch.setattr(loop, "update", full)
     monkeypatch.setattr(launch, "set_limit", limits.append)
-    with pytest.raises(UserError, match=r"^out of GPU memory in the phase update, .*Something else holds.*Tried to"):
+    with pytest.raises(OutOfMemory, match=r"^out of GPU memory in the phase update, .*Something else holds.*Tried to"):
         tiny_run(tmp_path, {"train.collective_timeout": 77.0, "eval.eval_interval": 0})
     assert limits == [77.0]
 

@@ -1,4 +1,4 @@
-"""The errors that the CLI shows to a user as one message, without a traceback; and what a full disk looks like."""
+"""The errors that the CLI shows as one message, without a traceback; and what a full disk or GPU looks like."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ class OutOfMemory(UserError):
 def status_of(error: BaseException) -> int:
     """The status with which the program ends after an error that is told as one message."""
     return error.status if isinstance(error, UserError) else UserError.status
+
+
+def gpu_full(error: BaseException) -> bool:
+    """Whether an error means a full GPU: of torch's allocator, CUDA itself (contexts, graphs, kernels), or cuBLAS."""
+    signs = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
+             "CUBLAS_STATUS_ALLOC_FAILED")
+    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
 
 
 def disk_full(error: BaseException) -> bool:

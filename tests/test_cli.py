@@ -17,7 +17,7 @@ import pytest
 import torch
 from tiny import numbers, tiny_config, tiny_run
 
-from jetrl import cli
+from jetrl import cli, loop
 from jetrl.config import to_toml
 from jetrl.train import checkpoint
 
@@ -551,3 +551,17 @@ def test_the_installed_command(tmp_path: Path) -> None:
     helped = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True)
     verbs = ("train", "sft", "compare", "parity", "flow", "eval", "export", "report", "fetch")
     assert helped.returncode == 0 and all(verb in helped.stdout for verb in verbs)
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+def test_a_full_gpu_has_a_status_of_its_own(
+    verb: str, jetrl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    path = tmp_path / "warm.toml"
+    path.write_text(to_toml(tiny_config(tmp_path, {"sft.steps": 2})))
+    monkeypatch.setattr(loop, "warm_start", full)
+    status, _, told = jetrl(verb, path)
+    assert status == 3 and "jetrl: out of GPU memory in the phase warm start" in told and "Traceback" not in told

@@ -53,9 +53,9 @@ class Conduct:
     def ended(self, end: Ended) -> None:
         """Note how a job ended, and tell it."""
         run, name = self.runs.get(end.job.name), end.job.name
-        if end.slots is not None:
-            self.jobs = end.slots
-            text = f"  {name}: out of GPU memory, not alone there; runs again, {self.jobs} side by side from now on"
+        if end.again:
+            self.pace.seen.pop(name, None)  # its wait is no part of a step
+            text = f"  {name}: out of GPU memory next to others; it runs again when they have ended (--jobs: fewer fit)"
             self.console.print(text, markup=False)
             return
         if end.status is None:

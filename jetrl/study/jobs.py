@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,14 +38,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job ended. `status` None: it never began, because it was stopped or a job before it failed. `slots`: it ran
-    out of GPU memory and will run again, with so many side by side from now on."""
+    """How a job ended. `status` None: it never began, because it was stopped or a job before it failed. `again`: it ran
+    out of GPU memory next to others, and will run again."""
 
     job: Job
     status: int | None
     asked: bool  # whether it was asked to stop
     seconds: float = 0.0
-    slots: int | None = None
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -111,20 +111,18 @@ def run_jobs(
     on_poll: Callable[[Sequence[str], Sequence[str]], None], held: Sequence[int] = (),
 ) -> None:
     """Run all jobs, at most one in a slot. One that fails does not stop the others; one that runs out of GPU memory and
-    was not alone there runs again, and its slot stays empty. `on_poll(names that run, names that wait)`. The processes
-    keep the descriptors `held` open."""
-    waiting, running, in_use = list(jobs), list[_Running](), set(range(len(slots)))
+    was not alone there runs again at the end, alone. `on_poll(names that run, names that wait)`. The processes keep the
+    descriptors `held` open."""
+    waiting, again, running = list(jobs), list[Job](), list[_Running]()
     succeeded, over = set[str](), set[str]()
     try:
-        while running or (waiting and not halt.asked):
+        while running or ((waiting or again) and not halt.asked):
             for one in [r for r in running if r.process.poll() is not None]:
                 running.remove(one)
                 end = Ended(one.job, one.process.returncode, one.asked, time.monotonic() - one.start)
-                if not halt.asked and end.status == OutOfMemory.status and one.shared:
-                    if _sharing(one.slot, in_use, slots):  # the last one on its GPU stays
-                        in_use.remove(one.slot)
-                    waiting.insert(0, one.job)
-                    on_end(replace(end, slots=len(in_use)))
+                if end.status == OutOfMemory.status and one.shared and not one.asked:
+                    again.append(one.job)
+                    on_end(replace(end, again=True))
                     continue
                 over.add(one.job.name)
                 if end.status == 0:
@@ -133,47 +131,57 @@ def run_jobs(
             if halt.asked:
                 _ask(running, halt.signals > 1)
             else:
-                _start(waiting, running, slots, in_use, succeeded, over, on_end, held)
-            for one in running:
-                one.shared |= _sharing(one.slot, {other.slot for other in running}, slots)
-            on_poll([one.job.name for one in running], [job.name for job in waiting])
+                _start(waiting, running, slots, succeeded, over, on_end, held)
+                _start_again(again, running, slots, held)
+            gpus = [_gpu(slots, one.slot) for one in running]
+            for one, gpu in zip(running, gpus, strict=True):
+                one.shared |= gpus.count(gpu) > 1
+            on_poll([one.job.name for one in running], [job.name for job in (*waiting, *again)])
             if running:
                 time.sleep(_POLL)
     finally:  # an error here leaves no process behind
         _ask(running, kill=True)
-    for job in waiting:
+    for job in (*waiting, *again):
         on_end(Ended(job, None, True))
 
 
-def _sharing(slot: int, among: Collection[int], slots: Sequence[dict[str, str]]) -> bool:
-    """Whether another slot among these has the same GPU."""
-    def gpu(number: int) -> str | None:
-        return slots[number].get("CUDA_VISIBLE_DEVICES")
-
-    return any(other != slot and gpu(other) == gpu(slot) for other in among)
+def _gpu(slots: Sequence[dict[str, str]], slot: int) -> str | None:
+    return slots[slot].get("CUDA_VISIBLE_DEVICES")
 
 
 def _start(
-    waiting: list[Job], running: list[_Running], slots: Sequence[dict[str, str]], in_use: Collection[int],
-    succeeded: set[str], over: set[str], on_end: Callable[[Ended], None], held: Sequence[int],
+    waiting: list[Job], running: list[_Running], slots: Sequence[dict[str, str]], succeeded: set[str], over: set[str],
+    on_end: Callable[[Ended], None], held: Sequence[int],
 ) -> None:
     """Fill the free slots with jobs that need not wait; jobs that wait for a failed one will never run."""
     for job in [j for j in waiting if any(name in over - succeeded for name in j.after)]:
         waiting.remove(job)
         over.add(job.name)
         on_end(Ended(job, None, False))
-    free = sorted(set(in_use) - {one.slot for one in running})
+    free = [slot for slot in range(len(slots)) if slot not in {one.slot for one in running}]
     for job in [j for j in waiting if all(name in succeeded for name in j.after)][: len(free)]:
         waiting.remove(job)
-        slot = free.pop(0)
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        with job.log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "jetrl", *job.arguments], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, env=slots[slot], start_new_session=True, preexec_fn=_end_with_parent,
-                pass_fds=held,
-            )
-        running.append(_Running(job, process, slot, time.monotonic()))
+        running.append(_begun(job, free.pop(0), slots, held))
+
+
+def _start_again(
+    again: list[Job], running: list[_Running], slots: Sequence[dict[str, str]], held: Sequence[int]
+) -> None:
+    """Start what ran out of memory, one on each GPU that is idle, which it is once no other job can start."""
+    for slot in range(len(slots)):
+        if again and _gpu(slots, slot) not in {_gpu(slots, one.slot) for one in running}:
+            running.append(_begun(again.pop(0), slot, slots, held))
+
+
+def _begun(job: Job, slot: int, slots: Sequence[dict[str, str]], held: Sequence[int]) -> _Running:
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with job.log.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jetrl", *job.arguments], stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, env=slots[slot], start_new_session=True, preexec_fn=_end_with_parent,
+            pass_fds=held,
+        )
+    return _Running(job, process, slot, time.monotonic())
 
 
 def _end_with_parent() -> None:

@@ -13,8 +13,8 @@ import torch
 
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.paths import absolute_paths
-from jetrl.errors import OutOfMemory, UserError
-from jetrl.parallel.calls import PROGRESS
+from jetrl.errors import OutOfMemory, UserError, gpu_full
+from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
 from jetrl.parallel.world import World
 from jetrl.spec import ModelSpec
 from jetrl.train.memory import GIB, SPARE, Memory, predict
@@ -230,7 +230,9 @@ def told_when_out_of_memory(config: Config, world: World) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if came_by_lost_contact(error) or not gpu_full(error):
+            raise
         spec, phase = load_spec(absolute_paths(config))[1], PROGRESS.phase
         raise OutOfMemory(out_of_memory(config, spec, world.size, phase, _capacity(), _line(error))) from error
 
@@ -243,7 +245,7 @@ def out_of_memory(config: Config, spec: ModelSpec, ranks: int, phase: str, capac
     memory = predict(config, spec, ranks, capacity)
     predicted = of(memory)
     told = f"out of GPU memory in the phase {phase}, of {capacity / GIB:.1f} GiB ({predicted / GIB:.1f} predicted). "
-    if phase not in (*_ROLLOUT, "warm start") and memory.kept_cache:
+    if phase not in (*_ROLLOUT, "warm start") and memory.kept_cache >= GIB / 10:
         told += (f"The KV cache of {memory.kept_cache / GIB:.1f} GiB stays during the update: set "
                  "rollout.keep_kv_cache=never to free it. ")
     if predicted + SPARE < 0.7 * capacity:

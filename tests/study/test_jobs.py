@@ -112,10 +112,25 @@ def test_an_error_in_between_leaves_no_process(ran, tmp_path: Path, monkeypatch:
 
 OUT_OF_MEMORY = OutOfMemory.status
 
+FULL = """\
+import os, sys, time
+from pathlib import Path
+name, seconds, most = sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+gpu = Path(sys.argv[1]) / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES')}"
+gpu.mkdir(exist_ok=True)
+(gpu / name).touch()
+time.sleep(0.6)  # until all that start together are here
+crowd = len(list(gpu.iterdir()))
+print(name, "of", crowd, flush=True)
+time.sleep(0.6 if crowd > most else seconds)  # until all have counted
+(gpu / name).unlink()
+sys.exit(3 if crowd > most else 0)
+"""
+
 
 @pytest.fixture
 def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run jobs (name, seconds, how many may run on its GPU) of a script that is out of memory when there are more."""
+    """Run jobs (name, seconds, how many may be on its GPU, after) of a script that is out of memory when more are."""
     script = tmp_path / "job.py"
     script.write_text(FULL)
     popen = jobs.subprocess.Popen
@@ -124,57 +139,68 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         lambda command, **how: popen([sys.executable, str(script), str(tmp_path), *command[3:]], **how),
     )
 
-    def run(given: list[tuple[str, float, int]], count: int, gpus: list[str]) -> tuple[list[Ended], list[list[str]]]:
-        made = [Job(name, (name, str(s), str(most)), tmp_path / f"{name}.log") for name, s, most in given]
-        ended, polled = list[Ended](), list[list[str]]()
-        run_jobs(made, environments(count, 1, gpus), Halt(), ended.append, lambda names, _: polled.append(list(names)))
-        return ended, polled
+    def run(
+        given: list[tuple], count: int, gpus: list[str], halt: Halt | None = None
+    ) -> tuple[list[Ended], list[set[str]]]:
+        made = [Job(n, (n, str(s), str(most)), tmp_path / f"{n}.log", tuple(after)) for n, s, most, *after in given]
+        ended, ran = list[Ended](), list[set[str]]()
+
+        def poll(names: list[str], _: object) -> None:
+            if not ran or ran[-1] != set(names):
+                ran.append(set(names))
+            assert len(ran) < 50, "it goes on for ever"
+
+        run_jobs(made, environments(count, 1, gpus), halt or Halt(), ended.append, poll)
+        return ended, ran
 
     return run
 
 
-FULL = """\
-import os, sys, time
-from pathlib import Path
-name, seconds, most = sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-gpu = Path(sys.argv[1]) / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES')}"
-gpu.mkdir(exist_ok=True)
-(gpu / name).touch()
-time.sleep(0.4)  # until all that start together are here
-crowd = len(list(gpu.iterdir()))
-print(name, "of", crowd, flush=True)
-time.sleep(0.4 if crowd > most else seconds)  # until all have counted
-(gpu / name).unlink()
-sys.exit(3 if crowd > most else 0)
-"""
+def test_what_ran_out_of_memory_next_to_others_runs_again_at_the_end_alone(full) -> None:
+    ended, ran = full([("a", 1.0, 9), ("b", 1.0, 9), ("c", 0.1, 2), ("d", 2.0, 9)], 3, ["0"])
+    assert [e.job.name for e in ended if e.again] == ["c"]
+    assert sorted((e.job.name, e.status) for e in ended if not e.again) == [("a", 0), ("b", 0), ("c", 0), ("d", 0)]
+    assert ran[0] == {"a", "b", "c"} and {"a", "b", "d"} in ran, "its slot is free for the next one"
+    assert ended[-1].job.name == "c" and [names for names in ran if names][-1] == {"c"}
 
 
-def test_what_ran_out_of_memory_next_to_others_runs_again_with_fewer(full) -> None:
-    ended, polled = full([("a", 1.5, 9), ("b", 1.5, 9), ("c", 0.1, 2)], 3, ["0"])
-    assert [(e.job.name, e.status, e.slots) for e in ended if e.slots] == [("c", OUT_OF_MEMORY, 2)]
-    assert sorted((e.job.name, e.status) for e in ended if not e.slots) == [("a", 0), ("b", 0), ("c", 0)]
-    assert max(len(names) for names in polled) == 3
-    again = next(i for i, names in enumerate(polled) if "c" not in names)
-    assert max(len(names) for names in polled[again:]) == 2  # its slot stays empty
+def test_those_that_run_out_of_memory_together_run_again_one_after_the_other(full) -> None:
+    ended, ran = full([("a", 0.1, 1), ("b", 0.1, 1), ("c", 0.1, 1)], 3, ["0"])
+    assert [e.again for e in ended] == [True] * 3 + [False] * 3 and {e.status for e in ended[3:]} == {0}
+    assert all(len(names) < 2 for names in ran[ran.index({ended[3].job.name}):])
 
 
-def test_two_that_run_out_of_memory_together_both_run_again_one_after_the_other(full) -> None:
-    ended, polled = full([("a", 0.1, 1), ("b", 0.1, 1)], 2, ["0"])
-    assert [e.slots for e in ended] == [1, 1, None, None] and [e.status for e in ended[2:]] == [0, 0]
-    assert [names for i, names in enumerate(polled) if not i or names != polled[i - 1]][1:3] in (
-        [["a"], ["b"]], [["b"], ["a"]], [["a"], []], [["b"], []],
-    )
+def test_each_gpu_takes_one_that_ran_out_of_memory(full) -> None:
+    given = [(name, 1.0, 1) for name in "abcd"]
+    ended, ran = full(given, 4, ["0", "1"])
+    assert len([e for e in ended if e.again]) == 4 and {e.status for e in ended if not e.again} == {0}
+    assert any(len(names) == 2 for names in ran[-4:])
+
+
+def test_a_warm_start_without_memory_runs_again_before_its_arms(full) -> None:
+    ended, _ = full([("warm", 0.1, 1), ("other", 0.1, 9), ("arm", 0.1, 9, "warm")], 2, ["0"])
+    assert [(e.job.name, e.again) for e in ended if e.job.name != "other"] == [
+        ("warm", True), ("warm", False), ("arm", False)
+    ]
+    assert all(e.status == 0 for e in ended if not e.again)
 
 
 def test_what_is_too_large_alone_has_failed(full) -> None:
     ended, _ = full([("a", 0.1, 0)], 2, ["0"])
-    assert [(e.status, e.slots) for e in ended] == [(OUT_OF_MEMORY, None)]
+    assert [(e.status, e.again) for e in ended] == [(OUT_OF_MEMORY, False)]
     ended, _ = full([("a", 0.1, 0), ("b", 0.1, 9)], 2, ["0", "1"])  # next to one on another GPU
-    assert sorted((e.job.name, e.status, e.slots) for e in ended) == [("a", OUT_OF_MEMORY, None), ("b", 0, None)]
-
-
-def test_what_is_too_large_everywhere_ends_after_few_tries(full) -> None:
+    assert sorted((e.job.name, e.status, e.again) for e in ended) == [("a", OUT_OF_MEMORY, False), ("b", 0, False)]
     ended, _ = full([(name, 0.1, 0) for name in "abcd"], 4, ["0", "1"])
-    assert sorted(e.job.name for e in ended if e.slots is None) == list("abcd")
+    assert sorted(e.job.name for e in ended if not e.again) == list("abcd")
     assert len(ended) == 8 and {e.status for e in ended} == {OUT_OF_MEMORY}
-    assert min(e.slots for e in ended if e.slots) == 2  # one on each GPU
+
+
+def test_other_failures_next_to_others_are_not_tried_again(ran) -> None:
+    ended, _ = ran([("a", 0.5, 2, ()), ("b", 2.0, 0, ())], 2)
+    assert ended["a"].status == 2 and not ended["a"].again
+
+
+def test_a_stop_leaves_what_waits_for_its_second_try(full) -> None:
+    ended, _ = full([("a", 30.0, 9), ("b", 0.1, 1)], 2, ["0"], Halt(time.monotonic() + 3.0))
+    assert [(e.job.name, e.again) for e in ended] == [("b", True), ("a", False), ("b", False)]
+    assert ended[-1].status is None and ended[-1].asked

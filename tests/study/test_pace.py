@@ -101,12 +101,14 @@ def test_the_line_of_progress(
     assert seen(90.0, 1) == "  1:30: 0 of 4 runs done, stopping; one-s0 1/2, warm-start-s1\n"
 
 
-def test_a_run_without_memory_is_no_crash_and_takes_a_slot_away(tiny: Study, tmp_path: Path) -> None:
+def test_a_run_without_memory_is_no_crash(tiny: Study, tmp_path: Path) -> None:
     shown = io.StringIO()
     runs = {run.name: run for run in all_planned(tiny, tmp_path)}
     going = conducting.Conduct(tiny, tmp_path, runs, Console(file=shown, width=400, color_system=None), Halt(), 3)
+    going.pace.note("one-s0", 1, 10.0)
     for name in ("one-s0", "warm-start-s1"):
-        going.ended(Ended(Job(name, (), tmp_path / "log"), OutOfMemory.status, False, 1.0, slots=2))
-        wanted = f"  {name}: out of GPU memory, not alone there; runs again, 2 side by side from now on\n"
-        assert shown.getvalue().endswith(wanted)
-    assert going.jobs == 2 and not going.crashed and not going.done
+        going.ended(Ended(Job(name, (), tmp_path / "log"), OutOfMemory.status, False, 1.0, again=True))
+        assert shown.getvalue().endswith(
+            f"  {name}: out of GPU memory next to others; it runs again when they have ended (--jobs: fewer fit)\n"
+        )
+    assert not going.crashed and not going.done and not going.pace.seen

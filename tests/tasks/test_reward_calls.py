@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_run
 
 from jetrl.config import TaskConfig, parse_config
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemory, UserError
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.tasks.addition import AdditionTask
 from jetrl.tasks.environment import load_environment
@@ -130,6 +131,14 @@ def test_who_is_to_blame():
         with pytest.raises(UserError, match=message):
             call_reward(weighted((good, 1.0), (function, 1.0)), items("x"))
         assert call_reward(weighted((good, 1.0)), items("x")) == [1.0], "the loop lives on"
+
+
+def test_a_full_gpu_is_told_apart():
+    def full(completions):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(OutOfMemory, match=r"full raised OutOfMemoryError: CUDA out of memory\. \(.*, line \d+\)"):
+        call_reward(full, items("x"))
 
 
 def test_ctrl_c_in_a_function_is_no_mistake_of_it():

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny import numbers, tiny_config, tiny_run
 
 from jetrl import loop
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemory, UserError
 from jetrl.report.recorder import read_samples
 from jetrl.rollout.engine import PagedEngine
-from jetrl.train.checked_engine import CheckedEngine
+from jetrl.train.checked_engine import CheckedEngine, blamed
 from jetrl.train.checkpoint import newest
 from jetrl.train.engines import eos_ids, keep_cache
 from jetrl.train.setup import build, prepare
@@ -102,6 +103,14 @@ def test_an_engine_that_is_none_is_refused_before_the_run(tmp_path: Path, code: 
             prepare(tiny_config(tmp_path, changes))
     with pytest.raises(UserError, match="write jetrl, vllm, module:Class or"):
         tiny_run(tmp_path, changes | {"rollout.engine": "sglang"})
+
+
+def test_an_engine_without_gpu_memory_is_told_apart() -> None:
+    for error, kind in ((torch.OutOfMemoryError("CUDA out of memory."), OutOfMemory), (KeyError("ours"), UserError)):
+        with pytest.raises(UserError, match=rf"engine = own: step raised {type(error).__name__}: ") as told:
+            with blamed("own", "step"):
+                raise error
+        assert type(told.value) is kind
 
 
 @pytest.mark.parametrize(

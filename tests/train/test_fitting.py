@@ -13,8 +13,21 @@ from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.errors import OutOfMemory, UserError
 from jetrl.parallel import launch
+from jetrl.parallel.calls import LostContact
+from jetrl.parallel.world import World
 from jetrl.spec import SHAPES
-from jetrl.train.fitting import GIB, GPUS, Change, advice, changes, cure, on_gpu, out_of_memory, report
+from jetrl.train.fitting import (
+    GIB,
+    GPUS,
+    Change,
+    advice,
+    changes,
+    cure,
+    on_gpu,
+    out_of_memory,
+    report,
+    told_when_out_of_memory,
+)
 from jetrl.train.memory import Memory, predict
 
 RECIPE = find_recipe("gsm8k_qwen3_8b")
@@ -131,16 +144,30 @@ def test_a_full_gpu_names_phase_and_settings() -> None:
     assert "set rollout.kv_cache_tokens=1000000" in told
 
 
-def test_a_run_that_fills_its_gpu_ends_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("CUDA error: out of memory\nTried to start a context"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` Tried to"),
+])
+def test_a_run_that_fills_its_gpu_ends_with_one_message(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        raise error
 
     limits: list[float] = []
     monkeypatch.setattr(loop, "update", full)
     monkeypatch.setattr(launch, "set_limit", limits.append)
-    with pytest.raises(OutOfMemory, match=r"^out of GPU memory in the phase update, .*Something else holds.*Tried to"):
+    wanted = r"^out of GPU memory in the phase update, .*Something else holds.*CUDA "
+    with pytest.raises(OutOfMemory, match=wanted) as told:
         tiny_run(tmp_path, {"train.collective_timeout": 77.0, "eval.eval_interval": 0})
-    assert limits == [77.0]
+    assert limits == [77.0] and told.value.status == 3
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ours"), LostContact("gather: CUDA error: out of memory elsewhere")])
+def test_other_errors_stay_what_they_are(error: RuntimeError) -> None:
+    with pytest.raises(type(error), match=str(error)), told_when_out_of_memory(config_of(), World()):
+        raise error
 
 
 def test_a_config_for_a_cpu_is_predicted_as_on_a_gpu() -> None:

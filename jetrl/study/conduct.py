@@ -55,7 +55,7 @@ class Conduct:
         run, name = self.runs.get(end.job.name), end.job.name
         if end.again:
             self.pace.seen.pop(name, None)  # its wait is no part of a step
-            text = f"  {name}: out of GPU memory next to others; it runs again when they have ended (--jobs: fewer fit)"
+            text = f"  {name}: out of GPU memory next to others; runs again at the end, alone (fewer --jobs avoid this)"
             self.console.print(text, markup=False)
             return
         if end.status is None:

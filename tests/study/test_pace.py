@@ -109,6 +109,6 @@ def test_a_run_without_memory_is_no_crash(tiny: Study, tmp_path: Path) -> None:
     for name in ("one-s0", "warm-start-s1"):
         going.ended(Ended(Job(name, (), tmp_path / "log"), OutOfMemory.status, False, 1.0, again=True))
         assert shown.getvalue().endswith(
-            f"  {name}: out of GPU memory next to others; it runs again when they have ended (--jobs: fewer fit)\n"
+            f"  {name}: out of GPU memory next to others; runs again at the end, alone (fewer --jobs avoid this)\n"
         )
     assert not going.crashed and not going.done and not going.pace.seen

@@ -224,7 +224,7 @@ def _gib(value: int | None) -> str:
 
 @contextmanager
 def told_when_out_of_memory(config: Config, world: World) -> Iterator[None]:
-    """A GPU's OutOfMemoryError becomes our OutOfMemory, which names the phase and settings that would help.
+    """An error of a full GPU (`gpu_full`) becomes OutOfMemory, which names the phase and settings that would help.
 
     The launcher names the rank. Where the prediction says that the run fits, the advice is for a tenth less.
     """

@@ -32,6 +32,11 @@ def gpu_full(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
 
 
+def as_user_error(error: BaseException) -> type[UserError]:
+    """What an error of code that is not jetrl's becomes: `OutOfMemory` if it means a full GPU, else `UserError`."""
+    return OutOfMemory if gpu_full(error) else UserError
+
+
 def disk_full(error: BaseException) -> bool:
     """Whether an error means a full disk or quota. safetensors has its own exception, with the number as text."""
     numbers = (errno.ENOSPC, errno.EDQUOT)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jetrl.errors import gpu_full
 from jetrl.parallel.calls import PROGRESS, LostContact
 from jetrl.parallel.measures import WAITS
 
@@ -48,9 +49,9 @@ def contact(name: str, moved: Tensor | None = None) -> Iterator[None]:
     try:
         with WAITS.on(moved):
             yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if gpu_full(error):  # this rank's: what a peer lacks comes as a closed connection
+            raise
         raise LostContact(f"{name}: {error}") from error
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemory, UserError
 from jetrl.rollout.kv_cache import pages_in_memory
 from jetrl.rollout.limits import check_vocabulary, most_tokens
 from jetrl.rollout.pages import PageAllocator
@@ -282,6 +282,12 @@ class PagedEngine:
         if sizes[0] <= have and fits <= have * 9 // 8:  # memory was short before: another would hardly be larger
             return have
         self.runner.release()
+        if fits < sizes[0] and self.runner.device.type == "cuda":
+            room, wanted = (f"{pages * self.page_size:,}" for pages in (fits, sizes[0]))
+            raise OutOfMemory(
+                f"The GPU's free memory has room for a KV cache of {room} tokens, and the longest request may need "
+                f"{wanted}. Other processes may hold the rest; else shorten prompts or answers."
+            )
         return max(1, min(need, fits))
 
     def _completion(

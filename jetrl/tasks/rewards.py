@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from jetrl.config import Config
-from jetrl.errors import OutOfMemory, UserError, gpu_full
+from jetrl.errors import UserError, as_user_error
 from jetrl.tasks.calls import Call
 from jetrl.tasks.prompts import encode_text
 from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
@@ -225,7 +225,7 @@ def _checked(function: RewardFunction, call: Call, items: Sequence[Item]) -> Sco
         raise error
     if error is not None:  # a user's function may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise (OutOfMemory if gpu_full(error) else UserError)(
+        raise as_user_error(error)(
             f"Reward function {name} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}). "
             "Fix it; --debug shows the whole traceback."
         ) from error

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from jetrl.errors import OutOfMemory, UserError, disk_full, gpu_full
+from jetrl.errors import UserError, as_user_error, disk_full
 from jetrl.tasks.user_code import user_code
 from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
 
@@ -32,7 +32,7 @@ def blamed(name: str, call: str, cure: str = _USERS) -> Iterator[None]:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
-        raise (OutOfMemory if gpu_full(error) else UserError)(
+        raise as_user_error(error)(
             f"rollout.engine = {name}: {call} raised {type(error).__name__}: {error}{place}. {cure}."
         ) from error
 

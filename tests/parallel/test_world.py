@@ -8,7 +8,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from jetrl.parallel.world import ALONE, World
+from jetrl.parallel.calls import LostContact
+from jetrl.parallel.world import ALONE, World, contact
 
 
 def everything(world: World) -> dict[str, Any]:
@@ -48,3 +49,14 @@ def test_everything_arrives(size: int) -> None:
         assert one["even"] == [float(r) for r in range(size) for _ in range(2)]
         for senders, got in one["sent"].items():
             assert got == [[[r * 10.0 + rank] * 2] * rows[rank] for r in range(senders)]
+
+
+@pytest.mark.parametrize("error, kind", [
+    (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError),
+    (RuntimeError("CUDA error: out of memory"), RuntimeError),
+    (RuntimeError("Connection closed by peer"), LostContact),
+])
+def test_a_full_gpu_is_not_lost_contact(error: RuntimeError, kind: type[RuntimeError]) -> None:
+    with pytest.raises(RuntimeError) as told, contact("gather"):
+        raise error
+    assert type(told.value) is kind

@@ -10,12 +10,14 @@ import pytest
 import torch
 from hash_model import SPEC, BurstRunner, HashModel, Letters, learners_logprobs, make_engine, real_model, straight
 
-from jetrl.errors import UserError
+import jetrl.rollout.engine
+from jetrl.errors import OutOfMemory, UserError
 from jetrl.kernels.reference import round_heads
 from jetrl.kernels.reference_attention import read_cache, write_cache
 from jetrl.precision.formats import BF16, kv_head
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.kv_cache import KVCache, page_bytes, pages_in_memory
+from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.runner import ModelRunner
 from jetrl.rollout.stopper import Stopper
 from jetrl.types import Completion, Request, SamplingParams, StepReport, WeightSet
@@ -178,6 +180,18 @@ def test_page_copies_read_before_they_write() -> None:
     cache.copy_pages(torch.tensor([[0, 1], [1, 2], [2, 3]]))
     assert cache.keys[1, :, 0, 0, 0].tolist() == [0, 0, 1, 2]
     assert cache.layer(0).values[:, 1, 1, 3].tolist() == [10, 10, 11, 12]
+
+
+def test_memory_that_has_no_room_for_one_request_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, which others may hold. On a CPU the request is refused, as with `kv_cache_tokens`."""
+    engine, requests = make_engine(page_size=4), [Request(7, (1, 2, 3), SamplingParams(6))]
+    monkeypatch.setattr(jetrl.rollout.engine, "pages_in_memory", lambda *_: 2)
+    with pytest.raises(RefusedRequest, match="request 7: .* beyond the KV cache of 2 pages"):
+        engine.generate(requests)
+    monkeypatch.setattr(type(engine.runner), "device", torch.device("cuda"))
+    with pytest.raises(OutOfMemory, match="room for a KV cache of 8 tokens, and the longest request may need 12"):
+        engine.generate(requests)
+    assert not engine.has_work
 
 
 def test_an_fp8_cache_takes_its_bytes_and_copies_its_scales() -> None:

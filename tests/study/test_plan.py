@@ -45,7 +45,7 @@ def test_shipped_studies_are_valid_and_their_configs_survive_a_file(name: str, t
     assert study.against[0] == "bf16" or name == "wgrad"
 
 
-@pytest.mark.parametrize("name", ["h200_1k", "h200_4k", "h200_8k"])
+@pytest.mark.parametrize("name", ["h200_1k", "h200_4k", "h200_8k", "h200_wide"])
 def test_worked_solutions_fit_the_studies_with_long_answers(name: str) -> None:
     study = load_study(find_study(name))
     config = planned(study, Path("out"), study.arms[0], study.seeds[0]).config

@@ -16,6 +16,7 @@ from jetrl.report.files import disk_errors
 from jetrl.report.text import counted, duration
 from jetrl.study.figures import GAP, figures, interval
 from jetrl.study.state import is_done
+from jetrl.study.timing import SHARE, seconds_to_goal
 
 _HERE = Path(__file__).parent
 
@@ -32,7 +33,8 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
         data=data, study=data["study"], hardware=", ".join(machines),
         done=sum(map(is_done, data["runs"])),
         figures=[(title, note, Markup(svg), wide) for title, note, svg, wide in figures(data)],
-        rows=table(data), failures=failure_rows(data), arm_styles=Markup(arm_styles(len(data["study"]["arms"]))),
+        rows=table(data), share=f"{100 * SHARE:.0f}%", failures=failure_rows(data),
+        arm_styles=Markup(arm_styles(len(data["study"]["arms"]))),
         css=Markup(style + (_HERE / "study.css").read_text(encoding="utf-8")),
         js=Markup((_HERE / "study.js").read_text(encoding="utf-8")),
         settings=json.dumps({k: data["study"][k] for k in ("recipe", "overrides", "arms")}, indent=1),
@@ -59,7 +61,7 @@ def arm_styles(count: int) -> str:
 
 def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row for each arm, as texts: of its runs that are done, or of all while none is."""
-    rows = []
+    rows, goals = [], seconds_to_goal(data["runs"])
     for number, arm in enumerate(data["study"]["arms"]):
         begun = [run for run in data["runs"] if run["arm"] == arm["name"] and run["held_out"]["steps"]]
         done = [run for run in begun if is_done(run)]
@@ -73,6 +75,7 @@ def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
             "best": _spread([max(run["held_out"]["mean"]) for run in runs], 100, "%"),
             "gap": _gap([_mean(run, GAP) for run in runs]),
             "seconds": _time([run["seconds"]["values"][-1] for run in runs]),
+            "goal": _time(goals.get(arm["name"], [])),
             "failed": sum(bool(run["failures"]) for run in runs),
             "against": [interval(known[other]) if other in known else "–" for other in data["study"]["against"]],
         })

@@ -119,6 +119,7 @@ def test_the_table_and_the_failures() -> None:
     assert (first["seeds"], first["gap"], first["after"]) == ("2", "exactly 0", "80.0% (70.0 to 90.0)")
     assert (second["gap"], second["after"]) == ("2.00e-02", "40.0%")
     assert second["against"] == [interval(data["differences"][0])]
+    assert (first["goal"], second["goal"]) == ("0:34", "1:41"), "to 0.37 in the seed that both have"
     assert interval(data["differences"][0]) == "-10.0 [-20.0, -1.0]: worse" and failure_rows(data) == []
     going = copy.deepcopy(data)
     going["runs"][1] |= {"status": "started"}

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from jetrl.study.svg import Line, Scale, chart, decades, doubling, forest, linear
+from jetrl.study.timing import seconds_at
 
 Data = Mapping[str, Any]
 GAP = "parity/logprob_abs_diff_mean"
@@ -81,10 +82,11 @@ def by_seconds(data: Data) -> str:
     for number, arm in enumerate(data["study"]["arms"]):
         values: dict[int, list[tuple[float, float]]] = {}
         for run in _runs(data, arm["name"]):
-            seconds = dict(zip(run["seconds"]["steps"], run["seconds"]["values"], strict=True))
+            clock = seconds_at(run)
             for step, value in zip(*_score(run), strict=True):
-                if seconds.get(step) is not None:
-                    values.setdefault(step, []).append((seconds[step], value))
+                seconds = clock.get(step)
+                if seconds is not None:
+                    values.setdefault(step, []).append((seconds, value))
         if values:
             points = [values[step] for step in sorted(values)]
             ys = [[y for _, y in point] for point in points]

@@ -20,31 +20,33 @@ def seconds_to_goal(runs: Sequence[Run]) -> dict[str, list[float]]:
     """
     done = {(run["arm"], run["seed"]): run for run in runs if is_done(run) and run["held_out"]["steps"]}
     arms = list(dict.fromkeys(arm for arm, _ in done))
-    found: dict[str, list[Any]] = {arm: [] for arm in arms}
+    found: dict[str, list[Any]] = {}
     for seed in sorted({seed for _, seed in done}):
-        same = [done[arm, seed] for arm in arms if (arm, seed) in done]
-        if len(same) < len(arms):
+        if not all((arm, seed) in done for arm in arms):
             continue
+        same = [done[arm, seed] for arm in arms]
         start = min(run["held_out"]["mean"][0] for run in same)
         reached = min(max(run["held_out"]["mean"]) for run in same)
         times = [_seconds_to(run, start + SHARE * (reached - start)) for run in same]
         if reached > start and None not in times:
             for arm, seconds in zip(arms, times, strict=True):
-                found[arm].append(seconds)
-    return {arm: times for arm, times in found.items() if times}
+                found.setdefault(arm, []).append(seconds)
+    return found
+
+
+def seconds_at(run: Run) -> dict[int, float | None]:
+    """Seconds of training up to each step of a run; None where a step's time was not finite."""
+    return dict(zip(run["seconds"]["steps"], run["seconds"]["values"], strict=True))
 
 
 def _seconds_to(run: Run, goal: float) -> float | None:
-    """When a run first reaches `goal`; None if it does not, or where its times are not known."""
-    clock = dict(zip(run["seconds"]["steps"], run["seconds"]["values"], strict=True))
-    scores: list[float] = run["held_out"]["mean"]
+    """When a run, whose best score is at least `goal`, first reaches it. None where its times are not known."""
+    clock, scores = seconds_at(run), run["held_out"]["mean"]
     times: list[Any] = [clock.get(step) for step in run["held_out"]["steps"]]
     if None in times:
         return None
-    before, behind = times[0], scores[0]
-    for after, score in zip(times, scores, strict=True):
-        if score >= goal:
-            part = (goal - behind) / (score - behind) if behind < goal else 0.0
-            return float(before + part * (after - before))
-        before, behind = after, score
-    return None
+    place = next(i for i, score in enumerate(scores) if score >= goal)
+    if place == 0:
+        return float(times[0])
+    part = (goal - scores[place - 1]) / (scores[place] - scores[place - 1])
+    return float(times[place - 1] + part * (times[place] - times[place - 1]))

@@ -40,7 +40,7 @@ from jetrl.train.pin import Pin, pinned, pins_of, record
 from jetrl.train.publish import publish
 from jetrl.train.reduction import own_numbers
 from jetrl.train.resume import data_digests
-from jetrl.train.setup import Session, build
+from jetrl.train.setup import Session, begin, build, build_model
 from jetrl.train.sft import warm_start
 from jetrl.train.step import update
 from jetrl.train.stopping import GivenUp, StopRequest
@@ -322,15 +322,16 @@ def due(interval: int, step: int, config: Config) -> bool:
 
 
 def run_sft(config: Config) -> Path:
-    """Only the warm start; returns the file that `run` will find."""
+    """Only the warm start, without an engine; returns the folder that `run` will find."""
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
     launch.phase("warm start")
     with no_silent_exit(), told_when_out_of_memory(config, World()):
-        session = build(pinned(config)[0], displays=Compiling)
+        config, plan, _ = begin(pinned(config)[0], displays=Compiling)
+        model = build_model(config, plan.spec, plan.recipe)
         with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
             return warm_start(
-                session.model, session.config, session.task, session.tokenizer,
+                model, config, plan.task, plan.tokenizer,
                 lambda step, loss: display.step({"step": step, "policy/loss": loss}), display.message,
             )
 

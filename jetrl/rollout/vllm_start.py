@@ -28,6 +28,7 @@ from jetrl.spec import ModelSpec
 TRIED = {"0.24.0": "on a GPU", "0.32.0": "on a CPU"}
 ENGINE = 'rollout.engine = "vllm"'
 _SHARE = {True: 0.6, False: 0.35}  # of the free GPU memory for vLLM's cache, with and without sleep
+WORKER = "jetrl.rollout.vllm_worker.Worker"  # on a GPU
 _PAGE = 128  # the largest page of vLLM's caches
 
 
@@ -172,7 +173,10 @@ def options(config: Config, spec: ModelSpec, folder: Path) -> dict[str, Any]:
     if free is not None:
         # The cache's size is given, so this share sizes nothing. vLLM only refuses to start where less than it is free,
         # which it reads later than we do: another run on this GPU may have taken some by then.
-        found |= {"enable_sleep_mode": config.vllm.sleep, "gpu_memory_utilization": round(0.1 * free / total, 4)}
+        found |= {
+            "enable_sleep_mode": config.vllm.sleep, "gpu_memory_utilization": round(0.1 * free / total, 4),
+            "worker_cls": WORKER,
+        }
     return found
 
 

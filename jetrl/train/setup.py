@@ -127,18 +127,7 @@ def build(
     is only sampled from, and `model.path` is a folder on every rank's disk; there are no masters and no optimizer then,
     and each rank reads all weights: it needs them whole. `displays`: shows how kernels are compiled ahead of need.
     """
-    if not evaluates:
-        check_lanes(config, world)
-    check_engine(config, world)
-    given, config = config, absolute_paths(config)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    torch.use_deterministic_algorithms(True)
-    # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = by_each(world, lambda: prepare(config, trains=not evaluates))
-    # before the model: workers need memory of the GPU
-    before = compile_ahead(config, plan.spec, world, displays, trains=not evaluates)
+    given, (config, plan, before) = config, begin(config, trains=not evaluates, world=world, displays=displays)
     if not evaluates:
         model = build_model(config, plan.spec, plan.recipe, weights=weights, world=world)
         learner = build_learner(config, model, world)
@@ -160,6 +149,27 @@ def build(
         conversations=build_conversations(config, plan), given=given, before=before,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
     )
+
+
+def begin(
+    config: Config, *, trains: bool = True, world: World = ALONE, displays: Displays | None = None,
+) -> tuple[Config, Prepared, dict[str, float]]:
+    """What comes before a model: checks, the settings of the process, and kernels that are compiled ahead of need.
+
+    The config that is returned has absolute paths only; the numbers are metrics of the compilation. A collective.
+    """
+    if trains:
+        check_lanes(config, world)
+    check_engine(config, world)
+    config = absolute_paths(config)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.use_deterministic_algorithms(True)
+    # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    plan = by_each(world, lambda: prepare(config, trains=trains))
+    # before the model: workers need memory of the GPU
+    return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
 
 
 def check_lanes(config: Config, world: World) -> None:

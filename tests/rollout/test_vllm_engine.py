@@ -4,6 +4,7 @@ the real one where it is installed."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import random
@@ -30,7 +31,7 @@ from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.rollout import vllm_scales
 from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.vllm_engine import VllmEngine, draw_seed
-from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive
+from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive, options
 from jetrl.rollout.vllm_weights import Layout, check
 from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.setup import Session, build, prepare
@@ -293,6 +294,43 @@ def test_conversations_and_sleep_between_rollouts(
         f"perf/vllm_{what}_s" for what in ["sync", "wake", "sleep", "check"] + ["calibrate"] * (kv_cache == "fp8")
     }
     assert ("vllm/k_scale_max" in row) == (kv_cache == "fp8")
+
+
+def test_sleep_on_a_gpu_that_other_processes_use(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker import gpu_worker
+
+    config = tiny_config(tmp_path, BASE)
+    session, llm = session_of(tmp_path, sleeps=True)
+    session.engine.add([request(0)])
+    finish(session.engine)
+    monkeypatch.setattr(gpu_worker, "freed", -1)
+    session.engine.add([request(1)])
+    with pytest.raises(UserError, match="AssertionError: Memory usage increased"):  # vLLM's own worker
+        finish(session.engine)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 << 30, 10 << 30))
+    on_gpu = options(config.model_copy(update={"device": "cuda"}), session.model.spec, tmp_path)
+    assert on_gpu["worker_cls"] == "jetrl.rollout.vllm_worker.Worker"
+    monkeypatch.delitem(sys.modules, "jetrl.rollout.vllm_worker", raising=False)  # one of this test's stand-in
+    worker = importlib.import_module("jetrl.rollout.vllm_worker").Worker(llm)
+    del sys.modules["jetrl.rollout.vllm_worker"]
+    monkeypatch.setattr(llm, "worker", worker)
+    llm.log.clear()
+    worker.sleep(2)
+    assert llm.log == ["sleep"]
+    with pytest.raises(AssertionError, match="all that jetrl calls"):  # any other assertion is told
+        worker.sleep(1)
+
+
+def test_a_warm_start_needs_no_engine(tmp_path: Path, fake: Any) -> None:
+    settings = {"sft.steps": 2, "sft.batch_size": 4, "sft.cache_dir": str(tmp_path / "warm")}
+    made = len(fake.engines)
+    alone = loop.run_sft(tiny_config(tmp_path, BASE | settings))
+    assert alone.is_dir() and len(fake.engines) == made
+    tiny_run(tmp_path, BASE | settings | {"train.steps": 1})  # and a run finds it
+    assert len(fake.engines) == made + 1 and list((tmp_path / "warm").iterdir()) == [alone]
 
 
 def test_scales_of_the_cache_are_measured_on_the_steps_own_sequences(

@@ -2,12 +2,14 @@
 
 It has vLLM's traps: a constructor that seeds all generators, operators without a deterministic version, no stop at the
 end of sequence, fused projections, vocabularies padded to 64, a loader that knows only listed names and dtypes, a
-prefix cache that outlives weights, weights that are gone after sleep level 2, scales of an FP8 cache that are 1 after
+prefix cache that outlives weights, weights that are gone after sleep level 2, a sleep that fails where another process
+took memory of the GPU, scales of an FP8 cache that are 1 after
 waking, and (as on a CPU) a tied lm_head that keeps the values of the start. It computes with transformers' model.
 """
 
 import json
 import random
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +129,8 @@ class LLM:
         self.options, self.log = options, []
         self.model, self.asleep = Model(config), set()
         self.llm_engine = Engine(self)
+        module, _, name = options.get("worker_cls", "vllm.v1.worker.gpu_worker.Worker").rpartition(".")
+        self.worker = getattr(import_module(module), name)(self)
         engines.append(self)
 
     def collective_rpc(self, method, kwargs):
@@ -139,12 +143,8 @@ class LLM:
         return [function(self.model)]
 
     def sleep(self, level):
-        assert level == 2 and not self.llm_engine.requests
-        self.log.append("sleep")
+        self.worker.sleep(level)
         self.asleep = {"weights", "kv_cache"}
-        for parameter in self.model.theirs.values():
-            parameter.view(torch.uint8).fill_(255)  # NaN, in all formats
-        self.llm_engine.cached.clear()
 
     def wake_up(self, tags):
         assert set(tags) <= self.asleep

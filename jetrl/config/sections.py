@@ -266,7 +266,10 @@ class SFTConfig(Section):
 
     def problems(self) -> Iterator[str]:
         if 0 < self.steps < self.warmup_steps:
-            yield f"sft.warmup_steps: must be at most sft.steps = {self.steps}, got {self.warmup_steps}"
+            yield (
+                f"sft.warmup_steps: must be at most sft.steps = {self.steps}, got {self.warmup_steps}; for a short "
+                "warm start add sft.warmup_steps=0"
+            )
 
 
 class EvalConfig(Section):

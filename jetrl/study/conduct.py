@@ -63,7 +63,10 @@ class Conduct:
                 self.crashed[name] = f"it did not start, because {', '.join(end.job.after)} failed"
             return
         if run is None:  # a warm start
-            if end.status and not end.asked:
+            if end.status and end.asked:
+                text = f"  {name}: given up, and made from its beginning next time"
+                self.console.print(text, style="dim", markup=False)
+            elif end.status:
                 self._crash(end)
             return
         folder = run_folder(self.out, run)
@@ -247,7 +250,7 @@ def _results(whole: Study, study: Study, out: Path, added: Mapping[str, Added]) 
 def _tell(going: Conduct, plan: Sequence[Planned], written: tuple[Path, Path] | None) -> None:
     say, undone = going.console.print, len(plan) - going.done
     if undone and not going.crashed:
-        say(f"{undone} of {len(plan)} runs are not finished. The same command goes on from here.")
+        say(f"Not finished: {undone} of {counted(len(plan), 'run')}. The same command goes on from here.")
     for name, text in going.crashed.items():
         say(f"\n{name} crashed; its output ends with\n{text}", markup=False, style="red")
     if going.crashed:

@@ -75,7 +75,7 @@ def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
             "best": _spread([max(run["held_out"]["mean"]) for run in runs], 100, "%"),
             "gap": _gap([_mean(run, GAP) for run in runs]),
             "seconds": _time([run["seconds"]["values"][-1] for run in runs]),
-            "goal": _time(goals.get(arm["name"], [])),
+            "goal": _times(goals.get(arm["name"], [])),
             "failed": sum(bool(run["failures"]) for run in runs),
             "against": [interval(known[other]) if other in known else "–" for other in data["study"]["against"]],
         })
@@ -125,3 +125,9 @@ def _gap(values: Sequence[float | None]) -> str:
 def _time(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return duration(fmean(known)) if known else "–"
+
+
+def _times(values: Sequence[float]) -> str:
+    """Mean, and the shortest and longest of several."""
+    text = _time(values)
+    return f"{text} ({duration(min(values))} to {duration(max(values))})" if len(values) > 1 else text

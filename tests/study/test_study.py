@@ -95,7 +95,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_elsewhere(
     here = conducting.run_jobs
     monkeypatch.setattr(conducting, "run_jobs", stopped_after_one)
     status, text = conducted(tiny, out, arms="one", seeds="0")
-    assert status == 0 and "stopped after step 1" in text and "1 of 1 runs are not finished" in text
+    assert status == 0 and "stopped after step 1" in text and "Not finished: 1 of 1 run." in text
     assert read_json(out / "study.json")["runs"][0]["status"] == "started"
     monkeypatch.setattr(conducting, "run_jobs", here)
     moved = tmp_path / "another" / "machine"
@@ -105,6 +105,18 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_elsewhere(
     a, b = (read_json(o / "study.json")["runs"][0] for o in (whole, moved))
     same = ("status", "step", "digest", "held_out", "by_position", "failures")
     assert {k: a[k] for k in same} == {k: b[k] for k in same}  # to the bit, as if it had never stopped
+
+
+def test_a_stopped_warm_start_is_told(tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
+        warm = Job("warm-start-s0", ("sft", "one-s0.toml"), tmp_path / "warm.log")
+        on_end(Ended(warm, -15, True))
+        on_end(Ended(jobs[0], None, True))
+
+    monkeypatch.setattr(conducting, "run_jobs", stopped)
+    status, text = conducted(tiny, tmp_path / "out")
+    assert status == 0 and "warm-start-s0: given up, and made from its beginning next time" in text
+    assert "Not finished: 4 of 4 runs." in text
 
 
 def test_a_crash_is_an_error_and_a_divergence_is_a_result(

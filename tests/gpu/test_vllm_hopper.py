@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,14 @@ ARCH: dict[str, object] = {
 }
 BASE: dict[str, object] = {"device": "cuda", "train.steps": 3, "vllm.check_weights": True, "vllm.enforce_eager": True}
 FP8 = {"precision": "fp8"}
+OTHER_PROCESS = """
+import torch
+print("ready", len(torch.empty(1, device="cuda")), flush=True)
+while True:
+    held = [torch.empty(1 << 26, dtype=torch.uint8, device="cuda") for _ in range(100)]
+    del held
+    torch.cuda.empty_cache()
+"""
 POW2 = {"quant.weight_scale": "pow2", "quant.activation_scale": "pow2"}
 
 
@@ -59,6 +69,17 @@ def test_scales_stay_what_was_published(tmp_path: Path, sleep: bool) -> None:
     rows, _ = vllm_cases.run(tmp_path, changes, ARCH)
     means = [row["parity/logprob_abs_diff_mean"] for row in rows[1:]]
     assert len(means) == 3 and all(0 < mean < 0.5 for mean in means), means
+
+
+def test_sleep_while_another_process_takes_memory(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", OTHER_PROCESS], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline().startswith("ready")
+        rows, _ = vllm_cases.run(tmp_path, BASE | {"precision": "bf16", "train.steps": 20}, ARCH)
+        assert other.poll() is None
+    finally:
+        other.kill()
+    assert len(rows) == 21 and all(0 < row[GAP] < 0.1 for row in rows[1:])
 
 
 def test_conversations_and_a_resumed_run(tmp_path: Path) -> None:

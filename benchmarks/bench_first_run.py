@@ -168,7 +168,7 @@ def requests(case: Case) -> list[Request]:
 def rollout(case: Case, compilers: Compilers) -> dict[str, Any]:
     from jetrl.model.transformer import Transformer
     from jetrl.rollout.engine import PagedEngine
-    from jetrl.train.setup import recipe_of
+    from jetrl.train.prepare import recipe_of
 
     config, spec = case.config, case.spec
     model = Transformer(spec, recipe_of(config, spec), master_dtype=None).to("cuda")
@@ -238,6 +238,7 @@ def update(case: Case, compilers: Compilers) -> dict[str, Any]:
     from jetrl.train import setup
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
+    from jetrl.train.prepare import recipe_of
     from jetrl.train.step import update as one_update
 
     config, spec = case.config, replace(case.spec, num_layers=min(4, case.spec.num_layers))
@@ -253,7 +254,7 @@ def update(case: Case, compilers: Compilers) -> dict[str, Any]:
         torch.cuda.synchronize()
 
     with measured(row, compilers):
-        model = setup.build_model(config, spec, setup.recipe_of(config, spec), weights=False)
+        model = setup.build_model(config, spec, recipe_of(config, spec), weights=False)
         learner = setup.build_learner(config, model)
         once(learner)
     start = time.perf_counter()

@@ -27,7 +27,7 @@ from jetrl.model.weights import published, published_bytes
 from jetrl.precision.flow import flow_digest
 from jetrl.rollout.vllm_engine import VllmEngine
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.train.setup import recipe_of
+from jetrl.train.prepare import recipe_of
 from jetrl.types import Request, SamplingParams, WeightSet
 
 LENGTHS = (64, 32)  # of prompts and answers

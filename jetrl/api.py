@@ -36,8 +36,9 @@ from jetrl.subject import (
 )
 from jetrl.tasks.tokenizer import BUILTIN_PREFIX, is_arithmetic
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
+from jetrl.train.prepare import load_spec, recipe_of
 from jetrl.train.publish import publish
-from jetrl.train.setup import build, build_model, build_published, load_spec, recipe_of
+from jetrl.train.setup import build, build_model, build_published
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
 
 if TYPE_CHECKING:

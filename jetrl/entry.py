@@ -86,7 +86,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     from jetrl.config.shipped import find_recipe
     from jetrl.train.fitting import gpu_named, on_gpu, report
     from jetrl.train.pin import pinned, weights_to_come
-    from jetrl.train.setup import prepare
+    from jetrl.train.prepare import prepare
 
     if gpu:
         gpu_named(gpu)
@@ -111,7 +111,7 @@ def shown_flow(recipe: str, overrides: list[str]) -> tuple[Config, ModelSpec, Re
 
     from jetrl.config import load_config, resolve
     from jetrl.config.shipped import find_recipe
-    from jetrl.train.setup import recipe_of, spec_of
+    from jetrl.train.prepare import recipe_of, spec_of
 
     given = load_config(find_recipe(recipe), overrides)
     for_gpu = given.device == "cuda" or given.kernels not in ("auto", "reference")

@@ -23,7 +23,8 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.train.setup import build_model, build_published, check_experts, load_spec, model_source, recipe_of
+from jetrl.train.prepare import check_experts, load_spec, model_source, recipe_of
+from jetrl.train.setup import build_model, build_published
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ def _require_machine(left: Sequence[Planned], plan: Sequence[Planned]) -> None:
     """Refuse a study with arms that are left to run and that this machine cannot run, before the first one."""
     import torch
 
-    from jetrl.train.setup import prepare
+    from jetrl.train.prepare import prepare
 
     for run in {run.arm.name: run for run in left}.values():
         if run.config.device == "cuda" and not torch.cuda.is_available():

@@ -18,7 +18,7 @@ from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
 from jetrl.parallel.world import World
 from jetrl.spec import ModelSpec
 from jetrl.train.memory import GIB, SPARE, Memory, predict
-from jetrl.train.setup import load_spec
+from jetrl.train.prepare import load_spec
 
 GPUS = {"h100": int(79.1 * GIB), "h200": int(139.8 * GIB)}  # as torch reports them
 MOST_RANKS = 64

@@ -33,6 +33,7 @@ from jetrl.train import setup
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import packed
 from jetrl.train.passes import estimate
+from jetrl.train.prepare import recipe_of
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import optimizer_step
@@ -82,7 +83,7 @@ def run(config: Config, spec: ModelSpec, trains: bool) -> None:
     """The rollout and, if it `trains`, the updates of a run in miniature: these first, as their kernels take longest to
     compile."""
     config, spec = reduced(config, spec)
-    recipe = setup.recipe_of(config, spec)
+    recipe = recipe_of(config, spec)
     if trains:
         model = setup.build_model(config, spec, recipe, weights=False)
         train(setup.build_learner(config, model), config)

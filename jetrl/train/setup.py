@@ -11,30 +11,24 @@ import torch
 from jetrl.config import Config
 from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
-from jetrl.kernels.dispatch import DEVICE_OF, require_experts, select
+from jetrl.kernels.dispatch import DEVICE_OF, select
 from jetrl.kernels.gradient import accumulate_in
-from jetrl.kernels.support import require
 from jetrl.model import hf
 from jetrl.model.critic import Critic
-from jetrl.model.hub import model_folder
 from jetrl.model.sharding import fill, own_rows, shard_like, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.queue import Queues
 from jetrl.parallel.together import by_each, together
 from jetrl.parallel.world import ALONE, World
-from jetrl.precision.flow import flow_digest, require_unified
-from jetrl.precision.recipe import Recipe, build_recipe
+from jetrl.precision.flow import flow_digest
+from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.conversations import EnvironmentPool, build_pool
-from jetrl.tasks.environment import Factory, load_environment
-from jetrl.tasks.reward_loading import import_reward, needs_answer
-from jetrl.tasks.rewards import required_reward
-from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
-from jetrl.tasks.tokenizer import load_tokenizer
+from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.compile_ahead import Displays, compile_ahead
-from jetrl.train.engines import build_engine, check_engine, keep_cache, require_engine
+from jetrl.train.engines import build_engine, check_engine, keep_cache
 from jetrl.train.optim import build_optimizer
-from jetrl.train.routing import check_routing
+from jetrl.train.prepare import Prepared, check_experts, model_source, prepare
 from jetrl.train.step import Learner
 from jetrl.types import Engine
 
@@ -213,126 +207,6 @@ def keeps_bits(config: Config, engine: Engine) -> bool:
     (not across two precisions, nor with cuBLASLt)."""
     flow = config.precision != "fp8_rollout" and (config.precision, config.kernels) != ("fp8", "hopper_scaled_mm")
     return flow and engine.keeps_bits
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Everything of a run except its weights."""
-
-    tokenizer: Any
-    spec: ModelSpec
-    base_config: dict[str, Any] | None
-    recipe: Recipe
-    task: Task
-    reward: RewardFunction | None
-    environment: Factory | None
-
-
-def prepare(config: Config, *, trains: bool = True) -> Prepared:
-    """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now."""
-    require(config.kernels)
-    tokenizer, spec, base = load_spec(config)
-    check_lengths(config, spec)
-    check_experts(config, spec)
-    if trains:  # a recipe may evaluate models of other kinds than it trains
-        check_routing(config.train, spec)
-        check_saved(config, spec)
-    recipe = recipe_of(config, spec)
-    require_engine(config, spec, recipe)
-    if recipe.name != "fp8_rollout":
-        require_unified(spec, recipe)
-    named = import_reward(config.task)
-    task = build_task(
-        config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
-        hold_out=holds_out(config),
-    )
-    reward, environment = _scoring(config, task, named)
-    if trains:
-        check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
-
-
-def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: bool) -> None:
-    """UserError, before a warm start, if there are too few held-out problems, or if a prompt of step 1 or of the
-    evaluations cannot be encoded or is too long. An environment makes its prompts itself."""
-    sample(task, tokenizer, 0, config.rollout.prompts_per_step, config, conversations)
-    if config.eval.eval_interval:
-        eval_prompts(task, tokenizer, config, conversations)
-
-
-def check_experts(config: Config, spec: ModelSpec) -> None:
-    """UserError if the model is a mixture of experts and the config's kernels cannot compute one."""
-    if spec.experts is not None:
-        require_experts(config.kernels)
-
-
-def check_saved(config: Config, spec: ModelSpec) -> None:
-    """Refuse `quant.saved_gate_up = "fp8"` for a model in which no layer has a dense MLP in FP8."""
-    q = config.quant
-    in_fp8 = range(q.num_first_layers_in_bf16, spec.num_layers - q.num_last_layers_in_bf16)
-    if q.saved_gate_up == "fp8" and set(in_fp8) <= set(spec.expert_layers):
-        raise UserError(
-            f'quant.saved_gate_up = "fp8" has no effect: no layer of this {spec.family} model has a dense MLP in FP8. '
-            "Remove it."
-        )
-
-
-def _scoring(
-    config: Config, task: Task, named: RewardFunction | None
-) -> tuple[RewardFunction | None, Factory | None]:
-    """The reward function and the environment. An environment's own rewards count unless `task.reward` is set."""
-    if config.environment.name is None:
-        return required_reward(task, named), None
-    own = named if named is not None else task.reward
-    return named, load_environment(config.environment.name, config.environment.params, own)
-
-
-def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
-    """Tokenizer, model shape and (for a model folder) its config.json; checked against each other."""
-    m, folder = config.model, model_source(config)
-    base = hf.read_config(folder) if folder is not None else None
-    if m.tokenizer is not None:
-        tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_revision)
-    else:
-        assert folder is not None, "the config requires a tokenizer with model.arch"
-        tokenizer = hf.load_tokenizer_from(folder)
-    if folder is not None:
-        spec = hf.spec_from_folder(folder, base)
-    else:
-        spec = hf.spec_from_hf({"vocab_size": len(tokenizer)} | (m.arch or {}))
-    hf.check_vocab(tokenizer, spec)
-    return tokenizer, spec, base
-
-
-def spec_of(config: Config) -> ModelSpec:
-    """The model's shape alone; of a model folder it reads config.json, and no tokenizer."""
-    folder = model_source(config)
-    return hf.spec_from_folder(folder) if folder is not None else load_spec(config)[1]
-
-
-def model_source(config: Config, *, weights: bool = False) -> Path | None:
-    """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random."""
-    m = config.model
-    return model_folder(m.path, m.revision, weights=weights) if m.path is not None else None
-
-
-def check_lengths(config: Config, spec: ModelSpec) -> None:
-    """Refuse prompts and responses that the model has no positions for."""
-    longest = config.task.max_prompt_length + config.rollout.max_response_length
-    if longest > spec.max_position:
-        raise UserError(
-            f"task.max_prompt_length + rollout.max_response_length = {longest}, but the model has positions for "
-            f"{spec.max_position} tokens (max_position_embeddings). Lower one of the two."
-        )
-
-
-def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
-    """The precision recipe of a run."""
-    q = config.quant
-    return build_recipe(
-        config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
-    )
 
 
 def build_model(

@@ -49,7 +49,7 @@ if __name__ == "__main__":
     from jetrl.report.compiling import Compiling
     from jetrl.report.recorder import read_metrics
     from jetrl.train.compile_ahead import compile_ahead
-    from jetrl.train.setup import load_spec
+    from jetrl.train.prepare import load_spec
     folder = Path(sys.argv[1])
     config = tiny_config(folder, {
         "device": "cuda", "quant.kv_cache": "fp8", "train.compile_ahead": True, "rollout.max_num_seqs": 16,

@@ -22,7 +22,7 @@ from jetrl.parity import Workload
 from jetrl.parity_ranks import certified
 from jetrl.rollout.graphs import DecodeGraphs
 from jetrl.subject import Subject, config_for
-from jetrl.train.setup import load_spec, recipe_of
+from jetrl.train.prepare import load_spec, recipe_of
 from jetrl.train.stopping import StopRequest
 
 pytestmark = pytest.mark.gpu2

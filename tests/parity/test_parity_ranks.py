@@ -22,7 +22,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import SHAPES
 from jetrl.subject import Subject, config_for, subject_of
 from jetrl.train import reduction
-from jetrl.train.setup import load_spec, recipe_of
+from jetrl.train.prepare import load_spec, recipe_of
 
 WORK = Workload(num_sequences=3, max_prompt=14, new_tokens=6, chunk=6, page_size=4)
 

@@ -34,7 +34,8 @@ from jetrl.rollout.vllm_engine import VllmEngine, draw_seed
 from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive, options
 from jetrl.rollout.vllm_weights import Layout, check
 from jetrl.train.checked_engine import CheckedEngine
-from jetrl.train.setup import Session, build, prepare
+from jetrl.train.prepare import prepare
+from jetrl.train.setup import Session, build
 from jetrl.types import ForwardBatch, Request, SamplingParams, VarlenPlan, WeightSet, WeightTensor
 
 GAP = "parity/logprob_abs_diff_max"

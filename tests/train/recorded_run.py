@@ -127,11 +127,11 @@ def main(folder: Path, which: str, kv_cache: str, master: str) -> None:
     from jetrl.kernels.backends.recorded import recording
     from jetrl.kernels.compiling import Job
     from jetrl.loop import StopRequest
-    from jetrl.train import kernels_needed, setup
+    from jetrl.train import kernels_needed, prepare
 
     product = torch.mm  # on a GPU it may give FP32 from BF16
     torch.mm = lambda a, b, out_dtype=None: product(a, b).to(out_dtype or a.dtype)  # type: ignore[assignment]
-    dispatch.require = setup.require = lambda name: None  # type: ignore[attr-defined, assignment]
+    dispatch.require = prepare.require = lambda name: None  # type: ignore[attr-defined, assignment]
     dispatch._serving["cpu"], dispatch.DEVICE_OF["hopper"] = "hopper", "cpu"
     large = {
         "rollout.max_num_seqs": 24, "rollout.max_response_length": 4000, "task.max_prompt_length": 900,
@@ -146,7 +146,7 @@ def main(folder: Path, which: str, kv_cache: str, master: str) -> None:
     if "sft.steps" in changes:
         changes["sft.cache_dir"] = str(folder / "sft")
     config = tiny_config(folder, changes).model_copy(update={"kernels": "hopper"})
-    spec = setup.load_spec(config)[1]
+    spec = prepare.load_spec(config)[1]
     found: dict[str, Job] = {}
     more: dict[str, Job] = {}
     with as_on_a_gpu():
@@ -176,12 +176,13 @@ def ragged(config: Any, spec: Any) -> None:
     from jetrl.train import setup
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
+    from jetrl.train.prepare import recipe_of
     from jetrl.train.publish import publish
     from jetrl.train.step import update
     from jetrl.types import Group, Problem, Prompt, Request, SamplingParams, Segment, Trajectory
 
     rng = np.random.default_rng(0)
-    model = setup.build_model(config, spec, setup.recipe_of(config, spec), weights=False)
+    model = setup.build_model(config, spec, recipe_of(config, spec), weights=False)
     engine = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=24, max_tokens_per_step=5000)
     engine.load(publish(model, 0, "flow"))
     sizes = rng.integers(1, 900, size=40)

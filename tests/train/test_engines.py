@@ -18,7 +18,8 @@ from jetrl.rollout.engine import PagedEngine
 from jetrl.train.checked_engine import CheckedEngine, blamed
 from jetrl.train.checkpoint import newest
 from jetrl.train.engines import eos_ids, keep_cache
-from jetrl.train.setup import build, prepare
+from jetrl.train.prepare import prepare
+from jetrl.train.setup import build
 from jetrl.types import PackedBatch, Request, SamplingParams, WeightSet
 
 PARITY = "parity/logprob_abs_diff_max"

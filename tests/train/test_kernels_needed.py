@@ -18,7 +18,7 @@ from jetrl.rollout.graphs import padded_batch
 from jetrl.rollout.runner import ModelRunner
 from jetrl.spec import SHAPES
 from jetrl.train import kernels_needed as needed
-from jetrl.train.setup import load_spec
+from jetrl.train.prepare import load_spec
 
 
 @pytest.fixture

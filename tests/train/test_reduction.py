@@ -33,8 +33,9 @@ from jetrl.train import reduction
 from jetrl.train.gather import gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
+from jetrl.train.prepare import load_spec, recipe_of
 from jetrl.train.publish import publish
-from jetrl.train.setup import build, build_learner, build_model, check_lanes, load_spec, recipe_of
+from jetrl.train.setup import build, build_learner, build_model, check_lanes
 from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import NonFiniteError, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch

@@ -20,8 +20,9 @@ from jetrl.parity import NoText
 from jetrl.parity_rows import varlen
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.runner import ModelRunner
+from jetrl.train.prepare import prepare
 from jetrl.train.routing import KEYS, check_routing
-from jetrl.train.setup import build, prepare
+from jetrl.train.setup import build
 from jetrl.train.sft import cache_path
 from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 

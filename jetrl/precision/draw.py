@@ -16,14 +16,15 @@ from jetrl.spec import ModelSpec
 __all__ = ["flow_svg", "flow_text"]
 
 
-def flow_svg(spec: ModelSpec, recipe: Recipe) -> str:
-    """A self-contained SVG document (no scripts, no outside resources), for light and dark backgrounds."""
-    return _Drawing(spec, recipe).draw()
+def flow_svg(spec: ModelSpec, recipe: Recipe, sampler: str = "") -> str:
+    """A self-contained SVG document (no scripts, no outside resources), for light and dark backgrounds. `sampler`: the
+    engine that samples, where it does not promise the bits of the training forward."""
+    return _Drawing(spec, recipe, sampler).draw()
 
 
 class _Drawing:
-    def __init__(self, spec: ModelSpec, recipe: Recipe) -> None:
-        self.spec, self.recipe = spec, recipe
+    def __init__(self, spec: ModelSpec, recipe: Recipe, sampler: str) -> None:
+        self.spec, self.recipe, self.sampler = spec, recipe, sampler
         quantized = [i for i in range(spec.num_layers) if recipe.linear(i, roles_of(spec, i)[0], "rollout") is not None]
         self.layer = quantized[0] if quantized else 0
         self.bf16_layers = [i for i in range(spec.num_layers) if i not in quantized] if quantized else []
@@ -63,6 +64,9 @@ class _Drawing:
         if self.differences:
             text = f"≠  Rollout and training differ in {len(self.differences)} places (red, dashed)"
             c.label(24, 62, text, "differs")
+        elif self.sampler:
+            text = f"Equal formats, edge by edge. {self.sampler} samples and does not promise equal bits"
+            c.label(24, 62, text, "label")
         else:
             c.label(24, 62, "✓  The rollout is a subgraph of the training forward, edge by edge", "good")
         columns = (

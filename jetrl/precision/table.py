@@ -28,15 +28,17 @@ class Row:
     same: bool
 
 
-def flow_text(spec: ModelSpec, recipe: Recipe, other: Recipe | None = None) -> str:
-    """Training and rollout of `recipe` side by side, then its backward; with `other`, the two recipes view by view."""
+def flow_text(spec: ModelSpec, recipe: Recipe, other: Recipe | None = None, sampler: str = "") -> str:
+    """Training and rollout of `recipe` side by side, then its backward; with `other`, the two recipes view by view.
+    `sampler`: the engine that samples, where it does not promise the bits of the training forward."""
     if other is not None:
         return _compare(spec, recipe, other)
     train, rollout = build_flow(spec, recipe, "train_forward"), build_flow(spec, recipe, "rollout")
     backward = build_flow(spec, recipe, "train_backward")
     num = len(diff_recipe(spec, recipe))
     different = f"DIFFERENT in {num} places (operators and edges)"
-    verdict = different if num else "the same function, edge by edge"
+    same = f"equal formats, edge by edge; {sampler} samples and does not promise equal bits"
+    verdict = different if num else same if sampler else "the same function, edge by edge"
     lines = [f"Flow {flow_digest(spec, recipe)}: {recipe.name}, {spec.family}, {spec.num_layers} layers"]
     lines += [f"Rollout and training forward: {verdict}", *_legend((train, rollout, backward)), ""]
     lines += _table(rows(train, rollout), ("training", "rollout"))

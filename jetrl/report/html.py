@@ -126,6 +126,7 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "folder": str(run.path),
         "model": run.model,
         "precision": run.precision,
+        "engine": run.engine,
         "hardware": run.hardware,
         "throughput_name": "Tokens/s per GPU" if run.on_gpu else "Tokens/s",
         "kernels": str(run.config.get("kernels", "")),

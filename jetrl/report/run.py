@@ -75,6 +75,11 @@ class Run:
         return [key[5:] for key in self.keys() if key.startswith("time/") and key not in _TOTALS]
 
     @property
+    def engine(self) -> str:
+        """`rollout.engine`; runs of earlier versions had only jetrl's own."""
+        return str(self.config.get("rollout", {}).get("engine", "jetrl"))
+
+    @property
     def precision(self) -> str:
         return str(self.config.get("precision", "not recorded"))
 

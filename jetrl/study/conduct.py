@@ -18,12 +18,13 @@ from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import counted, duration
 from jetrl.study.added import RESULTS, Added, has_added, read_added
 from jetrl.study.collect import collect, write_json
-from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, tail, visible_gpus
+from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, share_of_cores, tail, visible_gpus
 from jetrl.study.pace import Pace
 from jetrl.study.page import write_page
 from jetrl.study.plan import Planned, Study, all_planned
 from jetrl.study.state import (
     drop_checkpoints,
+    kept_threads,
     non_finite_step,
     read_state,
     run_folder,
@@ -149,7 +150,8 @@ def conduct(
         )
         gpus = visible_gpus() if any(resolved(run.config).device == "cuda" for run in left) else []
         with going.halt.caught():
-            run_jobs(_jobs(left, out), environments(jobs, threads, gpus), going.halt, going.ended, going.polled, held)
+            slots = environments(jobs, kept_threads(out, threads, share_of_cores(jobs)), gpus)
+            run_jobs(_jobs(left, out), slots, going.halt, going.ended, going.polled, held)
         _tell(going, plan, _results(whole, study, out, added))
         if going.halt.signals:
             return 130

@@ -85,12 +85,16 @@ class Halt:
                 signal.signal(number, handler)
 
 
-def environments(count: int, threads: int | None, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """The variables of each slot: its part of the cores, and one of the GPUs in turn (none: as they are)."""
-    share = threads or max(1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) // count)
+def share_of_cores(count: int) -> int:
+    """The threads of each of `count` runs side by side."""
+    return max(1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) // count)
+
+
+def environments(count: int, threads: int, gpus: Sequence[str]) -> list[dict[str, str]]:
+    """The variables of each slot: its threads, and one of the GPUs in turn (none: as they are)."""
     slots = []
     for slot in range(count):
-        own = {"OMP_NUM_THREADS": str(share), "PYTHONUNBUFFERED": "1"}
+        own = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         if gpus:
             own["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         slots.append({**os.environ, **own})

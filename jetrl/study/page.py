@@ -66,7 +66,6 @@ def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
         begun = [run for run in data["runs"] if run["arm"] == arm["name"] and run["held_out"]["steps"]]
         done = [run for run in begun if is_done(run)]
         runs = done or begun
-        known = {d["against"]: d for d in data["differences"] if d["arm"] == arm["name"] and d["outcome"] == "last"}
         rows.append({
             "number": number, "label": arm["label"],
             "seeds": f"{len(done)} of {len(begun)}" if len(done) < len(begun) else str(len(done)),
@@ -77,9 +76,15 @@ def table(data: Mapping[str, Any]) -> list[dict[str, Any]]:
             "seconds": _time([run["seconds"]["values"][-1] for run in runs]),
             "goal": _times(goals.get(arm["name"], [])),
             "failed": sum(bool(run["failures"]) for run in runs),
-            "against": [interval(known[other]) if other in known else "–" for other in data["study"]["against"]],
+            "against": [_differences(data, arm["name"], other) for other in data["study"]["against"]],
         })
     return rows
+
+
+def _differences(data: Mapping[str, Any], arm: str, other: str) -> list[str]:
+    """An arm's differences from another one, a text for each outcome."""
+    found = [d for d in data["differences"] if (d["arm"], d["against"]) == (arm, other)]
+    return [f"{d['outcome']} {interval(d)}" for d in found] or ["–"]
 
 
 def failure_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:

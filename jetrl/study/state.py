@@ -46,11 +46,31 @@ def read_state(out: Path, run: Planned) -> State:
         state = State(str(data["status"]), str(data["digest"]), int(data.get("step", 0)))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}). Remove it and {out / 'runs' / run.name}.") from error
-    if state.digest != run.digest:
+    if state.digest == run.digest:
+        return state
+    if not state.done and not run_folder(out, run).exists():
+        return State("new", run.digest)  # stopped before its first step: nothing was made with the other settings
+    raise UserError(
+        f"{run_folder(out, run)} was made with other settings; its config.toml has them. Give another --out, or remove "
+        f"this folder and {path}."
+    )
+
+
+def kept_threads(out: Path, wanted: int | None, default: int) -> int:
+    """The threads of a run in this study's folder: those with which it was begun, as a warm start belongs to a number
+    of threads and all arms of a seed are to share it. UserError if others are wanted."""
+    path = out / "state" / "threads.json"
+    kept = json.loads(path.read_text()) if path.exists() else None
+    if kept is None:
+        kept = wanted or default
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{kept}\n")
+    if wanted not in (None, kept):
         raise UserError(
-            f"{out / 'runs' / run.name} was made with other settings. Give another --out, or remove it and {path}."
+            f"--threads {wanted}: {out} was begun with {kept}, and a warm start belongs to a number of threads. Leave "
+            "--threads out, or give another --out."
         )
-    return state
+    return int(kept)
 
 
 def write_state(out: Path, run: Planned, status: str, step: int = 0) -> None:

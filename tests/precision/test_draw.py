@@ -116,6 +116,11 @@ def test_svg_marks_differences_and_only_those() -> None:
     unified = ET.fromstring(flow_svg(SPEC, FP8))
     assert [t for t in texts(unified) if "≠" in t] == ["differs ≠"]
     assert any(t.startswith("✓") for t in texts(unified))
+    sampled = texts(ET.fromstring(flow_svg(SPEC, FP8, "vllm")))
+    assert not any(t.startswith("✓") for t in sampled)
+    promise = "Equal formats, edge by edge. vllm samples and does not promise equal bits"
+    assert promise in sampled and promise.lower().replace(". ", "; ") in flow_text(SPEC, FP8, sampler="vllm").lower()
+    assert "64 places" in " ".join(texts(ET.fromstring(flow_svg(SPEC, MIXED, "vllm"))))
 
 
 def test_svg_draws_an_fp8_layer_and_names_the_others() -> None:

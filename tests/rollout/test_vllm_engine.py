@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from rich.console import Console
 from tiny import numbers, tiny_config, tiny_run
 from torch import Tensor
 
 from jetrl import loop
 from jetrl.config.vllm import LOWEST_TEMPERATURE
+from jetrl.entry import promises_bits, summarize
 from jetrl.errors import UserError
 from jetrl.kernels import attention as attention_op
 from jetrl.model import attention as attention_block
@@ -33,6 +35,7 @@ from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.vllm_engine import VllmEngine, draw_seed
 from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive, options
 from jetrl.rollout.vllm_weights import Layout, check
+from jetrl.subject import subject_of
 from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.prepare import prepare
 from jetrl.train.setup import Session, build
@@ -325,6 +328,19 @@ def test_sleep_on_a_gpu_that_other_processes_use(
         worker.sleep(1)
 
 
+def test_pages_and_hints_say_that_vllm_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tiny_run(tmp_path, BASE | {"train.steps": 1, "checkpoint.save_interval": 1})
+    assert "sampled by <b>vllm</b>" in (run_dir / "report.html").read_text()
+    drawn = (run_dir / "flow.svg").read_text()
+    assert "vllm samples and does not promise equal bits" in drawn and "subgraph" not in drawn
+    summarize(run_dir, Console(width=80))
+    assert "certify the trained model, bit for bit (with jetrl's engine)" in " ".join(capsys.readouterr().out.split())
+    assert "The run sampled with vllm; this certificate is of jetrl's own engine" in subject_of(
+        str(run_dir), "", "cpu", "", None).formats
+    assert not promises_bits(tiny_config(tmp_path, BASE))
+    assert promises_bits(tiny_config(tmp_path, BASE | {"rollout.engine": "jetrl"}))
+
+
 def test_a_warm_start_needs_no_engine(tmp_path: Path, fake: Any) -> None:
     settings = {"sft.steps": 2, "sft.batch_size": 4, "sft.cache_dir": str(tmp_path / "warm")}
     made = len(fake.engines)
@@ -505,6 +521,12 @@ def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) ->
     llama = tiny_config(tmp_path, BASE | {"model.arch.model_type": "llama"})
     with pytest.raises(UserError, match=r"0.32.0 does not start .* \(cpu\): Model architectures \['Llama.* now.\. Its"):
         build(llama)
+    with pytest.raises(UserError, match="are not supported for now.* needs AMX; set precision = bf16"):
+        build(tiny_config(tmp_path, changed(WHOLE, precision="fp8") | {"model.arch.model_type": "llama"}))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "vllm.sampling_params", None)
+        with pytest.raises(UserError, match='its import fails: .*docs/ENGINES.md, "On a CPU", has the packages'):
+            imported(pow2=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r'vLLM is not installed. pip install "jetrl\[vllm\]"'):
         prepare(config)

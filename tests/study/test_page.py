@@ -118,7 +118,8 @@ def test_the_table_and_the_failures() -> None:
     first, second = table(data)
     assert (first["seeds"], first["gap"], first["after"]) == ("2", "exactly 0", "80.0% (70.0 to 90.0)")
     assert (second["gap"], second["after"]) == ("2.00e-02", "40.0%")
-    assert second["against"] == [interval(data["differences"][0])]
+    assert second["against"] == [[f"{one['outcome']} {interval(one)}" for one in data["differences"]]]
+    assert first["against"] == [["–"]]
     assert (first["goal"], second["goal"]) == ("0:34", "1:41"), "to 0.37 in the seed that both have"
     assert interval(data["differences"][0]) == "-10.0 [-20.0, -1.0]: worse" and failure_rows(data) == []
     going = copy.deepcopy(data)
@@ -135,7 +136,7 @@ def test_a_page_of_unfinished_runs_says_so(tmp_path: Path) -> None:
     data = results()
     data["runs"][1]["status"] = "started"
     page = write_page(data, tmp_path / "deep" / "study.html").read_text()
-    assert "not finished" in page and "2 of 3 runs done" in page and 'data-arm="1"' in page
+    assert "not finished" in page and "2 runs done, 1 more begun" in page and 'data-arm="1"' in page
     assert page.count("<script>") == 1 and "src=" not in page and "A &lt;one&gt;" in page
     assert "not finished" not in write_page(results(), tmp_path / "all.html").read_text()
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from studies import conducted
 
 from jetrl.config import load_config, resolve
@@ -105,6 +106,37 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_elsewhere(
     a, b = (read_json(o / "study.json")["runs"][0] for o in (whole, moved))
     same = ("status", "step", "digest", "held_out", "by_position", "failures")
     assert {k: a[k] for k in same} == {k: b[k] for k in same}  # to the bit, as if it had never stopped
+
+
+def test_a_folder_keeps_its_number_of_threads(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm starts belong to a number of threads: with others, arms of a seed would start from different ones."""
+    found: list[int] = []
+    made = conducting.environments
+    monkeypatch.setattr(conducting, "share_of_cores", lambda count: 8 // count)
+    monkeypatch.setattr(conducting, "environments", lambda count, threads, gpus: found.append(threads) or made(
+        count, threads, gpus))
+    for jobs in (2, 1):
+        conducting.conduct(tiny, tiny.only("one", "0"), tmp_path / "a", jobs, None, None, Console(quiet=True))
+    conducting.conduct(tiny, tiny.only("one", "0"), tmp_path / "a", 1, 4, None, Console(quiet=True))
+    conducting.conduct(tiny, tiny.only("one", "0"), tmp_path / "b", 2, 3, None, Console(quiet=True))
+    assert found == [4, 4, 4, 3]
+    with pytest.raises(UserError, match="was begun with 4, and a warm start belongs to a number of threads"):
+        conducting.conduct(tiny, tiny.only("one", "0"), tmp_path / "a", 1, 2, None, Console(quiet=True))
+
+
+def test_other_settings_are_taken_as_long_as_nothing_was_made(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = conducting.run_jobs
+    monkeypatch.setattr(conducting, "run_jobs", lambda *rest: None)  # stopped in the warm start
+    conducted(tiny, tmp_path / "out", arms="one", seeds="0")
+    monkeypatch.setattr(conducting, "run_jobs", here)
+    other = load_study(tmp_path / "study.toml", ["train.lr=1e-5"])
+    assert conducted(other, tmp_path / "out", arms="one", seeds="0")[0] == 0 and in_process == ["one-s0"]
+    with pytest.raises(UserError, match="one-s0 was made with other settings; its config.toml has them"):
+        conducted(tiny, tmp_path / "out", arms="one", seeds="0")
 
 
 def test_a_stopped_warm_start_is_told(tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from jetrl.study.collect import collect, write_json
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, share_of_cores, tail, visible_gpus
 from jetrl.study.pace import Pace
 from jetrl.study.page import write_page
-from jetrl.study.plan import Planned, Study, all_planned
+from jetrl.study.plan import WARM_START, Planned, Study, all_planned
 from jetrl.study.state import (
     drop_checkpoints,
     kept_threads,
@@ -219,7 +219,7 @@ def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
         after: tuple[str, ...] = ()
         begun = (run_folder(out, run) / "checkpoints").is_dir()
         if run.config.sft.steps and not begun:
-            warm = f"warm-start-s{run.seed}"
+            warm = f"{WARM_START}-s{run.seed}"
             after = (warm,)
             if warm not in {job.name for job in jobs}:
                 jobs.append(Job(warm, ("sft", str(path)), out / "logs" / f"{warm}.log"))

@@ -14,9 +14,10 @@ from jetrl.config import Config, load_config
 from jetrl.config.errors import NAME, NAME_RULE
 from jetrl.config.load import NO_BITS, digest
 from jetrl.config.shipped import find_recipe, summary
-from jetrl.config.toml import read_toml, split_override
+from jetrl.config.toml import read_toml, split_override, toml_literal
 from jetrl.errors import UserError
 
+WARM_START = "warm-start"  # with -s and the seed: the name of a seed's warm start among its runs
 FOLDER = Path(__file__).parents[1] / "studies"
 _KEYS = ("name", "about", "extends", "recipe", "seeds", "overrides", "against", "keep_checkpoints", "arm")
 _ARM_KEYS = ("name", "label", "overrides", "break_exactness")
@@ -119,6 +120,8 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     for what, name in (("name", str(data["name"])), *(("an arm's name", name) for name in names)):
         if not re.fullmatch(NAME, name):
             raise UserError(f"{path}: {what} {NAME_RULE}, got {name!r}: folders are named after it.")
+    if WARM_START in names:
+        raise UserError(f"{path}: {WARM_START} names the warm starts of a study; give this arm another name.")
     if not arms or len(set(names)) < len(names):
         raise UserError(f"{path}: each [[arm]] needs a name of its own, got {names}.")
     against = tuple(_texts(data.get("against", names[:1]), path, "against"))
@@ -144,7 +147,7 @@ def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
         places = {"output_dir": str(out / "runs")}
         if plain.sft.steps:
             places["sft.cache_dir"] = str(out / "warm")
-        config = load_config(study.recipe, [*texts, *(f'{k}="{v}"' for k, v in places.items())])
+        config = load_config(study.recipe, [*texts, *(f"{k}={toml_literal(v)}" for k, v in places.items())])
     except UserError as error:
         raise UserError(f"arm {arm.name}: {error}") from error
     if not plain.checkpoint.save_interval:
@@ -157,7 +160,20 @@ def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
 
 def all_planned(study: Study, out: Path) -> list[Planned]:
     """Every run, seed by seed, so that a study that was stopped has whole pairs."""
-    return [planned(study, out, arm, seed) for seed in study.seeds for arm in study.arms]
+    plan = [planned(study, out, arm, seed) for seed in study.seeds for arm in study.arms]
+    for run in plan:
+        if evaluated(run.config) != evaluated(plan[0].config):
+            raise UserError(
+                f"arm {run.arm.name}: arms are compared at equal steps, so train.steps and eval.eval_interval must be "
+                f"equal in all: {evaluated(run.config)} here, {evaluated(plan[0].config)} in {plan[0].arm.name}. Set "
+                "them in the study's overrides."
+            )
+    return plan
+
+
+def evaluated(config: Config) -> tuple[int, int]:
+    """What decides the steps of a run's evaluations: their number, and the interval."""
+    return config.train.steps, config.eval.eval_interval
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

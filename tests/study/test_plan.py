@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,20 @@ def test_settings_that_a_study_cannot_do_without(tmp_path: Path) -> None:
             all_planned(load_study(path, [override]), tmp_path)
     with pytest.raises(UserError, match="Did you mean quick"):
         find_study("quik")
+
+
+@pytest.mark.parametrize("override", ["eval.eval_interval=3", "train.steps=9"])
+def test_arms_are_evaluated_at_equal_steps(override: str, tmp_path: Path) -> None:
+    """Otherwise one arm's score of a step would be compared with an older one of the other."""
+    study = load_study(written(tmp_path, MINE))
+    arms = (study.arms[0], replace(study.arms[1], overrides=(*study.arms[1].overrides, override)))
+    with pytest.raises(UserError, match=f"arm {arms[1].name}: arms are compared at equal steps.* in {arms[0].name}"):
+        all_planned(replace(study, arms=arms), tmp_path)
+
+
+def test_names_and_places_that_are_not_plain(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="warm-start names the warm starts of a study"):
+        load_study(written(tmp_path, MINE + '\n[[arm]]\nname = "warm-start"\n'))
+    for name in ("back\\slash", 'quo"te', "line\nbreak"):
+        study = load_study(written(tmp_path, MINE))
+        assert planned(study, tmp_path / name, study.arms[0], 0).config.output_dir == str(tmp_path / name / "runs")

@@ -258,6 +258,7 @@ def flow(
     """
     from jetrl import entry
     from jetrl.precision.draw import flow_svg, flow_text
+    from jetrl.train.engines import promises_bits
 
     config, spec, own = entry.shown_flow(recipe, overrides or [])
     other = None
@@ -265,7 +266,7 @@ def flow(
         _, other_spec, other = entry.shown_flow(against, [])
         if other_spec != spec:
             raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
-    sampler = "" if entry.promises_bits(config) else config.rollout.engine
+    sampler = "" if promises_bits(config) else config.rollout.engine
     typer.echo(flow_text(spec, own, other, sampler))
     target = svg or Path(f"{config.name}-flow.svg")
     target.write_text(flow_svg(spec, own, sampler))

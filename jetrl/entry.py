@@ -126,14 +126,6 @@ def shown_flow(recipe: str, overrides: list[str]) -> tuple[Config, ModelSpec, Re
     return config, spec, recipe_of(config, spec)
 
 
-def promises_bits(config: Config) -> bool:
-    """Whether the engine of a config promises the learner's bits, as far as its class tells."""
-    from jetrl.train.engines import engine_class
-
-    engine = config.rollout.engine
-    return engine == "jetrl" or getattr(engine_class(engine), "keeps_bits", False) is True
-
-
 def run_dir_of(config: Config) -> Path:
     return Path(config.output_dir) / config.name
 
@@ -185,9 +177,9 @@ def summarize(run_dir: Path, console: Console) -> None:
     numbers = headline(run)
     next_commands = [("look at curves, precision flow and samples (open in a browser)", str(run_dir / "report.html"))]
     if newest(run_dir / "checkpoints") is not None:
-        engine = "" if run.engine == "jetrl" else " (with jetrl's engine)"
+        whose = "" if run.engine == "jetrl" else " (with jetrl's engine)"
         next_commands += [
-            (f"certify the trained model, bit for bit{engine}", f"jetrl parity {quote(str(run_dir))}"),
+            (f"certify the trained model, bit for bit{whose}", f"jetrl parity {quote(str(run_dir))}"),
             ("write it as a Hugging Face folder", f"jetrl export {quote(str(run_dir))} my-model"),
         ]
     summary(

@@ -211,7 +211,10 @@ def test_bad_value(tables: dict[str, Any], expected: str) -> None:
             "task.eval_answer_column: has no effect, because problems are held out of the training ones",
         ),
         ({"train": {"steps": 5, "warmup_steps": 6}}, "train.warmup_steps: must be at most train.steps = 5, got 6"),
-        ({"sft": {"steps": 5, "warmup_steps": 6}}, "for a short warm start add sft.warmup_steps=0"),
+        (
+            {"sft": {"steps": 5, "warmup_steps": 6}},
+            "sft.warmup_steps: must be at most sft.steps = 5, got 6; for a short warm start add sft.warmup_steps=0",
+        ),
         ({"eval": {"num_samples": 4}}, "eval.num_samples: 4 greedy samples"),
         ({"rollout": {"group_size": 1}}, 'rollout.group_size: rl.adv_estimator = "grpo" needs at least 2'),
         ({"rl": {"updates_per_step": 17}}, "rl.updates_per_step: must be at most rollout.prompts_per_step = 16"),

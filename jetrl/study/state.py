@@ -63,8 +63,7 @@ def kept_threads(out: Path, wanted: int | None, default: int) -> int:
     kept = json.loads(path.read_text()) if path.exists() else None
     if kept is None:
         kept = wanted or default
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{kept}\n")
+        _write(path, kept)
     if wanted not in (None, kept):
         raise UserError(
             f"--threads {wanted}: {out} was begun with {kept}, and a warm start belongs to a number of threads. Leave "
@@ -75,10 +74,13 @@ def kept_threads(out: Path, wanted: int | None, default: int) -> int:
 
 def write_state(out: Path, run: Planned, status: str, step: int = 0) -> None:
     """Note where a run is."""
-    path = _path(out, run)
+    _write(_path(out, run), {"status": status, "digest": run.digest, "step": step})
+
+
+def _write(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps({"status": status, "digest": run.digest, "step": step}) + "\n")
+    temporary.write_text(json.dumps(value) + "\n")
     temporary.replace(path)
 
 

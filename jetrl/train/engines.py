@@ -119,6 +119,12 @@ def engine_class(name: str) -> Any:
     return kind
 
 
+def promises_bits(config: Config) -> bool:
+    """Whether the engine of a config promises the learner's bits, as far as its class tells."""
+    engine = config.rollout.engine
+    return engine == "jetrl" or getattr(engine_class(engine), "keeps_bits", False) is True
+
+
 def _vllm_engine(context: EngineContext) -> Engine:
     engine = VllmEngine(
         context.config, context.model, context.tokenizer, context.base_config, context.flow_digest,

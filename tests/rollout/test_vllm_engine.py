@@ -25,7 +25,7 @@ from torch import Tensor
 
 from jetrl import loop
 from jetrl.config.vllm import LOWEST_TEMPERATURE
-from jetrl.entry import promises_bits, summarize
+from jetrl.entry import summarize
 from jetrl.errors import UserError
 from jetrl.kernels import attention as attention_op
 from jetrl.model import attention as attention_block
@@ -37,6 +37,7 @@ from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive, options
 from jetrl.rollout.vllm_weights import Layout, check
 from jetrl.subject import subject_of
 from jetrl.train.checked_engine import CheckedEngine
+from jetrl.train.engines import promises_bits
 from jetrl.train.prepare import prepare
 from jetrl.train.setup import Session, build
 from jetrl.types import ForwardBatch, Request, SamplingParams, VarlenPlan, WeightSet, WeightTensor

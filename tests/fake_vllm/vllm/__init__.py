@@ -3,8 +3,8 @@
 It has vLLM's traps: a constructor that seeds all generators, operators without a deterministic version, no stop at the
 end of sequence, fused projections, vocabularies padded to 64, a loader that knows only listed names and dtypes, a
 prefix cache that outlives weights, weights that are gone after sleep level 2, a sleep that fails where another process
-took memory of the GPU, scales of an FP8 cache that are 1 after
-waking, and (as on a CPU) a tied lm_head that keeps the values of the start. It computes with transformers' model.
+took memory of the GPU, scales of an FP8 cache that are 1 after waking, and (as on a CPU) a tied lm_head that keeps the
+values of the start. It computes with transformers' model.
 """
 
 import json

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jetrl.config.sections import Config
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples at this one where a lower one (not 0) is asked for
+HIGHEST_TEMPERATURE = 2.0  # vLLM refuses requests above it
 
 
 class VLLMConfig(Section):
@@ -53,9 +54,18 @@ def vllm_problems(config: Config) -> Iterator[str]:
         if getattr(rollout, key) != off:
             yield (f"rollout.{key}: vLLM then gives log-probs of the truncated distribution, which the learner does "
                    f'not have; set {off:g}, or rollout.engine = "jetrl"')
-    if rollout.temperature < LOWEST_TEMPERATURE:
-        yield (f"rollout.temperature: vLLM samples at {LOWEST_TEMPERATURE} or above, got {rollout.temperature}; raise "
-               'it, or set rollout.engine = "jetrl"')
+    yield from _temperature_problems("rollout.temperature", rollout.temperature)
+    if config.eval.temperature:  # 0: greedy, which vLLM knows as well
+        yield from _temperature_problems("eval.temperature", config.eval.temperature)
     if config.quant.kv_cache == "fp8":
         yield ("quant.kv_cache: is how training rounds keys and values for jetrl's cache, and vLLM's has other scales; "
                "set vllm.kv_cache instead")
+
+
+def _temperature_problems(key: str, temperature: float) -> Iterator[str]:
+    if temperature < LOWEST_TEMPERATURE:
+        yield (f"{key}: vLLM samples at {LOWEST_TEMPERATURE} or above, got {temperature}; raise it, or set "
+               'rollout.engine = "jetrl"')
+    if temperature > HIGHEST_TEMPERATURE:
+        yield (f"{key}: vLLM samples at {HIGHEST_TEMPERATURE:g} or below, got {temperature}; lower it, or set "
+               'rollout.engine = "jetrl"')

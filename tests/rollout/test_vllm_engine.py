@@ -24,7 +24,7 @@ from tiny import numbers, tiny_config, tiny_run
 from torch import Tensor
 
 from jetrl import loop
-from jetrl.config.vllm import LOWEST_TEMPERATURE
+from jetrl.config.vllm import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from jetrl.entry import summarize
 from jetrl.errors import UserError
 from jetrl.kernels import attention as attention_op
@@ -539,6 +539,9 @@ def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) ->
         ({"rollout.top_p": 0.9}, r"rollout.top_p: vLLM then gives log-probs of the truncated .* set 1, or"),
         ({"rollout.top_k": 5}, "rollout.top_k: .* set 0, or"),
         ({"rollout.temperature": LOWEST_TEMPERATURE / 10}, "temperature: vLLM samples at 0.01 or above, got 0.001"),
+        ({"rollout.temperature": 2.01}, "rollout.temperature: vLLM samples at 2 or below, got 2.01; lower it, or set"),
+        ({"eval.temperature": 3.0}, "eval.temperature: vLLM samples at 2 or below, got 3.0; lower it, or set"),
+        ({"eval.temperature": 0.005}, "eval.temperature: vLLM samples at 0.01 or above, got 0.005; raise it"),
         ({"precision": "fp8", "quant.kv_cache": "fp8"}, "quant.kv_cache: .* set vllm.kv_cache instead"),
         ({"rollout.page_size": 16}, 'rollout.page_size: has no effect while rollout.engine = "vllm"'),
         ({"rollout.engine": "jetrl", "vllm.sleep": False}, 'vllm.sleep: has no effect while rollout.engine = "jetrl"'),
@@ -549,6 +552,14 @@ def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_settings_that_do_not_go_together(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         tiny_config(tmp_path, BASE | changes)
+
+
+def test_temperatures_at_the_limits_are_taken(tmp_path: Path, fake: Any) -> None:
+    for temperature in (LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE):
+        tiny_config(tmp_path, BASE | {"rollout.temperature": temperature, "eval.temperature": temperature})
+        fake.sampling_params.SamplingParams(temperature, seed=0, max_tokens=1, logprobs=0, flat_logprobs=True,
+                                            detokenize=False)
+    tiny_config(tmp_path, BASE | {"eval.temperature": 0.0})
 
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:

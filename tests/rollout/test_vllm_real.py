@@ -9,6 +9,8 @@ import pytest
 import torch
 import vllm_cases
 
+from jetrl.config.vllm import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (docs/ENGINES.md)"),
@@ -27,6 +29,19 @@ def test_a_run_samples_with_the_published_weights(tmp_path: Path) -> None:
     assert all(row["perf/vllm_sync_s"] > 0 for row in rows)
     texts = [sample["completion"] for sample in samples]
     assert any(text.endswith("7") for text in texts) and not any("7" in text[:-1] for text in texts)
+
+
+def test_temperatures_outside_the_limits_of_the_config_are_outside_vllms() -> None:
+    code = (
+        "import json; from vllm import SamplingParams\n"
+        "def taken(value):\n"
+        "    try:\n        return SamplingParams(temperature=value).temperature\n"
+        "    except Exception as error:\n        return str(error)\n"
+        "print('FOUND ' + json.dumps([taken(t) for t in (0.005, 0.01, 2.0, 2.01)]))"
+    )
+    lower, lowest, highest, refused = vllm_cases.found(code)
+    assert (lower, lowest, highest) == (LOWEST_TEMPERATURE, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
+    assert "must be in [0, 2]" in refused
 
 
 def test_conversations(tmp_path: Path) -> None:

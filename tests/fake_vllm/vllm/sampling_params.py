@@ -24,5 +24,5 @@ class SamplingParams:
 
     def __post_init__(self):
         assert self.logprobs == 0 and self.flat_logprobs and not self.detokenize
-        assert self.temperature == 0 or self.temperature >= 0.01
+        assert self.temperature == 0 or 0.01 <= self.temperature <= 2
         assert 0 <= self.seed < 2**63

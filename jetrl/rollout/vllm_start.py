@@ -30,6 +30,7 @@ ENGINE = 'rollout.engine = "vllm"'
 _SHARE = {True: 0.6, False: 0.35}  # of the free GPU memory for vLLM's cache, with and without sleep
 WORKER = "jetrl.rollout.vllm_worker.Worker"  # on a GPU
 _PAGE = 128  # the largest page of vLLM's caches
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of its attention on a CPU, 0.24 to 0.32
 
 
 @contextmanager
@@ -66,6 +67,16 @@ def require_installed() -> None:
     """UserError where there is no vLLM; it is not imported."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"{ENGINE}: vLLM is not installed. {install('vllm')} (on a CPU: docs/ENGINES.md)")
+
+
+def require_on_cpu(config: Config, spec: ModelSpec) -> None:
+    """UserError for what vLLM cannot do on a CPU, and would notice only after it has started."""
+    if spec.head_dim not in CPU_HEADS:
+        heads = ", ".join(map(str, CPU_HEADS))
+        raise UserError(
+            f"{ENGINE}: on a CPU, vLLM's attention takes a head_dim of {heads}, and this model has {spec.head_dim}. "
+            'Choose a model with one of these, or set rollout.engine = "jetrl".'
+        )
 
 
 def imported(pow2: bool) -> Any:

@@ -18,7 +18,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.rollout.engine import PagedEngine
 from jetrl.rollout.speculate import build_speculator
 from jetrl.rollout.vllm_engine import VllmEngine
-from jetrl.rollout.vllm_start import require_installed
+from jetrl.rollout.vllm_start import require_installed, require_on_cpu
 from jetrl.rollout.vllm_weights import layout
 from jetrl.spec import ModelSpec
 from jetrl.tasks.importing import import_attribute
@@ -62,6 +62,8 @@ def require_engine(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
     """What can be known of the engine without the model's weights: UserError if it is missing or cannot run it."""
     if engine_class(config.rollout.engine) is None and config.rollout.engine == "vllm":
         require_installed()
+        if config.device == "cpu":
+            require_on_cpu(config, spec)
         layout(spec, recipe, config.vllm.partial_blocks, config.device)
 
 

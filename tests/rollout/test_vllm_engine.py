@@ -30,12 +30,13 @@ from jetrl.errors import UserError
 from jetrl.kernels import attention as attention_op
 from jetrl.model import attention as attention_block
 from jetrl.report.recorder import read_metrics, read_samples
-from jetrl.rollout import vllm_scales
+from jetrl.rollout import vllm_scales, vllm_start
 from jetrl.rollout.limits import RefusedRequest
 from jetrl.rollout.vllm_engine import VllmEngine, draw_seed
 from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive, options
 from jetrl.rollout.vllm_weights import Layout, check
 from jetrl.subject import subject_of
+from jetrl.train import engines
 from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.engines import promises_bits
 from jetrl.train.prepare import prepare
@@ -59,6 +60,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fake_vllm"))
     import vllm
 
+    monkeypatch.setattr(engines, "require_on_cpu", lambda *_: None)  # the stand-in has no limits of a CPU
     yield vllm
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
@@ -531,6 +533,20 @@ def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r'vLLM is not installed. pip install "jetrl\[vllm\]"'):
         prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(changed({"head_dim": size}), f"head_dim of 32, 64, .*, and this model has {size}. Choose a model with one")
+     for size in (10, 16, 48)],
+)
+def test_what_vllm_cannot_do_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
+) -> None:
+    monkeypatch.setattr(engines, "require_on_cpu", vllm_start.require_on_cpu)
+    prepare(tiny_config(tmp_path, changed({"head_dim": 80})))
+    with pytest.raises(UserError, match=message):
+        prepare(tiny_config(tmp_path, changes))
 
 
 @pytest.mark.parametrize(

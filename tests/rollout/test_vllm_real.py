@@ -10,6 +10,7 @@ import torch
 import vllm_cases
 
 from jetrl.config.vllm import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from jetrl.rollout.vllm_start import CPU_HEADS
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,6 +43,14 @@ def test_temperatures_outside_the_limits_of_the_config_are_outside_vllms() -> No
     lower, lowest, highest, refused = vllm_cases.found(code)
     assert (lower, lowest, highest) == (LOWEST_TEMPERATURE, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
     assert "must be in [0, 2]" in refused
+
+
+def test_the_head_sizes_on_a_cpu_are_vllms() -> None:
+    code = (
+        "import json; from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as cpu\n"
+        "print('FOUND ' + json.dumps(cpu.get_supported_head_sizes()))"
+    )
+    assert tuple(vllm_cases.found(code)) == CPU_HEADS
 
 
 def test_conversations(tmp_path: Path) -> None:

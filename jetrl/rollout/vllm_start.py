@@ -71,6 +71,10 @@ def require_installed() -> None:
 
 def require_on_cpu(config: Config, spec: ModelSpec) -> None:
     """UserError for what vLLM cannot do on a CPU, and would notice only after it has started."""
+    if config.vllm.check_weights:
+        raise UserError(
+            "vllm.check_weights: on a CPU vLLM packs its weights, which cannot be read back. Remove vllm.check_weights."
+        )
     if spec.head_dim not in CPU_HEADS:
         heads = ", ".join(map(str, CPU_HEADS))
         raise UserError(

@@ -111,7 +111,7 @@ def held(parameters: Mapping[str, Tensor], expected: Mapping[str, WeightTensor])
         if whole.ndim != like.ndim or whole.shape[1:] != like.shape[1:]:
             raise UserError(
                 f"vllm.check_weights: vLLM keeps {name} in a layout of its own, {list(whole.shape)}, which cannot be "
-                "compared (on a CPU it packs them). Remove vllm.check_weights."
+                "compared. Remove vllm.check_weights."
             )
         rows[name] = start + like.shape[0]
         return whole[start : rows[name]]

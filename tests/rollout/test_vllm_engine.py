@@ -537,8 +537,11 @@ def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [(changed({"head_dim": size}), f"head_dim of 32, 64, .*, and this model has {size}. Choose a model with one")
-     for size in (10, 16, 48)],
+    [
+        *((changed({"head_dim": size}), f"head_dim of 32, 64, .*, and this model has {size}. Choose a model with one")
+          for size in (10, 16, 48)),
+        (changed({"head_dim": 80}, **{"vllm.check_weights": True}), "vllm.check_weights: on a CPU vLLM packs .*Remove"),
+    ],
 )
 def test_what_vllm_cannot_do_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str

@@ -164,14 +164,29 @@ def cache_bytes(config: Config, spec: ModelSpec, free: int | None) -> int:
 
     `free` None: a CPU, whose memory is not looked at.
     """
-    r = config.rollout
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * (1 if config.vllm.kv_cache == "fp8" else 2)
+    r, per_token = config.rollout, _bytes_of_a_token(config, spec)
     if r.kv_cache_tokens is not None:
         return r.kv_cache_tokens * per_token
     sequences = min(r.max_num_seqs, max(r.prompts_per_step * r.group_size, config.task.num_eval))
     pages = sequences * -(-longest_sequence(config) // _PAGE) + 2
     need = pages * _PAGE * per_token
     return need if free is None else min(need, int(free * _SHARE[config.vllm.sleep]))
+
+
+def _bytes_of_a_token(config: Config, spec: ModelSpec) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * (1 if config.vllm.kv_cache == "fp8" else 2)
+
+
+def too_small(config: Config, spec: ModelSpec, size: int) -> str:
+    """Why a KV cache of `size` bytes may not hold one sequence, and what to do; empty if it does."""
+    longest, tokens = longest_sequence(config), size // _bytes_of_a_token(config, spec)
+    least = (-(-longest // _PAGE) + 1) * _PAGE  # vLLM keeps a page for itself
+    if tokens >= least:
+        return ""
+    room = f"its KV cache has room for {tokens} tokens, and needs up to {least} for one sequence of {longest}"
+    if config.rollout.kv_cache_tokens is not None:
+        return f"{room}. Set rollout.kv_cache_tokens to {least} or more, or remove it."
+    return f"{room}. Free memory of the GPU, or set rollout.kv_cache_tokens = {least}, or shorten prompts and answers."
 
 
 def options(config: Config, spec: ModelSpec, folder: Path) -> dict[str, Any]:
@@ -205,11 +220,14 @@ def started(
     if config.device == "cuda":
         keep_scales_alive()
     with apart(), _process_kept():
+        arguments = options(config, spec, folder)
         try:
             head = {"hf_overrides": {"head_dtype": "float32"}} if fp32_logits(vllm.__version__) else {}
-            return vllm.LLM(**options(config, spec, folder), **head)
+            return vllm.LLM(**arguments, **head)
         except Exception as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if "cache" in said and (why := too_small(config, spec, arguments["kv_cache_memory_bytes"])):
+                raise UserError(f"{ENGINE}: vLLM does not start: {why}") from error  # its own advice is for its options
             if config.device == "cpu" and config.precision != "bf16":
                 said += " (On a CPU, vLLM's block FP8 needs AMX; set precision = bf16.)"
             raise UserError(

@@ -39,7 +39,7 @@ from jetrl.subject import subject_of
 from jetrl.train import engines
 from jetrl.train.checked_engine import CheckedEngine
 from jetrl.train.engines import promises_bits
-from jetrl.train.prepare import prepare
+from jetrl.train.prepare import load_spec, prepare
 from jetrl.train.setup import Session, build
 from jetrl.types import ForwardBatch, Request, SamplingParams, VarlenPlan, WeightSet, WeightTensor
 
@@ -533,6 +533,22 @@ def test_messages(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r'vLLM is not installed. pip install "jetrl\[vllm\]"'):
         prepare(config)
+
+
+def test_a_cache_without_room_for_one_sequence_is_told_by_jetrls_settings(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: Any) -> None:
+        raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.")
+
+    monkeypatch.setattr(fake, "LLM", refuse)
+    told = "its KV cache has room for 255 tokens, and needs up to 256 for one sequence of 26. Set rollout.kv_cache_tok"
+    with pytest.raises(UserError, match=told + "ens to 256 or more, or remove it.$"):
+        build(tiny_config(tmp_path, BASE | {"rollout.kv_cache_tokens": 255}))
+    with pytest.raises(UserError, match="No available memory for the cache blocks"):  # then the cause is another
+        build(tiny_config(tmp_path, BASE | {"rollout.kv_cache_tokens": 256}))
+    config = tiny_config(tmp_path, BASE)
+    assert "Free memory of the GPU" in vllm_start.too_small(config, load_spec(config)[1], 1000)
 
 
 @pytest.mark.parametrize(

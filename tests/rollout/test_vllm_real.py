@@ -53,6 +53,17 @@ def test_the_head_sizes_on_a_cpu_are_vllms() -> None:
     assert tuple(vllm_cases.found(code)) == CPU_HEADS
 
 
+@pytest.mark.parametrize(("tokens", "starts"), [(255, False), (256, True)])
+def test_the_smallest_cache(tmp_path: Path, tokens: int, starts: bool) -> None:
+    """Of a sequence of 26 tokens: a page of 128, and one that vLLM keeps for itself."""
+    changes = {"precision": "bf16", "train.steps": 1, "rollout.kv_cache_tokens": tokens}
+    if starts:
+        vllm_cases.run(tmp_path, changes, ARCH)
+    else:
+        with pytest.raises(AssertionError, match="Set rollout.kv_cache_tokens to 256 or more, or remove it"):
+            vllm_cases.run(tmp_path, changes, ARCH)
+
+
 def test_conversations(tmp_path: Path) -> None:
     rows, _ = vllm_cases.run(tmp_path, {"precision": "bf16"} | vllm_cases.talking(tmp_path), ARCH)
     assert all(0 < row["parity/logprob_abs_diff_max"] < 0.02 for row in rows[1:])

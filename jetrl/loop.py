@@ -328,7 +328,7 @@ def run_sft(config: Config) -> Path:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
     launch.phase("warm start")
     with no_silent_exit(), told_when_out_of_memory(config, World()):
-        config, plan, _ = begin(pinned(config)[0], displays=Compiling)
+        config, plan, _ = begin(pinned(config)[0], samples=False, displays=Compiling)
         model = build_model(config, plan.spec, plan.recipe)
         with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
             return warm_start(

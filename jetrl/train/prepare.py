@@ -37,8 +37,11 @@ class Prepared:
     environment: Factory | None
 
 
-def prepare(config: Config, *, trains: bool = True) -> Prepared:
-    """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now."""
+def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Prepared:
+    """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now.
+
+    Without `samples` no engine will be built, so that none has to be installed or to take the model.
+    """
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
@@ -47,7 +50,8 @@ def prepare(config: Config, *, trains: bool = True) -> Prepared:
         check_routing(config.train, spec)
         check_saved(config, spec)
     recipe = recipe_of(config, spec)
-    require_engine(config, spec, recipe)
+    if samples:
+        require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
     named = import_reward(config.task)

@@ -146,7 +146,8 @@ def build(
 
 
 def begin(
-    config: Config, *, trains: bool = True, world: World = ALONE, displays: Displays | None = None,
+    config: Config, *, trains: bool = True, samples: bool = True, world: World = ALONE,
+    displays: Displays | None = None,
 ) -> tuple[Config, Prepared, dict[str, float]]:
     """What comes before a model: checks, the settings of the process, and kernels that are compiled ahead of need.
 
@@ -161,7 +162,7 @@ def begin(
     torch.use_deterministic_algorithms(True)
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = by_each(world, lambda: prepare(config, trains=trains))
+    plan = by_each(world, lambda: prepare(config, trains=trains, samples=samples))
     # before the model: workers need memory of the GPU
     return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
 

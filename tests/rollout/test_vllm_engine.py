@@ -353,6 +353,17 @@ def test_a_warm_start_needs_no_engine(tmp_path: Path, fake: Any) -> None:
     assert len(fake.engines) == made + 1 and list((tmp_path / "warm").iterdir()) == [alone]
 
 
+def test_a_warm_start_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither installed nor one that takes the model: here its sizes in FP8, and on a CPU its heads."""
+    monkeypatch.setattr(engines, "require_on_cpu", vllm_start.require_on_cpu)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    settings = {"sft.steps": 2, "sft.batch_size": 4, "sft.cache_dir": str(tmp_path / "warm"), "precision": "fp8"}
+    config = tiny_config(tmp_path, BASE | settings)
+    assert loop.run_sft(config).is_dir()
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        prepare(config)
+
+
 def test_scales_of_the_cache_are_measured_on_the_steps_own_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

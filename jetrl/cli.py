@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jetrl import __version__
-from jetrl.ending import ends_in_time
+from jetrl.ending import ctrl_c_is_told, ends_in_time
 from jetrl.errors import UserError, disk_full, status_of
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
@@ -64,6 +64,7 @@ def _options(
 
 
 @ends_in_time()
+@ctrl_c_is_told()
 def main() -> None:
     """Entry point: a user's mistake ends with one message and status 2, a full GPU so with 3, an interrupt with 130."""
     debug = "--debug" in sys.argv
@@ -86,7 +87,6 @@ def main() -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", markup=False, style="red")
         raise SystemExit(status_of(error)) from None
     except KeyboardInterrupt:
-        Console(stderr=True).print("jetrl: interrupted.")
         raise SystemExit(130) from None
 
 
@@ -161,9 +161,12 @@ def train(
 @app.command(epilog=_ABOUT_RECIPES)
 def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     """Only the supervised warm start of a recipe; `train` finds its cached result."""
-    from jetrl.loop import run_sft
+    config = _config(recipe, overrides)
+    from jetrl.loop import StopRequest, run_sft
 
-    path = run_sft(_config(recipe, overrides))
+    with StopRequest() as stop:
+        stop.phase = "warm start"
+        path = run_sft(config)
     out.print(f"Warm-started weights: {path}")
 
 

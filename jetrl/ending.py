@@ -1,16 +1,53 @@
-"""The end of the program: threads and processes that the user's code has left do not keep it alive."""
+"""The end of the program: Ctrl-C ends it wherever it is, and what the user's code has left does not keep it alive."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 _PATIENCE = 5.0  # seconds for what ends by itself, such as the idle threads of an executor
+
+
+@contextmanager
+def ctrl_c_is_told() -> Iterator[None]:
+    """Around the program, until it sets a handler of its own: Ctrl-C says so, then raises KeyboardInterrupt.
+
+    While a module loads, it ends the program at once, with status 130: an import may swallow any exception. (torch does
+    so with numpy's, and then runs without it.) Ranks of a run have one message for all: `parallel.launch`.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or "RANK" in os.environ:  # ignored, as in the background of a script
+        yield
+        return
+    owner = os.getpid()
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:  # not a fork of it
+            with suppress(OSError):  # past Python's buffers, which the interrupted code may be writing to
+                os.write(2, b"jetrl: interrupted.\n")
+            if _imports(frame):
+                os._exit(130)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a module is being loaded in this frame or one that called it."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

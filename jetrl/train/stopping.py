@@ -32,7 +32,7 @@ __all__ = ["GivenUp", "StopRequest"]
 
 Phase = Literal["start", "warm start", "step", "rollout", "evaluation", "report"]
 _LOST = {
-    "start": "no step had begun", "warm start": "the warm start is not saved",
+    "start": "no step had begun", "warm start": "the warm start is not saved; next time it is made from its beginning",
     "report": "report.html is not written; `jetrl report` makes it",
 }  # by phase in which a signal stops at once
 _AGAIN = "The signal again stops at once."

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -87,12 +88,25 @@ def warm_start(
     else:
         if world.first:
             tell(f"no warm start of this model, task, seed and [sft] in {path.parent} yet: made now, and kept there")
+        with together(world):
+            require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)
         fill(model, student.named_parameters())
-        by_first(world, lambda: path.parent.mkdir(parents=True, exist_ok=True))
         store.seal(path, parts_of(model), world, mark=f"_{world.share(os.getpid())}")
     model.publish()
     return path
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder of warm starts and a folder in it, as its end will. UserError before the work, not behind it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
+    except OSError as error:
+        raise UserError(
+            f"The warm start cannot be kept in sft.cache_dir = {folder}: {error.strerror or error}. Set sft.cache_dir "
+            "to a folder that can be written to."
+        ) from error
 
 
 def _file_hash(file: str | None) -> str | None:

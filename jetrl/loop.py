@@ -340,7 +340,7 @@ def run_sft(config: Config) -> Path:
 def evaluate_once(session: Session, console: Console | None = None) -> dict[str, float]:
     """Held-out accuracy of a built session, outside a run; the display goes to `console`. A collective."""
     try:
-        with no_silent_exit(), Display(1, f"{session.config.name} eval", console=console) as display:
+        with no_silent_exit(), Display(0, f"{session.config.name} eval", console=console) as display:
             return evaluate(session, Clock(display))
     finally:
         session.close()

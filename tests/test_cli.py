@@ -452,6 +452,7 @@ def test_flow(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
 
 def test_eval_equals_the_last_evaluation_of_the_run(jetrl: Cli, finished: Path) -> None:
     status, out, err = jetrl("eval", finished)
+    assert " step" not in out + err, "it takes none"
     assert status == 0, err
     value = float(re.search(r"eval/addition/avg@1\s+([0-9.]+)", out).group(1))
     assert value == pytest.approx(numbers(finished)[-1]["eval/addition/avg@1"], abs=1e-4)

@@ -55,7 +55,7 @@ class Display:
     Call `phase` when the work changes, `advance` as parts of a phase finish, `step` with the row of a finished step.
     Off a terminal, a phase is reported only once it lasts longer than `interval` seconds, then again at that interval;
     steps at most every `step_interval` seconds (0: all of them), the last one always. A warm start, whose rows have
-    `policy/loss` and no reward, shows its loss.
+    `policy/loss` and no reward, shows its loss. With `total_steps` 0, as of an evaluation alone, no steps are shown.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class Display:
                 self.console.print(Text(self.about, style="dim"))
             self._live.start(refresh=True)
         else:
-            self._line(f"{self.title}: {counted(self.total_steps, 'step')}" + (f"; {self.about}" if self.about else ""))
+            told = [counted(self.total_steps, "step")] if self.total_steps else []
+            told += [self.about] if self.about else []
+            self._line(": ".join([self.title, *(["; ".join(told)] if told else [])]))
         return self
 
     def __exit__(
@@ -215,12 +217,13 @@ class Display:
         progress.add_column(ratio=1)
         progress.add_column(justify="right", width=11, no_wrap=True)
         progress.add_column(justify="right", width=13, no_wrap=True)
-        progress.add_row(
-            Text("steps"),
-            ProgressBar(total=max(self.total_steps, 1), completed=self.current),
-            f"{self.current}/{self.total_steps}",
-            Text("left " + (duration(left) if left is not None else "..."), style="dim"),
-        )
+        if self.total_steps:
+            progress.add_row(
+                Text("steps"),
+                ProgressBar(total=self.total_steps, completed=self.current),
+                f"{self.current}/{self.total_steps}",
+                Text("left " + (duration(left) if left is not None else "..."), style="dim"),
+            )
         phase_left = self._phase_left(now)
         counted = self._total is not None
         progress.add_row(

@@ -104,6 +104,17 @@ def test_the_panel_fits_the_terminal(width: int) -> None:
         assert "199/20000" in text_of(sheet) and "0.995  (was 0.005)" in text_of(sheet) and "12,346" in text_of(sheet)
 
 
+def test_an_evaluation_alone_shows_no_steps() -> None:
+    for about, line in (("", "tiny eval"), ("sums", "tiny eval: sums")):
+        console = plain_console()
+        with Display(0, "tiny eval", about=about, console=console, clock=Clock()) as display:
+            display.phase("eval", 4)
+            sheet = Console(file=io.StringIO(), width=80, force_terminal=False)
+            sheet.print(display.render())
+        assert text_of(console) == f"{line}\n"
+        assert "step" not in text_of(sheet) and "0/4" in text_of(sheet)
+
+
 RANKS = {"perf/communication_s": 1.25, "perf/memory_peak_gib_max": 98.12, "perf/memory_peak_gib_mean": 97.0}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,3 +165,16 @@ def digest(config: Config, leave_out: Collection[str] = ()) -> str:
         del held[section][name]
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def by_full_key(config: Config) -> dict[str, Any]:
+    """Every setting by its full key, as JSON has it; those inside of a table such as task.params too."""
+    return dict(_flat("", config.model_dump(mode="json")))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else key, inner)
+    else:
+        yield prefix, value

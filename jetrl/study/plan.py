@@ -13,6 +13,7 @@ from jetrl.compare import said_of
 from jetrl.config import Config, load_config
 from jetrl.config.errors import NAME, NAME_RULE
 from jetrl.config.load import NO_BITS, digest
+from jetrl.config.paths import absolute_paths
 from jetrl.config.shipped import find_recipe, summary
 from jetrl.config.toml import read_toml, split_override, toml_literal
 from jetrl.errors import UserError
@@ -168,7 +169,31 @@ def all_planned(study: Study, out: Path) -> list[Planned]:
                 f"equal in all: {evaluated(run.config)} here, {evaluated(plan[0].config)} in {plan[0].arm.name}. Set "
                 "them in the study's overrides."
             )
+    _require_one_warm_start(plan)
     return plan
+
+
+def _require_one_warm_start(plan: Sequence[Planned]) -> None:
+    """UserError if an arm would make another warm start of a seed than the arms before it."""
+    from jetrl.train.sft import made_of, starts_from  # loads torch, which a list of studies need not
+
+    first: dict[int, Planned] = {}
+    for run in plan:
+        other = first.setdefault(run.seed, run)
+        configs = [absolute_paths(one.config) for one in (run, other)]
+        here, there = ({**made_of(config), **starts_from(config)} for config in configs)
+        # without a warm start, its settings mean nothing
+        keys = sorted(here.keys() | there.keys()) if all(config.sft.steps for config in configs) else ["sft.steps"]
+        differ = [
+            f"{key} = {toml_literal(here.get(key))} here, {toml_literal(there.get(key))} in {other.arm.name}"
+            for key in keys if here.get(key) != there.get(key)
+        ]
+        if differ:
+            raise UserError(
+                f"arm {run.arm.name}: all arms start from one warm start of their seed, and this one would make "
+                f"another: {'; '.join(differ)}. Set what a warm start reads in the study's overrides, for all arms, or "
+                "leave warm starts out (sft.steps=0)."
+            )
 
 
 def evaluated(config: Config) -> tuple[int, int]:

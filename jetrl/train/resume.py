@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config import Config, sections
-from jetrl.config.load import NO_BITS
+from jetrl.config.load import NO_BITS, by_full_key
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
@@ -33,7 +33,7 @@ def settings(config: Config) -> dict[str, Any]:
         free |= {"train.steps"}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
-    found = dict(_flat("", config.model_dump(mode="json")))
+    found = by_full_key(config)
     kept = {k: v for k, v in found.items() if k not in free and k.split(".")[0] not in ("eval", "checkpoint", "track")}
     # the only thing in [eval] that decides which problems are trained on
     return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
@@ -99,10 +99,3 @@ def _defaults() -> dict[str, Any]:
     fields += [(key, field) for key, field in Config.model_fields.items() if key not in sections()]
     return {key: json.loads(json.dumps(f.get_default(call_default_factory=True), default=str)) for key, f in fields}
 
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else key, inner)
-    else:
-        yield prefix, value

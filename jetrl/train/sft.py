@@ -21,6 +21,7 @@ from torch import Tensor
 
 from jetrl import __version__
 from jetrl.config import Config
+from jetrl.config.load import by_full_key
 from jetrl.errors import UserError
 from jetrl.model.sharding import digest, fill, parts_of, shard_model
 from jetrl.model.transformer import Transformer
@@ -39,32 +40,46 @@ from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
 
+_READ = {  # next to the sections sft and task
+    "seed", "model.tokenizer", "model.tokenizer_revision", "rollout.stop", "train.max_tokens_per_gpu",
+    "train.max_grad_norm", "train.weight_decay", "train.adam_betas", "train.adam_eps", *(f"train.{k}" for k in LOSSES),
+}
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
 
 def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path:
     """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task
     and the settings. The initial weights are the masters: the same in every precision flow. Collective."""
-    unread = {"reward_calls"} if num_eval_shapes_training(config) else {"reward_calls", "num_eval"}
-    settings = {
+    settings = made_of(config) | {
         "version": __version__, "start": digest(model, world),
-        "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v}, "seed": config.seed,
-        "task": config.task.model_dump(mode="json", exclude=unread),
-        "sft": config.sft.model_dump(mode="json", exclude={"cache_dir"}),
-        "optimizer": [config.train.adam_betas, config.train.adam_eps, config.train.max_grad_norm,
-                      config.train.weight_decay, config.train.max_tokens_per_gpu],
+        "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v},
         "data": _file_hash(config.task.train_file),
-        "tokenizer": [config.model.tokenizer, config.model.tokenizer_revision],
-        "stop": config.rollout.stop, "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
+        "held out": _file_hash(config.task.eval_file),  # its prompts are not trained on
+        "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
     }
-    if model.spec.experts is not None:
-        settings["routers"] = [config.train.router_aux_loss_coef, config.train.router_z_loss_coef]
-    if config.task.eval_file is not None:
-        settings["held out"] = _file_hash(config.task.eval_file)  # its prompts are not trained on
-    if not holds_out(config):
-        settings["holds_out"] = False  # then it may train on every row
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(config.sft.cache_dir).expanduser() / key
+
+
+def made_of(config: Config) -> dict[str, Any]:
+    """The settings that a warm start reads, by full key: `cache_path` has their values."""
+    unread = {"sft.cache_dir", "task.reward_calls"}
+    if not num_eval_shapes_training(config):
+        unread |= {"task.num_eval"}
+    kept = {
+        key: value for key, value in by_full_key(config).items()
+        if key in _READ or (key.partition(".")[0] in ("sft", "task") and key not in unread)
+    }
+    # where nothing is held out, it may train on every row
+    return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
+
+
+def starts_from(config: Config) -> dict[str, Any]:
+    """The settings behind what `cache_path` has as found: the first weights, the device and the number of threads."""
+    return {
+        key: value for key, value in by_full_key(config).items()
+        if key in ("device", "num_threads", "train.master_dtype") or key.startswith("model.")
+    }
 
 
 def warm_start(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from studies import conducted
 
 from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
@@ -148,6 +149,43 @@ def test_arms_are_evaluated_at_equal_steps(override: str, tmp_path: Path) -> Non
     arms = (study.arms[0], replace(study.arms[1], overrides=(*study.arms[1].overrides, override)))
     with pytest.raises(UserError, match=f"arm {arms[1].name}: arms are compared at equal steps.* in {arms[0].name}"):
         all_planned(replace(study, arms=arms), tmp_path)
+
+
+@pytest.mark.parametrize(("override", "told"), [
+    ("train.max_grad_norm=0.5", "train.max_grad_norm = 0.5 here, 1.0 in a"),
+    ("train.weight_decay=0.2", "train.weight_decay = 0.2 here, 0.0 in a"),
+    ("sft.steps=70", "sft.steps = 70 here, 300 in a"),
+    ("sft.steps=0", "sft.steps = 0 here, 300 in a. Set"),
+    ("task.params={digits=[3]}", r"task.params.digits = \[3\] here, \[2, 3\] in a"),
+    ("model.init_seed=5", "model.init_seed = 5 here, 0 in a"),
+    ("train.master_dtype=bfloat16", 'train.master_dtype = "bfloat16" here, "float32" in a'),
+    ("num_threads=3", 'num_threads = 3 here, "none" in a'),
+])
+def test_arms_start_from_one_warm_start(override: str, told: str, tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, MINE))
+    arms = (study.arms[0], replace(study.arms[1], overrides=(*study.arms[1].overrides, override)))
+    with pytest.raises(UserError, match=f"^arm b: all arms start from one warm start of their seed, .*: {told}"):
+        all_planned(replace(study, arms=arms), tmp_path)
+    with pytest.raises(UserError, match="^arm b: all arms start"):  # before a run of another arm
+        conducted(replace(study, arms=arms), tmp_path / "out", arms="a")
+    assert all_planned(replace(study, arms=arms, overrides=(override,)), tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("override", [
+    "train.lr=1e-3", "rollout.engine=vllm", "quant.kv_cache=fp8", "rl.rollout_is=token", "rl.algo=dapo",
+    "task.num_eval=5", "rl.updates_per_step=2", "rollout.group_size=4", "precision=fp8_rollout",
+])
+def test_arms_may_differ_in_what_no_warm_start_reads(override: str, tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, MINE))
+    arms = (study.arms[0], replace(study.arms[0], name="c", overrides=(override,)))
+    assert all_planned(replace(study, arms=arms), tmp_path)
+
+
+def test_without_warm_starts_arms_may_have_other_models(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, MINE), ["sft.steps=0"])
+    arms = (study.arms[0], replace(study.arms[1], overrides=("model.init_seed=5", "train.max_grad_norm=0.5")))
+    assert all_planned(replace(study, arms=arms), tmp_path)
 
 
 def test_names_and_places_that_are_not_plain(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from jetrl.errors import UserError
 from jetrl.model.weights import checksum, published
 from jetrl.train import sft
 from jetrl.train.setup import Session, build
-from jetrl.train.sft import cache_path, warm_start
+from jetrl.train.sft import cache_path, made_of, starts_from, warm_start
 from jetrl.train.trainer import NonFiniteError
 
 SFT = {"sft.steps": 6, "sft.batch_size": 8, "sft.lr": 5e-3}
@@ -87,6 +87,29 @@ def test_micro_batches_do_not_change_the_loss(tmp_path: Path) -> None:
 def test_what_determines_the_weights_names_the_file(tmp_path: Path, change: dict[str, Any]) -> None:
     paths = [cache_path(s.config, s.model) for s in (session_of(tmp_path, {}), session_of(tmp_path, change))]
     assert paths[0] != paths[1]
+
+
+@pytest.mark.parametrize("change", [
+    {"seed": 1}, {"model.init_seed": 1}, {"model.arch.num_hidden_layers": 1}, {"train.master_dtype": "bfloat16"},
+    {"num_threads": 3}, {"rollout.stop": ["7"]}, {"task.params.digits": [3]}, {"task.num_eval": 5}, {"sft.lr": 1e-3},
+    {"sft.cache_dir": "elsewhere"}, {"train.weight_decay": 0.1}, {"train.adam_betas": [0.9, 0.99]},
+    {"train.adam_eps": 1e-7}, {"train.max_grad_norm": 0.5}, {"train.max_tokens_per_gpu": 99}, {"train.lr": 1e-4},
+    {"precision": "bf16"}, {"rollout.group_size": 2}, {"eval.eval_interval": 0}, {"task.reward_calls": "group"},
+    {"train.reduction": "fixed"},
+], ids=str)
+def test_the_settings_that_a_study_compares_are_those_that_name_the_file(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """jetrl.study.plan refuses arms by these settings, before there are weights to hash."""
+    names, settings = set(), []
+    threads = torch.get_num_threads()
+    for changes in ({}, change):
+        config = tiny_config(tmp_path, SFT | changes)
+        session = build(config)
+        names.add(cache_path(session.config, session.model).name)
+        settings.append(made_of(config) | starts_from(config))
+        torch.set_num_threads(threads)
+    assert (len(names) == 2) == (settings[0] != settings[1])
 
 
 def test_the_content_of_a_data_file_names_the_file_too(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from jetrl import __version__
 from jetrl.errors import UserError
 from jetrl.report.text import counted
 from jetrl.study.plan import Planned, Study
-from jetrl.study.state import DONE, is_done, read_state
+from jetrl.study.state import is_done, read_state
 
 RESULTS = "study.json"
 _REMEDY = "Copy it again, or leave it out."
@@ -223,9 +223,11 @@ class _Run(_Shape):
         evaluated = self.held_out.steps
         if evaluated and not self.seconds.steps:
             raise ValueError("it has evaluations and no step")
-        if self.status in DONE and not evaluated:
+        if self.status != "finished":
+            return self  # NaN may come before the first evaluation
+        if not evaluated:
             raise ValueError("it is done and has no evaluation")
-        if self.status == "finished" and evaluated[-1] != self.step:
+        if evaluated[-1] != self.step:
             raise ValueError(f"it is finished at step {self.step}, and its last evaluation is of step {evaluated[-1]}")
         return self
 

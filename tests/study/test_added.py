@@ -20,6 +20,7 @@ from jetrl.errors import UserError
 from jetrl.study import conduct as conducting
 from jetrl.study.added import read_added, read_json
 from jetrl.study.collect import write_json
+from jetrl.study.jobs import Ended, Halt, Job
 from jetrl.study.plan import Study, all_planned, find_study, load_study
 from jetrl.study.state import DONE, read_state, run_folder
 
@@ -259,6 +260,32 @@ def test_the_results_in_the_repository_can_be_added(name: str, least: int, tmp_p
     found = read_added([file], study, all_planned(study, tmp_path), tmp_path, Console(quiet=True))
     done = [run for run in read_json(file)["runs"] if run["status"] in DONE and run["seed"] in study.seeds]
     assert len(found) == len(done) >= least
+
+
+def test_a_run_that_nan_ended_before_its_first_evaluation_is_taken(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = conducting.run_jobs
+
+    def one_is_nan(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
+        (broken,) = (job for job in jobs if job.name == "two-s1")
+        (tmp_path / "there" / "runs" / "two-s1" / "failed" / "step_000000").mkdir(parents=True)
+        on_end(Ended(broken, 2, False))
+        here([job for job in jobs if job is not broken], slots, halt, on_end, on_poll, held)
+
+    monkeypatch.setattr(conducting, "run_jobs", one_is_nan)
+    conducted(tiny, tmp_path / "there")
+    data = read_json(tmp_path / "there" / "study.json")
+    assert by_name(data)["two-s1"]["status"] == "non-finite" and not by_name(data)["two-s1"]["held_out"]["steps"]
+    monkeypatch.setattr(conducting, "run_jobs", here)
+    in_process.clear()
+    for files in ([tmp_path / "there" / "study.json"], []):  # what was added is read again from the folder's own file
+        status, text = conducted(tiny, tmp_path / "out", files)
+        assert status == 0 and not in_process and "4 runs, 4 done" in text
+        found = read_json(tmp_path / "out" / "study.json")
+        assert found["runs"] == [run | {"added": True} for run in data["runs"]]
+        assert found["differences"] == data["differences"]
+    assert "NaN or infinity ended the run" in (tmp_path / "out" / "study.html").read_text()
 
 
 def test_settings_that_change_no_bit_do_not_count(tmp_path: Path) -> None:

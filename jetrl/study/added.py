@@ -40,7 +40,9 @@ def read_added(
     found: dict[str, Added] = {}
     for path in paths:
         data = _checked(path, study)
-        there = [run for run in data["runs"] if is_done(run)]
+        # The folder's own runs count as they are there now: one that was removed is to run again.
+        runs = [run for run in data["runs"] if run.get("added")] if _same(path, out / RESULTS) else data["runs"]
+        there = [run for run in runs if is_done(run)]
         done = [(known[place], run) for run in there if (place := (run["arm"], run["seed"])) in known]
         for planned, run in done:
             if planned.digest != run["digest"]:
@@ -51,12 +53,16 @@ def read_added(
         }
         found |= new
         left_out = {
-            "not done there": len(data["runs"]) - len(there), "of other arms or seeds": len(there) - len(done),
+            "not done there": len(runs) - len(there), "of other arms or seeds": len(there) - len(done),
             "done already": len(done) - len(new),
         }
         rest = "".join(f", {count} {why}" for why, count in left_out.items() if count)
         console.print(f"Added from {path}: {counted(len(new), 'run')}{rest}", markup=False)
     return found
+
+
+def _same(path: Path, other: Path) -> bool:
+    return other.exists() and path.samefile(other)
 
 
 def by_origin(added: Mapping[str, Added]) -> list[dict[str, Any]]:

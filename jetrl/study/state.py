@@ -37,9 +37,10 @@ class State:
 
 
 def read_state(out: Path, run: Planned) -> State:
-    """The state of a run. UserError if its folder is of another study, or of other settings of this one."""
+    """The state of a run; new if its folder is not there, be it that it never began or that the user has removed it.
+    UserError if its folder is of another study, or of other settings of this one."""
     path = _path(out, run)
-    if not path.exists():
+    if not path.exists() or not run_folder(out, run).exists():
         return State("new", run.digest)
     try:
         data = json.loads(path.read_text())
@@ -48,11 +49,9 @@ def read_state(out: Path, run: Planned) -> State:
         raise UserError(f"{path} cannot be read ({error}). Remove it and {out / 'runs' / run.name}.") from error
     if state.digest == run.digest:
         return state
-    if not state.done and not run_folder(out, run).exists():
-        return State("new", run.digest)  # stopped before its first step: nothing was made with the other settings
     raise UserError(
         f"{run_folder(out, run)} was made with other settings; its config.toml has them. Give another --out, or remove "
-        f"this folder and {path}."
+        "this folder to make the run again."
     )
 
 

@@ -11,7 +11,7 @@ from studies import conducted
 from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
 from jetrl.study.plan import ENGINES, all_planned, find_study, load_study, planned, shipped_studies
-from jetrl.study.state import read_state, write_state
+from jetrl.study.state import read_state, run_folder, write_state
 from jetrl.tasks.task import build_task
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 
@@ -94,6 +94,7 @@ def test_the_digest_does_not_depend_on_the_place_and_does_on_the_settings(tmp_pa
     first, elsewhere, other = (planned(s, Path(out), s.arms[0], 3) for s, out in
                                ((study, "x"), (study, "y"), (more, "x")))
     assert first.digest == elsewhere.digest != other.digest
+    run_folder(tmp_path, first).mkdir(parents=True)
     write_state(tmp_path, first, "finished", 40)
     assert read_state(tmp_path, first).done and read_state(tmp_path, first).step == 40
     with pytest.raises(UserError, match="other settings"):

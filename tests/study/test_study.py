@@ -139,6 +139,29 @@ def test_other_settings_are_taken_as_long_as_nothing_was_made(
         conducted(tiny, tmp_path / "out", arms="one", seeds="0")
 
 
+def test_a_run_whose_folder_was_removed_runs_again(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
+    """Also where results of other folders were added, so that study.json is read again, which has its old results."""
+    there, out = tmp_path / "there", tmp_path / "out"
+    conducted(tiny, there, arms="two", seeds="0")
+    in_process.clear()
+    conducted(tiny, out, [there / "study.json"])
+    data = read_json(out / "study.json")
+    assert in_process == ["one-s0", "one-s1", "two-s1"]
+    for add in ([], [out / "study.json"]):
+        shutil.rmtree(out / "runs" / "one-s1")
+        in_process.clear()
+        status, text = conducted(tiny, out, add)
+        assert status == 0 and in_process == ["one-s1"] and "4 runs, 3 done" in text
+        again = read_json(out / "study.json")
+        assert [run.get("added", False) for run in again["runs"]] == [False, True, False, False]
+        assert again["differences"] == data["differences"]
+    shutil.rmtree(out / "runs" / "one-s1")
+    conducted(tiny, out, seeds="0")  # not chosen, and no result any more
+    assert [(run["arm"], run["seed"]) for run in read_json(out / "study.json")["runs"]] == [
+        ("one", 0), ("two", 0), ("two", 1)
+    ]
+
+
 def test_a_stopped_warm_start_is_told(tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
         warm = Job("warm-start-s0", ("sft", "one-s0.toml"), tmp_path / "warm.log")

@@ -85,6 +85,14 @@ def has_added(path: Path) -> bool:
         return False  # it is written again
 
 
+def added_seeds(path: Path, study: Study) -> set[int]:
+    """The seeds of the runs of other folders that a folder's own study.json holds. UserError if it is of another study
+    or version."""
+    if not has_added(path):
+        return set()
+    return {run["seed"] for run in _checked(path, study)["runs"] if run.get("added")}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """What `collect.write_json` wrote."""
     if path.is_dir():

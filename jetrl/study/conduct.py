@@ -16,13 +16,14 @@ from jetrl.errors import UserError
 from jetrl.report.files import disk_errors, lock
 from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import counted, duration
-from jetrl.study.added import RESULTS, Added, has_added, read_added
+from jetrl.study.added import RESULTS, Added, added_seeds, has_added, read_added
 from jetrl.study.collect import collect, write_json
 from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, share_of_cores, tail, visible_gpus
 from jetrl.study.pace import Pace
 from jetrl.study.page import write_page
 from jetrl.study.plan import WARM_START, Planned, Study, all_planned
 from jetrl.study.state import (
+    begun_seeds,
     drop_checkpoints,
     kept_threads,
     non_finite_step,
@@ -136,8 +137,9 @@ def conduct(
     that have some, here or in the files `add`. Status: 0; 1 if a run crashed; 130 after a signal."""
     out = out.absolute()
     plan = all_planned(study, out)
+    every = _every(whole, study, out)
     kept = [out / RESULTS] if has_added(out / RESULTS) else []  # what earlier calls have added stays
-    added = read_added([*add, *kept], whole, _every(whole, study, out), out, console)
+    added = read_added([*add, *kept], whole, every, out, console)
     _require_machine(_left(plan, out, added), plan)
     with _locked(out) as held:
         left = _left(plan, out, added)  # again: another command may have held the folder until now
@@ -152,7 +154,7 @@ def conduct(
         with going.halt.caught():
             slots = environments(jobs, kept_threads(out, threads, share_of_cores(jobs)), gpus)
             run_jobs(_jobs(left, out), slots, going.halt, going.ended, going.polled, held)
-        _tell(going, plan, _results(whole, study, out, added))
+        _tell(going, plan, _results(whole, every, out, added))
         if going.halt.signals:
             return 130
         return 1 if going.crashed else 0
@@ -164,8 +166,13 @@ def _left(plan: Sequence[Planned], out: Path, added: Mapping[str, Added]) -> lis
 
 
 def _every(whole: Study, study: Study, out: Path) -> list[Planned]:
-    """The runs of all arms and seeds, also of those that are not chosen."""
-    return all_planned(replace(whole, seeds=tuple(dict.fromkeys((*whole.seeds, *study.seeds)))), out)
+    """The runs of all arms and seeds: the study's, those that are chosen, and those that the folder has by earlier
+    calls. UserError if one of them was made with other settings: results show them together."""
+    more = {*study.seeds, *begun_seeds(out), *added_seeds(out / RESULTS, whole)} - {*whole.seeds}
+    every = all_planned(replace(whole, seeds=(*whole.seeds, *sorted(more))), out)
+    for run in every:
+        read_state(out, run)
+    return every
 
 
 @contextmanager
@@ -228,9 +235,10 @@ def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: job.arguments[0] != "sft") if len(jobs) > 1 else jobs
 
 
-def _results(whole: Study, study: Study, out: Path, added: Mapping[str, Added]) -> tuple[Path, Path] | None:
+def _results(
+    whole: Study, every: Sequence[Planned], out: Path, added: Mapping[str, Added]
+) -> tuple[Path, Path] | None:
     """study.json and study.html of what there is; None before the first evaluation."""
-    every = _every(whole, study, out)
     begun = [
         r for r in every
         if read_state(out, r).done or r.name in added or (run_folder(out, r) / METRICS_FILE).exists()

@@ -55,6 +55,12 @@ def read_state(out: Path, run: Planned) -> State:
     )
 
 
+def begun_seeds(out: Path) -> set[int]:
+    """The seeds of the runs that were begun in this study's folder."""
+    names = [path.name.rpartition("-s")[2] for path in (out / "runs").glob("*-s*")]
+    return {int(name) for name in names if name.isdecimal()}
+
+
 def kept_threads(out: Path, wanted: int | None, default: int) -> int:
     """The threads of a run in this study's folder: those with which it was begun, as a warm start belongs to a number
     of threads and all arms of a seed are to share it. UserError if others are wanted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,19 @@ def test_the_results_in_the_repository_can_be_added(name: str, least: int, tmp_p
     found = read_added([file], study, all_planned(study, tmp_path), tmp_path, Console(quiet=True))
     done = [run for run in read_json(file)["runs"] if run["status"] in DONE and run["seed"] in study.seeds]
     assert len(found) == len(done) >= least
+
+
+def test_seeds_that_only_an_earlier_call_named_stay(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
+    out, more = tmp_path / "out", replace(tiny, seeds=(9, 7))
+    there = saved(made(more, tmp_path), tmp_path / "there")
+    conducted(tiny, out, [there], seeds="7,9")
+    conducted(tiny, out, seeds="5", arms="one")
+    assert conducted(tiny, out, seeds="0")[0] == 0 and in_process == ["one-s5", "one-s0", "two-s0"]
+    data = read_json(out / "study.json")
+    assert list(by_name(data)) == ["one-s0", "two-s0", "one-s5", "one-s7", "two-s7", "one-s9", "two-s9"]
+    assert data["study"]["seeds"] == [0, 5, 7, 9]
+    assert data["added"][0]["runs"] == ["one-s7", "two-s7", "one-s9", "two-s9"]
+    assert data["differences"][0]["seeds"] == [0, 7, 9]
 
 
 def test_a_run_that_nan_ended_before_its_first_evaluation_is_taken(

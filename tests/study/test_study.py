@@ -75,8 +75,11 @@ def test_parts_add_up_and_other_settings_are_refused(tiny: Study, in_process: li
     assert in_process == ["two-s1", "one-s1"]
     data = read_json(out / "study.json")
     assert [(r["arm"], r["seed"]) for r in data["runs"]] == [("one", 1), ("two", 1)] and len(data["differences"]) == 2
-    with pytest.raises(UserError, match="other settings"):
-        conducted(load_study(tmp_path / "study.toml", ["train.lr=1e-5"]), out, seeds="1")
+    in_process.clear()
+    for seeds in ("1", "0", "7"):  # before the first run, also where only the results would show the other settings
+        with pytest.raises(UserError, match="other settings"):
+            conducted(load_study(tmp_path / "study.toml", ["train.lr=1e-5"]), out, seeds=seeds)
+    assert not in_process
 
 
 def test_a_stopped_run_goes_on_from_its_checkpoint_elsewhere(

@@ -151,10 +151,16 @@ def conduct(
             f"{counted(len(plan), 'run')}, {going.done} done; {jobs} side by side, in {out}", markup=False,
         )
         gpus = visible_gpus() if any(resolved(run.config).device == "cuda" for run in left) else []
-        with going.halt.caught():
-            slots = environments(jobs, kept_threads(out, threads, share_of_cores(jobs)), gpus)
-            run_jobs(_jobs(left, out), slots, going.halt, going.ended, going.polled, held)
-        _tell(going, plan, _results(whole, every, out, added))
+        try:
+            with going.halt.caught():
+                slots = environments(jobs, kept_threads(out, threads, share_of_cores(jobs)), gpus)
+                run_jobs(_jobs(left, out), slots, going.halt, going.ended, going.polled, held)
+        finally:
+            _tell_runs(going)  # in any case: with a full disk, say, nothing below works
+        written = _results(whole, every, out, added)
+        if written is not None:
+            so_far = " so far" if going.done < len(plan) else ""
+            console.print(f"\nResults{so_far}: {written[1]} (open in a browser), {written[0]}", markup=False)
         if going.halt.signals:
             return 130
         return 1 if going.crashed else 0
@@ -221,8 +227,9 @@ def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
     jobs: list[Job] = []
     for run in left:
         path = out / "configs" / f"{run.name}.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_toml(run.config), encoding="utf-8")
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(to_toml(run.config), encoding="utf-8")
         after: tuple[str, ...] = ()
         begun = (run_folder(out, run) / "checkpoints").is_dir()
         if run.config.sft.steps and not begun:
@@ -257,14 +264,11 @@ def _results(
     return write_json(data, out / RESULTS), write_page(data, out / "study.html")
 
 
-def _tell(going: Conduct, plan: Sequence[Planned], written: tuple[Path, Path] | None) -> None:
-    say, undone = going.console.print, len(plan) - going.done
+def _tell_runs(going: Conduct) -> None:
+    say, undone = going.console.print, len(going.runs) - going.done
     if undone and not going.crashed:
-        say(f"Not finished: {undone} of {counted(len(plan), 'run')}. The same command goes on from here.")
+        say(f"Not finished: {undone} of {counted(len(going.runs), 'run')}. The same command goes on from here.")
     for name, text in going.crashed.items():
         say(f"\n{name} crashed; its output ends with\n{text}", markup=False, style="red")
     if going.crashed:
         say(f"\n{len(going.crashed)} crashed: {', '.join(going.crashed)}. The same command tries them again.")
-    if written is not None:
-        say(f"\nResults so far: {written[1]} (open in a browser), {written[0]}" if undone else
-            f"\nResults: {written[1]} (open in a browser), {written[0]}", markup=False)

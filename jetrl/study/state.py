@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.report.files import parse_row
+from jetrl.report.files import disk_errors, parse_row
 from jetrl.report.recorder import METRICS_FILE
 from jetrl.study.plan import Planned
 
@@ -83,10 +83,11 @@ def write_state(out: Path, run: Planned, status: str, step: int = 0) -> None:
 
 
 def _write(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value) + "\n")
-    temporary.replace(path)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(value) + "\n")
+        temporary.replace(path)
 
 
 def run_folder(out: Path, run: Planned) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import shutil
 import subprocess
@@ -175,6 +177,33 @@ def test_a_stopped_warm_start_is_told(tiny: Study, tmp_path: Path, monkeypatch: 
     status, text = conducted(tiny, tmp_path / "out")
     assert status == 0 and "warm-start-s0: given up, and made from its beginning next time" in text
     assert "Not finished: 4 of 4 runs." in text
+
+
+@pytest.mark.parametrize("full", ["collect.write_json", "state._write"])
+def test_a_full_disk_hides_no_crash(
+    full: str, tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where the results cannot be written, nor where the state of another run cannot."""
+    out, here, open_file = tmp_path / "out", conducting.run_jobs, Path.write_text
+
+    def no_space(path: Path, *text: str, **how: str) -> int:
+        if path.parent == (out if full == "collect.write_json" else out / "state"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open_file(path, *text, **how)
+
+    def one_fails(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
+        jobs[0].log.parent.mkdir(parents=True)
+        jobs[0].log.write_text("KeyError: 'ours'")
+        on_end(Ended(jobs[0], 1, False))
+        monkeypatch.setattr(Path, "write_text", no_space)
+        here(jobs[1:2], slots, halt, on_end, on_poll, held)
+
+    monkeypatch.setattr(conducting, "run_jobs", one_fails)
+    console = Console(record=True, width=200, file=io.StringIO())
+    with pytest.raises(UserError, match=r"cannot write .*/out/.*: no space left"):
+        conducting.conduct(tiny, tiny, out, 1, 1, None, console)
+    text = console.export_text()
+    assert "one-s0 crashed; its output ends with\nKeyError: 'ours'" in text and "1 crashed: one-s0." in text
 
 
 def test_a_crash_is_an_error_and_a_divergence_is_a_result(

@@ -20,7 +20,11 @@ from jetrl.errors import UserError
 
 WARM_START = "warm-start"  # with -s and the seed: the name of a seed's warm start among its runs
 FOLDER = Path(__file__).parents[1] / "studies"
-_KEYS = ("name", "about", "extends", "recipe", "seeds", "overrides", "against", "keep_checkpoints", "arm")
+_TEXT = (str, 'a text, such as "mine"')
+_KEYS = {  # of a study file: what each must be; the functions below look into lists
+    "name": _TEXT, "about": _TEXT, "extends": _TEXT, "recipe": _TEXT, "keep_checkpoints": (bool, "true or false"),
+    "seeds": None, "overrides": None, "against": None, "arm": None,
+}
 _ARM_KEYS = ("name", "label", "overrides", "break_exactness")
 ENGINES = {  # by what is broken (in this order): the value of rollout.engine
     ("attention", "quantizer"): "jetrl.study.perturb:OtherBits",
@@ -116,22 +120,23 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     seeds = data.get("seeds", [0, 1, 2])
     if not isinstance(seeds, list) or not seeds or any(type(s) is not int or s < 0 for s in seeds):
         raise UserError(f"{path}: seeds must be a list of numbers from 0 on, got {seeds!r}.")
-    arms = tuple(_arm(one, path) for one in data["arm"])
+    arms = tuple(data["arm"])
     names = [arm.name for arm in arms]
-    for what, name in (("name", str(data["name"])), *(("an arm's name", name) for name in names)):
+    for what, name in (("name", data["name"]), *(("an arm's name", name) for name in names)):
         if not re.fullmatch(NAME, name):
             raise UserError(f"{path}: {what} {NAME_RULE}, got {name!r}: folders are named after it.")
     if WARM_START in names:
         raise UserError(f"{path}: {WARM_START} names the warm starts of a study; give this arm another name.")
-    if not arms or len(set(names)) < len(names):
-        raise UserError(f"{path}: each [[arm]] needs a name of its own, got {names}.")
-    against = tuple(_texts(data.get("against", names[:1]), path, "against"))
+    if not arms:
+        raise UserError(f"{path}: there is no arm. Write each as a table [[arm]].")
+    against = tuple(dict.fromkeys(data.get("against", names[:1])))
+    if not against:
+        raise UserError(f"{path}: against is empty. Name the arms to compare with, or leave it out for the first one.")
     if unknown := [name for name in against if name not in names]:
         raise UserError(f"{path}: against names {unknown[0]!r}, which is no arm; arms: {', '.join(names)}.")
     return Study(
-        str(data["name"]), str(data.get("about", "")), find_recipe(str(data["recipe"])), tuple(dict.fromkeys(seeds)),
-        (*_texts(data.get("overrides", []), path, "overrides"), *overrides), arms, against,
-        bool(data.get("keep_checkpoints", False)),
+        data["name"], data.get("about", ""), find_recipe(data["recipe"]), tuple(dict.fromkeys(seeds)),
+        (*data.get("overrides", []), *overrides), arms, against, data.get("keep_checkpoints", False),
     )
 
 
@@ -202,26 +207,37 @@ def evaluated(config: Config) -> tuple[int, int]:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The file's tables on top of those that it extends: overrides are added, arms of the same name replaced."""
+    """The file's keys, checked, with "arm" as `Arm`s, on top of those that it extends: overrides are added, arms of the
+    same name replaced."""
     data = read_toml(path)
     if unknown := [key for key in data if key not in _KEYS]:
         near = difflib.get_close_matches(unknown[0], _KEYS, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_KEYS)}."
         raise UserError(f"{path}: {unknown[0]} is no key of a study; {hint}")
-    if isinstance(recipe := data.get("recipe"), str) and (path.parent / recipe).is_file():
-        data["recipe"] = str(path.parent / recipe)
+    for key, value in data.items():
+        if (kind := _KEYS[key]) is not None and not isinstance(value, kind[0]):
+            raise UserError(f"{path}: {key} must be {kind[1]}, got {value!r}.")
+        if key in ("overrides", "against"):
+            _texts(value, path, key)
+    if (path.parent / data.get("recipe", "")).is_file():
+        data["recipe"] = str(path.parent / data["recipe"])
     if not isinstance(data.get("arm", []), list):
         raise UserError(f"{path}: write each arm as a table [[arm]].")
+    if "arm" in data:
+        data["arm"] = [_arm(one, path) for one in data["arm"]]
+    names = [arm.name for arm in data.get("arm", [])]
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: each [[arm]] needs a name of its own, got {names}.")
     if "extends" not in data:
         return data
-    text = str(data.pop("extends"))
+    text = data.pop("extends")
     beside = path.parent / text
     base = beside if beside.is_file() else find_study(text)
     if base in (path, *seen):
         raise UserError(f"{path}: extends itself, through {base}.")
     before = _read(base, (path, *seen))
-    own = {one.get("name"): one for one in data.get("arm", []) if isinstance(one, dict)}
-    arms = [own.pop(one.get("name"), one) for one in before.get("arm", [])]
+    own = {arm.name: arm for arm in data.get("arm", [])}
+    arms = [own.pop(arm.name, arm) for arm in before.get("arm", [])]
     return before | data | {
         "overrides": [*before.get("overrides", []), *data.get("overrides", [])], "arm": [*arms, *own.values()],
     }
@@ -236,7 +252,9 @@ def _arm(data: Any, path: Path) -> Arm:
     if broken and broken not in ENGINES:
         raise UserError(f"{path}: break_exactness is {list(broken)}; use attention, quantizer or both.")
     overrides = tuple(_texts(data.get("overrides", []), path, "overrides"))
-    return Arm(data["name"], str(data.get("label", data["name"])), overrides, broken)
+    if not isinstance(label := data.get("label", data["name"]), str):
+        raise UserError(f"{path}: label of the arm {data['name']} must be {_TEXT[1]}, got {label!r}.")
+    return Arm(data["name"], label, overrides, broken)
 
 
 def _texts(value: Any, path: Path, key: str) -> list[str]:

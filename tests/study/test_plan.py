@@ -127,6 +127,21 @@ def test_parts_of_a_study(tmp_path: Path) -> None:
     ('overrides = "train.steps=3"\n' + MINE, "must be a list of texts"),
     ('extends = "mine.toml"\n' + MINE, "extends itself"),
     ('arm = 3\n', "as a table"),
+    ('keep_checkpoints = "false"\n' + MINE, "keep_checkpoints must be true or false, got 'false'"),
+    ('keep_checkpoints = 1\n' + MINE, "keep_checkpoints must be true or false, got 1"),
+    ('about = ["x"]\n' + MINE, "about must be a text, "),
+    (MINE.replace('"mine"', "3"), "name must be a text, .* got 3"),
+    (MINE.replace('"quickstart"', "true"), "recipe must be a text, .* got True"),
+    ('extends = ["quick"]\n' + MINE, "extends must be a text, "),
+    (MINE + "label = 3\n", "label of the arm b must be a text, .* got 3"),
+    ("against = []\n" + MINE, "against is empty. Name the arms"),
+    ("against = 'a'\n" + MINE, "against must be a list of texts"),
+    ('name = "x"\nrecipe = "quickstart"\narm = []\n', "there is no arm"),
+    # in a file that extends another one
+    ('extends = "quick"\noverrides = "train.steps=3"\n', "overrides must be a list of texts"),
+    ('extends = "quick"\noverrides = 3\n', "overrides must be a list of texts"),
+    ('extends = "quick"\narm = [3]\n', "needs a name"),
+    ('extends = "quick"\n[[arm]]\nname = "a"\n[[arm]]\nname = "a"\n', "name of its own"),
 ])
 def test_mistakes_in_a_study_file(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):

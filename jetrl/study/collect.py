@@ -52,10 +52,13 @@ def collect(
         environments = [one.origin["environment"] for one in elsewhere.values()]
     found = next((env for env in environments if env), None)
     runs = [own.get(run.name) or {**elsewhere[run.name].data, "added": True} for run in plan]
+    against = _baselines(study, runs)
+    differences = [d for other in against for d in _differences(study, runs, other)]
+    notes = _notes(study, against, differences)
     return {
         "study": {
             "name": study.name, "about": study.about, "recipe": study.recipe.stem, "seeds": list(study.seeds),
-            "overrides": list(study.overrides), "against": list(study.against),
+            "overrides": list(study.overrides), "against": against,
             "arms": [asdict(arm) for arm in study.arms], "steps": max(run.config.train.steps for run in plan),
         },
         "version": __version__, "written": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -64,8 +67,9 @@ def collect(
         "score": "accuracy" if all(run["held_out"]["binary"] for run in runs) else "reward",
         "rules": RULES, "outcomes": OUTCOMES,
         "method": {"min_seeds": MIN_SEEDS, "resamples": RESAMPLES, "level": LEVEL},
+        **({"notes": notes} if notes else {}),
         "runs": runs,
-        "differences": [d for other in study.against for d in _differences(study, runs, other)],
+        "differences": differences,
     }
 
 
@@ -144,6 +148,27 @@ def _by_position(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             if key.startswith(BY_POSITION):
                 found.setdefault(int(key.removeprefix(BY_POSITION)), []).append(value)
     return {str(first): float(f"{np.mean(found[first]):.6g}") for first in sorted(found)}
+
+
+def _baselines(study: Study, runs: Sequence[Run]) -> list[str]:
+    """The arms that others are compared with: those of the study that have results. Where none of them has, the first
+    arm with results stands in, if there is another one."""
+    seen = {run["arm"] for run in runs if run["held_out"]["steps"]}
+    shown = [arm.name for arm in study.arms if arm.name in seen]
+    return [name for name in study.against if name in seen] or (shown[:1] if len(shown) > 1 else [])
+
+
+def _notes(study: Study, against: Sequence[str], differences: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know about the comparison."""
+    if against and not set(against) & set(study.against):
+        return [
+            f"Arms are compared with {against[0]}, as {' and '.join(study.against)}, with which this study compares, "
+            f"{'has' if len(study.against) == 1 else 'have'} no results here."
+        ]
+    if not differences:
+        wanted = " or ".join(against or study.against)
+        return [f"Nothing is compared yet: that needs results of {wanted} and of another arm with the same seed."]
+    return []
 
 
 def _differences(study: Study, runs: Sequence[Run], other: str) -> list[dict[str, Any]]:

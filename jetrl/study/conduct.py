@@ -157,7 +157,7 @@ def conduct(
                 run_jobs(_jobs(left, out), slots, going.halt, going.ended, going.polled, held)
         finally:
             _tell_runs(going)  # in any case: with a full disk, say, nothing below works
-        written = _results(whole, every, out, added)
+        written = _results(whole, every, out, added, console)
         if written is not None:
             so_far = " so far" if going.done < len(plan) else ""
             console.print(f"\nResults{so_far}: {written[1]} (open in a browser), {written[0]}", markup=False)
@@ -243,9 +243,9 @@ def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
 
 
 def _results(
-    whole: Study, every: Sequence[Planned], out: Path, added: Mapping[str, Added]
+    whole: Study, every: Sequence[Planned], out: Path, added: Mapping[str, Added], console: Console
 ) -> tuple[Path, Path] | None:
-    """study.json and study.html of what there is; None before the first evaluation."""
+    """study.json and study.html of what there is; None before the first evaluation. Tells their notes."""
     begun = [
         r for r in every
         if read_state(out, r).done or r.name in added or (run_folder(out, r) / METRICS_FILE).exists()
@@ -253,14 +253,15 @@ def _results(
     if not begun:
         return None
     names = {run.arm.name for run in begun}
-    against = tuple(name for name in whole.against if name in names)
     shown = replace(
-        whole, arms=tuple(arm for arm in whole.arms if arm.name in names), against=against,
+        whole, arms=tuple(arm for arm in whole.arms if arm.name in names),
         seeds=tuple(dict.fromkeys(run.seed for run in begun)),
     )
     data = collect(shown, out, begun, added)
     if not any(run["held_out"]["steps"] for run in data["runs"]):
         return None
+    for note in data.get("notes", []):
+        console.print(f"\n{note}", markup=False)
     return write_json(data, out / RESULTS), write_page(data, out / "study.html")
 
 

@@ -313,6 +313,27 @@ def test_a_comparison_whose_other_arm_has_not_begun_is_left_out(
     out = tmp_path / "out"
     assert tiny.against == ("one",)
     there = saved(made(tiny, tmp_path), tmp_path / "there", "two-s0")
-    assert conducted(tiny, out, [there], arms="two", seeds="0")[0] == 0
+    status, text = conducted(tiny, out, [there], arms="two", seeds="0")
     data = read_json(out / "study.json")
     assert data["study"]["against"] == [] and data["differences"] == [] and (out / "study.html").exists()
+    told = "Nothing is compared yet: that needs results of one and of another arm with the same seed."
+    assert status == 0 and told in text and told in (out / "study.html").read_text()
+
+
+def test_without_the_arms_to_compare_with_the_first_one_stands_in(
+    tiny: Study, in_process: list[str], tmp_path: Path
+) -> None:
+    """And says so, until they have results."""
+    third = '[[arm]]\nname = "three"\noverrides = ["precision=bf16"]\n'
+    (tmp_path / "study.toml").write_text(ARMS + third)
+    study, out = load_study(tmp_path / "study.toml"), tmp_path / "out"
+    data = made(study, tmp_path)
+    told = "Arms are compared with two, as one, with which this study compares, has no results here."
+    _, text = conducted(study, out, [saved(data, tmp_path / "a", "two-s0", "three-s0")], arms="two,three", seeds="0")
+    found = read_json(out / "study.json")
+    assert told in text and told in (out / "study.html").read_text()
+    assert found["study"]["against"] == ["two"] and {d["arm"] for d in found["differences"]} == {"three"}
+    _, text = conducted(study, out, [saved(data, tmp_path / "b", "one-s0")], arms="two,three", seeds="0")
+    found = read_json(out / "study.json")
+    assert "compared" not in text and "notes" not in found and found["study"]["against"] == ["one"]
+    assert {d["arm"] for d in found["differences"]} == {"two", "three"} and not in_process

@@ -231,6 +231,7 @@ class _Run(_Shape):
     by_position: dict[Number, float]
     held_out: _HeldOut
     failures: list[_Failure]
+    commits: list[str] = []
 
     @model_validator(mode="after")
     def _complete(self) -> _Run:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -22,11 +23,12 @@ from jetrl import __version__
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import disk_errors
 from jetrl.report.recorder import ENV_FILE, METRICS_FILE, read_held_out, read_metrics
+from jetrl.report.text import counted
 from jetrl.rl.mismatch import BY_POSITION
 from jetrl.study.added import Added, by_origin
 from jetrl.study.plan import Planned, Study
 from jetrl.study.rules import RULES, failures
-from jetrl.study.state import is_done, non_finite_step, read_state, run_folder
+from jetrl.study.state import commits_of, is_done, non_finite_step, read_state, run_folder
 from jetrl.study.statistics import LEVEL, MIN_SEEDS, RESAMPLES, paired_difference
 
 SERIES = (
@@ -54,7 +56,7 @@ def collect(
     runs = [own.get(run.name) or {**elsewhere[run.name].data, "added": True} for run in plan]
     against = _baselines(study, runs)
     differences = [d for other in against for d in _differences(study, runs, other)]
-    notes = _notes(study, against, differences)
+    notes = [*_notes(study, against, differences), *_of_commits(runs)]
     return {
         "study": {
             "name": study.name, "about": study.about, "recipe": study.recipe.stem, "seeds": list(study.seeds),
@@ -100,6 +102,7 @@ def _run(out: Path, run: Planned) -> dict[str, Any]:
         "series": {key: value for key, value in series.items() if value["steps"]},
         "seconds": _seconds(rows), "by_position": _by_position(rows), "held_out": held_out,
         "failures": [asdict(failure) for failure in found],
+        **({"commits": commits} if (commits := commits_of(folder)) else {}),
         "environment": json.loads(env.read_text(encoding="utf-8")) if env.exists() else None,
     }
 
@@ -169,6 +172,15 @@ def _notes(study: Study, against: Sequence[str], differences: Sequence[Mapping[s
         wanted = " or ".join(against or study.against)
         return [f"Nothing is compared yet: that needs results of {wanted} and of another arm with the same seed."]
     return []
+
+
+def _of_commits(runs: Sequence[Run]) -> list[str]:
+    """A note if several commits of jetrl made the runs, with the number of runs of each."""
+    counts = Counter(commit for run in runs for commit in dict.fromkeys(run.get("commits", [])))
+    if len(counts) < 2:
+        return []
+    each = ", ".join(f"{commit} ({counted(count, 'run')})" for commit, count in counts.items())
+    return [f"Several commits of jetrl made these runs, and arms may differ by what changed between them: {each}."]
 
 
 def _differences(study: Study, runs: Sequence[Run], other: str) -> list[dict[str, Any]]:

@@ -28,9 +28,11 @@ from jetrl.study.state import (
     kept_threads,
     non_finite_step,
     read_state,
+    require_version,
     run_folder,
     step_of,
     write_state,
+    write_version,
 )
 
 _LINE_EVERY = 30.0  # seconds between lines of progress
@@ -136,12 +138,15 @@ def conduct(
     """Run what is left of `study`, which is a part of `whole` or all of it, and write the results of all arms and seeds
     that have some, here or in the files `add`. Status: 0; 1 if a run crashed; 130 after a signal."""
     out = out.absolute()
+    require_version(out)
     plan = all_planned(study, out)
     every = _every(whole, study, out)
     kept = [out / RESULTS] if has_added(out / RESULTS) else []  # what earlier calls have added stays
     added = read_added([*add, *kept], whole, every, out, console)
     _require_machine(_left(plan, out, added), plan)
     with _locked(out) as held:
+        require_version(out)
+        write_version(out)
         left = _left(plan, out, added)  # again: another command may have held the folder until now
         deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
         runs = {run.name: run for run in plan}

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl import __version__
 from jetrl.errors import UserError
 from jetrl.report.files import disk_errors, parse_row
-from jetrl.report.recorder import METRICS_FILE
+from jetrl.report.recorder import ENV_FILE, METRICS_FILE
 from jetrl.study.plan import Planned
 
 DONE = ("finished", "non-finite")  # a run that diverged is a result too
@@ -77,6 +78,36 @@ def kept_threads(out: Path, wanted: int | None, default: int) -> int:
     return int(kept)
 
 
+def require_version(out: Path) -> None:
+    """UserError if this study's folder was begun with another version number of jetrl: its warm starts and bits may be
+    others where settings are equal."""
+    path = _version_path(out)
+    kept = json.loads(path.read_text()) if path.exists() else __version__
+    if kept != __version__:
+        raise UserError(
+            f"{out} was begun with jetrl {kept}, and this is {__version__}: equal settings may compute something else, "
+            f"and arms are to differ in nothing but theirs. Use jetrl {kept} here, or give another --out."
+        )
+
+
+def write_version(out: Path) -> None:
+    """Note the version with which the folder is begun."""
+    _write(_version_path(out), __version__)
+
+
+def commits_of(folder: Path) -> list[str]:
+    """The commits of jetrl that have worked on a run, in order, from its env.json; an installed package has none."""
+    path = folder / ENV_FILE
+    first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return [name for one in (first, *first.get("resumed", [])) if (name := commit_name(one))]
+
+
+def commit_name(environment: Mapping[str, Any]) -> str:
+    """The commit in an environment (`report.environment`), shortened; empty if there is none."""
+    commit = environment.get("git_commit")
+    return f"{commit[:10]}{' + changes' if environment.get('git_dirty') else ''}" if commit else ""
+
+
 def write_state(out: Path, run: Planned, status: str, step: int = 0) -> None:
     """Note where a run is."""
     _write(_path(out, run), {"status": status, "digest": run.digest, "step": step})
@@ -117,6 +148,10 @@ def drop_checkpoints(folder: Path) -> None:
     """A finished run's checkpoints take most of its space, and nothing reads them any more."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     shutil.rmtree(folder / FAILED_FOLDER / "weights", ignore_errors=True)
+
+
+def _version_path(out: Path) -> Path:
+    return out / "state" / "version.json"
 
 
 def _path(out: Path, run: Planned) -> Path:

@@ -13,11 +13,14 @@ import pytest
 from rich.console import Console
 from studies import conducted
 
+from jetrl import __version__
 from jetrl.config import load_config, resolve
 from jetrl.errors import UserError
 from jetrl.loop import StopRequest, run
+from jetrl.report import recorder
 from jetrl.report.recorder import read_held_out
 from jetrl.study import conduct as conducting
+from jetrl.study import state as states
 from jetrl.study.added import read_json
 from jetrl.study.jobs import Ended, Halt, Job
 from jetrl.study.plan import Study, load_study
@@ -165,6 +168,41 @@ def test_a_run_whose_folder_was_removed_runs_again(tiny: Study, in_process: list
     assert [(run["arm"], run["seed"]) for run in read_json(out / "study.json")["runs"]] == [
         ("one", 0), ("two", 0), ("two", 1)
     ]
+
+
+def test_another_version_number_is_refused(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conducted(tiny, tmp_path / "out", arms="one", seeds="0")
+    monkeypatch.setattr(states, "__version__", "0.9.1")
+    in_process.clear()
+    with pytest.raises(UserError, match=rf"was begun with jetrl {__version__}, and this is 0\.9\.1: .*another --out"):
+        conducted(tiny, tmp_path / "out", arms="two", seeds="0")
+    assert not in_process and conducted(tiny, tmp_path / "new", arms="two", seeds="0")[0] == 0
+
+
+def test_several_commits_are_told(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By page, JSON and output; also those of runs that were resumed or added."""
+    def at(commit: str | None) -> None:
+        monkeypatch.setattr(recorder, "describe_environment", lambda command: {"cpu": "C", "git_commit": commit})
+
+    out, told = tmp_path / "out", "Several commits of jetrl made these runs"
+    at("a" * 40)
+    _, text = conducted(tiny, out, arms="one")
+    assert told not in text and {(*run["commits"],) for run in read_json(out / "study.json")["runs"]} == {("a" * 10,)}
+    at("b" * 40)
+    _, text = conducted(tiny, out, arms="two", seeds="0")
+    line = f"{told}, and arms may differ by what changed between them: {'a' * 10} (2 runs), {'b' * 10} (1 run)."
+    assert line in text and line in (out / "study.html").read_text()
+    at(None)  # an installed package
+    _, text = conducted(tiny, tmp_path / "other", [out / "study.json"])
+    assert line in text and "commits" not in read_json(tmp_path / "other" / "study.json")["runs"][-1]
+    env = out / "runs" / "two-s0" / "env.json"
+    again = {"git_commit": "c" * 40, "git_dirty": True}
+    env.write_text(json.dumps(json.loads(env.read_text()) | {"resumed": [again]}))
+    assert states.commits_of(env.parent) == ["b" * 10, "c" * 10 + " + changes"]
 
 
 def test_a_stopped_warm_start_is_told(tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,4 +98,3 @@ def _defaults() -> dict[str, Any]:
     fields = [(f"{name}.{key}", field) for name, kind in sections().items() for key, field in kind.model_fields.items()]
     fields += [(key, field) for key, field in Config.model_fields.items() if key not in sections()]
     return {key: json.loads(json.dumps(f.get_default(call_default_factory=True), default=str)) for key, f in fields}
-

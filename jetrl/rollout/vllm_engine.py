@@ -8,10 +8,11 @@ makes its own pass, and `parity/*` measures the gap. What is exact and what is n
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,9 +28,8 @@ from jetrl.rollout import vllm_scales, vllm_weights
 from jetrl.rollout.limits import RefusedRequest, check_vocabulary, most_tokens
 from jetrl.rollout.sampler import check_params
 from jetrl.rollout.stopper import Stopper, Tokenizer
-from jetrl.rollout.vllm_draws import Stream, draw_seed
 from jetrl.rollout.vllm_start import ENGINE, apart, fp32_logits, imported, longest_sequence, started, untried
-from jetrl.types import Completion, FinishReason, Request, StepReport, WeightSet
+from jetrl.types import Completion, FinishReason, Request, SamplingParams, StepReport, WeightSet
 
 AWAKE, NO_CACHE, ASLEEP = "awake", "no cache", "asleep"  # what vLLM has in memory: all, its weights, nothing
 
@@ -44,8 +44,10 @@ class _Live:
     logprobs: list[float] = field(default_factory=list)
 
 
-def _seed(request: Request) -> int:
-    return draw_seed(request.sampling, request.id, len(request.tokens))
+def draw_seed(params: SamplingParams, request_id: int, position: int) -> int:
+    """The 63-bit seed of a request whose first new token is at `position`: turns of a conversation differ."""
+    named = f"{params.seed} {request_id} {position}".encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 1
 
 
 class VllmEngine:
@@ -79,7 +81,6 @@ class VllmEngine:
         self._stopper = Stopper(self.eos_token_ids, tokenizer)
         self._places = self._steps = self._num_finished = self._num_tokens = 0
         self._metrics: dict[str, float] = {}
-        self._stream = Stream(config.device) if config.device == "cuda" else None  # None: a seed for each request
         self.checksum = ""  # with vllm.check_weights: of what vLLM holds, which is what was published
         self._sleep()
 
@@ -138,8 +139,6 @@ class VllmEngine:
         if not (self._live or self._open or self._finished):
             self._steps = self._num_finished = self._num_tokens = self._places = 0
             self._stopper = Stopper(self.eos_token_ids, self.tokenizer)
-        if self._stream is not None and requests and not self._live:
-            self._stream.seed(_seed(requests[0]))
         self._wake([r.tokens for r in requests])
         self._stopper.extend(requests)
         with apart():
@@ -153,7 +152,7 @@ class VllmEngine:
 
     def step(self) -> StepReport:
         """One step of vLLM's scheduler."""
-        with apart(), self._stream.used() if self._stream is not None else nullcontext():
+        with apart():
             outputs = self._llm.llm_engine.step()
         for output in outputs:
             if (live := self._live.get(int(output.request_id))) is not None:
@@ -216,9 +215,9 @@ class VllmEngine:
         ends = set(p.stop_token_ids) | (set() if p.ignore_eos else self.eos_token_ids)
         kinds = module.RequestOutputKind
         return module.SamplingParams(
-            temperature=p.temperature, seed=None if self._stream is not None else _seed(request),
-            max_tokens=p.max_tokens, stop_token_ids=sorted(ends), ignore_eos=True, logprobs=0, flat_logprobs=True,
-            detokenize=False, output_kind=kinds.DELTA if p.stop else kinds.FINAL_ONLY,
+            temperature=p.temperature, seed=draw_seed(p, request.id, len(request.tokens)), max_tokens=p.max_tokens,
+            stop_token_ids=sorted(ends), ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=kinds.DELTA if p.stop else kinds.FINAL_ONLY,
         )
 
     def _take(self, live: _Live, output: Any) -> None:

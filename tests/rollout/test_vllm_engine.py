@@ -32,8 +32,7 @@ from jetrl.model import attention as attention_block
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.rollout import vllm_scales, vllm_start
 from jetrl.rollout.limits import RefusedRequest
-from jetrl.rollout.vllm_draws import Stream, draw_seed
-from jetrl.rollout.vllm_engine import VllmEngine
+from jetrl.rollout.vllm_engine import VllmEngine, draw_seed
 from jetrl.rollout.vllm_start import TRIED, imported, keep_scales_alive, options
 from jetrl.rollout.vllm_weights import Layout, check
 from jetrl.subject import subject_of
@@ -212,31 +211,6 @@ def test_draws_follow_seed_request_and_position_and_repeat(tmp_path: Path) -> No
     p = SamplingParams(4, seed=2)
     seeds = [draw_seed(p, 5, 3), draw_seed(p, 5, 4), draw_seed(p, 6, 3), draw_seed(SamplingParams(4, seed=3), 5, 3)]
     assert len(set(seeds)) == 4 and seeds[0] == 3397730175155331895, "the number is part of what a run repeats"
-
-
-def test_on_a_gpu_all_requests_draw_from_one_stream_apart_from_the_process(tmp_path: Path) -> None:
-    """Also where a user's code draws, or seeds the process, between vLLM's steps."""
-    session, llm = session_of(tmp_path)
-    engine: Any = session.engine
-    engine.inner._stream = Stream("cpu")  # as on a GPU
-    rounds: list[list[tuple[int, ...]]] = []
-    for seed, first in ((0, 0), (0, 0), (1, 0), (0, 6)):
-        torch.manual_seed(5)
-        engine.add([request(i, ignore_eos=True, seed=seed) for i in range(first, first + 6)])
-        assert all(one.params.seed is None for one in llm.llm_engine.requests.values())
-        found: dict[int, tuple[int, ...]] = {}
-        before = torch.get_rng_state()
-        while engine.has_work:
-            engine.step()
-            assert torch.equal(torch.get_rng_state(), before)
-            if len(rounds) == 1:
-                torch.manual_seed(5)
-                torch.rand(3)
-                before = torch.get_rng_state()
-            found |= {c.request_id: c.tokens for c in engine.collect()}
-        rounds.append(list(found.values()))
-    assert rounds[0] == rounds[1] and len({*map(tuple, rounds)}) == 3
-    assert len({tokens for one in rounds for tokens in one}) == 18, "answers of one batch differ, and batches do"
 
 
 def test_stops_and_forgetting(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ class Engine:
         assert len(prompt["prompt_token_ids"]) < self.llm.options["max_model_len"]
         self.requests[request_id] = SimpleNamespace(
             tokens=list(prompt["prompt_token_ids"]), salt=prompt["cache_salt"], params=params, drawn=[], logprobs=[],
-            told=0, generator=None if params.seed is None else torch.Generator().manual_seed(params.seed),
+            told=0, generator=torch.Generator().manual_seed(params.seed),
         )
 
     def abort_request(self, request_ids):

@@ -13,7 +13,7 @@ class RequestOutputKind(Enum):
 @dataclass
 class SamplingParams:
     temperature: float
-    seed: int | None
+    seed: int
     max_tokens: int
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
@@ -25,4 +25,4 @@ class SamplingParams:
     def __post_init__(self):
         assert self.logprobs == 0 and self.flat_logprobs and not self.detokenize
         assert self.temperature == 0 or 0.01 <= self.temperature <= 2
-        assert self.seed is None or 0 <= self.seed < 2**63
+        assert 0 <= self.seed < 2**63

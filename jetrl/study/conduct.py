@@ -18,7 +18,7 @@ from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import counted, duration
 from jetrl.study.added import RESULTS, Added, added_seeds, has_added, read_added
 from jetrl.study.collect import collect, write_json
-from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, share_of_cores, tail, visible_gpus
+from jetrl.study.jobs import Ended, Halt, Job, environments, newest_step, run_jobs, share_of_cores, tail, visible_gpus
 from jetrl.study.pace import Pace
 from jetrl.study.page import write_page
 from jetrl.study.plan import WARM_START, Planned, Study, all_planned
@@ -69,6 +69,8 @@ class Conduct:
         if run is None:  # a warm start
             if end.status and end.asked:
                 text = f"  {name}: given up, and made from its beginning next time"
+                if not self.halt.signals:
+                    text += f"; it had {duration(end.seconds)}, so give --stop-after more"
                 self.console.print(text, style="dim", markup=False)
             elif end.status:
                 self._crash(end)
@@ -106,14 +108,16 @@ class Conduct:
         if not due:
             return
         self.told = now
-        steps = [
-            f"{name} {self.pace.seen[name][-1][0]}/{self.runs[name].config.train.steps}" if name in self.runs else name
-            for name in running
-        ]
         self.console.print(
             f"  {duration(now - self.halt.began)}: {self.done} of {len(self.runs)} runs done"
-            f"{self._left(running, waiting, now)}; {', '.join(steps)}", style="dim", markup=False,
+            f"{self._left(running, waiting, now)}; {', '.join(map(self._place, running))}", style="dim", markup=False,
         )
+
+    def _place(self, name: str) -> str:
+        """A run or warm start, and its newest step."""
+        if name in self.runs:
+            return f"{name} {self.pace.seen[name][-1][0]}/{self.runs[name].config.train.steps}"
+        return f"{name} {newest_step(_log(self.out, name))}".rstrip()
 
     def _step(self, name: str) -> int:
         return max(step_of(run_folder(self.out, self.runs[name])), 0)
@@ -241,10 +245,14 @@ def _jobs(left: Sequence[Planned], out: Path) -> list[Job]:
             warm = f"{WARM_START}-s{run.seed}"
             after = (warm,)
             if warm not in {job.name for job in jobs}:
-                jobs.append(Job(warm, ("sft", str(path)), out / "logs" / f"{warm}.log"))
+                jobs.append(Job(warm, ("sft", str(path)), _log(out, warm)))
         write_state(out, run, "started")
-        jobs.append(Job(run.name, ("train", str(path)), out / "logs" / f"{run.name}.log", after))
+        jobs.append(Job(run.name, ("train", str(path)), _log(out, run.name), after))
     return sorted(jobs, key=lambda job: job.arguments[0] != "sft") if len(jobs) > 1 else jobs
+
+
+def _log(out: Path, name: str) -> Path:
+    return out / "logs" / f"{name}.log"
 
 
 def _results(

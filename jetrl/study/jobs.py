@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -204,6 +205,13 @@ def _ask(running: Sequence[_Running], kill: bool) -> None:
         elif not one.asked:
             one.process.terminate()
             one.asked = True
+
+
+def newest_step(log: Path) -> str:
+    """The newest "step/steps" in a job's output, as `report.console` writes it; empty before the first."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    found = re.findall(r"^step +(\d+/\d+)\b", text, re.MULTILINE)
+    return found[-1] if found else ""
 
 
 def tail(log: Path, lines: int = 6) -> str:

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jetrl.errors import OutOfMemory
+from jetrl.report.console import Display
 from jetrl.study import jobs
-from jetrl.study.jobs import Ended, Halt, Job, environments, run_jobs, share_of_cores, tail
+from jetrl.study.jobs import Ended, Halt, Job, environments, newest_step, run_jobs, share_of_cores, tail
 
 SCRIPT = """\
 import os, signal, sys, time
@@ -204,3 +206,14 @@ def test_a_stop_leaves_what_waits_for_its_second_try(full) -> None:
     ended, _ = full([("a", 30.0, 9), ("b", 0.1, 1)], 2, ["0"], Halt(time.monotonic() + 3.0))
     assert [(e.job.name, e.again) for e in ended] == [("b", True), ("a", False), ("b", False)]
     assert ended[-1].status is None and ended[-1].asked
+
+
+def test_the_newest_step_is_read_from_what_a_warm_start_prints(tmp_path: Path) -> None:
+    log = tmp_path / "warm.log"
+    assert newest_step(log) == ""
+    with log.open("w") as file, Display(600, "warm start", console=Console(file=file, width=80)) as display:
+        assert newest_step(log) == ""
+        for step in (7, 8, 120):
+            display.step({"step": step, "policy/loss": 0.5, "time/step": 1.0})
+            file.flush()
+            assert newest_step(log) == f"{step}/600"

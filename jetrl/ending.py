@@ -20,18 +20,20 @@ def ctrl_c_is_told() -> Iterator[None]:
     """Around the program, until it sets a handler of its own: Ctrl-C says so, then raises KeyboardInterrupt.
 
     While a module loads, it ends the program at once, with status 130: an import may swallow any exception. (torch does
-    so with numpy's, and then runs without it.) Ranks of a run have one message for all: `parallel.launch`.
+    so with numpy's, and then runs without it.) Ranks say nothing: they have one message for all (`parallel.launch`).
     """
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or "RANK" in os.environ:  # ignored, as in the background of a script
+    if before is not signal.default_int_handler:  # ignored, as in the background of a script
         yield
         return
-    owner = os.getpid()
+    owner, is_rank = os.getpid(), "RANK" in os.environ
+    from jetrl.parallel.calls import PROGRESS
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:  # not a fork of it
             with suppress(OSError):  # past Python's buffers, which the interrupted code may be writing to
-                os.write(2, b"jetrl: interrupted.\n")
+                os.write(2, b"" if is_rank else b"jetrl: interrupted.\n")
+            PROGRESS.interrupted = True
             if _imports(frame):
                 os._exit(130)
         raise KeyboardInterrupt

@@ -78,8 +78,9 @@ print("goes on")
         ("", "os.kill(os.getpid(), signal.SIGINT)", 0, "KeyboardInterrupt\ngoes on\n"),
         ("signal.signal(signal.SIGINT, signal.SIG_IGN)", "import swallows", 0, "goes on\n"),
         ("os.environ['RANK'] = '0'", "os.kill(os.getpid(), signal.SIGINT)", 0, "KeyboardInterrupt\ngoes on\n"),
+        ("os.environ['RANK'] = '0'", "import swallows", 130, ""),
     ],
-    ids=["in an import", "elsewhere", "ignored", "a rank"],
+    ids=["in an import", "elsewhere", "ignored", "a rank", "a rank in an import"],
 )
 def test_ctrl_c_ends_the_program_even_in_an_import_that_swallows_exceptions(
     tmp_path: Path, before: str, inside: str, status: int, said: str

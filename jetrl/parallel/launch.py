@@ -176,7 +176,8 @@ def _ran(run: Callable[[], object]) -> int:
     joined = _watch() is not None
     found = leave(status)
     if rank == 0 and status:
-        _write(Failure(0, "status", "", status=status))
+        text = "interrupted." if PROGRESS.interrupted else ""
+        (_tell if text else _write)(Failure(0, "status", text, common=True, status=status))
     if rank != 0 and status:
         if joined and found[0] == status:
             return 0

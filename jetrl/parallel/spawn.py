@@ -160,8 +160,8 @@ def _cause(failures: dict[int, ProcessFailure], folder: Path, asked: int) -> tup
     for kind in ("mistake", "bug", "lost", "status", "interrupted"):
         if found := [f for f in known if f.kind == kind]:
             first = found[0]
-            if kind == "status":  # rank 0 has said what there is to say
-                return first.status, ""
+            if kind == "status":  # rank 0 has said the rest of what there is to say
+                return first.status, first.text
             return first.status, first.told() + (f"\n{first.trace.rstrip()}" if first.trace else "")
     if asked:
         return 130, "interrupted."

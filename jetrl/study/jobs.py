@@ -208,8 +208,9 @@ def _ask(running: Sequence[_Running], kill: bool) -> None:
 
 
 def newest_step(log: Path) -> str:
-    """The newest "step/steps" in a job's output, as `report.console` writes it; empty before the first."""
+    """The newest "step/steps" in a warm start's output, as `report.console` writes it; empty before the first."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    text = text.rpartition(" warm start: ")[2]  # earlier ones were given up
     found = re.findall(r"^step +(\d+/\d+)\b", text, re.MULTILINE)
     return found[-1] if found else ""
 

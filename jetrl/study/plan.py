@@ -185,7 +185,7 @@ def _require_one_warm_start(plan: Sequence[Planned]) -> None:
     first: dict[int, Planned] = {}
     for run in plan:
         other = first.setdefault(run.seed, run)
-        configs = [absolute_paths(one.config) for one in (run, other)]
+        configs = [absolute_paths(_on_device(one.config)) for one in (run, other)]
         here, there = ({**made_of(config), **starts_from(config)} for config in configs)
         # without a warm start, its settings mean nothing
         keys = sorted(here.keys() | there.keys()) if all(config.sft.steps for config in configs) else ["sft.steps"]
@@ -196,9 +196,17 @@ def _require_one_warm_start(plan: Sequence[Planned]) -> None:
         if differ:
             raise UserError(
                 f"arm {run.arm.name}: all arms start from one warm start of their seed, and this one would make "
-                f"another: {'; '.join(differ)}. Set what a warm start reads in the study's overrides, for all arms, or "
-                "leave warm starts out (sft.steps=0)."
+                f"another: {'; '.join(differ)}. Set what a warm start reads in the study's overrides, for all arms, "
+                "also where that is to leave warm starts out (sft.steps=0), or take this arm out of the study's file."
             )
+
+
+def _on_device(config: Config) -> Config:
+    import torch
+
+    if config.device != "auto":
+        return config
+    return config.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
 
 
 def evaluated(config: Config) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path
 
 def made_of(config: Config) -> dict[str, Any]:
     """The settings that a warm start reads, by full key: `cache_path` has their values."""
-    unread = {"sft.cache_dir", "task.reward_calls"}
+    unread = {"sft.cache_dir", "task.reward_calls", "task.reward", "task.reward_weights"}
     if not num_eval_shapes_training(config):
         unread |= {"task.num_eval"}
     kept = {

@@ -50,6 +50,7 @@ class StopRequest:
         self.said = ""  # the answer to the last signal
         self.shown = False  # whether a display shows `said`, which printing would tear
         self._waits = True  # for the step to finish; not after SIGTERM or SIGHUP
+        self._over = False  # a signal has stopped the run before its first step
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -68,6 +69,8 @@ class StopRequest:
     def during(self, phase: Phase) -> Iterator[None]:
         """This phase lasts while the context does. Raises GivenUp at any point of a phase that is given up; of several
         ranks on all of them, where `check` is called and at both ends. A collective at both ends."""
+        if self._over and self.world.alone:
+            raise KeyboardInterrupt  # again: imports may swallow it, torch's do
         before, self.phase = self.phase, phase
         try:
             with together(self.world):
@@ -93,6 +96,7 @@ class StopRequest:
         if self.asked and number not in _STOPS and not hurries:
             return
         if self.phase in _LOST or (self.asked and not hurries):
+            self._over = self.phase in _LOST
             self._say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
             raise KeyboardInterrupt
         self.asked, self._waits = True, number == signal.SIGINT

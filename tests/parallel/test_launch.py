@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
+from jetrl.parallel import launch
 from jetrl.parallel.calls import LostContact, came_by_lost_contact
 from jetrl.parallel.launch import is_rank, join
 from jetrl.parallel.spawn import spawn
@@ -181,6 +182,20 @@ def test_what_cannot_be_spawned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="a rank of torchrun already"):
         spawn(2, ["train"])
+
+
+@pytest.mark.parametrize(("early", "text"), [(True, "interrupted."), (False, "")])
+def test_an_interrupt_is_told_once(early: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rank 0 where a run is under way that can say what is lost; before that by the launcher."""
+    written: list[Failure] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(launch.SPAWNED, "folder")
+    monkeypatch.setattr(launch, "_watch", lambda: None)
+    monkeypatch.setattr(launch, "_write", written.append)
+    monkeypatch.setattr(launch, "leave", lambda status: [status])
+    monkeypatch.setattr(launch.PROGRESS, "interrupted", early)
+    assert launch._ran(lambda: sys.exit(130)) == 130
+    assert [(one.kind, one.text, one.status) for one in written] == [("status", text, 130)]
 
 
 def test_causes_by_hand() -> None:

@@ -191,6 +191,7 @@ def test_arms_start_from_one_warm_start(override: str, told: str, tmp_path: Path
 @pytest.mark.parametrize("override", [
     "train.lr=1e-3", "rollout.engine=vllm", "quant.kv_cache=fp8", "rl.rollout_is=token", "rl.algo=dapo",
     "task.num_eval=5", "rl.updates_per_step=2", "rollout.group_size=4", "precision=fp8_rollout",
+    "task.reward=jetrl.tasks.gsm8k:gsm8k_reward", "device=auto",
 ])
 def test_arms_may_differ_in_what_no_warm_start_reads(override: str, tmp_path: Path) -> None:
     study = load_study(written(tmp_path, MINE))

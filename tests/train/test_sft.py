@@ -95,7 +95,7 @@ def test_what_determines_the_weights_names_the_file(tmp_path: Path, change: dict
     {"sft.cache_dir": "elsewhere"}, {"train.weight_decay": 0.1}, {"train.adam_betas": [0.9, 0.99]},
     {"train.adam_eps": 1e-7}, {"train.max_grad_norm": 0.5}, {"train.max_tokens_per_gpu": 99}, {"train.lr": 1e-4},
     {"precision": "bf16"}, {"rollout.group_size": 2}, {"eval.eval_interval": 0}, {"task.reward_calls": "group"},
-    {"train.reduction": "fixed"},
+    {"train.reduction": "fixed"}, {"task.reward_weights": [0.5]},
 ], ids=str)
 def test_the_settings_that_a_study_compares_are_those_that_name_the_file(
     tmp_path: Path, change: dict[str, Any]

@@ -241,6 +241,15 @@ def test_before_and_behind_the_steps_a_signal_stops_at_once(
     assert said in capfd.readouterr().err
 
 
+def test_a_stop_that_an_import_swallows_comes_again_with_the_first_step(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest() as stop:
+        with suppress(BaseException):
+            send("SIGINT")()
+        with pytest.raises(KeyboardInterrupt), stop.during("rollout"):
+            raise AssertionError("the run goes on")
+    assert capfd.readouterr().err.count("no step had begun") == 1
+
+
 def test_without_checkpoints_the_message_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     with StopRequest() as stop:
         stop.saves, stop.phase = False, "step"

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+INTERRUPTED = threading.Event()  # Ctrl-C has come before the run could say what becomes of it
 _PATIENCE = 5.0  # seconds for what ends by itself, such as the idle threads of an executor
 
 
@@ -27,13 +28,12 @@ def ctrl_c_is_told() -> Iterator[None]:
         yield
         return
     owner, is_rank = os.getpid(), "RANK" in os.environ
-    from jetrl.parallel.calls import PROGRESS
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:  # not a fork of it
             with suppress(OSError):  # past Python's buffers, which the interrupted code may be writing to
                 os.write(2, b"" if is_rank else b"jetrl: interrupted.\n")
-            PROGRESS.interrupted = True
+            INTERRUPTED.set()
             if _imports(frame):
                 os._exit(130)
         raise KeyboardInterrupt

@@ -23,7 +23,6 @@ class Progress:
     name: str = ""  # of the last one
     since: float = 0.0  # when that began, on `time.monotonic`
     common: bool = False  # whether all ranks are about to raise the same error (`together.agree`)
-    interrupted: bool = False  # whether Ctrl-C came before the run could say what becomes of it
 
     def begin(self, name: str) -> None:
         """A collective begins."""

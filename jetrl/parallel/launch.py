@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from jetrl.ending import INTERRUPTED
 from jetrl.errors import UserError, status_of
 from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
 
@@ -176,7 +177,7 @@ def _ran(run: Callable[[], object]) -> int:
     joined = _watch() is not None
     found = leave(status)
     if rank == 0 and status:
-        text = "interrupted." if PROGRESS.interrupted else ""
+        text = "interrupted." if INTERRUPTED.is_set() else ""
         (_tell if text else _write)(Failure(0, "status", text, common=True, status=status))
     if rank != 0 and status:
         if joined and found[0] == status:

@@ -193,7 +193,7 @@ def test_an_interrupt_is_told_once(early: bool, text: str, monkeypatch: pytest.M
     monkeypatch.setattr(launch, "_watch", lambda: None)
     monkeypatch.setattr(launch, "_write", written.append)
     monkeypatch.setattr(launch, "leave", lambda status: [status])
-    monkeypatch.setattr(launch.PROGRESS, "interrupted", early)
+    monkeypatch.setattr(launch.INTERRUPTED, "is_set", lambda: early)
     assert launch._ran(lambda: sys.exit(130)) == 130
     assert [(one.kind, one.text, one.status) for one in written] == [("status", text, 130)]
 

@@ -114,6 +114,7 @@ class _Hand:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        self._thread.join()  # it looks into the folder, which is removed next
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from jetrl.errors import UserError
 from jetrl.parallel import launch
 from jetrl.parallel.calls import LostContact, came_by_lost_contact
 from jetrl.parallel.launch import is_rank, join
-from jetrl.parallel.spawn import spawn
+from jetrl.parallel.spawn import _Hand, spawn
 from jetrl.parallel.together import agree, same_everywhere, together
 from jetrl.parallel.watch import Failure, who
 from jetrl.parallel.world import ALONE
@@ -174,6 +176,28 @@ def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UserError("mine")
     add = ALONE.counter("x")
     assert (add(2), add(0), ALONE.counter("x")(1)) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("what", ["fine", "fails"])
+def test_no_thread_is_left_to_look_into_the_removed_folder(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that had been looking for error files printed a traceback after a good run."""
+    looking = threading.Event()
+
+    def slowly(hand: _Hand) -> dict[int, int]:
+        looking.set()
+        time.sleep(0.5)
+        return {rank: int(file.read_text()) for rank in range(2) if (file := hand.folder / f"{rank}.pid").exists()}
+
+    monkeypatch.setattr(_Hand, "_pids", slowly)
+    before = signal.getsignal(signal.SIGINT)
+    with suppress(RuntimeError), _Hand(tmp_path, 2):
+        assert looking.wait(10)
+        if what == "fails":
+            raise RuntimeError
+    assert not [thread for thread in threading.enumerate() if thread.name == "jetrl-signals"]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_cannot_be_spawned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,35 +114,59 @@ def test_an_error_in_between_leaves_no_process(ran, tmp_path: Path, monkeypatch:
 
 OUT_OF_MEMORY = OutOfMemory.status
 
-FULL = """\
-import os, sys, time
-from pathlib import Path
-name, seconds, most = sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-gpu = Path(sys.argv[1]) / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES')}"
-gpu.mkdir(exist_ok=True)
-(gpu / name).touch()
-time.sleep(0.6)  # until all that start together are here
-crowd = len(list(gpu.iterdir()))
-print(name, "of", crowd, flush=True)
-time.sleep(0.6 if crowd > most else seconds)  # until all have counted
-(gpu / name).unlink()
-sys.exit(3 if crowd > most else 0)
-"""
+class Clock:
+    """Time that passes only while `run_jobs` sleeps: what these tests order by time does not hang on the machine."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class OnGpu:
+    """A process on a GPU that ends with status 3 where more are on it, after 0.5 s, than it can bear."""
+
+    pid = 1 << 30  # of no process
+
+    def __init__(self, clock: Clock, gpu: set[OnGpu], seconds: float, most: int) -> None:
+        self.clock, self.gpu, self.seconds, self.most = clock, gpu, seconds, most
+        self.began, self.crowd, self.returncode = clock.now, 0, None
+        gpu.add(self)
+
+    def poll(self) -> int | None:
+        ran = self.clock.now - self.began
+        if not self.crowd and ran > 0.5:  # all that start together are here
+            self.crowd = len(self.gpu)
+        full = self.crowd > self.most
+        if self.returncode is None and self.crowd and ran > (1.0 if full else 0.5 + self.seconds):  # all have counted
+            self._end(OUT_OF_MEMORY if full else 0)
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._end(130)
+
+    def _end(self, status: int) -> None:
+        self.returncode = status
+        self.gpu.discard(self)
 
 
 @pytest.fixture
 def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run jobs (name, seconds, how many may be on its GPU, after) of a script that is out of memory when more are."""
-    script = tmp_path / "job.py"
-    script.write_text(FULL)
-    popen = jobs.subprocess.Popen
-    monkeypatch.setattr(
-        jobs.subprocess, "Popen",
-        lambda command, **how: popen([sys.executable, str(script), str(tmp_path), *command[3:]], **how),
-    )
+    """Run jobs (name, seconds, how many may be on its GPU, after), for at most `limit` seconds."""
+    clock, on = Clock(), dict[str, set[OnGpu]]()
+
+    def started(command: list[str], **how) -> OnGpu:
+        gpu = on.setdefault(how["env"]["CUDA_VISIBLE_DEVICES"], set())
+        return OnGpu(clock, gpu, float(command[4]), int(command[5]))
+
+    monkeypatch.setattr(jobs, "time", clock)
+    monkeypatch.setattr(jobs.subprocess, "Popen", started)
 
     def run(
-        given: list[tuple], count: int, gpus: list[str], halt: Halt | None = None
+        given: list[tuple], count: int, gpus: list[str], limit: float = 300.0
     ) -> tuple[list[Ended], list[set[str]]]:
         made = [Job(n, (n, str(s), str(most)), tmp_path / f"{n}.log", tuple(after)) for n, s, most, *after in given]
         ended, ran = list[Ended](), list[set[str]]()
@@ -152,7 +176,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 ran.append(set(names))
             assert len(ran) < 50, "it goes on for ever"
 
-        run_jobs(made, environments(count, 1, gpus), halt or Halt(), ended.append, poll)
+        run_jobs(made, environments(count, 1, gpus), Halt(clock.now + limit), ended.append, poll)
         return ended, ran
 
     return run
@@ -203,7 +227,7 @@ def test_other_failures_next_to_others_are_not_tried_again(ran) -> None:
 
 
 def test_a_stop_leaves_what_waits_for_its_second_try(full) -> None:
-    ended, _ = full([("a", 30.0, 9), ("b", 0.1, 1)], 2, ["0"], Halt(time.monotonic() + 3.0))
+    ended, _ = full([("a", 30.0, 9), ("b", 0.1, 1)], 2, ["0"], limit=3.0)
     assert [(e.job.name, e.again) for e in ended] == [("b", True), ("a", False), ("b", False)]
     assert ended[-1].status is None and ended[-1].asked
 

@@ -104,9 +104,14 @@ def sections() -> dict[str, type[Section]]:
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
 
 
+def device_of(config: Config, *, cuda_available: bool) -> str:
+    """The device of a run: "auto" is the GPU if there is one."""
+    return ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
+
+
 def resolve(config: Config, *, cuda_available: bool) -> Config:
     """Fills in what depends on the machine (`device`, `kernels`, engine sizes); refuses what it cannot do."""
-    device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
+    device = device_of(config, cuda_available=cuda_available)
     kernels = ("hopper" if device == "cuda" else "reference") if config.kernels == "auto" else config.kernels
     if device == "cuda" and not cuda_available:
         raise UserError(

@@ -28,7 +28,7 @@ from jetrl.rl.mismatch import BY_POSITION
 from jetrl.study.added import Added, by_origin
 from jetrl.study.plan import Planned, Study
 from jetrl.study.rules import RULES, failures
-from jetrl.study.state import commits_of, is_done, non_finite_step, read_state, run_folder
+from jetrl.study.state import commits_of, is_done, non_finite_step, read_if_there, read_state, run_folder
 from jetrl.study.statistics import LEVEL, MIN_SEEDS, RESAMPLES, paired_difference
 
 SERIES = (
@@ -95,7 +95,6 @@ def _run(out: Path, run: Planned) -> dict[str, Any]:
     found = failures(
         accuracy, _plain(series["policy/entropy"]), _plain(series["policy/grad_norm"]), broken
     )
-    env = folder / ENV_FILE
     return {
         "arm": run.arm.name, "seed": run.seed, "status": state.status, "step": int(rows[-1]["step"]) if rows else -1,
         "digest": run.digest, "precision": run.config.precision, "engine": run.config.rollout.engine,
@@ -103,7 +102,7 @@ def _run(out: Path, run: Planned) -> dict[str, Any]:
         "seconds": _seconds(rows), "by_position": _by_position(rows), "held_out": held_out,
         "failures": [asdict(failure) for failure in found],
         **({"commits": commits} if (commits := commits_of(folder)) else {}),
-        "environment": json.loads(env.read_text(encoding="utf-8")) if env.exists() else None,
+        "environment": read_if_there(folder / ENV_FILE),
     }
 
 

@@ -209,13 +209,15 @@ def _ask(running: Sequence[_Running], kill: bool) -> None:
 
 def newest_step(log: Path) -> str:
     """The newest "step/steps" in a warm start's output, as `report.console` writes it; empty before the first."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    text = text.rpartition(" warm start: ")[2]  # earlier ones were given up
-    found = re.findall(r"^step +(\d+/\d+)\b", text, re.MULTILINE)
+    newest = _text(log).rpartition(" warm start: ")[2]  # earlier ones were given up
+    found = re.findall(r"^step +(\d+/\d+)\b", newest, re.MULTILINE)
     return found[-1] if found else ""
 
 
 def tail(log: Path, lines: int = 6) -> str:
     """The end of a job's output."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return "\n".join(text.strip().splitlines()[-lines:])
+    return "\n".join(_text(log).strip().splitlines()[-lines:])
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""

@@ -12,7 +12,7 @@ from typing import Any
 from jetrl.compare import said_of
 from jetrl.config import Config, load_config
 from jetrl.config.errors import NAME, NAME_RULE
-from jetrl.config.load import NO_BITS, digest
+from jetrl.config.load import NO_BITS, device_of, digest
 from jetrl.config.paths import absolute_paths
 from jetrl.config.shipped import find_recipe, summary
 from jetrl.config.toml import read_toml, split_override, toml_literal
@@ -204,9 +204,7 @@ def _require_one_warm_start(plan: Sequence[Planned]) -> None:
 def _on_device(config: Config) -> Config:
     import torch
 
-    if config.device != "auto":
-        return config
-    return config.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
+    return config.model_copy(update={"device": device_of(config, cuda_available=torch.cuda.is_available())})
 
 
 def evaluated(config: Config) -> tuple[int, int]:

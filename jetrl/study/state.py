@@ -66,7 +66,7 @@ def kept_threads(out: Path, wanted: int | None, default: int) -> int:
     """The threads of a run in this study's folder: those with which it was begun, as a warm start belongs to a number
     of threads and all arms of a seed are to share it. UserError if others are wanted."""
     path = out / "state" / "threads.json"
-    kept = _read(path)
+    kept = read_if_there(path)
     if kept is None:
         kept = wanted or default
         _write(path, kept)
@@ -82,7 +82,7 @@ def require_version(out: Path) -> None:
     """UserError if this study's folder was begun with another version number of jetrl: its warm starts and bits may be
     others where settings are equal."""
     path = _version_path(out)
-    if (kept := _read(path)) not in (None, __version__):
+    if (kept := read_if_there(path)) not in (None, __version__):
         raise UserError(
             f"{out} was begun with jetrl {kept}, and this is {__version__}: equal settings may compute something else, "
             f"and arms are to differ in nothing but theirs. Use jetrl {kept} here, or give another --out."
@@ -97,7 +97,7 @@ def write_version(out: Path) -> None:
 def commits_of(folder: Path) -> list[str]:
     """The commits of jetrl that have worked on a run, in order, from its env.json; an installed package has none."""
     path = folder / ENV_FILE
-    first = _read(path) or {}
+    first = read_if_there(path) or {}
     return [name for one in (first, *first.get("resumed", [])) if (name := commit_name(one))]
 
 
@@ -112,7 +112,7 @@ def write_state(out: Path, run: Planned, status: str, step: int = 0) -> None:
     _write(_path(out, run), {"status": status, "digest": run.digest, "step": step})
 
 
-def _read(path: Path) -> Any:
+def read_if_there(path: Path) -> Any:
     """A JSON file's content; None if there is no file. UserError if it is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -183,12 +183,12 @@ def test_no_thread_is_left_to_look_into_the_removed_folder(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that had been looking for error files printed a traceback after a good run."""
-    looking = threading.Event()
+    looking, pids = threading.Event(), _Hand._pids
 
     def slowly(hand: _Hand) -> dict[int, int]:
         looking.set()
         time.sleep(0.5)
-        return {rank: int(file.read_text()) for rank in range(2) if (file := hand.folder / f"{rank}.pid").exists()}
+        return pids(hand)
 
     monkeypatch.setattr(_Hand, "_pids", slowly)
     before = signal.getsignal(signal.SIGINT)

@@ -114,6 +114,7 @@ def test_an_error_in_between_leaves_no_process(ran, tmp_path: Path, monkeypatch:
 
 OUT_OF_MEMORY = OutOfMemory.status
 
+
 class Clock:
     """Time that passes only while `run_jobs` sleeps: what these tests order by time does not hang on the machine."""
 

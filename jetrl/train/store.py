@@ -1,9 +1,9 @@
 """Tensors that ranks hold in parts, in one folder that any number of ranks reads: masters, moments, a reference policy.
 
-Every rank writes its rows and reads its own, by PyTorch's distributed checkpoint (DCP) in its safetensors form, so that
+Every rank writes its rows and reads its own, in the safetensors form of PyTorch's distributed checkpoint (DCP), so that
 nothing is unpickled: `shard-00001-model-00001-of-00003.safetensors` is the first file of rank 0. A file holds rows of
-many tensors and says where in the whole they belong. Our cut restarts at sections (`model.shards`), which no DTensor
-placement describes, so parts are given to DCP as chunks, by its planners.
+many tensors and says where in the whole they belong. safetensors writes them (D95), DCP reads them. Our cut restarts at
+sections (`model.shards`), which no DTensor placement describes, so DCP's planner is given chunks.
 
 A `sealed` folder has `files.json` next to the tensors, with the SHA-256 of each file, and appears whole or not at all.
 """
@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -22,23 +23,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from jetrl.errors import UserError, disk_full
@@ -48,20 +38,10 @@ from jetrl.parallel.together import by_all, by_first, together
 from jetrl.parallel.world import ALONE, World
 
 FILE_BYTES = 1 << 30  # of tensors in a file; a rank's host memory while it writes is that of one file, or one tensor
+_HASHING = 4  # files that a rank reads at once to hash them
 _FILES = "files.json"
 _TENSORS = "tensors"
 Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name: shape and type of the whole
-
-
-class _Writes(DefaultSavePlanner):
-    """Gives DCP the values of its write items."""
-
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._parts[write_item.index.fqn].value.contiguous()
 
 
 class _Reads(DefaultLoadPlanner):
@@ -87,11 +67,15 @@ def write(folder: Path, parts: Mapping[str, Part], world: World = ALONE) -> None
     A tensor that is whole on every rank is written by the first. Values have one dimension at least.
     """
     own = {name: part for name, part in parts.items() if part.value.numel() and (world.first or part.start)}
-    writer = HuggingFaceStorageWriter(str(folder), _file_numbers(own), save_distributed=True)
-    plan = writer.prepare_local_plan(SavePlan([_write_item(name, part) for name, part in own.items()]))
-    # names files by the place in this list
-    (*_, plan) = writer.prepare_global_plan([SavePlan([])] * world.rank + [plan])
-    writer.write_data(plan, _Writes(own)).wait()
+    folder.mkdir(parents=True, exist_ok=True)
+    files = _files(own)
+    for number, names in enumerate(files, 1):
+        path = folder / f"shard-{world.rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"
+        offsets = {name: {"saved_offsets": list(_chunk(own[name]).offsets)} for name in names}
+        form = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file({name: own[name].value.contiguous().cpu() for name in names}, path, form)
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner reads
+        sync(path)
 
 
 def read(folder: Path, parts: Mapping[str, Part]) -> None:
@@ -138,27 +122,24 @@ def _chunk(part: Part) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), part.value.shape)
 
 
-def _write_item(name: str, part: Part) -> WriteItem:
-    chunk = _chunk(part)
-    data = TensorWriteData(chunk, TensorProperties(dtype=part.value.dtype), torch.Size(part.size))
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def _file_numbers(parts: Mapping[str, Part]) -> dict[str, int]:
-    """By name: the number of the file, from 1 on, filled one after the other."""
-    numbers, number, room = {}, 1, FILE_BYTES
+def _files(parts: Mapping[str, Part]) -> list[list[str]]:
+    """The names in each file, filled one after the other."""
+    files: list[list[str]] = []
+    room = 0
     for name, part in parts.items():
-        if room < part.value.nbytes and room < FILE_BYTES:
-            number, room = number + 1, FILE_BYTES
-        numbers[name], room = number, room - part.value.nbytes
-    return numbers or {"": 1}
+        if not files or (room < part.value.nbytes and room < FILE_BYTES):
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= part.value.nbytes
+    return files
 
 
 def hashes(folder: Path, world: World = ALONE) -> dict[str, str]:
     """SHA-256 of every safetensors file below `folder`, by path in it. Ranks divide the files. Collective."""
     def own() -> dict[str, str]:
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.safetensors"))
-        return {name: sha256(folder / name) for name in names[world.rank :: world.size]}
+        return _sha256_of(folder, names[world.rank :: world.size])
 
     return dict(sorted((name, digest) for part in by_all(world, own) for name, digest in part.items()))
 
@@ -172,10 +153,12 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
         found = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")}
         if extra := sorted(found - expected.keys()):
             raise UserError(f"{folder / extra[0]} is not one of the files that were written there. {advice}")
-        for name in sorted(expected)[world.rank :: world.size]:
+        names = sorted(expected)[world.rank :: world.size]
+        for name in names:
             if name not in found:
                 raise UserError(f"{folder / name} is missing: the file was removed or renamed. {advice}")
-            if sha256(folder / name) != expected[name]:
+        for name, digest in _sha256_of(folder, names).items():
+            if digest != expected[name]:
                 raise UserError(
                     f"{folder / name} does not have the hash that was written down ({expected[name][:16]}...): the "
                     f"file was damaged or changed. {advice}"
@@ -261,3 +244,9 @@ def unseal(
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """By name, in the order of `names`."""
+    with ThreadPoolExecutor(_HASHING) as pool:  # hashing lets other threads run
+        return dict(zip(names, pool.map(lambda name: sha256(folder / name), names), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,16 +41,18 @@ _LINE_EVERY = 30.0  # seconds between lines of progress
 @dataclass(slots=True)
 class Conduct:
     """A study under way, `jobs` runs at a time. `crashed`: names of runs and warm starts with an error of the program,
-    with what they said."""
+    with what they said. `write` writes the results so far, of which those of `written` runs are on the disk."""
 
     study: Study
     out: Path
     runs: dict[str, Planned]
     console: Console
     halt: Halt
+    write: Callable[[], object]
     jobs: int = 1
     crashed: dict[str, str] = field(default_factory=dict)
     done: int = 0
+    written: int = 0
     told: float = field(default_factory=time.monotonic)
     pace: Pace = field(default_factory=Pace)
 
@@ -99,7 +101,10 @@ class Conduct:
         self.console.print(f"  {end.job.name}: FAILED with status {end.status}, see {end.job.log}", markup=False)
 
     def polled(self, running: Sequence[str], waiting: Sequence[str]) -> None:
-        """A line of progress from time to time."""
+        """A line of progress from time to time; results as runs end, as this machine may be lost before the last."""
+        if running and self.done > self.written:
+            self.written = self.done
+            self.write()
         now = time.monotonic()
         due = now - self.told >= _LINE_EVERY and bool(running)
         for name in running:
@@ -154,7 +159,12 @@ def conduct(
         left = _left(plan, out, added)  # again: another command may have held the folder until now
         deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
         runs = {run.name: run for run in plan}
-        going = Conduct(study, out, runs, console, Halt(deadline), jobs, done=len(plan) - len(left))
+        done = len(plan) - len(left)
+
+        def write() -> object:
+            return _results(whole, every, out, added, Console(quiet=True))
+
+        going = Conduct(study, out, runs, console, Halt(deadline), write, jobs, done=done, written=done)
         console.print(
             f"Study {study.name}: {counted(len(study.arms), 'arm')}, {counted(len(study.seeds), 'seed')}, "
             f"{counted(len(plan), 'run')}, {going.done} done; {jobs} side by side, in {out}", markup=False,

@@ -77,7 +77,7 @@ def test_the_line_of_progress(
     runs = {run.name: run for run in all_planned(tiny, tmp_path)}
     last = next(iter(runs.values())).config.train.steps
     console = Console(file=shown, width=400, color_system=None)
-    going = conducting.Conduct(tiny, tmp_path, runs, console, Halt(deadline, began=0.0), 2, told=0.0)
+    going = conducting.Conduct(tiny, tmp_path, runs, console, Halt(deadline, began=0.0), lambda: None, 2, told=0.0)
 
     def seen(at: float, step: int, *waiting: str) -> str:
         folder = run_folder(tmp_path, runs["one-s0"])
@@ -104,7 +104,7 @@ def test_the_line_of_progress(
 def test_a_run_without_memory_is_no_crash(tiny: Study, tmp_path: Path) -> None:
     shown = io.StringIO()
     runs = {run.name: run for run in all_planned(tiny, tmp_path)}
-    going = conducting.Conduct(tiny, tmp_path, runs, Console(file=shown, width=400, color_system=None), Halt(), 3)
+    going = conducting.Conduct(tiny, tmp_path, runs, Console(file=shown, width=400, color_system=None), Halt(), dict, 3)
     going.pace.note("one-s0", 1, 10.0)
     for name in ("one-s0", "warm-start-s1"):
         going.ended(Ended(Job(name, (), tmp_path / "log"), OutOfMemory.status, False, 1.0, again=True))

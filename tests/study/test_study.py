@@ -72,6 +72,29 @@ def test_two_arms_two_seeds(tiny: Study, in_process: list[str], tmp_path: Path) 
     assert read_json(out / "study.json")["runs"] == data["runs"]
 
 
+def test_results_are_written_as_runs_end(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is lost in the second run leaves study.json and page of the first, which another one adds."""
+    out, here = tmp_path / "out", conducting.run_jobs
+
+    def lost(jobs: list[Job], slots: object, halt: Halt, on_end, on_poll, held) -> None:
+        here(jobs[:1], slots, halt, on_end, on_poll, held)
+        assert not (out / "study.json").exists()
+        on_poll([jobs[1].name], [])
+        raise SystemExit
+
+    monkeypatch.setattr(conducting, "run_jobs", lost)
+    with pytest.raises(SystemExit):
+        conducted(tiny, out)
+    assert [(r["arm"], r["status"]) for r in read_json(out / "study.json")["runs"]] == [("one", "finished")]
+    assert "<svg" in (out / "study.html").read_text()
+    monkeypatch.setattr(conducting, "run_jobs", here)
+    in_process.clear()
+    conducted(tiny, tmp_path / "another", [out / "study.json"])
+    assert in_process == ["two-s0", "one-s1", "two-s1"]
+
+
 def test_parts_add_up_and_other_settings_are_refused(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     conducted(tiny, out, arms="two", seeds="1")

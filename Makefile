@@ -6,7 +6,7 @@ CONSTRAINTS := constraints-cpu.txt
 WORKERS ?= 2
 GPU_WORKERS ?= 6
 
-.PHONY: train test test-gpu test-gpu2 check ci smollm2 clean
+.PHONY: train test test-gpu test-gpu2 test-gpu4 check ci smollm2 clean
 
 train: $(VENV)/.installed
 	$(BIN)/jetrl train quickstart
@@ -21,6 +21,9 @@ test-gpu:  # on a Hopper GPU, in an environment that has jetrl[hopper]; in sever
 
 test-gpu2:  # on two of them, over NCCL
 	$(PYTHON) -m pytest -q -m gpu2 tests/gpu
+
+test-gpu4:  # on four or eight
+	$(PYTHON) -m pytest -q -m gpu4 tests/gpu
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
-"""Memory of each rank by part, measured next to what `train/memory.py` predicts: two steps of a recipe on N GPUs.
+"""Memory of each rank by part, measured next to what `train/memory.py` predicts, and seconds by phase: two steps of a
+recipe on N GPUs.
 
     python benchmarks/memory_by_part.py --shape qwen3-14b --nproc 2 train.activation_checkpointing=true
     torchrun --nproc-per-node 2 benchmarks/memory_by_part.py --shape qwen3-32b train.master_dtype=bfloat16
@@ -6,8 +7,9 @@
 
 The weights are random, drawn on the device, by each rank its own rows, so a 32B model needs no host copy. Data,
 tokenizer and all else are those of `recipes_on_random.py`; overrides are the recipe's. What is held is counted from the
-objects themselves; on a GPU, peaks of the rollout and of the update are torch's. A row for each call is added to
-benchmarks/results/memory.json.
+objects themselves; on a GPU, peaks of the rollout and of the update are torch's. Seconds are those of the last step, as
+the first compiles kernels. A row for each call is added to benchmarks/results/memory.json. Status 1 where a log-prob of
+the learner differs from the sampler's.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from jetrl.parallel.spawn import spawn
 from jetrl.parallel.together import by_first
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
+from jetrl.report.recorder import read_metrics
 from jetrl.rollout.runner import ModelRunner
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.train import setup
@@ -50,6 +53,10 @@ TINY = dataclasses.replace(  # whole blocks of 128, so that a CPU holds what a G
     SHAPES["qwen3-0.6b"], vocab_size=2304, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=64, max_position=4096,
 )
+
+MINIATURES = {
+    "tiny": TINY, "tiny-moe": dataclasses.replace(SHAPES["tiny-moe"], vocab_size=2304, max_position=4096)
+}
 
 
 def random_on_device(config: Config, spec: ModelSpec, recipe: Recipe, *, world: World, **_: Any) -> Transformer:
@@ -217,7 +224,7 @@ def predicted(config: Config, spec: ModelSpec, ranks: int) -> dict[str, int]:
 def on_rank(args: argparse.Namespace) -> None:
     """The program of each rank, and of a single process."""
     world = launch.join("cpu" if "device=cpu" in args.overrides else "auto")
-    spec = TINY if args.shape == "tiny" else SHAPES[args.shape]
+    spec = (SHAPES | MINIATURES)[args.shape]
     made = tempfile.TemporaryDirectory() if world.first else None
     folder = Path(world.share(made.name if made is not None else None))
 
@@ -227,8 +234,11 @@ def on_rank(args: argparse.Namespace) -> None:
 
     by_first(world, written)
     config = resolve(load_config(folder / "run.toml", args.overrides), cuda_available=torch.cuda.is_available())
-    rows = world.gather(measure(config, folder, world))
+    rows, parity = world.gather(measure(config, folder, world)), 0.0
     if world.first:
+        steps = read_metrics(folder / "runs" / config.name)[1:]
+        parity = max(step["parity/logprob_abs_diff_max"] for step in steps)
+        seconds = {k.removeprefix("time/"): v for k, v in steps[-1].items() if k.startswith("time/")}
         told = predicted(config, spec, world.size)
         parts = [k for k in (*told, "gradients", "rollout reserved", "update reserved") if k in rows[0]]
         shown = [
@@ -236,12 +246,16 @@ def on_rank(args: argparse.Namespace) -> None:
             for key in dict.fromkeys(parts)
         ]
         print(table(shown, list(shown[0])), flush=True)
+        print(", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()), f"  parity {parity:g}", flush=True)
         record(args, {
             "shape": args.shape, "recipe": args.recipe, "ranks": world.size, "overrides": args.overrides,
-            "tokens": told["tokens"], "predicted": told, "measured": rows, "environment": environment(),
+            "tokens": told["tokens"], "predicted": told, "measured": rows, "seconds": seconds, "parity": parity,
+            "environment": environment(),
         })
     if made is not None:
         made.cleanup()
+    if parity != 0.0:
+        raise SystemExit("a log-prob of the learner differs from the sampler's")
 
 
 def gib(value: int | None) -> str:

@@ -24,13 +24,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that two processes that share the files end together. Tests marked
-    `gpu` or `gpu2` are skipped one by one, with the reason, where there is no GPU or only one."""
+    `gpu`, `gpu2` or `gpu4` are skipped one by one, with the reason, where there are fewer GPUs."""
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
-    if torch.cuda.device_count() < 2 and os.environ.get("JETRL_TEST_RANKS") != "cpu":
-        skipped = pytest.mark.skip(reason="needs two CUDA GPUs; run `make test-gpu2` on a Hopper machine")
+    for marker, wanted in (("gpu2", 2), ("gpu4", 4)):
+        if torch.cuda.device_count() >= wanted or os.environ.get("JETRL_TEST_RANKS") == "cpu":
+            continue
+        skipped = pytest.mark.skip(reason=f"needs {wanted} CUDA GPUs; run `make test-{marker}` on a Hopper machine")
         for item in items:
-            if item.get_closest_marker("gpu2") is not None:
+            if item.get_closest_marker(marker) is not None:
                 item.add_marker(skipped)
     if torch.cuda.is_available():
         return

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from jetrl import __version__
 from jetrl.ending import ctrl_c_is_told, ends_in_time
-from jetrl.errors import UserError, disk_full, status_of
+from jetrl.errors import UserError, disk_full, status_of, system_error
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.study.command import study
@@ -96,7 +96,9 @@ def _told(error: Exception) -> str | None:
         return str(error)
     if disk_full(error):
         return f"no disk space left ({error}). Free some and try again."
-    return f"cannot read or write: {error}. Check the path and its permissions." if isinstance(error, OSError) else None
+    if isinstance(error, OSError) or system_error(error) is not None:
+        return f"cannot read or write: {error}. Check the path and its permissions."
+    return None
 
 
 def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 
 
 class UserError(ValueError):
@@ -38,6 +39,14 @@ def as_user_error(error: BaseException) -> type[UserError]:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether an error means a full disk or quota. safetensors has its own exception, with the number as text."""
-    numbers = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in numbers or any(f"(os error {n})" in str(error) for n in numbers)
+    """Whether an error means a full disk or quota."""
+    return system_error(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def system_error(error: BaseException) -> int | None:
+    """The system's number of an error with a file, or None. safetensors and tokenizers have exceptions of their own,
+    with the number as text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None

@@ -151,6 +151,7 @@ def _run(
                 start(session, recorder, clock, run_dir, stop)
             else:
                 stop.phase = "step"
+                state.move_in(session, found, run_dir)
                 make_up_evaluation(session, recorder, clock, stop)
             while session.step < config.train.steps and not stop.anywhere():
                 train_step(session, recorder, clock, run_dir, stop)

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stopped_runs import CASES
 from tiny import numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl import loop
 from jetrl.errors import UserError
+from jetrl.report.files import lock
 from jetrl.report.recorder import read_metrics, read_samples
-from jetrl.train import checkpoint
+from jetrl.train import checkpoint, store
 from jetrl.train.setup import Session
 
 HERE = Path(__file__).parent
@@ -90,6 +92,26 @@ def test_resume_from_an_earlier_step_by_path(tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
     tiny_run(tmp_path, changes | {"checkpoint.resume": str(path), "output_dir": str(other)}, name="again")
     assert weights_hash(tmp_path / "runs" / "again", 4) == digest
+
+
+def test_a_run_that_is_refused_leaves_the_folder_of_another_alone(tmp_path: Path) -> None:
+    """Also where the other one, resumed from elsewhere, has not ended its first step: it has no row yet."""
+    changes = {"checkpoint.save_interval": 1, "rl.kl_coef": 0.1}
+    path = tiny_run(tmp_path, changes | {"train.steps": 1}) / "checkpoints" / "step_000001"
+    busy = tmp_path / "runs" / "busy"
+    reference = busy / "checkpoints" / "reference"
+    reference.mkdir(parents=True)
+    (reference / "files.json").write_text("that of the other run")
+    held = lock(busy)
+    resumed = changes | {"train.steps": 2, "checkpoint.resume": str(path)}
+    with pytest.raises(UserError, match="Another process is writing"):
+        tiny_run(tmp_path, resumed, name="busy")
+    assert (reference / "files.json").read_text() == "that of the other run"
+    os.close(held)
+    kept = [store.whole(run / "checkpoints" / "reference" / "tensors") for run in (
+        path.parents[1], tiny_run(tmp_path, resumed, name="busy")
+    )]
+    assert kept[0].keys() == kept[1].keys() and all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

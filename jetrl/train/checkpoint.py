@@ -4,20 +4,24 @@ A checkpoint is a folder `checkpoints/step_000100`:
 
     model/       Hugging Face folder (BF16), for `eval`, `export` and other programs
     state/       master weights and optimizer state, to the bit: safetensors with each rank's rows (`train/store.py`)
-    state.json   step, counters, flow digest, settings, SHA-256 of every safetensors file; its presence makes the folder
-                 complete
+    state.json   step, counters, flow digest, settings, SHA-256 of every safetensors file and of itself; its presence
+                 makes the folder complete
 
 All ranks write it under another name. When all of their files are synced, the first rank adds state.json and renames
-the folder; `latest` (a file with the folder's name) is replaced last.
+the folder; `latest` (a file with the folder's name) is replaced last. A checkpoint that goes is renamed first, so that
+there is never half of one under its name.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,13 +38,15 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.train import store
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
+_NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
+_WRITING, _REMOVED = ".writing_", ".removed_"
 Told = Callable[[], AbstractContextManager[None]]
 _ANOTHER = "Resume from another step of the run (checkpoint.resume = PATH)."
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """The small part of a checkpoint. The hashes are filled in by `save`."""
+    """The small part of a checkpoint. The hashes and the digest are filled in by `save`."""
 
     step: int
     weight_version: int
@@ -52,6 +58,7 @@ class Meta:
     first_row: int = 0  # the step of the first row of the run folder's metrics
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
     files: dict[str, str] | None = None  # SHA-256 by path in the checkpoint
+    digest: str | None = None  # SHA-256 of all of the above; None in checkpoints before 2026-11-25
 
 
 def save(
@@ -60,17 +67,18 @@ def save(
 ) -> Path:
     """Write `folder/step_NNNNNN` atomically, point `folder/latest` at it, and remove all but the newest `keep`.
 
-    Every rank gives its `parts`. `write_model(folder, told)`, with `told()` around what writes, is a collective, and so
-    is this.
+    What an old checkpoint or a killed writer left and cannot be removed is warned of. Every rank gives its `parts`.
+    `write_model(folder, told)`, with `told()` around what writes, is a collective, and so is this.
     """
-    final, temporary = folder / f"step_{meta.step:06d}", folder / f".writing_step_{meta.step:06d}"
+    final = folder / f"step_{meta.step:06d}"
+    temporary = folder / f"{_WRITING}{final.name}"
     told = partial(store.told_if_full, f"the checkpoint {final}", folder, lambda: (
         f"{left(folder)} Free some space, then continue with --resume."
     ))
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _sweep(folder)
         with told():
             (temporary / _MODEL).mkdir(parents=True)
 
@@ -79,18 +87,21 @@ def save(
             store.write(temporary / _STATE, parts, world)
 
     def end() -> None:
+        record = asdict(replace(meta, files=files))
         with told():
-            (temporary / _META).write_text(json.dumps(asdict(replace(meta, files=files)), indent=1) + "\n")
+            (temporary / _META).write_text(json.dumps(record | {"digest": _digest(record)}, indent=1) + "\n")
             for path in (temporary / _META, temporary / _STATE, temporary / _MODEL, temporary):
                 sync(path)
         if final.exists():  # a run resumed from an earlier step writes this one again
-            shutil.rmtree(final)
+            _hide(final)
         os.replace(temporary, final)
         with told():
             _replace_text(folder / "latest", final.name)
         others = [p for p in complete(folder) if p != final]  # as there, later ones may be here
         for old in others[: max(0, len(others) - keep + 1)]:
-            shutil.rmtree(old)
+            with _warned(old):
+                _hide(old)
+        _sweep(folder)
 
     try:
         by_first(world, begin)
@@ -106,14 +117,15 @@ def save(
 
 def complete(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if (p / _META).is_file())
+    found = (p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and (p / _META).is_file())
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, else the newest complete one, else None."""
     pointer = folder / "latest"
     named = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
-    if named.startswith("step_") and (folder / named / _META).is_file():
+    if _NAME.fullmatch(named) and (folder / named / _META).is_file():
         return folder / named
     found = complete(folder)
     return found[-1] if found else None
@@ -158,6 +170,8 @@ def _read_meta(path: Path) -> Meta:
             raise UserError(f"{path} was written by an older version of jetrl and cannot be resumed. Start a new run.")
         meta = Meta(**record)
         _check_types(meta)
+        if meta.digest not in (None, _digest(record)):
+            raise ValueError("it does not have the hash that was written into it: it was damaged or changed")
     except UserError:
         raise
     except (ValueError, TypeError) as error:
@@ -178,6 +192,36 @@ def _check_types(meta: Meta) -> None:
     for name, (what, fits) in wanted.items():
         if not fits(value := getattr(meta, name)):
             raise ValueError(f"{name} is {shorten(repr(value), 60)}, and must be {what}")
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """SHA-256 of what state.json holds next to it."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _hide(path: Path) -> None:
+    """Take a checkpoint away in one move; `_sweep` then removes it."""
+    os.replace(path, path.with_name(_REMOVED + path.name))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove checkpoints that were taken away, and what writers that were killed have left."""
+    for path in (*folder.glob(f"{_REMOVED}step_*"), *folder.glob(f"{_WRITING}step_*")):
+        with _warned(path):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+
+
+@contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """What cannot be removed takes space, and is no reason to end a run."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{path} cannot be removed ({error}) and takes disk space: remove it yourself.", stacklevel=3)
 
 
 def verify_model(path: Path) -> None:

@@ -97,8 +97,8 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         learner.critic.publish()
     session.step, session.weight_version, session.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     session.initial_accuracy = meta.initial_accuracy
-    here = path.parent.absolute() == (run_dir / "checkpoints").absolute()
-    session.first_row = meta.first_row if here else meta.step + 1  # rows before are the other folder's
+    # rows before are the other folder's
+    session.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
     if session.config.rl.kl_coef > 0:
         reference, kept = reference_of(session.model), path.parent / _REFERENCE
         with together(world):
@@ -106,8 +106,6 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
                 raise UserError(f"{kept} is missing: the KL penalty needs the initial policy. Start a new run.")
         store.unseal(kept, lambda _: parts_of(reference), "Start a new run.", world)
         session.reference = reference.publish()
-        if not here:  # resumed into another output folder
-            _keep_reference(session, run_dir)
     weights = publish(session.model, session.weight_version, session.flow_digest)
     with together(world):
         session.engine.load(weights)
@@ -117,6 +115,18 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         return newest is not None and newest.samefile(path)
 
     session.saved_step = session.step if by_first(world, is_newest) else -1
+
+
+def move_in(session: Session, path: Path, run_dir: Path) -> None:
+    """After `restore`, once no other process writes `run_dir`: what a run that goes on from another folder's checkpoint
+    needs in its own. Collective."""
+    if session.reference is not None and not _is_of(path, run_dir):
+        _keep_reference(session, run_dir)
+
+
+def _is_of(path: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint is one of this run folder."""
+    return path.parent.absolute() == (run_dir / "checkpoints").absolute()
 
 
 def _read(session: Session, path: Path) -> None:

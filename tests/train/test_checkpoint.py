@@ -6,15 +6,20 @@ import errno
 import hashlib
 import json
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
+from jetrl.cli import _told
 from jetrl.errors import UserError
 from jetrl.model.shards import Part
 from jetrl.train import checkpoint, store
@@ -48,7 +53,7 @@ def test_what_was_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
     path = write(tmp_path / "c", 3)
     assert path.name == "step_000003" and (path / "model").is_dir()
     loaded = checkpoint.load(path)
-    assert replace(loaded, files=None) == meta(3)
+    assert replace(loaded, files=None, digest=None) == meta(3)
     places = {name: torch.empty_like(value) for name, value in tensors(3).items()}
     checkpoint.read(path, lambda stored: {name: Part(places[name], size, 0) for name, (size, _) in stored.items()})
     for name, value in tensors(3).items():
@@ -92,6 +97,118 @@ def test_without_the_pointer_the_newest_complete_one_counts(tmp_path: Path) -> N
     assert checkpoint.newest(tmp_path) == tmp_path / "step_000002"
     (tmp_path / "latest").write_text("step_000009\n")  # a pointer to nothing
     assert checkpoint.newest(tmp_path) == tmp_path / "step_000002"
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: from the first on, nothing changes on the disk any more."""
+
+
+CHANGES = ((checkpoint.os, "replace"), (checkpoint.shutil, "rmtree"), (checkpoint, "sync"))
+
+
+def dies_at(call: int, patch: pytest.MonkeyPatch) -> None:
+    """Die in call number `call` of what changes folders. One that was being removed has lost all but state.json."""
+    calls = []
+
+    def dying(whole: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def changed(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) < call:
+                return whole(*args, **options)
+            if len(calls) == call and name == "rmtree":
+                for file in (p for p in args[0].rglob("*") if p.is_file() and p.name != "state.json"):
+                    file.unlink()
+            raise Killed
+
+        return changed
+
+    for module, name in CHANGES:
+        patch.setattr(module, name, dying(getattr(module, name), name))
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_at_any_call_leaves_whole_checkpoints_and_no_rubbish_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, keep: int
+) -> None:
+    """Step 3 is new, step 2 is written again."""
+    for count in range(1, 100):
+        folder = tmp_path / str(count)
+        for earlier in (1, 2):
+            write(folder, earlier)
+        with monkeypatch.context() as patch:
+            dies_at(count, patch)
+            try:
+                write(folder, step, keep)
+                killed = False
+            except Killed:
+                killed = True
+        whole = checkpoint.complete(folder)
+        assert checkpoint.newest(folder) in whole and all(checkpoint.load(path) for path in whole)
+        write(folder, 4, keep)
+        assert {p.name for p in folder.iterdir()} == {"latest", *(p.name for p in checkpoint.complete(folder))}
+        assert len(checkpoint.complete(folder)) == keep
+        if not killed:
+            assert count > 8, "each rename, sync and removal was cut off once"
+            return
+    raise AssertionError("it is never done")
+
+
+def test_copies_are_the_users_and_steps_are_numbers(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        write(tmp_path, step)
+    shutil.copytree(tmp_path / "step_999999", tmp_path / "step_999999_best")
+    assert [p.name for p in checkpoint.complete(tmp_path)] == ["step_999999", "step_1000000"]
+    write(tmp_path, 1_000_001, keep=1)
+    assert [p.name for p in checkpoint.complete(tmp_path)] == ["step_1000001"]
+    assert checkpoint.load(tmp_path / "step_999999_best").step == 999_999
+
+
+def test_what_cannot_be_removed_is_told_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step_000001").rename(tmp_path / "elsewhere" / "step_000001")
+    (tmp_path / "step_000001").symlink_to(tmp_path / "elsewhere" / "step_000001")
+    write(tmp_path, 2, keep=1)  # the link goes, and not what it points to
+    assert [p.name for p in checkpoint.complete(tmp_path)] == ["step_000002"]
+    assert checkpoint.load(tmp_path / "elsewhere" / "step_000001").step == 1
+
+    def denied(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, "Permission denied", "tokenizer.json")
+
+    match = r"removed_step_000002 cannot be removed .*Permission denied"
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=match):
+        patch.setattr(shutil, "rmtree", denied)
+        write(tmp_path, 3, keep=1)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000003" == checkpoint.complete(tmp_path)[-1]
+    write(tmp_path, 4, keep=1)
+    assert {p.name for p in tmp_path.iterdir()} == {"elsewhere", "latest", "step_000004"}
+
+
+def test_full_disks_of_libraries_without_oserror_are_told(tmp_path: Path) -> None:
+    def full(folder: Path, told: checkpoint.Told) -> None:
+        with told():
+            raise Exception("No space left on device (os error 28)")  # as tokenizers says it
+
+    with pytest.raises(UserError, match="MiB are free. There is no checkpoint yet"):
+        checkpoint.save(tmp_path, meta(1), {}, full, 1)
+    assert _told(SafetensorError("I/O error: File too large (os error 27)")) == (
+        "cannot read or write: I/O error: File too large (os error 27). Check the path and its permissions."
+    )
+    assert _told(RuntimeError("anything else")) is None
+
+
+def test_a_changed_record_is_seen_and_an_older_one_has_no_hash(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    record = json.loads((path / "state.json").read_text())
+    for changed in ({"num_prompts": 3}, {"step": 2}, {"settings": {"seed": 1}}, {"digest": "0" * 64}):
+        (path / "state.json").write_text(json.dumps(record | changed))
+        with pytest.raises(UserError, match=r"state\.json cannot be read \(it does not have the hash.*another step"):
+            checkpoint.load(path)
+    del record["digest"]
+    (path / "state.json").write_text(json.dumps(record))
+    assert replace(checkpoint.load(path), files=None) == meta(1)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "I/O error")])

@@ -58,7 +58,7 @@ class Meta:
     first_row: int = 0  # the step of the first row of the run folder's metrics
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
     files: dict[str, str] | None = None  # SHA-256 by path in the checkpoint
-    digest: str | None = None  # SHA-256 of all of the above; None in checkpoints before 2026-11-25
+    digest: str | None = None  # SHA-256 of all of the above; None in checkpoints until 2026-11-24
 
 
 def save(

@@ -44,9 +44,11 @@ def disk_full(error: BaseException) -> bool:
 
 
 def system_error(error: BaseException) -> int | None:
-    """The system's number of an error with a file, or None. safetensors and tokenizers have exceptions of their own,
-    with the number as text."""
+    """The system's number of an error with a file, or None. safetensors has an exception of its own and tokenizers a
+    plain one, with the number as text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
+    if not (isinstance(error, OSError) or type(error) is Exception or type(error).__name__ == "SafetensorError"):
+        return None
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None

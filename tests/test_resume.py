@@ -94,6 +94,18 @@ def test_resume_from_an_earlier_step_by_path(tmp_path: Path) -> None:
     assert weights_hash(tmp_path / "runs" / "again", 4) == digest
 
 
+def test_a_path_with_a_link_in_it_is_still_of_the_run(tmp_path: Path) -> None:
+    """Its rows count from the first, and its reference policy is not written again."""
+    changes = {"checkpoint.save_interval": 1, "rl.kl_coef": 0.1}
+    run_dir = tiny_run(tmp_path, changes | {"train.steps": 1})
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    reference = (run_dir / "checkpoints" / "reference").stat().st_ino
+    path = tmp_path / "link" / "tiny" / "checkpoints" / "step_000001"
+    tiny_run(tmp_path, changes | {"train.steps": 2, "checkpoint.resume": str(path)})
+    assert checkpoint.load(run_dir / "checkpoints" / "step_000002").first_row == 0
+    assert (run_dir / "checkpoints" / "reference").stat().st_ino == reference
+
+
 def test_a_run_that_is_refused_leaves_the_folder_of_another_alone(tmp_path: Path) -> None:
     """Also where the other one, resumed from elsewhere, has not ended its first step: it has no row yet."""
     changes = {"checkpoint.save_interval": 1, "rl.kl_coef": 0.1}

@@ -98,6 +98,16 @@ def replace_row(path: Path, row: Mapping[str, Any]) -> None:
         temporary.replace(path)
 
 
+def write_whole(path: Path, text: str) -> Path:
+    """Write a file, and its folder, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    return path
+
+
 def line_of(row: Mapping[str, Any]) -> bytes:
     """A row as its line of the file."""
     line = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"

@@ -25,6 +25,7 @@ from jetrl.report.files import (
     lock,
     read_rows,
     replace_row,
+    write_whole,
 )
 from jetrl.report.track import Tracker
 from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
@@ -144,7 +145,7 @@ class Recorder:
 
     def write_config(self, text: str) -> None:
         """Write the resolved config, as the caller rendered it."""
-        self._replace(CONFIG_FILE, text)
+        write_whole(self.run_dir / CONFIG_FILE, text)
 
     def write_environment(self, command: Sequence[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write `env.json`. On resume the first entry stays and the new one joins its list `resumed`."""
@@ -157,19 +158,13 @@ class Recorder:
                 first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
             environment = first
-        self._replace(ENV_FILE, json.dumps(environment, indent=2) + "\n")
+        write_whole(self.run_dir / ENV_FILE, json.dumps(environment, indent=2) + "\n")
 
     def _append(self, file: int, name: str, lines: Iterable[bytes]) -> None:
         for data in lines:
             with disk_errors(self.run_dir / name):
                 while data:
                     data = data[os.write(file, data) :]
-
-    def _replace(self, name: str, text: str) -> None:
-        temporary = self.run_dir / f".{name}.tmp"
-        with disk_errors(self.run_dir / name):
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.run_dir / name)
 
     def close(self) -> None:
         """Close both files and the trackers; further writes are errors."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jetrl import __version__
 from jetrl.report.environment import describe_environment
-from jetrl.report.files import disk_errors
+from jetrl.report.files import write_whole
 from jetrl.report.recorder import ENV_FILE, METRICS_FILE, read_held_out, read_metrics
 from jetrl.report.text import counted
 from jetrl.rl.mismatch import BY_POSITION
@@ -77,18 +77,13 @@ def collect(
 
 def write_json(data: Mapping[str, Any], path: Path) -> Path:
     """`data` as JSON, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    return path
+    return write_whole(path, json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n")
 
 
 def _run(out: Path, run: Planned) -> dict[str, Any]:
     folder, state = run_folder(out, run), read_state(out, run)
     rows = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
-    held_out = _held_out(folder)
+    held_out = _held_out(folder, {row["step"] for row in rows})
     series = {key: _series(rows, key) for key in SERIES}
     accuracy = held_out["steps"], held_out["mean"]
     broken = non_finite_step(folder) if state.status == "non-finite" else None
@@ -106,10 +101,11 @@ def _run(out: Path, run: Planned) -> dict[str, Any]:
     }
 
 
-def _held_out(folder: Path) -> dict[str, Any]:
-    """By evaluation: the mean score, the share of problems solved (with a score above 0.999), and each score."""
+def _held_out(folder: Path, recorded: Set[int]) -> dict[str, Any]:
+    """By evaluation: the mean score, the share of problems solved (with a score above 0.999), and each score. One whose
+    step the metrics lack does not count: the run is being written or went with its machine."""
     rows = read_held_out(folder) if folder.is_dir() else {}
-    steps = sorted(rows)
+    steps = sorted(rows.keys() & recorded)
     each = [
         {str(p): _short(fmean(rewards)) or 0.0 for p, rewards in zip(row["problems"], row["rewards"], strict=True)}
         for row in (rows[step] for step in steps)

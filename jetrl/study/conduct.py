@@ -104,7 +104,7 @@ class Conduct:
         """A line of progress from time to time; results as runs end, as this machine may be lost before the last."""
         if running and self.done > self.written:
             self.written = self.done
-            self.write()
+            self._write_so_far()
         now = time.monotonic()
         due = now - self.told >= _LINE_EVERY and bool(running)
         for name in running:
@@ -117,6 +117,14 @@ class Conduct:
             f"  {duration(now - self.halt.began)}: {self.done} of {len(self.runs)} runs done"
             f"{self._left(running, waiting, now)}; {', '.join(map(self._place, running))}", style="dim", markup=False,
         )
+
+    def _write_so_far(self) -> None:
+        """Write the results. Whatever goes wrong ends no run: it is told, and met again when the study ends."""
+        try:
+            self.write()
+        except Exception as error:
+            text = f"  the results so far are not written ({error!r}); tried again when the next run ends"
+            self.console.print(text, markup=False, style="red")
 
     def _place(self, name: str) -> str:
         """A run or warm start, and its newest step."""

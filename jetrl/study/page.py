@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from jetrl.report import html as report
-from jetrl.report.files import disk_errors
+from jetrl.report.files import write_whole
 from jetrl.report.text import counted, duration
 from jetrl.study.figures import GAP, figures, interval
 from jetrl.study.state import is_done
@@ -41,10 +41,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
         environment=json.dumps(data["environment"], indent=1), added=[added_line(one) for one in added],
         origins=json.dumps(added, indent=1),
     )
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8", errors="replace")
-    return path
+    return write_whole(path, page)
 
 
 def arm_styles(count: int) -> str:

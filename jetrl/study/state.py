@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl import __version__
 from jetrl.errors import UserError
-from jetrl.report.files import disk_errors, parse_row
+from jetrl.report.files import parse_row, write_whole
 from jetrl.report.recorder import ENV_FILE, METRICS_FILE
 from jetrl.study.plan import Planned
 
@@ -123,11 +123,7 @@ def read_if_there(path: Path) -> Any:
 
 
 def _write(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value) + "\n")
-        temporary.replace(path)
+    write_whole(path, json.dumps(value) + "\n")
 
 
 def run_folder(out: Path, run: Planned) -> Path:

@@ -71,16 +71,21 @@ def save(
     `write_model(folder, told)`, with `told()` around what writes, is a collective, and so is this.
     """
     final = folder / f"step_{meta.step:06d}"
-    temporary = folder / f"{_WRITING}{final.name}"
     told = partial(store.told_if_full, f"the checkpoint {final}", folder, lambda: (
         f"{left(folder)} Free some space, then continue with --resume."
     ))
 
-    def begin() -> None:
+    def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-        with told():
-            (temporary / _MODEL).mkdir(parents=True)
+        temporary = _free(folder / f"{_WRITING}{final.name}")
+        try:
+            with told():
+                (temporary / _MODEL).mkdir(parents=True)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return temporary
 
     def write_state() -> None:
         with told():
@@ -103,8 +108,8 @@ def save(
                 _hide(old)
         _sweep(folder)
 
+    temporary = by_first(world, begin)
     try:
-        by_first(world, begin)
         write_model(temporary / _MODEL, told)
         by_all(world, write_state)
         files = store.hashes(temporary, world)
@@ -202,7 +207,16 @@ def _digest(record: Mapping[str, Any]) -> str:
 
 def _hide(path: Path) -> None:
     """Take a checkpoint away in one move; `_sweep` then removes it."""
-    os.replace(path, path.with_name(_REMOVED + path.name))
+    os.replace(path, _free(path.with_name(_REMOVED + path.name)))
+
+
+def _free(path: Path) -> Path:
+    """This name, or the next one that is free: what lies there may be another user's, which cannot be removed."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def _sweep(folder: Path) -> None:

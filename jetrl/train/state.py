@@ -126,7 +126,7 @@ def move_in(session: Session, path: Path, run_dir: Path) -> None:
 
 def _is_of(path: Path, run_dir: Path) -> bool:
     """Whether a checkpoint is one of this run folder."""
-    return path.parent.absolute() == (run_dir / "checkpoints").absolute()
+    return path.parent.resolve() == (run_dir / "checkpoints").resolve()
 
 
 def _read(session: Session, path: Path) -> None:

@@ -27,19 +27,27 @@ def test_parts_run_once_and_what_failed_runs_again(tmp_path: Path, capsys: pytes
     assert run(parts, path, 500.0, False, COMMIT) == ["b", "c"] and marks.read_text() == "ab"
     assert "c: left, it takes some 900 s and 500 s are left" in capsys.readouterr().out
     assert {r["part"]: r["status"] for r in json.loads(path.read_text())["rows"]} == {"a": 0, "b": 3}
-    assert run([parts[0], part("b", marks), parts[2]], path, math.inf, False, COMMIT) == []
-    assert marks.read_text() == "abbc" and run(parts, path, math.inf, False, COMMIT) == []
-    assert marks.read_text() == "abbc", "all have passed"
+    parts[1] = part("b", marks)
+    assert run(parts, path, math.inf, False, COMMIT) == [] and marks.read_text() == "abbc"
+    assert run(parts, path, math.inf, False, COMMIT) == [] and marks.read_text() == "abbc", "all have passed"
     for again, commit in ((True, COMMIT), (False, "b" * 10)):
         assert run(parts[:1], path, math.inf, again, commit) == []
     assert marks.read_text() == "abbcaa"
 
 
-def test_a_checkout_with_changes_passes_nothing_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("commit", [f"{COMMIT}+changes", "unknown"])
+def test_a_checkout_with_changes_passes_nothing_over(tmp_path: Path, commit: str) -> None:
     marks = tmp_path / "marks"
     for _ in range(2):
-        assert run([part("a", marks)], tmp_path / "s.json", math.inf, False, f"{COMMIT}+changes") == []
+        assert run([part("a", marks)], tmp_path / "s.json", math.inf, False, commit) == []
     assert marks.read_text() == "aa"
+
+
+def test_another_command_has_not_passed(tmp_path: Path) -> None:
+    """Such as that of the miniature."""
+    for name in ("tiny", "whole"):
+        one = part("a", tmp_path / name)
+        assert run([one], tmp_path / "s.json", math.inf, False, COMMIT) == [] and (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,8 +23,9 @@ from jetrl.report.recorder import read_held_out
 from jetrl.study import conduct as conducting
 from jetrl.study import state as states
 from jetrl.study.added import read_json
+from jetrl.study.collect import collect
 from jetrl.study.jobs import Ended, Halt, Job
-from jetrl.study.plan import Study, load_study
+from jetrl.study.plan import Study, all_planned, load_study
 from jetrl.study.state import step_of
 
 
@@ -93,6 +95,36 @@ def test_results_are_written_as_runs_end(
     in_process.clear()
     conducted(tiny, tmp_path / "another", [out / "study.json"])
     assert in_process == ["two-s0", "one-s1", "two-s1"]
+
+
+def test_results_that_cannot_be_written_end_no_run(
+    tiny: Study, in_process: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole, tried = tmp_path / "out", conducting._results, []
+
+    def only_at_the_end(*args: Any) -> Any:
+        tried.append(1)
+        if len(tried) < 4:
+            raise OSError(errno.EIO, "I/O error")
+        return whole(*args)
+
+    monkeypatch.setattr(conducting, "_results", only_at_the_end)
+    status, text = conducted(tiny, out)
+    assert status == 0 and len(in_process) == 4 and len(tried) == 4
+    assert text.count("the results so far are not written (OSError(5, 'I/O error')); tried again when the next") == 3
+    assert len(read_json(out / "study.json")["runs"]) == 4
+
+
+def test_an_evaluation_without_its_row_does_not_count(tiny: Study, in_process: list[str], tmp_path: Path) -> None:
+    """As in a run that is being written, or whose machine went away."""
+    out = tmp_path / "out"
+    conducted(tiny, out, arms="one", seeds="0")
+    metrics = out / "runs" / "one-s0" / "metrics.jsonl"
+    rows = metrics.read_text().splitlines(keepends=True)
+    for kept in (2, 1, 0):
+        metrics.write_text("".join(rows[:kept]))
+        (run,) = collect(tiny.only("one", "0"), out, all_planned(tiny.only("one", "0"), out))["runs"]
+        assert run["held_out"]["steps"] == [0, 1, 2][:kept] == run["seconds"]["steps"]
 
 
 def test_parts_add_up_and_other_settings_are_refused(tiny: Study, in_process: list[str], tmp_path: Path) -> None:

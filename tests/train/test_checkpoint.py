@@ -181,7 +181,11 @@ def test_what_cannot_be_removed_is_told_and_ends_no_run(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match=match):
         patch.setattr(shutil, "rmtree", denied)
         write(tmp_path, 3, keep=1)
+        (tmp_path / ".writing_step_000003").mkdir()
+        write(tmp_path, 3, keep=1)  # its own name is taken, and that to which the one before goes
+        write(tmp_path, 3, keep=1)
     assert checkpoint.newest(tmp_path) == tmp_path / "step_000003" == checkpoint.complete(tmp_path)[-1]
+    assert checkpoint.load(tmp_path / "step_000003").step == 3
     write(tmp_path, 4, keep=1)
     assert {p.name for p in tmp_path.iterdir()} == {"elsewhere", "latest", "step_000004"}
 
@@ -196,7 +200,8 @@ def test_full_disks_of_libraries_without_oserror_are_told(tmp_path: Path) -> Non
     assert _told(SafetensorError("I/O error: File too large (os error 27)")) == (
         "cannot read or write: I/O error: File too large (os error 27). Check the path and its permissions."
     )
-    assert _told(RuntimeError("anything else")) is None
+    for ours in (RuntimeError("anything else"), AssertionError("rank 1 said (os error 2)"), KeyError("(os error 28)")):
+        assert _told(ours) is None
 
 
 def test_a_changed_record_is_seen_and_an_older_one_has_no_hash(tmp_path: Path) -> None:

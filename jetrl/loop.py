@@ -160,7 +160,7 @@ def _run(
         except FloatingPointError as error:  # the sampler met NaN or infinite logits
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
     stop.phase = "report"
-    if world.first:
+    if world.first and recorder.last_step >= 0:  # one from elsewhere may stop before its first step
         write_report([run_dir], run_dir / "report.html")
     return session.step >= config.train.steps and not session.owes_evaluation
 

@@ -21,6 +21,7 @@ from jetrl.report.files import lock
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.train import checkpoint, store
 from jetrl.train.setup import Session
+from jetrl.train.stopping import StopRequest
 
 HERE = Path(__file__).parent
 
@@ -92,6 +93,20 @@ def test_resume_from_an_earlier_step_by_path(tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
     tiny_run(tmp_path, changes | {"checkpoint.resume": str(path), "output_dir": str(other)}, name="again")
     assert weights_hash(tmp_path / "runs" / "again", 4) == digest
+
+
+def test_a_run_from_another_folder_resumes_in_its_own_from_the_start(tmp_path: Path) -> None:
+    """Stopped before its first step, it has no rows and no report, but a checkpoint."""
+    changes = {"checkpoint.save_interval": 2, "rl.kl_coef": 0.1}
+    straight = tiny_run(tmp_path, changes)
+    path = straight / "checkpoints" / "step_000002"
+    stop, run_dir = StopRequest(), tmp_path / "runs" / "moved"
+    stop.anywhere = lambda: True  # type: ignore[method-assign]
+    assert not loop.run(tiny_config(tmp_path, changes | {"checkpoint.resume": str(path)}), run_dir, ["test"], stop)
+    assert not read_metrics(run_dir) and not (run_dir / "report.html").exists()
+    tiny_run(tmp_path, changes | {"checkpoint.resume": "auto"}, name="moved")
+    assert [row["step"] for row in read_metrics(run_dir)] == [3, 4]
+    assert numbers(run_dir) == numbers(straight)[3:] and weights_hash(run_dir, 4) == weights_hash(straight, 4)
 
 
 def test_a_path_with_a_link_in_it_is_still_of_the_run(tmp_path: Path) -> None:

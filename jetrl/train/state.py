@@ -119,9 +119,13 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
 
 def move_in(session: Session, path: Path, run_dir: Path) -> None:
     """After `restore`, once no other process writes `run_dir`: what a run that goes on from another folder's checkpoint
-    needs in its own. Collective."""
-    if session.reference is not None and not _is_of(path, run_dir):
+    needs in its own, so that it resumes from there whenever it ends. Collective."""
+    if _is_of(path, run_dir):
+        return
+    if session.reference is not None:
         _keep_reference(session, run_dir)
+    if session.config.checkpoint.save_interval:
+        save(session, run_dir)
 
 
 def _is_of(path: Path, run_dir: Path) -> bool:

@@ -103,7 +103,7 @@ def write_whole(path: Path, text: str) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", errors="replace")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     return path
 

@@ -41,7 +41,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
         environment=json.dumps(data["environment"], indent=1), added=[added_line(one) for one in added],
         origins=json.dumps(added, indent=1),
     )
-    return write_whole(path, page)
+    return write_whole(path, page.encode(errors="replace").decode())  # paths may hold lone surrogates
 
 
 def arm_styles(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -14,6 +15,15 @@ from typing import Any
 
 INTERRUPTED = threading.Event()  # Ctrl-C has come before the run could say what becomes of it
 _PATIENCE = 5.0  # seconds for what ends by itself, such as the idle threads of an executor
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask the system for this signal when the process that started this one ends, however it does (0: no longer).
+    Linux; elsewhere without effect."""
+    if _LIBC is not None:
+        _LIBC.prctl(_DEATH_SIGNAL, number)
 
 
 @contextmanager

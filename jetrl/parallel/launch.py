@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jetrl.ending import INTERRUPTED
+from jetrl.ending import INTERRUPTED, end_with_parent
 from jetrl.errors import UserError, status_of
 from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LIMIT = 600.0  # seconds that a collective may wait for a rank
 START_LIMIT = 300.0  # seconds for all ranks to arrive
 SPAWNED = "JETRL_SPAWNED"  # the folder in which ranks of `spawn` leave their process ids
+LAUNCHER = "JETRL_LAUNCHER"  # the process of `spawn`
 _HELD: dict[str, object] = {}  # the watch, and the store where this process serves it
 
 
@@ -78,6 +79,7 @@ def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = STA
     _await_all(watch, start_limit)
     watch.start()
     _HELD["watch"] = watch
+    _ends_with_launcher(False)
     # The watch's limit names the ranks; the backend's own is what is left if all came and the network fails.
     backstop = _backstop(max(limit, start_limit))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
@@ -150,6 +152,7 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
     Another rank's failure ends this one with 1, without a word.
     """
     if SPAWNED in os.environ:
+        _ends_with_launcher(True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         folder = Path(os.environ[SPAWNED])
         (folder / f"{os.environ['LOCAL_RANK']}.new").write_text(str(os.getpid()))
@@ -162,6 +165,15 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
             watch.give_up(status)
         raise SystemExit(status) from None
     raise SystemExit(status)
+
+
+def _ends_with_launcher(at_once: bool) -> None:
+    """Until the ranks of `spawn` have met they end with it, as they would wait for its store; then the watch looks."""
+    if LAUNCHER not in os.environ:
+        return
+    end_with_parent(signal.SIGKILL if at_once else 0)
+    if at_once and os.getppid() != int(os.environ[LAUNCHER]):
+        os._exit(1)  # it has ended before
 
 
 def _ran(run: Callable[[], object]) -> int:

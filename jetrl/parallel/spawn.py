@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from jetrl.errors import UserError
-from jetrl.parallel.launch import SPAWNED, hangup
+from jetrl.parallel.launch import LAUNCHER, SPAWNED, hangup
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -87,7 +87,8 @@ def _environment(nproc: int, num_threads: int | None, folder: str) -> Iterator[N
     """What ranks find in their environment; this process's own is as before at the end."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     before, default = dict(os.environ), {"OMP_NUM_THREADS": str(max(1, cores // nproc)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    set_by_us = {SPAWNED: folder} | ({} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)})
+    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+    set_by_us = {SPAWNED: folder, LAUNCHER: str(os.getpid())} | threads
     os.environ.update(default | before | set_by_us)
     try:
         yield

@@ -7,7 +7,6 @@ Should the study itself be killed, its processes get SIGTERM too (Linux).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -20,11 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from jetrl.ending import end_with_parent
 from jetrl.errors import OutOfMemory
 
 _POLL = 0.2
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +181,10 @@ def _begun(job: Job, slot: int, slots: Sequence[dict[str, str]], held: Sequence[
     with job.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "jetrl", *job.arguments], stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, env=slots[slot], start_new_session=True, preexec_fn=_end_with_parent,
+            stderr=subprocess.STDOUT, env=slots[slot], start_new_session=True, preexec_fn=end_with_parent,
             pass_fds=held,
         )
     return _Running(job, process, slot, time.monotonic())
-
-
-def _end_with_parent() -> None:
-    """In the new process: ask for SIGTERM when the study's own process ends, however it does."""
-    if _LIBC is not None:
-        _LIBC.prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _ask(running: Sequence[_Running], kill: bool) -> None:

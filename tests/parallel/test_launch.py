@@ -115,6 +115,44 @@ def test_a_signal_reaches_every_rank_once(times: int, number: signal.Signals) ->
     assert time.monotonic() - start < 30, "the slow end of a run takes 60"
 
 
+EARLY = """
+import os, sys, time
+from pathlib import Path
+from jetrl.parallel import launch
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    time.sleep(3)
+launch.as_rank(launch.join, lambda error: None)
+"""
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has asked for its status."""
+    path = Path(f"/proc/{pid}/stat")
+    return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_ranks_that_have_not_met_end_with_their_launcher(tmp_path: Path) -> None:
+    """Rank 0 while it waits, rank 1 as it comes: it would look for the launcher's store for minutes."""
+    (tmp_path / "early.py").write_text(EARLY)
+    code = SPAWN.replace(str(CASES), str(tmp_path / "early.py"))
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment()) as process:
+        files = [tmp_path / str(rank) for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    pids, limit = [int(file.read_text()) for file in files], time.monotonic() + 20
+    try:
+        while not all(map(ended, pids)) and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert [pid for pid in pids if not ended(pid)] == []
+    finally:
+        for pid in pids:
+            if not ended(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
 def torchrun(node: int, port: int, case: str) -> subprocess.Popen[str]:
     arguments = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank",

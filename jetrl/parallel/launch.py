@@ -54,6 +54,7 @@ def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = STA
     from jetrl.parallel.world import ALONE, World
 
     if not is_rank() or os.environ["WORLD_SIZE"] == "1":
+        _ends_with_launcher(False)  # there is nobody to meet
         return ALONE
     import torch
     import torch.distributed as dist

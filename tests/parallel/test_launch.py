@@ -153,6 +153,26 @@ def test_ranks_that_have_not_met_end_with_their_launcher(tmp_path: Path) -> None
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_one_rank_outlives_its_launcher(tmp_path: Path) -> None:
+    """It has nobody to wait for, and no watch."""
+    (tmp_path / "one.py").write_text(
+        "import sys, time\nfrom pathlib import Path\nfrom jetrl.parallel import launch\n"
+        "def work():\n    launch.join()\n    Path(sys.argv[1], 'begun').touch()\n    time.sleep(2)\n"
+        "    Path(sys.argv[1], 'done').touch()\n"
+        "launch.as_rank(work, lambda error: None)\n"
+    )
+    code = SPAWN.replace(str(CASES), str(tmp_path / "one.py")).replace("spawn(2", "spawn(1")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment()) as process:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    limit = time.monotonic() + 20
+    while not (tmp_path / "done").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
 def torchrun(node: int, port: int, case: str) -> subprocess.Popen[str]:
     arguments = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank",

@@ -223,6 +223,11 @@ def save(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
     return path
 
 
+def saved_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows that `save` has written to a file; none where there is no file."""
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
+
+
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
     def cell(value: Any) -> str:
         return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, environment, save, table
+from common import RESULTS, environment, save, saved_rows, table
 from recipes_on_random import stand_in_config
 from torch import Tensor, nn
 
@@ -263,16 +262,14 @@ def gib(value: int | None) -> str:
 
 
 def record(args: argparse.Namespace, row: dict[str, Any]) -> None:
-    path = args.out / "memory.json"
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    save("memory", [*before, row], args.out)
+    save("memory", [*saved_rows(args.out / "memory.json"), row], args.out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="settings of the recipe, such as train.offload_optimizer=true")
     parser.add_argument("--recipe", default="gsm8k_qwen3_8b")
-    parser.add_argument("--shape", default="qwen3-8b", choices=["tiny", *SHAPES])
+    parser.add_argument("--shape", default="qwen3-8b", choices=[*(SHAPES | MINIATURES)])
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=300_000, help="to be sampled in a step, about")
     parser.add_argument("--response", type=int, help="longest response (default: the recipe's)")

@@ -15,7 +15,6 @@ where a log-prob differs or a run fails; the other recipes run all the same.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, ask, emit, end_on_sigterm, environment, require_gpu, save, table
+from common import RESULTS, ask, emit, end_on_sigterm, environment, require_gpu, save, saved_rows, table
 from stand_ins import gsm8k_rows, verl_rows, write_jsonl, write_tokenizer
 
 from jetrl.config import Config, load_config, parse_config, resolve, to_toml
@@ -144,10 +143,6 @@ def on_rank(args: argparse.Namespace) -> None:
         made.cleanup()
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
-
-
 def same_case(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Rows of before `--nproc` are of one rank, with all layers."""
     def case(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -178,7 +173,7 @@ def main() -> None:
     end_on_sigterm()
     options = [f"--tokens={args.tokens}", f"--nproc={args.nproc}"]
     options += [f"--{key}={value}" for key in ("response", "layers") if (value := getattr(args, key))]
-    rows, new, failed = rows_of(args.out / f"{args.name}.json"), [], []
+    rows, new, failed = saved_rows(args.out / f"{args.name}.json"), [], []
     for recipe in args.recipes:
         try:
             command = [sys.executable, __file__, "--one", recipe, *options]

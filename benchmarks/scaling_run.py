@@ -22,7 +22,6 @@ failed or is left.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, ROOT, commit_name, end_on_sigterm, environment, median, require_gpu, save, table
+from common import RESULTS, ROOT, commit_name, end_on_sigterm, environment, median, require_gpu, save, saved_rows, table
 
 HERE = Path(__file__).parent
 GOALS = {2: 1.9, 4: 3.75, 8: 7.4}  # times one GPU, whole step
@@ -98,7 +97,7 @@ def passed(rows: Sequence[dict[str, Any]], part: Part, commit: str) -> bool:
 
 def run(parts: Sequence[Part], path: Path, budget: float, again: bool, commit: str) -> list[str]:
     """Run what has not passed, as far as the budget lasts; the names of parts that failed or are left."""
-    start, rows, wrong = time.monotonic(), _rows(path), []
+    start, rows, wrong = time.monotonic(), saved_rows(path), []
     for part in parts:
         if not again and passed(rows, part, commit):
             print(f"== {part.name}: has passed on this commit", flush=True)
@@ -124,14 +123,10 @@ def run(parts: Sequence[Part], path: Path, budget: float, again: bool, commit: s
     return wrong
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
 def against_goals(path: Path) -> list[dict[str, Any]]:
     """Tokens a second of whole steps, medians over rounds, against one GPU's."""
     found: dict[int, list[float]] = {}
-    for row in _rows(path):
+    for row in saved_rows(path):
         if (row["part"], row["variant"]) == ("step", "fast") and row["round"] != "first":
             found.setdefault(row["ranks"], []).append(row["tokens_per_s"])
     one = median(found[1]) if 1 in found else float("nan")

@@ -78,14 +78,11 @@ def save(
     def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-        temporary = _free(folder / f"{_WRITING}{final.name}")
-        try:
-            with told():
-                (temporary / _MODEL).mkdir(parents=True)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        return temporary
+        return _free(folder / f"{_WRITING}{final.name}")
+
+    def make() -> None:
+        with told():
+            (temporary / _MODEL).mkdir(parents=True)
 
     def write_state() -> None:
         with told():
@@ -110,6 +107,7 @@ def save(
 
     temporary = by_first(world, begin)
     try:
+        by_first(world, make)
         write_model(temporary / _MODEL, told)
         by_all(world, write_state)
         files = store.hashes(temporary, world)

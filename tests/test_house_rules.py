@@ -39,7 +39,7 @@ NO_TORCH = [
     "rl/advantage.py",
 ]
 
-MAX_MODULE, MAX_FUNCTION = 400, 60
+MAX_MODULE, MAX_FUNCTION = 600, 60  # a module is a thing; far beyond 400 lines it is mostly two
 # file -> why it may be longer
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {

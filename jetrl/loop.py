@@ -241,13 +241,13 @@ def record_step(
 ) -> None:
     """Write a step's metrics and samples. Each rank makes the lines of its part of the groups."""
     world, text = session.world, session.token_text
-    rows = group_rows(world.part(recorded(gathered.groups, learnt)), text)
+    rows = group_rows(world.part(recorded(gathered.groups, learnt)), text, session.decode)
     lines = world.collect(sample_lines(step, rows))
     with together(world):
         recorder.write(step, metrics)
         recorder.write_held_out(step, session.take_held_out())
         if world.first:
-            failed = sample_lines(step, failed_rows(gathered.failed, text))
+            failed = sample_lines(step, failed_rows(gathered.failed, text, session.decode))
             recorder.append_samples([*chain.from_iterable(lines), *failed])
 
 

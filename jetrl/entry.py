@@ -76,7 +76,8 @@ def require_alike(world: World, config: Config, **more: object) -> None:
 
 
 def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Callable[..., None]) -> None:
-    """`jetrl train --dry-run`: check all that needs no weights; the config to standard output, the rest to the other.
+    """`jetrl train --dry-run`: check all that needs no weights; the config to standard output, the rest to the other:
+    the data with one prompt as text and tokens, and the memory.
 
     With `gpu`, a recipe for a GPU is also checked on a machine without one: all of it but the kernels.
     """
@@ -87,6 +88,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     from jetrl.train.fitting import gpu_named, on_gpu, report
     from jetrl.train.pin import pinned, weights_to_come
     from jetrl.train.prepare import prepare
+    from jetrl.train.preview import preview
 
     if gpu:
         gpu_named(gpu)
@@ -95,13 +97,16 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     elsewhere = bool(gpu) and not here and given.device == "cuda"
     config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here))[0]
     on_cpu = {"device": "cpu", "kernels": "reference"}
-    spec = prepare(config.model_copy(update=on_cpu) if elsewhere else config).spec
+    own = config.model_copy(update=on_cpu) if elsewhere else config
+    plan = prepare(own)
     echo(to_toml(config))
+    for line in preview(own, plan):
+        echo(line, err=True)
     if text := weights_to_come(config):
         echo(text, err=True)
     if elsewhere:
         echo("There is no GPU here, so the kernels were not checked.", err=True)
-    for line in report(path, overrides, spec, ranks, gpu):
+    for line in report(path, overrides, plan.spec, ranks, gpu):
         echo(line, err=True)
 
 

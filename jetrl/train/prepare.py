@@ -35,6 +35,7 @@ class Prepared:
     task: Task
     reward: RewardFunction | None
     environment: Factory | None
+    eos_ids: frozenset[int]  # the tokens that end a completion
 
 
 def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Prepared:
@@ -46,7 +47,7 @@ def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Pre
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     check_experts(config, spec)
-    eos_ids(tokenizer, model_source(config), spec.vocab_size)
+    ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
     if trains:  # a recipe may evaluate models of other kinds than it trains
         check_routing(config.train, spec)
         check_saved(config, spec)
@@ -63,7 +64,7 @@ def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Pre
     reward, environment = _scoring(config, task, named)
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends)
 
 
 def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,9 +42,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     recipe that sets `rl.rollout_is_threshold`. Another `rl.algo` drops what the file's algorithm would have set itself
     (a run's config.toml states every value) and what the new one ignores.
     """
-    data = read_toml(Path(path))
+    source = f"{path} with overrides" if overrides else str(path)
+    return config_of(read_toml(Path(path)), map(split_override, overrides), source)
+
+
+def config_of(data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str) -> Config:
+    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed."""
     given: dict[str, Any] = {}
-    for key, value in map(split_override, overrides):
+    for key, value in overrides:
         given.pop(key, None)  # in the order of what was said last
         given[key] = value
     if "rl.algo" in given:
@@ -56,7 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             section, _, name = dependent.partition(".")
             if isinstance(data.get(section), dict):
                 data[section].pop(name, None)
-    return parse_config(data, f"{path} with overrides" if overrides else str(path))
+    return parse_config(data, source)
 
 
 def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jetrl.errors import UserError
 from jetrl.model import export as export_module
 from jetrl.model import hf, hub
 from jetrl.model.linear import FlowLinear
+from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.together import by_each, same_everywhere, together
 from jetrl.parallel.world import ALONE, World
@@ -71,8 +72,10 @@ class Policy:
         """Complete texts or token lists. Each `Completion` has tokens, text and the log-prob of each token.
 
         `prompts` may be a single text; the result is a list even then. A prompt's tokens depend on (seed, its place in
-        `prompts`) and not on the other prompts. UserError for arguments that make no sense.
+        `prompts`) and not on the other prompts. UserError for arguments that make no sense, and where a master weight
+        has changed since `model.publish()`.
         """
+        self.model.require_published()
         number, most = arguments.number, self.model.spec.max_position
         params = SamplingParams(
             arguments.whole("max_tokens", max_tokens, 1, most, f" The model has {most} positions, prompt included."),
@@ -98,6 +101,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Log-prob of tokens[1:] by the training forward, FP32 [len - 1]: bit-equal to what `generate` records."""
+        self.model.require_published()
         device, spec = self.model.head_weight.device, self.model.spec
         known = arguments.token_ids("tokens", tokens, spec.vocab_size)
         temperature = arguments.temperature_of(temperature, greedy=False)
@@ -141,7 +145,10 @@ def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn
     """Replace every `nn.Linear` of any model, in place, with an FP8 linear with the same weights; returns the model.
 
     Training runs fprop, dgrad and wgrad in FP8. `skip` holds names (or last parts of names) to leave alone. After each
-    optimizer step call `publish_linears(model)`, which quantizes the new weights.
+    optimizer step call `publish_linears(model)`, which quantizes the new weights. A forward pass behind a step without
+    it is a UserError. Seen are changes that torch counts: optimizers (foreach and fused ones too), in-place operations,
+    another parameter or storage in a weight's place. Not seen: writes through `weight.data`, or by kernels that are not
+    torch's. `load_state_dict`, and moving or casting the module, publish by themselves.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"model = {arguments.shown(model)}: give a torch module with nn.Linear layers.")
@@ -180,6 +187,7 @@ class FP8Linear(FlowLinear):
         )
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias  # type: ignore[assignment]  # Parameters, typed as Tensors
+        self._note = Note()
         self.publish()
 
     @torch.no_grad()
@@ -188,6 +196,7 @@ class FP8Linear(FlowLinear):
         super().publish()
         if self.bias is not None:  # a BF16 bias would be its own copy
             self.published_bias = self.bias.detach().to(self.dtype, copy=True)
+        self._note.take((name, p) for name, p in (("weight", self.weight), ("bias", self.bias)) if p is not None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FP8Linear:
         super()._apply(fn, recurse)
@@ -200,6 +209,12 @@ class FP8Linear(FlowLinear):
         self.publish()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # an nn.Linear's
+        if (name := self._note.moved((self.weight, self.bias))) is not None:
+            raise UserError(
+                f"The {name} of an FP8Linear ({self.in_features} -> {self.out_features}) has changed since it was last "
+                "quantized, so the forward pass would read the old one. Call jetrl.publish_linears(model) after each "
+                "optimizer step."
+            )
         flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         return super().forward(flat, "train").to(x.dtype).view(*x.shape[:-1], -1)
 

@@ -248,3 +248,16 @@ def test_a_refused_config_json_is_named(folder: Path, tmp_path: Path, key: str, 
                  lambda: evaluate_checkpoint(copy, recipe, [])):
         with pytest.raises(UserError, match=f"^{copy / 'config.json'}: {told}"):
             call()
+
+
+def test_a_policy_whose_masters_have_moved_is_refused_until_they_are_published(folder: Path) -> None:
+    policy = load_model(folder, masters=True)
+    before = policy.logprobs([1, 2, 3])
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.1)
+    for use in (lambda: policy.logprobs([1, 2, 3]), lambda: policy.generate([[1, 2]], max_tokens=2)):
+        with pytest.raises(UserError, match=r"model.publish\(\) after each optimizer step"):
+            use()
+    policy.model.publish()
+    assert not torch.equal(policy.logprobs([1, 2, 3]), before)

@@ -211,12 +211,15 @@ Advantage = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt, with a reward and an advantage each once these stages have run."""
+    """The trajectories of one prompt, with a reward and an advantage each once these stages have run.
+
+    An advantage is None where there is none: the trajectory, or its group, is not learned from.
+    """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...] = ()
-    advantages: tuple[Advantage, ...] = ()
+    advantages: tuple[Advantage | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +336,9 @@ class ForwardBatch:
 class MicroBatch:
     """Packed trajectories of one forward/backward. Row t predicts `targets[t]`, the next token.
 
-    `loss_mask[t]` is 1 where `targets[t]` is the policy's; the other rows hold zeros in every column. The columns from
-    `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
+    `loss_mask[t]` is 1 where `targets[t]` is the policy's and its trajectory is in the loss. Floats that are not there
+    are NaN: those of the other rows, advantages before they are made, and log-probs of what nobody sampled. The columns
+    from `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
 
     Part i, rows `cu_seqlens[i]:cu_seqlens[i+1]`, is a whole trajectory where `stems` is empty or -1. Else it goes on
     from part `stems[i]`, which has all tokens of the prompt but the last, and no loss.

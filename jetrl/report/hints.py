@@ -25,13 +25,19 @@ class Hints:
 
 
 def without_signal(groups: Sequence[Group], learnt: Sequence[Group], temperature: float) -> str:
-    """Why every advantage of a step is 0 and what to do about it; empty if there is something to learn from.
+    """Why a step has no advantage but 0 and what to do about it; empty if there is something to learn from.
 
-    `groups` have rewards; `learnt`, the groups learned from, have advantages.
+    `groups` have rewards; `learnt`, the groups learned from, have advantages (None: outside the loss).
     """
-    values = (a for group in learnt for a in group.advantages)
+    every = [a for group in learnt for a in group.advantages]
+    values = [a for a in every if a is not None]
     if any(any(a) if isinstance(a, tuple) else a for a in values):
         return ""
+    if every and not values:
+        return (
+            f"all {len(every)} answers ran into a limit, and rl.mask_truncated leaves such answers out of the loss. Raise "
+            "rollout.max_response_length, or environment.max_turns."
+        )
     rewards = [reward for group in groups for reward in group.rewards]
     same = all(len({t.turns[0].tokens for t in g.trajectories if t.turns}) < 2 for g in groups)
     if len(set(rewards)) == 1:

@@ -232,7 +232,8 @@ def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> lis
 
     A plain answer has the problem's prompt, chat messages as `role: content` lines. A conversation has the prompt that
     the policy saw, and `turns`: what followed, by author. If any trajectory of a group is a conversation, all are
-    recorded as one. With an advantage for each token, these are `advantages` and `advantage` is their mean.
+    recorded as one. With an advantage for each token, these are `advantages` and `advantage` is their mean. `advantage`
+    is None where there is none: the trajectory was not learned from.
     """
     rows: list[dict[str, Any]] = []
     for group in groups:
@@ -281,7 +282,7 @@ def _row(
     return row
 
 
-def _scores(reward: float, advantage: Advantage) -> dict[str, Any]:
+def _scores(reward: float, advantage: Advantage | None) -> dict[str, Any]:
     if isinstance(advantage, tuple):
         mean = math.fsum(advantage) / len(advantage)
         return {"reward": reward, "advantage": mean, "advantages": list(advantage)}

@@ -58,10 +58,10 @@ def select(groups: Sequence[Group], config: SelectionConfig) -> tuple[tuple[Grou
 
 
 def recorded(groups: Iterable[Group], learnt: Iterable[Group]) -> tuple[Group, ...]:
-    """All groups that came in, for the record: those learned from with their advantages, the others with zeros."""
+    """All groups that came in, for the record: those learned from with their advantages, the others with None."""
     filled = {group.prompt.index: group for group in learnt}
     return tuple(
-        filled.get(group.prompt.index, replace(group, advantages=(0.0,) * len(group.trajectories))) for group in groups
+        filled.get(group.prompt.index, replace(group, advantages=(None,) * len(group.trajectories))) for group in groups
     )
 
 

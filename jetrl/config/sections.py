@@ -243,7 +243,7 @@ class EnvironmentConfig(Section):
     max_concurrent: int = Field(default=64, ge=1, description="Maximum number of environment calls at the same time.")
     at_limit: Literal["keep", "zero"] = Field(
         default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
-        "environment has given so far, or 0.",
+        "environment has given so far (not scored if nothing), or 0.",
     )
 
 

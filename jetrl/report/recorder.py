@@ -293,7 +293,7 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
     if segment.author == "policy":
         turn["tokens"] = [token_text(token) for token in segment.tokens]
         turn["logprobs"] = list(segment.logprobs)
-    if segment.reward != 0:
+    if segment.reward is not None:
         turn["reward"] = segment.reward
     return turn
 

@@ -88,16 +88,15 @@ def rewards_of(
     stats: dict[str, float] = {}
     scores: list[float | None]
     if reward is None:
-        scores = [math.fsum(s.reward for s in t.turns) for _, t in trajectories]
+        scores = [math.fsum(t.given) if t.given else None for _, t in trajectories]
     else:
         scores, stats = _summed(reward, _all_parts(groups, reward, conversations, known or {}))
-        if scores and config is None and all(s is None for s in scores):
-            raise UserError(nothing_scored(reward, len(scores), trajectories[0], conversations))
+    if at_limit == "zero":
+        scores = [0.0 if t.truncated else s for s, (_, t) in zip(scores, trajectories, strict=True)]
+    if scores and config is None and all(s is None for s in scores):
+        raise UserError(nothing_scored(reward, len(scores), trajectories[0], conversations))
     stats["reward/num_errors"] = float(sum(s is None for s in scores))
     rewards = [0.0 if s is None and config is None else s for s in scores]
-    if at_limit == "zero":
-        pairs = zip(rewards, trajectories, strict=True)
-        rewards = [0.0 if t.truncated and r is not None else r for r, (_, t) in pairs]
     if config is not None and config.rl.overlong_buffer_len and rewards:
         rewards, stats["reward/overlong_penalty_mean"] = _with_penalty(rewards, trajectories, config)
     if numbers := [r for r in rewards if r is not None]:
@@ -140,9 +139,13 @@ def with_rewards(groups: Sequence[Group], rewards: Rewards, *, replaced: bool, a
 
 
 def nothing_scored(
-    reward: RewardFunction, count: int, first: tuple[Problem, Trajectory], conversations: bool = False
+    reward: RewardFunction | None, count: int, first: tuple[Problem, Trajectory], conversations: bool = False,
+    environment: str = "The environment",
 ) -> str:
-    """The message where all `count` completions got None, with the first of them."""
+    """The message where all `count` completions got None, with the first of them; `reward` None: the environment of
+    this name gave nothing."""
+    if reward is None:
+        return _nothing_given(environment, count, *first)
     problem, completion, _ = _item(*first, conversations)
     return (
         f"Reward function {reward_name(reward)}: not one of {count} completions could be scored (all None). First "
@@ -150,10 +153,22 @@ def nothing_scored(
     )
 
 
+def _nothing_given(environment: str, count: int, problem: Problem, trajectory: Trajectory) -> str:
+    limit = (
+        ' It ran into a limit before a reward was given: raise the limit, or set environment.at_limit = "zero" to count '
+        "such conversations as 0."
+    )
+    return (
+        f"{environment} gave no reward (None) in any of {count} conversations, so nothing can be scored. The first, of "
+        f"problem {problem.id}, ended by {trajectory.end!r}: {_shown(_item(problem, trajectory, True)[1])}."
+        + (limit if trajectory.truncated else " Return a number as the second value of step.")
+    )
+
+
 def _without_turn_rewards(trajectory: Trajectory) -> Trajectory:
-    if not any(segment.reward for segment in trajectory.segments):
+    if not trajectory.given:
         return trajectory
-    return replace(trajectory, segments=tuple(replace(segment, reward=0.0) for segment in trajectory.segments))
+    return replace(trajectory, segments=tuple(replace(segment, reward=None) for segment in trajectory.segments))
 
 
 def _item(problem: Problem, trajectory: Trajectory, conversations: bool) -> Item:

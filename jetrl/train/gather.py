@@ -88,8 +88,7 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     groups_of_all = [group for rollout in rollouts for group in rollout.groups]
     whole = Rollout(groups_of_all, list(failed), in_turns, merged_parts(rollouts))
     stats = merged([one.stats for one in scores]) | stats | rollout_stats(whole, clock.seconds["rollout"])
-    if session.reward is not None:
-        stats["reward/frac_unscored"] = len(unscored) / sum(len(group.trajectories) for group in whole.groups)
+    stats["reward/frac_unscored"] = len(unscored) / sum(len(group.trajectories) for group in whole.groups)
     return Gathered(groups, learnt, failed + unscored, stats, place)
 
 
@@ -155,9 +154,8 @@ def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _none_scored(session: Session, step: int, unscored: Sequence[tuple[Prompt, Trajectory]]) -> str:
     (prompt, trajectory), in_turns = unscored[0], session.conversations is not None
-    assert session.reward is not None, "an environment's rewards always count as scored"
-    first = prompt.problem, trajectory
-    return f"Step {step}: " + nothing_scored(session.reward, len(unscored), first, in_turns)
+    first, name = (prompt.problem, trajectory), f"Environment {session.config.environment.name}"
+    return f"Step {step}: " + nothing_scored(session.reward, len(unscored), first, in_turns, name)
 
 
 def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:

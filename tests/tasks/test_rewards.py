@@ -25,6 +25,9 @@ from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
+RL = parse_config({"name": "t", "device": "cpu", "model": {"path": "m"}, "task": {"name": "addition"}})
+
+
 def group(texts, prompt="p", answer="a", lengths=None, **extra):
     lengths = lengths or [3] * len(texts)
     opening = Segment("environment", (1,), "p")
@@ -121,6 +124,19 @@ def test_what_ran_into_a_limit_may_get_nothing():
         for limit in ("keep", "zero")
     )
     assert (keep, zero) == ([(1.0,)] * 3, [(1.0,), (0.0,), (0.0,)])
+
+
+def test_what_an_environment_did_not_score_has_no_reward():
+    """None is not 0: not in training, and not at a limit either, unless `at_limit` says that such a one earns 0."""
+    groups = [
+        conversation(("a", None), "go on", ("b", None)), conversation(("a", 0.0), "go on", ("b", None)),
+        conversation(("a", None), end="length"), conversation(("a", None), "more", ("b", 0.5), end="turns"),
+    ]
+    keep, zero = (score(groups, None, RL, conversations=True, at_limit=limit) for limit in ("keep", "zero"))
+    assert [g.rewards for g in keep.groups] == [(0.0,), (0.5,)] and len(keep.unscored) == 2
+    assert keep.stats["reward/num_errors"] == 2.0
+    assert [g.rewards for g in zero.groups] == [(0.0,), (0.0,), (0.0,)] and len(zero.unscored) == 1
+    assert all(t.given == () for g in zero.groups[1:] for t in g.trajectories)
 
 
 def test_groups_that_lost_trajectories_keep_their_places():

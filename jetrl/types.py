@@ -218,10 +218,10 @@ Advantage = float | tuple[float, ...]
 class Group:
     """The trajectories of one prompt, with a reward and an advantage each once these stages have run.
 
-    `rewards` are what is learned from: the weighted sum and the overlong penalty. `signals`, one for each trajectory, are
-    the numbers that `rl.signal` names: dynamic sampling, `reward/frac_zero_std` and evaluations look at them (empty: at
-    the rewards). `scores` are those of each reward function by name, without weights (None: it did not score that one);
-    empty where there is one function, or only an environment.
+    `rewards` are what is learned from: the weighted sum and the overlong penalty. `signals`, one for each trajectory,
+    are the numbers that `rl.signal` names: dynamic sampling, `reward/frac_zero_std` and evaluations look at them
+    (empty: at the rewards). `scores` are those of each reward function by name, without weights (None: it did not score
+    that one); empty where there is one function, or only an environment.
     """
 
     prompt: Prompt
@@ -231,6 +231,16 @@ class Group:
     scores: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     signals: tuple[float, ...] = ()
     extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # columns that reward functions have logged
+
+    def first(self, count: int) -> Group:
+        """Only its first trajectories, with what belongs to them."""
+        def cut(columns: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+            return {key: values[:count] for key, values in columns.items()}
+
+        return Group(
+            self.prompt, self.trajectories[:count], self.rewards[:count], self.advantages[:count], cut(self.scores),
+            self.signals[:count], cut(self.extra),
+        )
 
     @property
     def deciding(self) -> tuple[float, ...]:
@@ -243,8 +253,8 @@ class Reply:
     """An environment's answer to the policy, as tokens: what `Conversations.poll` returns.
 
     `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people,
-    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before (None: nothing was
-    given for it). `failure` is "" or why the environment gave no answer.
+    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before (None: nothing
+    was given for it). `failure` is "" or why the environment gave no answer.
     """
 
     key: int

@@ -129,7 +129,8 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path: Path) -> None:
 
 def test_the_calculator_and_retry_on_the_addition_task(tmp_path: Path) -> None:
     common = {"task.reward": None, "rollout.max_response_length": 30, "train.steps": 2}
-    tools = {"environment.name": "calculator", "environment.at_limit": "zero", "rollout.stop": [">"], "task.params": {"digits": [2]}}
+    tools = {"environment.name": "calculator", "environment.at_limit": "zero", "rollout.stop": [">"],
+             "task.params": {"digits": [2]}}
     again = {"environment.name": "retry", "environment.params": {"attempts": 2, "feedback": "?"},
              "environment.at_limit": "zero", "environment.max_turn_tokens": 8}
     for number, more in enumerate((tools, again)):

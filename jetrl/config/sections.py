@@ -281,6 +281,12 @@ class EvalConfig(Section):
     num_samples: int = Field(default=1, ge=1, description="Completions of each problem: the k of avg@k and pass@k.")
     max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
+    pass_reward: float = Field(
+        default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if one of its completions reaches this "
+        "(less 0.001, for rounding) in what rl.signal names.")
+    num_samples_kept: int = Field(
+        default=32, ge=0, description="Completions of each evaluation that go to eval_samples.jsonl, evenly over the "
+        "problems and always of the same ones. 0: none.")
 
     def problems(self) -> Iterator[str]:
         if self.num_samples > 1 and self.temperature == 0:

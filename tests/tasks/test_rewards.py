@@ -24,7 +24,6 @@ from jetrl.tasks.rewards import (
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
-
 RL = parse_config({"name": "t", "device": "cpu", "model": {"path": "m"}, "task": {"name": "addition"}})
 
 
@@ -147,12 +146,11 @@ def test_groups_that_lost_trajectories_keep_their_places():
     assert found(score([Group(lost.prompt, ())], None, None)) == ([Group(lost.prompt, ())], {"reward/num_errors": 0.0})
 
 
-def test_none_counts_as_an_error_and_as_zero():
-    scored, stats = found(score([group(["1", "2", "3"])], constant(None, 0.0, 1.0), None))
-    assert scored[0].rewards == (0.0, 0.0, 1.0)
-    assert stats["reward/num_errors"] == 1.0
-    with pytest.raises(UserError, match="not one of 2 completions could be scored"):
-        score([group(["1", "2"])], constant(None, None), None)
+def test_none_counts_as_an_error_and_not_as_zero():
+    """In an evaluation (without a config) as in training."""
+    scored = score([group(["1", "2", "3"])], constant(None, 0.0, 1.0), None)
+    assert scored.groups[0].rewards == (0.0, 1.0) and scored.num_unscored == 1
+    assert scored.stats["reward/num_errors"] == 1.0
 
 
 def test_functions_get_the_columns_that_they_name():

@@ -256,10 +256,11 @@ def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()
 
 def evaluate_checkpoint(
     where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None,
-    world: World = ALONE, console: Console | None = None,
+    world: World = ALONE, console: Console | None = None, samples: Path | None = None,
 ) -> tuple[Path, int, dict[str, float]]:
     """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task,
     sampling and precision, or a recipe's. Architecture and tokenizer are the folder's. The display goes to `console`.
+    `samples`: a file for `eval.num_samples_kept` of its completions, as rows like those of eval_samples.jsonl.
 
     Returns the model folder that was read, the number of held-out problems, and the metrics. A collective of `world`:
     each rank reads all weights, all share the rollout, and every rank returns what one process would, to the bit.
@@ -278,7 +279,7 @@ def evaluate_checkpoint(
     with together(world):
         session.engine.load(weights)
     with told_if_not_finite(folder):
-        metrics = evaluate_once(session, console)
+        metrics = evaluate_once(session, console, samples)
     return folder, len(session.task.eval_problems(config.task.num_eval)), metrics
 
 

@@ -290,6 +290,10 @@ def evaluate(
     revision: Revision = None,
     nproc: Ranks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="Write completions to this file, as rows like those of eval_samples.jsonl."),
+    ] = None,
 ) -> None:
     """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.parallel import launch
@@ -307,7 +311,9 @@ def evaluate(
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)
     display = Output(stderr=True, highlight=False, soft_wrap=True) if as_json else None
-    folder, count, metrics = evaluate_checkpoint(checkpoint, found, overrides or [], revision, world, display)
+    folder, count, metrics = evaluate_checkpoint(
+        checkpoint, found, overrides or [], revision, world, display, samples
+    )
     if as_json:
         typer.echo(json.dumps({"model": str(folder), "num_problems": count, "metrics": metrics}, indent=1))
         return

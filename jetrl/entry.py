@@ -170,6 +170,7 @@ def summarize(run_dir: Path, console: Console) -> None:
     from shlex import quote
 
     from jetrl.report.console import summary
+    from jetrl.report.hints import never_moved
     from jetrl.report.run import headline, load_runs
     from jetrl.train.checkpoint import newest
 
@@ -186,5 +187,5 @@ def summarize(run_dir: Path, console: Console) -> None:
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
         warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
-        next_commands=next_commands,
+        constant=never_moved(run.rows), next_commands=next_commands,
     )

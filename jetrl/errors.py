@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
+import sysconfig
+import traceback
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -31,6 +34,30 @@ def gpu_full(error: BaseException) -> bool:
     signs = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
              "CUBLAS_STATUS_ALLOC_FAILED")
     return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised, as the user should read it: ` (FILE, line N)` of the last line in the user's own code,
+    not of a library that it called; empty without a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    package, libraries = str(Path(__file__).parent), {sysconfig.get_path(key) for key in ("stdlib", "platstdlib")}
+    theirs = [f for f in frames if not f.filename.startswith(package + "/")]
+
+    def installed(file: str) -> bool:
+        parts = Path(file).parts
+        return (
+            "site-packages" in parts or "dist-packages" in parts or file.startswith("<frozen")
+            or any(file.startswith(f"{folder}/") for folder in libraries if folder)
+        )
+
+    first = theirs[0].filename if theirs else ""  # what jetrl called; it may be an installed module itself
+    own = [f for f in theirs if not installed(f.filename)] or [f for f in theirs if f.filename == first]
+    frame = (own or theirs or frames)[-1]
+    if frame.filename.startswith("<frozen") or isinstance(error, SyntaxError):  # of the import system; it says where
+        return ""
+    return f" ({frame.filename}, line {frame.lineno})"
 
 
 def as_user_error(error: BaseException) -> type[UserError]:

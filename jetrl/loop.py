@@ -29,7 +29,17 @@ from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
-from jetrl.report.recorder import ENV_FILE, NoRecorder, Recorder, failed_rows, group_rows, sample_lines
+from jetrl.report.recorder import (
+    ENV_FILE,
+    NoRecorder,
+    Recorder,
+    eval_rows,
+    failed_rows,
+    group_rows,
+    sample_lines,
+    unscored_rows,
+    write_samples,
+)
 from jetrl.report.track import open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
@@ -250,7 +260,7 @@ def start(
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
         recorder.write(0, metrics | clock.take() | started)
-        recorder.write_held_out(0, session.take_held_out())
+        record_evaluation(session, recorder, 0)
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
         state.save(session, run_dir)
@@ -323,10 +333,21 @@ def record_step(
     lines = world.collect(sample_lines(step, rows))
     with together(world):
         recorder.write(step, metrics)
-        recorder.write_held_out(step, session.take_held_out())
+        record_evaluation(session, recorder, step)
         if world.first:
-            failed = sample_lines(step, failed_rows(gathered.failed, text))
+            left = unscored_rows(gathered.unscored, text, conversations=session.conversations is not None)
+            failed = sample_lines(step, [*failed_rows(gathered.failed, text), *left])
             recorder.append_samples([*chain.from_iterable(lines), *failed])
+
+
+def record_evaluation(session: Session, recorder: Recorder, step: int) -> None:
+    """Write what the evaluation of this step left, if there was one: each problem's rewards, and some completions."""
+    if (found := session.take_held_out()) is None:
+        return
+    recorder.write_held_out(step, found.row())
+    if session.world.first:
+        kept = found.kept(session.config.eval.num_samples_kept)
+        recorder.write_eval_samples(step, eval_rows(*kept, session.token_text))
 
 
 def check_parity(session: Session, display: Display, metrics: dict[str, float], run_dir: Path) -> None:
@@ -392,7 +413,7 @@ def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop:
     if not due(session.config.eval.eval_interval, session.step, session.config):
         return {}
     if metrics := evaluated(session, clock, stop):
-        recorder.write_held_out(session.step, session.take_held_out())
+        record_evaluation(session, recorder, session.step)
         recorder.amend(metrics | clock.take())
         clock.display.step({"step": session.step} | metrics)
     return metrics
@@ -418,10 +439,19 @@ def run_sft(config: Config) -> Path:
             )
 
 
-def evaluate_once(session: Session, console: Console | None = None) -> dict[str, float]:
-    """Held-out accuracy of a built session, outside a run; the display goes to `console`. A collective."""
+def evaluate_once(
+    session: Session, console: Console | None = None, samples: Path | None = None
+) -> dict[str, float]:
+    """Held-out accuracy of a built session, outside a run; the display goes to `console`, some completions to the file
+    `samples`. A collective."""
     try:
         with no_silent_exit(), Display(0, f"{session.config.name} eval", console=console) as display:
-            return evaluate(session, Clock(display))
+            metrics = evaluate(session, Clock(display))
+            found = session.take_held_out()
+            with together(session.world):
+                if samples is not None and found is not None and session.world.first:
+                    kept = found.kept(session.config.eval.num_samples_kept)
+                    write_samples(samples, eval_rows(*kept, session.token_text))
+            return metrics
     finally:
         session.close()

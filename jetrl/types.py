@@ -148,15 +148,15 @@ class Segment:
 
     The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
     functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
-    that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy
-    (0 where it says nothing before the end).
+    that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy;
+    None: nothing, which is not a reward of 0.
     """
 
     author: Author
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[float, ...] = ()
-    reward: float = 0.0
+    reward: float | None = None
     messages: tuple[Mapping[str, str], ...] = ()
 
 
@@ -204,6 +204,11 @@ class Trajectory:
         """Whether it ran into a limit of length or turns."""
         return self.end in ("length", "turns")
 
+    @property
+    def given(self) -> tuple[float, ...]:
+        """The rewards that the environment gave, turn by turn; empty: it gave none, so this is not scored."""
+        return tuple(s.reward for s in self.turns if s.reward is not None)
+
 
 Advantage = float | tuple[float, ...]
 """One number for all policy tokens of a trajectory, or one for each of them."""
@@ -214,12 +219,34 @@ class Group:
     """The trajectories of one prompt, with a reward and an advantage each once these stages have run.
 
     An advantage is None where there is none: the trajectory, or its group, is not learned from.
+    `rewards` are what is learned from: the weighted sum and the overlong penalty. `signals`, one for each trajectory,
+    are the numbers that `rl.signal` names: dynamic sampling, `reward/frac_zero_std` and evaluations look at them
+    (empty: at the rewards). `scores` are those of each reward function by name, without weights (None: it did not score
+    that one); empty where there is one function, or only an environment.
     """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...] = ()
     advantages: tuple[Advantage | None, ...] = ()
+    scores: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    signals: tuple[float, ...] = ()
+    extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # columns that reward functions have logged
+
+    def first(self, count: int) -> Group:
+        """Only its first trajectories, with what belongs to them."""
+        def cut(columns: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+            return {key: values[:count] for key, values in columns.items()}
+
+        return Group(
+            self.prompt, self.trajectories[:count], self.rewards[:count], self.advantages[:count], cut(self.scores),
+            self.signals[:count], cut(self.extra),
+        )
+
+    @property
+    def deciding(self) -> tuple[float, ...]:
+        """The numbers that say whether its trajectories differ, and which of them are right."""
+        return self.signals or self.rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +254,14 @@ class Reply:
     """An environment's answer to the policy, as tokens: what `Conversations.poll` returns.
 
     `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people,
-    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before. `failure` is ""
-    or why the environment gave no answer.
+    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before (None: nothing
+    was given for it). `failure` is "" or why the environment gave no answer.
     """
 
     key: int
     tokens: tuple[int, ...] = ()
     text: str = ""
-    reward: float = 0.0
+    reward: float | None = None
     done: bool = False
     failure: Literal["", "error", "timeout"] = ""
     error: str = ""

@@ -157,8 +157,11 @@ def _table(name: str, section: Section, silent: set[str]) -> str:
 # Settings that change no bit of a run, only its time, its memory or what it checks.
 NO_BITS = frozenset({
     "rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens",
-    "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights",
+    "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights", "eval.pass_reward",
+    "eval.num_samples_kept",
 })
+# Settings that came later, each with the value at which a run is what it was before: digests of then stay.
+SINCE = {"rl.signal": "reward"}
 
 
 def digest(config: Config, leave_out: Collection[str] = ()) -> str:
@@ -168,6 +171,10 @@ def digest(config: Config, leave_out: Collection[str] = ()) -> str:
     for key in leave_out:
         section, _, name = key.partition(".")
         del held[section][name]
+    for key, value in SINCE.items():
+        section, _, name = key.partition(".")
+        if held[section][name] == value:
+            del held[section][name]
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -104,8 +104,13 @@ class RLConfig(Section):
         default=None, gt=0, lt=1, description="Leave out an answer if the learner gives one of its tokens less than "
         "this times the sampler's probability, such as 1e-4. none: off.")
     dynamic_sampling: DynamicSampling = Field(
-        default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. "
-        "refill: also sample further prompts, until prompts_per_step groups carry a signal.",
+        default="off", description="Groups in which all of rl.signal are equal. drop: leave them out. "
+        "refill: also sample further prompts, until prompts_per_step groups carry a signal. off: learn from all.",
+    )
+    signal: Annotated[str, Field(min_length=1)] = Field(
+        default="reward", description="The number that says whether a group carries a signal, and that evaluations "
+        "report. reward: the weighted sum, before the overlong penalty. Or the name of one function of task.reward, as "
+        "in metrics: its own score, which a completion must have to be learned from.",
     )
     max_refill_rounds: int = Field(
         default=8, ge=1, description="Maximum rounds of refill in a step, after its first sampling.")

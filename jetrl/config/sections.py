@@ -243,7 +243,7 @@ class EnvironmentConfig(Section):
     max_concurrent: int = Field(default=64, ge=1, description="Maximum number of environment calls at the same time.")
     at_limit: Literal["keep", "zero"] = Field(
         default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
-        "environment has given so far, or 0.",
+        "environment has given so far (not scored if nothing), or 0.",
     )
 
 
@@ -281,6 +281,12 @@ class EvalConfig(Section):
     num_samples: int = Field(default=1, ge=1, description="Completions of each problem: the k of avg@k and pass@k.")
     max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
+    pass_reward: float = Field(
+        default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if one of its completions reaches this "
+        "(less 0.001, for rounding) in what rl.signal names.")
+    num_samples_kept: int = Field(
+        default=32, ge=0, description="Completions of each evaluation that go to eval_samples.jsonl, evenly over the "
+        "problems and always of the same ones. 0: none.")
 
     def problems(self) -> Iterator[str]:
         if self.num_samples > 1 and self.temperature == 0:

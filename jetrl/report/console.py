@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jetrl.errors import UserError
-from jetrl.report.hints import Hints
+from jetrl.report.hints import ConstantRewards, Hints
 from jetrl.report.run import Headline, held_out_name
 from jetrl.report.text import (
     ASCII_BLOCKS,
@@ -36,6 +36,7 @@ from jetrl.report.text import (
     parity_text,
     rank_notes,
     sparkline,
+    unscored_of,
 )
 
 _MAX_WIDTH = 100
@@ -87,7 +88,8 @@ class Display:
         self._worst_gap = 0.0
         self._first_accuracy: float | None = None
         self._ended = ""
-        self._hints = Hints(self.message)
+        self._evaluated: Mapping[str, float] = {}  # the row of the last evaluation
+        self._hints, self._constant = Hints(self.message), ConstantRewards()
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False)
@@ -141,6 +143,7 @@ class Display:
             self._durations.append((now - self._step_started) / (step - self.current))
         self.current, self._step_started = step, now
         self._metrics.update(metrics)
+        self._constant.look(step, metrics, self.hint)
         shown = metrics.get("reward/mean", metrics.get("policy/loss"))
         if shown is not None:
             self._curve.append(float(shown))
@@ -148,8 +151,9 @@ class Display:
         if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as the worst and stays
             self._worst_gap = gap
         accuracy = accuracy_of(metrics)
-        if accuracy is not None and self._first_accuracy is None:
-            self._first_accuracy = accuracy
+        if accuracy is not None:
+            self._evaluated = metrics
+            self._first_accuracy = accuracy if self._first_accuracy is None else self._first_accuracy
         due = now - self._step_told >= self._step_interval or step >= self.total_steps
         if self._live is None and due:
             self._step_told = now
@@ -194,7 +198,7 @@ class Display:
             parts.append(f"loss {metrics['policy/loss']:.4f}")
         accuracy = accuracy_of(metrics)
         if accuracy is not None:
-            parts.append(f"held-out {accuracy:.3f}")
+            parts.append(f"held-out {accuracy:.3f}{unscored_of(metrics)}")
         if "response_length/mean" in metrics:
             parts.append(f"length {metrics['response_length/mean']:.1f}")
         if "parity/logprob_abs_diff_max" in metrics:
@@ -262,6 +266,7 @@ class Display:
         held_out = Text(number(accuracy, 3), style="bold" if accuracy is not None else "")
         if accuracy is not None and accuracy != self._first_accuracy:
             held_out.append(f"  (was {self._first_accuracy:.3f})", style="dim")
+        held_out.append(unscored_of(self._evaluated), style="yellow")
         gap = metrics.get("parity/logprob_abs_diff_max")
         if gap is None:
             parity = Text("-")
@@ -307,10 +312,13 @@ def summary(
     parity_max: float | None = None,
     warm_start_seconds: float | None = None,
     held_out: str = "accuracy",
+    constant: Sequence[str] = (),
     next_commands: Sequence[tuple[str, str]] = (),
     console: Console | None = None,
 ) -> None:
-    """Print the outcome of the run and what to do next: `next_commands` holds pairs (what it does, command)."""
+    """Print the outcome of the run, with the rewards that never moved (`constant`), and what to do next:
+    `next_commands` holds pairs (what it does, command).
+    """
     console = console or Console()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
@@ -323,6 +331,8 @@ def summary(
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
         told = agreed if exact else gap
         table.add_row("parity", Text(told, style="green" if exact else "red"))
+    if constant:
+        table.add_row("never moved", Text("; ".join(constant), style="yellow"))
     warmed = warm_start_seconds or 0.0  # next to nothing if it came from the cache
     warm = f", after a warm start of {duration(warmed)}" if warmed >= 1.0 else ""
     table.add_row("steps", f"{steps} in {duration(seconds)}{warm}")

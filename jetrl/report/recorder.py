@@ -1,4 +1,5 @@
-"""What a run leaves on disk: `metrics.jsonl`, `samples.jsonl`, `heldout.jsonl`, `env.json` and `config.toml`.
+"""What a run leaves on disk: `metrics.jsonl`, `samples.jsonl`, `heldout.jsonl`, `eval_samples.jsonl`, `env.json` and
+`config.toml`.
 
 Every row is one `write` call of one line, so that a killed run loses at most its last line. `Recorder` cuts such a torn
 line on resume; the readers skip it. Numbers that JSON does not have (NaN, infinities) are kept as strings.
@@ -11,6 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,8 +35,10 @@ from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HELD_OUT_FILE = "heldout.jsonl"  # each evaluation problem by problem, for paired comparisons of runs
+EVAL_SAMPLES_FILE = "eval_samples.jsonl"  # some completions of each evaluation, for people to read
 ENV_FILE = "env.json"
 CONFIG_FILE = "config.toml"
+ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE, EVAL_SAMPLES_FILE)  # one row a line, each with a step
 SAMPLE_KEYS = ("prompt", "answer", "completion", "tokens", "logprobs", "reward", "advantage", "finish_reason")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -46,7 +50,7 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self.resume = resume
         self.trackers: list[Tracker] = []  # each row goes to them too
-        metrics, samples, held_out = (self.run_dir / name for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE))
+        metrics, samples, *rest = (self.run_dir / name for name in ROW_FILES)
         with disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self.run_dir)
@@ -55,7 +59,7 @@ class Recorder:
                 f"{self.run_dir} already holds a run ({len(read_metrics(self.run_dir))} rows in {METRICS_FILE}). "
                 "Continue it (checkpoint.resume=auto), choose another name=..., or delete the folder."
             )
-        for path in (metrics, samples, held_out):
+        for path in (metrics, samples, *rest):
             if resume:
                 cut_torn_line(path)
             elif path.exists() and path.stat().st_size > 0:
@@ -70,7 +74,7 @@ class Recorder:
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def drop_after(self, step: int, first: int = 0) -> None:
-        """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes.
+        """Remove the rows of all files with a step past `step`, that of the checkpoint from which the run resumes.
 
         Warns of rows that are missing and cannot be made again: of the metrics from step `first` up to there, and of
         evaluations that the metrics have.
@@ -78,8 +82,8 @@ class Recorder:
         self._shut()
         kept = {
             name: keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
-            for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE)
-            if (self.run_dir / name).exists()  # a run of an earlier version has no held-out file
+            for name in ROW_FILES
+            if (self.run_dir / name).exists()  # a run of an earlier version has fewer
         }
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         self._samples = self._open(self.run_dir / SAMPLES_FILE)
@@ -121,17 +125,28 @@ class Recorder:
             tracker.log(self.last_step, metrics)
 
     def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
-        """Append the evaluation of `step`: `task`, `problems` (numbers in the held-out set) and their `rewards`.
+        """Append the evaluation of `step`: `task`, `problems` (numbers in the held-out set) and their `rewards`, None
+        where a completion is not scored.
 
-        None: there was none. A run that was killed after the step's row and before this one repeats the step, as its
-        checkpoint comes after both; the reader takes the last row of a step.
+        Row None: there was none. A run that was killed after the step's row and before this one repeats the step, as
+        its checkpoint comes after both; the reader takes the last row of a step.
         """
         if row is None:
             return
         rewards = [[_encode(value) for value in values] for values in row["rewards"]]
-        file = self._open(self.run_dir / HELD_OUT_FILE)
+        self._append_once(HELD_OUT_FILE, [line_of({"step": step, **row, "rewards": rewards})])
+
+    def write_eval_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append some completions of the evaluation of `step`: rows as those of samples.jsonl."""
+        self._append_once(EVAL_SAMPLES_FILE, sample_lines(step, rows))
+
+    def _append_once(self, name: str, lines: Sequence[bytes]) -> None:
+        """Append to a file that is not kept open; it is made with its first line."""
+        if not lines:
+            return
+        file = self._open(self.run_dir / name)
         try:
-            self._append(file, HELD_OUT_FILE, [line_of({"step": step, **row, "rewards": rewards})])
+            self._append(file, name, lines)
         finally:
             os.close(file)
 
@@ -207,6 +222,9 @@ class NoRecorder(Recorder):
     def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
         pass
 
+    def write_eval_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
     def last_row(self) -> dict[str, Any]:
         return {}
 
@@ -227,6 +245,11 @@ def sample_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     return lines
 
 
+def write_samples(path: Path, rows: Iterable[Mapping[str, Any]], step: int = 0) -> Path:
+    """Write sample rows to a file of their own, whole or not at all."""
+    return write_whole(path, b"".join(sample_lines(step, rows)).decode("utf-8"))
+
+
 def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
     """Sample rows of scored groups, one per trajectory; `token_text` decodes one token id.
 
@@ -238,9 +261,41 @@ def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> lis
     rows: list[dict[str, Any]] = []
     for group in groups:
         talk = any(_is_conversation(group.prompt, one) for one in group.trajectories)
-        for trajectory, reward, advantage in zip(group.trajectories, group.rewards, group.advantages, strict=True):
-            rows.append(_row(group.prompt, trajectory, token_text, talk) | _scores(reward, advantage))
+        given = zip(group.trajectories, group.rewards, group.advantages, strict=True)
+        for i, (trajectory, reward, advantage) in enumerate(given):
+            row = _row(group.prompt, trajectory, token_text, talk)
+            rows.append(row | _scores(reward, advantage) | _by_function(group, i))
     return rows
+
+
+def unscored_rows(
+    groups: Iterable[Group], token_text: Callable[[int], str], *, conversations: bool
+) -> list[dict[str, Any]]:
+    """Sample rows of trajectories that are not scored: no reward, no advantage, and `error`; what single functions gave
+    is there."""
+    return [
+        _row(group.prompt, one, token_text, conversations or _is_conversation(group.prompt, one))
+        | {"reward": None, "advantage": None, "error": one.error} | _by_function(group, i)
+        for group in groups for i, one in enumerate(group.trajectories)
+    ]
+
+
+def eval_rows(
+    scored: Iterable[Group], unscored: Iterable[Group], failed: Iterable[tuple[Prompt, Trajectory]],
+    token_text: Callable[[int], str],
+) -> list[dict[str, Any]]:
+    """Sample rows of an evaluation, without advantages, in the order of the problems."""
+    blank = [replace(group, advantages=(0.0,) * len(group.trajectories)) for group in scored]
+    rows = [row | {"advantage": None} for row in group_rows(blank, token_text)]
+    rows += unscored_rows(unscored, token_text, conversations=False) + failed_rows(failed, token_text)
+    return sorted(rows, key=lambda row: int(row["group"]))
+
+
+def _by_function(group: Group, place: int) -> dict[str, Any]:
+    """`rewards` by function and `extra`, the columns that functions logged, where there are any."""
+    rewards = {name: values[place] for name, values in group.scores.items()}
+    extra = {name: values[place] for name, values in group.extra.items()}
+    return ({"rewards": rewards} if rewards else {}) | ({"extra": extra} if extra else {})
 
 
 def failed_rows(
@@ -294,7 +349,7 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
     if segment.author == "policy":
         turn["tokens"] = [token_text(token) for token in segment.tokens]
         turn["logprobs"] = list(segment.logprobs)
-    if segment.reward != 0:
+    if segment.reward is not None:
         turn["reward"] = segment.reward
     return turn
 
@@ -320,7 +375,18 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     """The sample rows of a run, one at a time (the file may be large); none if the run kept no samples."""
-    path = Path(run_dir) / SAMPLES_FILE
+    yield from _read_samples(Path(run_dir) / SAMPLES_FILE)
+
+
+def read_eval_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
+    """The completions that a run kept of its evaluations, as rows like those of `read_samples`; none if it kept none.
+
+    Of a step that was repeated after a kill, both evaluations may be there: they are equal.
+    """
+    yield from _read_samples(Path(run_dir) / EVAL_SAMPLES_FILE)
+
+
+def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for row in read_rows(path):
@@ -346,6 +412,8 @@ def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
     changed = dict(row)
     for key in changed.keys() & {"reward", "advantage"}:
         changed[key] = convert(changed[key])
+    if "rewards" in changed:
+        changed["rewards"] = {name: convert(value) for name, value in changed["rewards"].items()}
     for key in changed.keys() & {"logprobs", "advantages"}:
         changed[key] = [convert(value) for value in changed[key]]
     if "turns" in changed:

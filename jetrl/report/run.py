@@ -68,6 +68,9 @@ class Run:
         if reward is None:
             exact = task["name"] in _RIGHT_OR_WRONG and task.get("params", {}).get("credit", "answer") == "answer"
             return "accuracy" if exact and environment in _ENVIRONMENTS else "reward"
+        signal = self.config.get("rl", {}).get("signal", "reward")
+        if signal != "reward" and not isinstance(reward, str):  # the function that decides, of several
+            reward = next((name for name in reward if name.rpartition(":")[2] == signal), None)
         return "accuracy" if isinstance(reward, str) and reward in CORRECTNESS else "reward"
 
     def phases(self) -> list[str]:

@@ -206,7 +206,7 @@ class _HeldOut(_Shape):
     def _paired(self) -> _HeldOut:
         if not len(self.steps) == len(self.mean) == len(self.solved) == len(self.scores):
             raise ValueError(f"{len(self.steps)} steps and {len(self.scores)} evaluations")
-        if any(one.keys() != self.scores[0].keys() for one in self.scores):
+        if self.scores and not set.intersection(*map(set, self.scores)):  # a problem may lack a score now and then
             raise ValueError("its evaluations are of different problems")
         if self.binary and any(not 0 <= score <= 1 for one in self.scores for score in one.values()):
             raise ValueError("a score of rewards that are 0 or 1 is outside of that")

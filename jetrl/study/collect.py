@@ -103,17 +103,20 @@ def _run(out: Path, run: Planned) -> dict[str, Any]:
 
 def _held_out(folder: Path, recorded: Set[int]) -> dict[str, Any]:
     """By evaluation: the mean score, the share of problems solved (with a score above 0.999), and each score. One whose
-    step the metrics lack does not count: the run is being written or went with its machine."""
+    step the metrics lack does not count: the run is being written or went with its machine. Completions that are not
+    scored do not count, and neither does a problem without a scored one."""
     rows = read_held_out(folder) if folder.is_dir() else {}
     steps = sorted(rows.keys() & recorded)
     each = [
-        {str(p): _short(fmean(rewards)) or 0.0 for p, rewards in zip(row["problems"], row["rewards"], strict=True)}
+        {str(p): _short(fmean(scored)) or 0.0 for p, rewards in zip(row["problems"], row["rewards"], strict=True)
+         if (scored := [value for value in rewards if value is not None])}
         for row in (rows[step] for step in steps)
     ]
     return {
         "steps": steps, "mean": [_short(fmean(one.values())) for one in each],
         "solved": [_short(fmean(score > 0.999 for score in one.values())) for one in each], "scores": each,
-        "binary": all(value in (0, 1) for s in steps for rewards in rows[s]["rewards"] for value in rewards),
+        "binary": all(value in (0, 1) for s in steps for rewards in rows[s]["rewards"] for value in rewards
+                      if value is not None),
     }
 
 

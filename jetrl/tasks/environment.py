@@ -173,17 +173,16 @@ def opening_of(value: Any, where: str) -> list[Message]:
     return messages
 
 
-def step_of(value: Any, where: str) -> tuple[list[Message], float, bool]:
-    """What `step` returned, checked: messages, reward (None: 0), done."""
+def step_of(value: Any, where: str) -> tuple[list[Message], float | None, bool]:
+    """What `step` returned, checked: messages, reward (None: none is given for this turn), done."""
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         raise BadReply(f"{where} must return three values: messages, reward, done; got {_shown(value)}")
     said, reward, done = (_plain(part) if i else part for i, part in enumerate(value))
     if not isinstance(done, bool):
         raise BadReply(f"{where}: done (the third value) must be True or False, got {_shown(done)}")
-    reward = 0.0 if reward is None else reward
-    if not isinstance(reward, (int, float)):
+    if reward is not None and not isinstance(reward, (int, float)):
         raise BadReply(f"{where}: the reward (the second value) must be a number or None, got {_shown(reward)}")
-    if not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
+    if reward is not None and not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
         raise BadReply(
             f"{where}: the reward (the second value) must be a finite number, got "
             f"{shorten(repr(reward))}"
@@ -191,7 +190,7 @@ def step_of(value: Any, where: str) -> tuple[list[Message], float, bool]:
     messages = messages_of(said, where)
     if not messages and not done:
         raise BadReply(f"{where} returned no message, but done = False: the policy needs something to answer")
-    return messages, float(reward), done
+    return messages, None if reward is None else float(reward), done
 
 
 def _message(value: Any, where: str) -> Message:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, place_of
 from jetrl.tasks.neighbours import add_folder
 from jetrl.tasks.user_code import user_code
 
@@ -45,7 +45,8 @@ def _load_module(name: str, key: str, form: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         hint = f" If it is a file here, write {name}.py:{form}." if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"{key}: cannot import {name}: {type(error).__name__}: {error}.{hint}") from error
+        what = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{key}: cannot import {name}: {what}.{hint}") from error
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -61,5 +62,5 @@ def _load_file(path: Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # running the user's code
         del sys.modules[name]
-        raise UserError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise UserError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}{place_of(error)}") from error
     return module

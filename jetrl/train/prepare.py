@@ -16,6 +16,7 @@ from jetrl.precision.flow import require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.environment import Factory, load_environment
+from jetrl.tasks.reward_calls import names_of
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
@@ -95,9 +96,22 @@ def _scoring(
 ) -> tuple[RewardFunction | None, Factory | None]:
     """The reward function and the environment. An environment's own rewards count unless `task.reward` is set."""
     if config.environment.name is None:
-        return required_reward(task, named), None
+        return with_signal(required_reward(task, named), config), None
+    with_signal(named, config)
     own = named if named is not None else task.reward
     return named, load_environment(config.environment.name, config.environment.params, own)
+
+
+def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:
+    """The reward, if it has the function that `rl.signal` names; UserError otherwise."""
+    signal, names = config.rl.signal, () if reward is None else names_of(reward)
+    if signal != "reward" and signal not in names:
+        known = ", ".join(map(repr, names)) or "none (only an environment gives rewards)"
+        raise UserError(
+            f'rl.signal = {signal!r}: no reward function has this name. Their names are: {known}. Or "reward", the '
+            "weighted sum."
+        )
+    return reward
 
 
 def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:

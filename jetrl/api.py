@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from jetrl.subject import (
     run_of,
     told_if_not_finite,
 )
+from jetrl.tasks.prompts import encode_prompt
 from jetrl.tasks.tokenizer import BUILTIN_PREFIX, is_arithmetic
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
 from jetrl.train.prepare import load_spec, recipe_of
@@ -65,13 +67,18 @@ class Policy:
     formats: str = ""
 
     def generate(
-        self, prompts: str | Sequence[str | Sequence[int]], *, max_tokens: int = 64, temperature: float = 1.0,
-        top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, stop: str | Sequence[str] = (), seed: int = 0,
+        self, prompts: str | Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]], *, max_tokens: int = 64,
+        temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0,
+        stop: str | Sequence[str] = (), seed: int = 0,
     ) -> list[Completion]:
-        """Complete texts or token lists. Each `Completion` has tokens, text and the log-prob of each token.
+        """Complete texts, chat messages or token lists. Each `Completion` has tokens, text and the log-prob of each
+        token.
 
-        `prompts` may be a single text; the result is a list even then. A prompt's tokens depend on (seed, its place in
-        `prompts`) and not on the other prompts. UserError for arguments that make no sense.
+        A text becomes tokens as in a run without a chat template: with the special tokens that the tokenizer adds (BOS,
+        for some). A list of messages (`[{"role": "user", "content": ...}]`) goes through the chat template. Token ids
+        are taken as they are. `prompts` may be a single text or conversation; the result is a list even then. The
+        tokens of a completion depend on (seed, its place in `prompts`) and not on the other prompts. UserError for
+        arguments that make no sense.
         """
         number, most = arguments.number, self.model.spec.max_position
         params = SamplingParams(
@@ -82,9 +89,7 @@ class Policy:
             number("min_p", min_p, lambda p: 0 <= p < 1, "a number from 0 to below 1; 0 is off"),
             arguments.stops_of(stop), seed=arguments.whole("seed", seed, 0),
         )
-        tokens = arguments.prompts_of(
-            prompts, lambda text: self.tokenizer.encode(text, add_special_tokens=False), self.model.spec.vocab_size
-        )
+        tokens = arguments.prompts_of(prompts, partial(encode_prompt, self.tokenizer), self.model.spec.vocab_size)
         for i, prompt in enumerate(tokens):
             if len(prompt) + params.max_tokens > most:
                 raise UserError(
@@ -131,8 +136,8 @@ def load_model(
     config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
-    digest = flow_digest(spec, model.recipe)
-    engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, eos_ids(tokenizer, folder)))
+    digest, ends = flow_digest(spec, model.recipe), eos_ids(tokenizer, folder, spec.vocab_size)
+    engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, ends))
     engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine, formats)
 

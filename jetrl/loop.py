@@ -329,14 +329,16 @@ def record_step(
 ) -> None:
     """Write a step's metrics and samples. Each rank makes the lines of its part of the groups."""
     world, text = session.world, session.token_text
-    rows = group_rows(world.part(recorded(gathered.groups, learnt)), text)
+    rows = group_rows(world.part(recorded(gathered.groups, learnt)), text, session.decode)
     lines = world.collect(sample_lines(step, rows))
     with together(world):
         recorder.write(step, metrics)
         record_evaluation(session, recorder, step)
         if world.first:
-            left = unscored_rows(gathered.unscored, text, conversations=session.conversations is not None)
-            failed = sample_lines(step, [*failed_rows(gathered.failed, text), *left])
+            left = unscored_rows(
+                gathered.unscored, text, session.decode, conversations=session.conversations is not None
+            )
+            failed = sample_lines(step, [*failed_rows(gathered.failed, text, session.decode), *left])
             recorder.append_samples([*chain.from_iterable(lines), *failed])
 
 
@@ -347,7 +349,7 @@ def record_evaluation(session: Session, recorder: Recorder, step: int) -> None:
     recorder.write_held_out(step, found.row())
     if session.world.first:
         kept = found.kept(session.config.eval.num_samples_kept)
-        recorder.write_eval_samples(step, eval_rows(*kept, session.token_text))
+        recorder.write_eval_samples(step, eval_rows(*kept, session.token_text, session.decode))
 
 
 def check_parity(session: Session, display: Display, metrics: dict[str, float], run_dir: Path) -> None:
@@ -451,7 +453,7 @@ def evaluate_once(
             with together(session.world):
                 if samples is not None and found is not None and session.world.first:
                     kept = found.kept(session.config.eval.num_samples_kept)
-                    write_samples(samples, eval_rows(*kept, session.token_text))
+                    write_samples(samples, eval_rows(*kept, session.token_text, session.decode))
             return metrics
     finally:
         session.close()

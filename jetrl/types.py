@@ -5,6 +5,7 @@ Shape letters: T packed tokens, B sequences, M blocks of a sequence, N and K row
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -22,23 +23,40 @@ EndReason = Literal["stop", "length", "turns", "error", "timeout"]
 class Problem:
     """One item of a task: what is asked, the gold answer, and (for `jetrl sft`) a worked solution.
 
-    A solution is the policy's answer, or a conversation with the environment as (author, text) of each turn.
+    A solution is the policy's answer, or a conversation with the environment: (author, text) of each turn, or chat
+    messages, the policy's with the role assistant.
     """
 
     id: str
-    prompt: str | tuple[Mapping[str, str], ...]  # plain text, or chat messages with role and content
+    prompt: str | tuple[Mapping[str, Any], ...]  # plain text, or chat messages with role, content and further keys
     answer: str
-    solution: str | tuple[tuple[Author, str], ...] | None = None
+    solution: str | tuple[tuple[Author, str], ...] | tuple[Mapping[str, Any], ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)  # further columns; given to reward functions
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt for people to read: the text, or a line for each chat message with what it holds."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        lines = []
+        for message in self.prompt:
+            further = {k: v for k, v in message.items() if k not in ("role", "content")}
+            parts = [message["content"], *([json.dumps(further, ensure_ascii=False)] if further else [])]
+            lines.append(f"{message['role']}: {' '.join(part for part in parts if part)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A problem as token ids. `index` is its place in the task's endless training stream (or in the held-out set)."""
+    """A problem as token ids. `index` is its place in the task's endless training stream (or in the held-out set).
+
+    `opened` is what the chat template has written of the policy's turn, such as `<think>`; None: it cannot be told.
+    """
 
     index: int
     problem: Problem
     tokens: tuple[int, ...]
+    opened: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +175,8 @@ class Segment:
     text: str
     logprobs: tuple[float, ...] = ()
     reward: float | None = None
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    opened: str | None = ""  # of a prompt: `Prompt.opened`
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +284,8 @@ class Reply:
     done: bool = False
     failure: Literal["", "error", "timeout"] = ""
     error: str = ""
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    opened: str | None = ""  # of a prompt: `Prompt.opened`
 
 
 class Conversations(Protocol):

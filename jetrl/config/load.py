@@ -125,7 +125,10 @@ def resolve(config: Config, *, cuda_available: bool) -> Config:
     sizes = {"page_size": page_size, "max_tokens_per_step": tokens}
     sizes = {key: value for key, value in sizes.items() if getattr(config.rollout, key) is None}
     rollout = config.rollout.model_copy(update=sizes)
-    return config.model_copy(update={"device": device, "kernels": kernels, "rollout": rollout})
+    model = config.model
+    if model.tokenizer is not None and model.tokenizer == model.path and model.tokenizer_revision is None:
+        model = model.model_copy(update={"tokenizer_revision": model.revision})  # one repository, one commit
+    return config.model_copy(update={"device": device, "kernels": kernels, "rollout": rollout, "model": model})
 
 
 def to_toml(config: Config) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.kernels.quantize import quantize_weight
 from jetrl.model import hf, trained
+from jetrl.model.hf_write import name_tokenizer_class
 from jetrl.precision.blocks import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
@@ -157,3 +158,4 @@ def _copy_extras(folder: Path, target: Path) -> None:
         for path in folder.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, target / path.name)
+    name_tokenizer_class(target)

@@ -30,7 +30,7 @@ from jetrl.report.files import (
     write_whole,
 )
 from jetrl.report.track import Tracker
-from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -250,9 +250,17 @@ def write_samples(path: Path, rows: Iterable[Mapping[str, Any]], step: int = 0) 
     return write_whole(path, b"".join(sample_lines(step, rows)).decode("utf-8"))
 
 
-def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Sample rows of scored groups, one per trajectory; `token_text` decodes one token id.
+Decode = Callable[[Sequence[int]], str]
+"""The text of tokens, special ones included: what the policy read."""
 
+
+def group_rows(
+    groups: Iterable[Group], token_text: Callable[[int], str], decode: Decode | None = None
+) -> list[dict[str, Any]]:
+    """Sample rows of scored groups, one per trajectory; `token_text` decodes one token id, `decode` a text.
+
+    With `decode`, the first row of a group has `prompt_rendered`, the prompt exactly as the policy read it; so has a
+    later row with another prompt. The environment's turns have `rendered` likewise.
     A plain answer has the problem's prompt, chat messages as `role: content` lines. A conversation has the prompt that
     the policy saw, and `turns`: what followed, by author. If any trajectory of a group is a conversation, all are
     recorded as one. With an advantage for each token, these are `advantages` and `advantage` is their mean. `advantage`
@@ -261,33 +269,39 @@ def group_rows(groups: Iterable[Group], token_text: Callable[[int], str]) -> lis
     rows: list[dict[str, Any]] = []
     for group in groups:
         talk = any(_is_conversation(group.prompt, one) for one in group.trajectories)
+        shown: tuple[int, ...] | None = None
         given = zip(group.trajectories, group.rewards, group.advantages, strict=True)
         for i, (trajectory, reward, advantage) in enumerate(given):
-            row = _row(group.prompt, trajectory, token_text, talk)
-            rows.append(row | _scores(reward, advantage) | _by_function(group, i))
+            row = _row(group.prompt, trajectory, token_text, talk, decode if _first(trajectory) != shown else None)
+            shown = _first(trajectory)
+            row |= _scores(reward, advantage) | _by_function(group, i)
+            rows.append(row | _rendered_turns(row, trajectory, decode))
     return rows
 
 
 def unscored_rows(
-    groups: Iterable[Group], token_text: Callable[[int], str], *, conversations: bool
+    groups: Iterable[Group], token_text: Callable[[int], str], decode: Decode | None = None, *, conversations: bool
 ) -> list[dict[str, Any]]:
     """Sample rows of trajectories that are not scored: no reward, no advantage, and `error`; what single functions gave
     is there."""
-    return [
-        _row(group.prompt, one, token_text, conversations or _is_conversation(group.prompt, one))
-        | {"reward": None, "advantage": None, "error": one.error} | _by_function(group, i)
-        for group in groups for i, one in enumerate(group.trajectories)
-    ]
+    rows = []
+    for group in groups:
+        for i, one in enumerate(group.trajectories):
+            talk = conversations or _is_conversation(group.prompt, one)
+            row = _row(group.prompt, one, token_text, talk, decode)
+            row |= {"reward": None, "advantage": None, "error": one.error} | _by_function(group, i)
+            rows.append(row | _rendered_turns(row, one, decode))
+    return rows
 
 
 def eval_rows(
     scored: Iterable[Group], unscored: Iterable[Group], failed: Iterable[tuple[Prompt, Trajectory]],
-    token_text: Callable[[int], str],
+    token_text: Callable[[int], str], decode: Decode | None = None,
 ) -> list[dict[str, Any]]:
     """Sample rows of an evaluation, without advantages, in the order of the problems."""
-    blank = [replace(group, advantages=(0.0,) * len(group.trajectories)) for group in scored]
-    rows = [row | {"advantage": None} for row in group_rows(blank, token_text)]
-    rows += unscored_rows(unscored, token_text, conversations=False) + failed_rows(failed, token_text)
+    blank = [replace(group, advantages=(None,) * len(group.trajectories)) for group in scored]
+    rows = group_rows(blank, token_text, decode) + unscored_rows(unscored, token_text, decode, conversations=False)
+    rows += failed_rows(failed, token_text, decode)
     return sorted(rows, key=lambda row: int(row["group"]))
 
 
@@ -299,13 +313,28 @@ def _by_function(group: Group, place: int) -> dict[str, Any]:
 
 
 def failed_rows(
-    failed: Iterable[tuple[Prompt, Trajectory]], token_text: Callable[[int], str]
+    failed: Iterable[tuple[Prompt, Trajectory]], token_text: Callable[[int], str], decode: Decode | None = None
 ) -> list[dict[str, Any]]:
     """Sample rows of trajectories whose environment failed: no reward, no advantage, and `error`."""
-    return [
-        _row(prompt, trajectory, token_text, True) | {"reward": None, "advantage": None, "error": trajectory.error}
-        for prompt, trajectory in failed
-    ]
+    rows = []
+    for prompt, trajectory in failed:
+        row = _row(prompt, trajectory, token_text, True, decode)
+        row |= {"reward": None, "advantage": None, "error": trajectory.error}
+        rows.append(row | _rendered_turns(row, trajectory, decode))
+    return rows
+
+
+def _first(trajectory: Trajectory) -> tuple[int, ...]:
+    """The prompt's tokens; none if the environment failed before it gave one."""
+    return tuple(trajectory.segments[0].tokens) if trajectory.segments else ()
+
+
+def _rendered_turns(row: Mapping[str, Any], trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
+    """The row's turns, the environment's with what the policy read of them."""
+    if decode is None or "turns" not in row:
+        return {}
+    pairs = zip(row["turns"], trajectory.segments[1:], strict=True)
+    return {"turns": [t if s.author == "policy" else {**t, "rendered": decode(s.tokens)} for t, s in pairs]}
 
 
 def _is_conversation(prompt: Prompt, trajectory: Trajectory) -> bool:
@@ -316,9 +345,10 @@ def _is_conversation(prompt: Prompt, trajectory: Trajectory) -> bool:
 
 
 def _row(
-    prompt: Prompt, trajectory: Trajectory, token_text: Callable[[int], str], conversation: bool
+    prompt: Prompt, trajectory: Trajectory, token_text: Callable[[int], str], conversation: bool,
+    decode: Decode | None = None,
 ) -> dict[str, Any]:
-    text, later = _prompt_text(prompt.problem), trajectory.segments[1:]
+    text, later = prompt.problem.prompt_text, trajectory.segments[1:]
     if conversation and trajectory.segments:  # none if the environment failed before it gave a prompt
         text = trajectory.segments[0].text
     row: dict[str, Any] = {
@@ -332,6 +362,8 @@ def _row(
         "advantage": None,
         "finish_reason": trajectory.end,
     }
+    if decode is not None and _first(trajectory):
+        row["prompt_rendered"] = decode(_first(trajectory))
     if conversation:
         row["turns"] = [_turn(segment, token_text) for segment in later]
     return row
@@ -352,12 +384,6 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
     if segment.reward is not None:
         turn["reward"] = segment.reward
     return turn
-
-
-def _prompt_text(problem: Problem) -> str:
-    if isinstance(problem.prompt, str):
-        return problem.prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in problem.prompt)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Background, Call, Loop
+from jetrl.tasks.chat import Message
 from jetrl.tasks.environment import BadReply, Factory, opening_of, problem_mapping, step_of
 from jetrl.tasks.messages import TurnEncoder
-from jetrl.tasks.prompts import Message
 from jetrl.tasks.user_code import check_unchanged, process_settings, put_back
 from jetrl.types import Completion, Problem, Reply
 
@@ -185,7 +185,8 @@ class EnvironmentPool:
         if talk.turn is None:
             talk.opening = value
             first = self.encoder.first(talk.problem, value)
-            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value))
+            opened = self.encoder.opened(talk.problem, value)
+            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value), opened=opened)
         messages, reward, talk.over = value
         text = self.encoder.text(messages)
         if talk.over:

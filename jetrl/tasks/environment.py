@@ -27,15 +27,15 @@ from typing import Any, Protocol
 
 from jetrl.errors import UserError
 from jetrl.tasks.calculator import Calculator
+from jetrl.tasks.chat import Message, message_of
 from jetrl.tasks.importing import import_attribute
-from jetrl.tasks.prompts import Message
 from jetrl.tasks.protocol import RewardFunction, shorten, stable_hash
 from jetrl.tasks.retry import Retry
 from jetrl.types import Problem
 
 BUILTIN: Mapping[str, type] = {"calculator": Calculator, "retry": Retry}
 
-Messages = str | Mapping[str, str] | Sequence[Mapping[str, str]]
+Messages = str | Message | Sequence[Message]
 StepResult = tuple[Messages | None, float | None, bool]
 
 _MAX_REWARD = 1e30
@@ -194,10 +194,10 @@ def step_of(value: Any, where: str) -> tuple[list[Message], float | None, bool]:
 
 
 def _message(value: Any, where: str) -> Message:
-    good = isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-    if not good or not all(isinstance(part, str) for pair in value.items() for part in pair):
-        raise BadReply(f"{where}: a message needs the texts 'role' and 'content' (and only texts), got {_shown(value)}")
-    return dict(value)
+    try:
+        return message_of(value)
+    except ValueError as error:
+        raise BadReply(f"{where}: {error}; got {_shown(value)}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -1,13 +1,14 @@
 """Problems from a jsonl or parquet file, or from a data set by name; verl's layout is read as it is.
 
-The prompt is a column (a text or a list of chat messages) or made of several by a template. A `solution` column (text)
-is what `jetrl sft` trains on; all further columns reach reward functions by name. Every epoch has its own order,
-from (seed, epoch).
+The prompt is a column (a text or a list of chat messages) or made of several by a template. A `solution` column (a
+text or a list of chat messages) is what `jetrl sft` trains on; all further columns reach reward functions by name.
+Every epoch has its own order, from (seed, epoch).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.requirements import install
+from jetrl.tasks.chat import Message, message_of
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.datasets import read_dataset
 from jetrl.tasks.prompts import prompt_key
@@ -60,14 +62,21 @@ class FileTask:
         self._train = [p for p in problems if prompt_key(p) not in taken]
         if not self._train:
             raise UserError(f"{source}: {where} has all its prompts; none is left for training.")
-        removed = len(problems) - len(self._train)
-        self._description = f"{len(self._train)} problems from {source}; " + (
-            f"{len(held_out)} held out, from {where}; "
-            f"{removed} rows left out of training, because their prompts are held out"
-            if where else "none held out, because eval.eval_interval = 0"
-        )
-        for sieve, name in zip(sieves, (source, where), strict=True):
-            self._description += f"; {told}" if (told := sieve.describe(name)) else ""
+        elsewhere_file = elsewhere is not None
+        shared = len(problems) - len(self._train) - (0 if elsewhere_file else len(held_out))
+        parts = [f"{source}: {_rows(len(self._train), 'training ')}"]
+        if elsewhere_file:
+            parts.append(f"{_rows(len(held_out))} for evaluation from {where}")
+        else:
+            parts[0] += f", {len(held_out)} held out for evaluation ({where})" if where else (
+                ", none held out, because eval.eval_interval = 0")
+        if shared:
+            of = f"in {where}" if elsewhere_file else "among the held-out ones"
+            parts.append(f"{_rows(shared, 'more ')} left out of training: their prompts are {of}")
+        parts += [t for s, n in zip(sieves, (source, where), strict=True) if (t := s.describe(n))]
+        self._description = "; ".join(parts)
+        self.num_train_rows = len(self._train)
+        self.num_rows_read = len(problems) + sieves[0].overlong + sieves[0].repeated  # of the training data
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
     def problem(self, index: int) -> Problem:
@@ -89,6 +98,10 @@ class FileTask:
 
     def _permutation(self, epoch: int) -> list[int]:
         return sorted(range(len(self._train)), key=lambda i: stable_hash("order", self.seed, epoch, i))
+
+
+def _rows(count: int, kind: str = "") -> str:
+    return f"{count} {kind}row" + "s" * (count != 1)
 
 
 def _split(problems: list[Problem], num_eval: int, file: str) -> tuple[list[Problem], set[str]]:
@@ -210,9 +223,7 @@ def _problem(row: Mapping[str, Any], where: str, columns: Columns) -> Problem:
                 f"{where}: column {key!r} is missing; the row has: {', '.join(map(repr, row)) or 'nothing'}. Set "
                 f"{setting} to what the data has."
             )
-    solution = row.get("solution") if answer != "solution" else None
-    if solution is not None and not isinstance(solution, str):
-        raise UserError(f"{where}: column 'solution' must be a text, got {shorten(repr(solution))}.")
+    solution = _solution(row.get("solution"), where) if answer != "solution" else None
     taken = (answer, "solution") if columns.template is not None else (prompt, answer, "solution")
     extra = {k: v for k, v in row.items() if k not in taken}
     if hidden := sorted(_RESERVED & extra.keys()):
@@ -222,19 +233,39 @@ def _problem(row: Mapping[str, Any], where: str, columns: Columns) -> Problem:
     return Problem(id=where, prompt=value, answer=gold, solution=solution, extra=extra)
 
 
-def _prompt(value: Any, where: str, key: str) -> str | tuple[Mapping[str, str], ...]:
+def _prompt(value: Any, where: str, key: str) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: column {key!r} must be a text or chat messages, got {shorten(repr(value))}.")
+    return _messages(value, where, key)
+
+
+def _messages(value: list[Any], where: str, key: str) -> tuple[Message, ...]:
+    """Chat messages with all their keys; UserError naming what is wrong."""
+    messages = []
     for message in value:
-        fields = [message.get(field) for field in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(field, str) for field in fields):
-            raise UserError(
-                f"{where}: column {key!r}: a chat message needs the texts 'role' and 'content', got "
-                f"{shorten(repr(message))}."
-            )
-    return tuple({"role": m["role"], "content": m["content"]} for m in value)
+        try:
+            messages.append(message_of(message))
+        except ValueError as error:
+            raise UserError(f"{where}: column {key!r}: {error}, got {shorten(repr(message))}.") from error
+    return tuple(messages)
+
+
+def _solution(value: Any, where: str) -> str | tuple[Message, ...] | None:
+    """A worked solution: a text, or a whole conversation behind the prompt, which the assistant begins and ends."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: column 'solution' must be a text or chat messages, got {shorten(repr(value))}.")
+    messages = _messages(value, where, "solution")
+    own = [message["role"] == "assistant" for message in messages]
+    if not (own[0] and own[-1]) or any(a and b for a, b in itertools.pairwise(own)):
+        raise UserError(
+            f"{where}: column 'solution': the assistant must begin and end the conversation, and another role must "
+            f"answer between two of its messages; the roles are {', '.join(m['role'] for m in messages)}."
+        )
+    return messages
 
 
 def _answer(row: Mapping[str, Any], where: str, key: str, needed: bool) -> str:

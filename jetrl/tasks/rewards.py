@@ -23,6 +23,7 @@ from typing import Any
 from jetrl.config import Config
 from jetrl.errors import UserError, as_user_error, place_of
 from jetrl.tasks.calls import Call
+from jetrl.tasks.messages import solution_turns
 from jetrl.tasks.prompts import encode_text
 from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
 from jetrl.tasks.reward_calls import (
@@ -251,6 +252,7 @@ def _without_turn_rewards(trajectory: Trajectory) -> Trajectory:
 def _item(problem: Problem, trajectory: Trajectory, conversations: bool) -> Item:
     """What the reward function gets of a trajectory: an answer's text and tokens, or a conversation's messages."""
     opening, *rest = trajectory.segments
+    problem = with_prefilled(problem, opening.opened)
     tokens = tuple(token for segment in rest for token in segment.tokens)
     if not conversations:
         assert [s.author for s in rest] == ["policy"], "only conversations have several turns"
@@ -260,6 +262,12 @@ def _item(problem: Problem, trajectory: Trajectory, conversations: bool) -> Item
     roles = {"policy": "assistant", "environment": "user"}
     said = [s.messages or ({"role": roles[s.author], "content": s.text},) for s in rest]
     return problem, [dict(message) for messages in said for message in messages], tokens
+
+
+def with_prefilled(problem: Problem, opened: str | None) -> Problem:
+    """The problem with the column `prefilled`: what the template has written of the policy's turn. The data's own
+    column of that name stays."""
+    return replace(problem, extra={"prefilled": opened, **problem.extra})
 
 
 def _shown(completion: Completion) -> str:
@@ -389,7 +397,7 @@ def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: i
     for problem in (task.problem(i) for i in range(num if task.check_gold else 0)):
         if gold := gold_text(task, problem, reward):
             tokens = encode_text(gold, tokenizer, f"Problem {problem.id}", "gold answer")
-            items.append((problem, tokenizer.decode(tokens), tuple(tokens)))
+            items.append((with_prefilled(problem, ""), tokenizer.decode(tokens), tuple(tokens)))
     if not items:
         return 0
     values = _best(reward, items)
@@ -418,8 +426,7 @@ def _best(reward: RewardFunction, items: Sequence[Item]) -> list[float | None]:
 def gold_text(task: Task, problem: Problem, reward: RewardFunction) -> str:
     """A completion that deserves the full reward: the task's template, else the solution, else the function's form."""
     if task.gold_template is None and problem.solution is not None:
-        solution = problem.solution
-        return solution if isinstance(solution, str) else [text for author, text in solution if author == "policy"][-1]
+        return str(solution_turns(problem)[-1][0]["content"])
     template = task.gold_template or str(getattr(reward, "gold_template", "{answer}"))
     answer = getattr(reward, "gold_answer", str)(problem.answer)  # for a column that holds more
     return template.replace("{answer}", answer) if answer else ""

@@ -21,7 +21,7 @@ from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
 from jetrl.tasks.tokenizer import load_tokenizer
-from jetrl.train.engines import require_engine
+from jetrl.train.engines import eos_ids, require_engine
 from jetrl.train.routing import check_routing
 
 
@@ -47,6 +47,7 @@ def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Pre
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     check_experts(config, spec)
+    eos_ids(tokenizer, model_source(config), spec.vocab_size)
     if trains:  # a recipe may evaluate models of other kinds than it trains
         check_routing(config.train, spec)
         check_saved(config, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.conversations import EnvironmentPool, build_pool
+from jetrl.tasks.prompts import decoded
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, keep_cache
@@ -103,6 +105,10 @@ class Session:
         """The last evaluation problem by problem, once."""
         taken, self.held_out = self.held_out, None
         return taken
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens as the policy read it, special ones included."""
+        return decoded(self.tokenizer, tokens)
 
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""

@@ -12,7 +12,7 @@ from hash_model import HashModel, Letters, learners_logprobs, make_engine, real_
 
 from jetrl.errors import UserError
 from jetrl.rollout.requests import STEP_STRIDE, Asked, eval_asked, train_asked
-from jetrl.rollout.rollout import Rollout, prompt_text, roll_out, rollout_stats
+from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
 from jetrl.types import (
     Completion,
     Group,
@@ -184,7 +184,7 @@ def test_plain_answers_are_those_of_generate() -> None:
         answer = Segment("policy", c.tokens, c.text, c.logprobs)
         assert t == Trajectory((prompt, answer), c.finish_reason, 3, "flow")
     assert {t.end for g in rollout.groups for t in g.trajectories} == {"stop", "length"}
-    assert rollout.groups[3].prompt.tokens == (7, 8) and prompt_text(chat) == texts[3]
+    assert rollout.groups[3].prompt.tokens == (7, 8) and chat.prompt_text == texts[3]
     assert roll_out(engine, [], asked) == Rollout([], [])
 
 

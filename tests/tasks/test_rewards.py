@@ -16,6 +16,7 @@ from jetrl.tasks.rewards import (
     call_reward,
     check_gold,
     exact_match,
+    gold_text,
     last_integer,
     overlong_penalty,
     required_reward,
@@ -172,6 +173,26 @@ def test_functions_get_the_columns_that_they_name():
     score(groups, greedy, None)
     assert seen["prompts"] == ["p"] * 3 and seen["other"] == [None, None, "o"] and "solution" not in seen
     assert seen["completion_ids"] == [[7] * 3] * 3
+
+
+def test_a_reward_sees_what_the_template_has_opened_of_the_policys_turn():
+    """`<think>` that the prompt ends with is in no completion: a function that needs it takes the column."""
+    def anchored(completions, prefilled):
+        return [float((p + c).startswith("<think>")) for c, p in zip(completions, prefilled, strict=True)]
+
+    one = group(["x</think>y"])
+    opening, answer = one.trajectories[0].segments
+    opened = replace(one, trajectories=(replace(one.trajectories[0], segments=(replace(
+        opening, opened="<think>\n"), answer)),))
+    (scored,) = score([opened], anchored, None).groups
+    assert scored.rewards == (1.0,)
+    assert score([one], anchored, None).groups[0].rewards == (0.0,)
+    own = group(["x"], prefilled="mine")
+    assert score([own], lambda completions, prefilled: [float(p == "mine") for p in prefilled], None).groups[0].rewards
+
+    talk = Problem("t", "q", "2", ({"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"},
+                                   {"role": "assistant", "content": "#2"}))
+    assert gold_text(AdditionTask({}, 0, arithmetic_tokenizer()), talk, exact_match) == "#2"
 
 
 def test_chat_prompts_give_chat_completions():

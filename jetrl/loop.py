@@ -143,7 +143,8 @@ def _run(
                 recorder.trackers += open_trackers(config.track.backends, run_dir, given)
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
                 (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe, sampler))
-        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
+        in_turns = session.conversations is not None
+        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer, conversations=in_turns))
         try:
             if resume:
                 recorder.drop_after(session.step if found is not None else -1, session.first_row)

@@ -167,16 +167,18 @@ def _loop() -> Loop:
 # ---- from the config ------------------------------------------------------------------------------------------------
 
 
-def tools_factory(config: Config, tokenizer: Any) -> Factory:
+def tools_factory(config: Config, tokenizer: Any | None) -> Factory:
     """The environment `tools` of a run. UserError where a tool has no schema, or the tokenizer's chat template does not
-    show tools, does not show their results, or asks for calls in a form that is not known."""
+    show tools, does not show their results, or asks for calls in a form that is not known. Without a tokenizer, to try
+    tools alone, nothing is shown, and calls are in the form `hermes` unless `call_format` is set."""
     environment = config.environment
     tools = load_tools(environment.tools or ())
     schemas = [dict(tool.schema) for tool in tools]
-    _check_template(config.task, tokenizer, schemas)
+    if tokenizer is not None:
+        _check_template(config.task, tokenizer, schemas)
     form, most, limit = _params(environment, tokenizer, schemas)
     kit = Kit({tool.name: tool for tool in tools}, form, most, limit, environment.timeout)
-    return Factory(Tools, {"kit": kit}, {"tools": schemas})
+    return Factory(Tools, {"kit": kit}, {"tools": schemas} if tokenizer is not None else {})
 
 
 def with_tools(config: Config) -> Config:
@@ -190,7 +192,7 @@ def with_tools(config: Config) -> Config:
 
 
 def _params(
-    environment: EnvironmentConfig, tokenizer: Any, schemas: list[dict[str, Any]]
+    environment: EnvironmentConfig, tokenizer: Any | None, schemas: list[dict[str, Any]]
 ) -> tuple[CallFormat, int, float | None]:
     """`environment.params`, checked."""
     given: dict[str, Any] = {"call_format": "auto", "max_output_chars": 4000, "tool_timeout": None}
@@ -212,7 +214,7 @@ def _params(
             f"{environment.timeout:g}, got {limit!r}."
         )
     if form == "auto":
-        form = format_of(tokenizer.get_chat_template(tools=schemas))
+        form = "hermes" if tokenizer is None else format_of(tokenizer.get_chat_template(tools=schemas))
     if form is None:
         raise UserError(
             "environment.params.call_format: the tokenizer's chat template asks for calls in a form that is not known. "

@@ -329,7 +329,7 @@ def environment(
     script: Annotated[Path | None, typer.Option(help="Its turns in a file: one a line, or a JSON list.")] = None,
     data: Annotated[str, typer.Option(help="A recipe whose task gives the problem.")] = "",
     problem: Annotated[int, typer.Option(min=0, help="Which problem of the task's stream.")] = 0,
-    prompt: Annotated[str, typer.Option(help="A prompt instead of the problem's own.")] = "",
+    prompt: Annotated[str, typer.Option(help="A prompt instead of the problem's own, whose answer stays.")] = "",
     template: Annotated[str, typer.Option(
         help="A model folder or hub name: shows the text that its chat template makes, and counts tokens.")] = "",
 ) -> None:

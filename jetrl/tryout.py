@@ -271,7 +271,7 @@ class _Script:
         if encoder.chat:
             user = [{"role": "user", "content": "?"}]
             empty = Completion(0, (), (), "", "length", 0, "")
-            return list(encoder.later(Problem("of a check of the chat template", "", ""), user, user, empty)[:1])
+            return list(encoder.later(Problem("(a check of the chat template)", "", ""), user, user, empty)[:1])
         return [] if eos is None else [eos]
 
 

@@ -16,7 +16,7 @@ CHAT = SHOWN + (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HERMES = CHAT.replace("FORM", "<tool_call>{...}</tool_call>")
+HERMES = CHAT.replace("FORM", '<tool_call>{"name": n, "arguments": a}</tool_call>')
 
 
 def byte_tokenizer(template: str | None = HERMES, added: Sequence[str] = (), special: bool = False) -> Any:

@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from byte_tokenizer import HERMES, saved
 from tiny import numbers, tiny_run
 
+from jetrl.config import load_config, resolve
+from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_samples
+from jetrl.tryout import prepare_trial, try_out
 
 PARITY = "parity/logprob_abs_diff_max"
 TOOLS = '''
@@ -76,3 +81,29 @@ def test_the_warm_start_teaches_calls_with_the_schemas_in_the_prompt(tmp_path: P
     turns = [t for s in read_samples(run_dir) for t in s["turns"]]
     told = [t["text"] for t in turns if t["author"] == "environment"]
     assert told.count("3") > 4, "the call of the solutions, and its result"
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It talks as it says, every solution is a call that works, and a step of it keeps parity."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    lines: list[str] = []
+    turns = [f'<tool_call>{{"name": "keep", "arguments": {{"note": "{note}"}}}}</tool_call>' for note in "ab"]
+    trial = prepare_trial("examples/tools.toml")
+    assert try_out(trial, iter([*turns, f"It is {trial.prompt.problem.answer}"]), lines.append) == 0
+    told = "\n".join(lines)
+    assert "tool keep: 1\n" in told and "tool keep: 2\n" in told and "reward: 1.1 by" in told
+    rows = [json.loads(line) for line in Path("examples/tools.jsonl").read_text().splitlines()]
+    kit = trial.pool.factory.params["kit"]
+    for row in rows[:10]:
+        (message,), _, done = trial.pool.factory.kind(kit).step(row["solution"])
+        assert message["content"] == row["answer"] and not done
+    config = load_config("examples/tools.toml", [
+        "sft.steps=0", "train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.eval_interval=0",
+        f"output_dir={tmp_path}", "num_threads=1", "device=cpu", "environment.max_turn_tokens=10",
+    ])
+    before = torch.get_num_threads()
+    try:
+        assert run(resolve(config, cuda_available=False), tmp_path / config.name, ["test"], StopRequest())
+    finally:
+        torch.set_num_threads(before)
+    assert numbers(tmp_path / config.name)[-1][PARITY] == 0.0

@@ -33,6 +33,7 @@ class ToolCall:
 
 _OPEN, _CLOSE, _PYTHON = "<tool_call>", "</tool_call>", "<|python_tag|>"
 _NAMED = re.compile(r'\s*\{\s*"name"\s*:')  # how a call in bare JSON begins, even one that is broken further on
+_NAME_KEY = re.compile(r'''\\?["']name\\?["']\s*:''')  # of JSON, perhaps inside of a text of a template
 _SPACE, _BETWEEN = re.compile(r"\s*"), re.compile(r"[\s;]*")
 _FUNCTION = re.compile(r"\s*<function=([^>\s]*)>(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -52,11 +53,10 @@ def answer_part(text: str) -> str:
 
 
 def format_of(template: str) -> CallFormat | None:
-    """The form that a chat template's source asks for; None: it is none of those that are read here."""
-    if "<function=" in template:
-        return "qwen3_coder"
+    """The form that a chat template's source asks for; None: it is none of those that are read here. Others put other
+    things between the same tags, so that a template has to show the form itself."""
     if _OPEN in template:
-        return "hermes"
+        return "qwen3_coder" if "<function=" in template else "hermes" if _NAME_KEY.search(template) else None
     return "llama3" if _PYTHON in template or ("ipython" in template and '"parameters"' in template) else None
 
 

@@ -30,6 +30,7 @@ from jetrl.types import Problem
 
 FORMATS = get_args(CallFormat)
 FAILED = "Error: "  # how the result of a call that failed begins
+_CHECK = "(a check of environment.tools)"  # in place of a problem's id
 _RESULT = "jetrl:result-of-a-tool"  # stands in for one, as a text that a template does not have
 
 
@@ -232,10 +233,13 @@ def _check_template(task: TaskConfig, tokenizer: Any, schemas: list[dict[str, An
             'environment.name = "tools" shows the tools through a chat template, and none is in use. Use the tokenizer '
             "of a chat model (and task.chat_template not false)."
         )
-    talk = chat_messages(Problem("of a check of the chat template", "?", ""), task)
-    without = render(talk, tokenizer, "of a check of the chat template", task.chat_template_kwargs)
+    talk = chat_messages(Problem(_CHECK, "?", ""), task)
+    try:
+        without = render(talk, tokenizer, _CHECK, task.chat_template_kwargs)
+    except UserError:
+        without = ""  # a template that is for tools only
     variables = {**task.chat_template_kwargs, "tools": schemas}
-    shown = render(talk, tokenizer, "of a check of the chat template", variables)
+    shown = render(talk, tokenizer, _CHECK, variables)
     names = [schema["function"]["name"] for schema in schemas]
     missing = [name for name in names if name not in (task.system_prompt or "" if shown == without else shown)]
     if missing:
@@ -245,7 +249,7 @@ def _check_template(task: TaskConfig, tokenizer: Any, schemas: list[dict[str, An
             "tool, by name, in task.system_prompt and set environment.params.call_format."
         )
     talk += [{"role": "assistant", "content": "!"}, {"role": "tool", "name": names[0], "content": _RESULT}]
-    if _RESULT not in render(talk, tokenizer, "of a check of the chat template", variables):
+    if _RESULT not in render(talk, tokenizer, _CHECK, variables):
         raise UserError(
             f"{KEY}: the tokenizer's chat template does not write messages of the role `tool`, so the model would not "
             "read what a tool returns. Use a model whose template does (Qwen2.5, Qwen3, Llama 3.1 and later)."

@@ -120,7 +120,9 @@ def test_what_is_thought_is_no_call():
 
 
 def test_the_form_is_read_from_the_template():
-    assert format_of("... within <tool_call></tool_call> tags ...") == "hermes"
+    for name in ('"name"', r'\"name\"', "'name'"):
+        assert format_of(f"... within <tool_call>{{{name}: n, ...}}</tool_call> tags ...") == "hermes"
     assert format_of("<tool_call>\n<function=example>") == "qwen3_coder"
     assert format_of("<|python_tag|>") == format_of('Environment: ipython {"name": n, "parameters": p}') == "llama3"
-    assert format_of("[TOOL_CALLS]") is format_of("") is None
+    for other in ("[TOOL_CALLS]", "", "<seed:tool_call><function=f>", "<tool_call>name\n<arg_key>a</arg_key>"):
+        assert format_of(other) is None, other

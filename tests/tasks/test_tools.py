@@ -255,6 +255,12 @@ def test_the_form_of_calls_is_that_of_the_template(made, template, text):
     assert results(pool, text) == ["3"]
 
 
+def test_a_template_may_be_for_tools_only(made):
+    """As those called `tool_use`, which fail where there are none."""
+    template = "{% if not tools %}{{ none | length }}{% endif %}" + HERMES
+    begin(made("add", tokenizer=byte_tokenizer(template)))
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_tags_that_are_tokens_stay_in_the_text(made, special):
     """What the engine decodes for `act` holds them, whether the tokenizer calls them special or not."""

@@ -65,7 +65,14 @@ def test_parity_is_zero_over_turns_with_tools(tmp_path: Path) -> None:
     rows = numbers(run_dir)
     assert [row[PARITY] for row in rows[1:]] == [0.0] * 2
     assert all(row["environment/turns_mean"] > 1.0 and row["environment/num_errors"] == 0 for row in rows[1:])
-    said = [t for s in read_samples(run_dir) for t in s["turns"] if t["author"] == "environment"]
+    samples = list(read_samples(run_dir))
+    for row in rows[1:]:
+        own = [s for s in samples if s["step"] == row["step"]]
+        told = [line for s in own for t in s["turns"] if t["author"] == "environment" for line in t["text"].split("\n")]
+        assert row["tools/calls_mean"] == pytest.approx(len(told) / len(own)) and len(own) == 8
+        failed = sum(line.startswith("Error: ") for line in told)
+        assert row["tools/frac_failed_calls"] == pytest.approx(failed / len(told))
+    said = [t for s in samples for t in s["turns"] if t["author"] == "environment"]
     assert any(t["text"].isdigit() for t in said) and any(t["text"].startswith("Error: ") for t in said)
 
 
@@ -106,4 +113,5 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(resolve(config, cuda_available=False), tmp_path / config.name, ["test"], StopRequest())
     finally:
         torch.set_num_threads(before)
-    assert numbers(tmp_path / config.name)[-1][PARITY] == 0.0
+    last = numbers(tmp_path / config.name)[-1]
+    assert last[PARITY] == 0.0 and last["tools/calls_mean"] == 0.0 and "tools/frac_failed_calls" not in last

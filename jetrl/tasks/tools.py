@@ -13,7 +13,7 @@ import functools
 import inspect
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -26,7 +26,7 @@ from jetrl.tasks.prompts import Message, chat_messages, render, uses_chat_templa
 from jetrl.tasks.tool_calls import CallFormat, ToolCall, format_of, read_calls
 from jetrl.tasks.tool_schemas import KEY, Tool, load_tools
 from jetrl.tasks.user_code import OUR_THREADS
-from jetrl.types import Problem
+from jetrl.types import Group, Problem
 
 FORMATS = get_args(CallFormat)
 FAILED = "Error: "  # how the result of a call that failed begins
@@ -163,6 +163,18 @@ async def _awaited(call: Call) -> None:
 @functools.cache
 def _loop() -> Loop:
     return Loop()
+
+
+def tool_stats(groups: Sequence[Group]) -> dict[str, float]:
+    """Calls of a conversation whose results the policy read, and the share of them that failed, where there are any."""
+    talks = [t for group in groups for t in group.trajectories]
+    results = [m["content"] for t in talks for s in t.segments[1:] for m in s.messages if m["role"] == "tool"]
+    if not talks:
+        return {}
+    stats = {"tools/calls_mean": len(results) / len(talks)}
+    if results:
+        stats["tools/frac_failed_calls"] = sum(text.startswith(FAILED) for text in results) / len(results)
+    return stats
 
 
 # ---- from the config ------------------------------------------------------------------------------------------------

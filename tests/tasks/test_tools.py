@@ -8,6 +8,7 @@ import pytest
 from byte_tokenizer import CHAT, HERMES, byte_tokenizer
 
 from jetrl.config import parse_config
+from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
 from jetrl.tasks.conversations import build_pool
 from jetrl.tasks.tool_schemas import load_tools
@@ -334,3 +335,10 @@ def test_the_tools_that_the_docs_print_have_schemas(tmp_path):
     names = re.search(r'^`tools = \["my_tools.py:(\w+)", "my_tools.py:(\w+)"\]`', page, re.M).groups()
     tools = load_tools([f"{tmp_path}/my_tools.py:{name}" for name in (*names, "convert")])
     assert [tool.name for tool in tools] == ["write", "read", "search", "convert"] and tools[-1].is_async
+
+
+def test_paths_of_tools_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_tools.py").write_text(FILE)
+    changed = absolute_paths(config_of(["my_tools.py:add", "package.module:f"]))
+    assert changed.environment.tools == (f"{tmp_path}/my_tools.py:add", "package.module:f")

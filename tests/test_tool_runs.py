@@ -11,10 +11,12 @@ import torch
 from byte_tokenizer import HERMES, saved
 from tiny import numbers, tiny_run
 
-from jetrl.config import load_config, resolve
+from jetrl.config import Config, load_config, resolve
 from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_samples
+from jetrl.train.sft import solved_trajectory
 from jetrl.tryout import prepare_trial, try_out
+from jetrl.types import Problem, Trajectory
 
 PARITY = "parity/logprob_abs_diff_max"
 TOOLS = '''
@@ -82,12 +84,23 @@ def test_a_tasks_own_reward_scores_the_last_turn(tmp_path: Path) -> None:
     assert [row[PARITY] for row in rows[1:]] == [0.0] * 2 and all("reward/mean" in row for row in rows[1:])
 
 
-def test_the_warm_start_teaches_calls_with_the_schemas_in_the_prompt(tmp_path: Path) -> None:
+def test_the_warm_start_teaches_calls_with_the_schemas_in_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = []
+
+    def solved(problem: Problem, tokenizer: Any, config: Config) -> Trajectory:
+        made = solved_trajectory(problem, tokenizer, config)
+        prompts.append(tokenizer.decode(list(made.segments[0].tokens)))
+        return made
+
+    monkeypatch.setattr("jetrl.train.sft.solved_trajectory", solved)
     sft = {"sft__steps": 20, "sft__batch_size": 4, "sft__lr": 1e-2, "sft__cache_dir": str(tmp_path / "cache")}
     run_dir = tiny_run(tmp_path, changes(tmp_path, train__steps=1, **sft))
     turns = [t for s in read_samples(run_dir) for t in s["turns"]]
     told = [t["text"] for t in turns if t["author"] == "environment"]
     assert told.count("3") > 4, "the call of the solutions, and its result"
+    assert prompts and all('"name": "add"' in prompt for prompt in prompts)
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

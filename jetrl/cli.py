@@ -323,6 +323,37 @@ def evaluate(
             out.print(f"  {key}  {value:.4f}")
 
 
+@app.command("env")
+def environment(
+    name: Annotated[str, typer.Argument(
+        metavar="ENVIRONMENT", help="path/to/file.py:Class, module:Class, calculator, retry, tools, or a recipe.",
+        show_default=False,
+    )],
+    overrides: Annotated[list[str] | None, typer.Argument(
+        help="Settings, such as environment.params.high=9 environment.timeout=5.", show_default=False)] = None,
+    says: Annotated[list[str] | None, typer.Option("--say", help="A turn of the policy; repeat it for more.")] = None,
+    script: Annotated[Path | None, typer.Option(help="Its turns in a file: one a line, or a JSON list.")] = None,
+    data: Annotated[str, typer.Option(help="A recipe whose task gives the problem.")] = "",
+    problem: Annotated[int, typer.Option(min=0, help="Which problem of the task's stream.")] = 0,
+    prompt: Annotated[str, typer.Option(help="A prompt instead of the problem's own, whose answer stays.")] = "",
+    template: Annotated[str, typer.Option(
+        help="A model folder or hub name: shows the text that its chat template makes, and counts tokens.")] = "",
+) -> None:
+    """Try an environment without a model: you, or a script, are the policy. Status 2 if the environment fails.
+
+    `jetrl env examples/guess_number.py:GuessNumber --say 5 --say 7`
+    """
+    from jetrl.tryout import Typed, prepare_trial, read_script, try_out
+
+    if says and script is not None:
+        raise UserError("--say and --script both give the policy's turns. Leave out one of them.")
+    if not says and script is None and not sys.stdin.isatty():
+        raise UserError("The policy's turns are missing: give --say TEXT (repeated), --script FILE, or use a terminal.")
+    turns = iter(says) if says else iter(read_script(script)) if script is not None else Typed()
+    trial = prepare_trial(name, overrides or [], data=data, problem=problem, prompt=prompt, template=template)
+    raise SystemExit(try_out(trial, turns, lambda text: out.print(text, markup=False)))
+
+
 @app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],

@@ -226,7 +226,8 @@ def _recorded(
                 recorder.trackers += open_trackers(config.track.backends, run_dir, given)
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
                 (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe, sampler))
-        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
+        in_turns = session.conversations is not None
+        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer, conversations=in_turns))
         try:
             yield Run(session, recorder, clock, run_dir, stop, found)
         except GivenUp:  # a rollout, or rewards: nothing in the session has changed

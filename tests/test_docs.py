@@ -33,7 +33,7 @@ FILE = re.compile(r"(?<![\w/.<-])([\w-]+(?:/[\w.-]+)*\.(?:py|md|toml|js|css|j2|j
 # Files that only a run, a user or a Hugging Face folder has.
 ELSEWHERE = {
     "config.json", "generation_config.json", "metrics.jsonl", "samples.jsonl", "config.toml", "env.json",
-    "path/to/file.py",
+    "path/to/file.py", "my_tools.py",
 }
 
 

@@ -22,7 +22,7 @@ RANKS = [
     ("model",),
     ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
     ("parity_drawn",),
-    ("loop", "parity", "entry", "subject"),
+    ("loop", "parity", "entry", "subject", "tryout"),
     ("api", "compare", "parity_ranks"),
     ("doctor", "study"),
     ("cli",),

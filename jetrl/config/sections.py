@@ -227,13 +227,19 @@ class EnvironmentConfig(Section):
 
     section: ClassVar[str] = "environment"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("params", "max_turns", "max_turn_tokens", "timeout", "max_concurrent", "at_limit"), "name", (None,)),
+        Rule(
+            ("params", "tools", "max_turns", "max_turn_tokens", "timeout", "max_concurrent", "at_limit"),
+            "name", (None,),
+        ),
     )
     name: str | None = Field(
-        default=None, description="calculator, retry, or your own as module:Class or path/to/file.py:Class. none: "
-        "single answers.",
+        default=None, description="calculator, retry, tools, or your own as module:Class or path/to/file.py:Class. "
+        "none: single answers.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
+    tools: str | tuple[str, ...] | None = Field(
+        default=None, min_length=1, description='For name = "tools": the functions and classes that the policy may '
+        "call, as module:name or path/to/file.py:name, or a list of them (docs/ENVIRONMENTS.md).")
     max_turns: int = Field(default=8, ge=1, description="Maximum number of policy turns in a conversation.")
     max_turn_tokens: int | None = Field(
         default=None, ge=1, description="Maximum tokens in one turn. none: what is left of "
@@ -245,6 +251,14 @@ class EnvironmentConfig(Section):
         default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
         "environment has given so far (not scored if nothing), or 0.",
     )
+
+    def problems(self) -> Iterator[str]:
+        if self.name == "tools" and self.tools is None:
+            yield ('environment.tools: is needed with environment.name = "tools"; list functions, as in '
+                   '["my_tools.py:search"]')
+        if self.name not in (None, "tools") and self.tools is not None:
+            yield ('environment.tools: has no effect with environment.name = '
+                   f'{toml_literal(self.name)}; set environment.name = "tools", or remove this key')
 
 
 class SFTConfig(Section):
@@ -381,6 +395,9 @@ class Config(Section):
                    "or environment.name")
         if self.task.name == "environment" and self.environment.name is None:
             yield 'environment.name: is needed with task.name = "environment"; set the class that makes the problems'
+        if self.task.name == "environment" and self.environment.name == "tools":
+            yield ('task.name: "environment" has no prompts, and environment.name = "tools" makes none; name a task '
+                   "that has problems, such as file")
         if self.rl.critic_warmup_steps >= self.train.steps:
             yield (f"rl.critic_warmup_steps: must be below train.steps = {self.train.steps}, or the policy never "
                    f"learns; got {self.rl.critic_warmup_steps}")

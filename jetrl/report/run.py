@@ -25,7 +25,7 @@ CORRECTNESS = frozenset((
 ))
 # Tasks whose own rewards are such, without `credit`.
 _RIGHT_OR_WRONG = ("addition", "chain", "sorting", "tracking", "recurrence")
-_ENVIRONMENTS = (None, "calculator", "retry")  # those that give the task's own reward
+_ENVIRONMENTS = (None, "calculator", "retry", "tools")  # those that give the task's own reward
 _TOTALS = ("time/step", "time/total")  # sums of the other phases, not phases themselves
 
 

@@ -34,6 +34,7 @@ from jetrl.tasks.retry import Retry
 from jetrl.types import Problem
 
 BUILTIN: Mapping[str, type] = {"calculator": Calculator, "retry": Retry}
+TOOLS = "tools"  # built in as well, and made of `environment.tools` by `tasks/tools.py`
 
 Messages = str | Message | Sequence[Message]
 StepResult = tuple[Messages | None, float | None, bool]
@@ -59,10 +60,12 @@ class BadReply(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """Makes the environments of a run, one for each conversation."""
+    """Makes the environments of a run, one for each conversation. The chat template sees `variables` besides those of
+    `task.chat_template_kwargs`."""
 
     kind: type
     params: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Any:
         return self.kind(**self.params)
@@ -90,8 +93,8 @@ def load_environment(name: str, params: Mapping[str, Any], reward: RewardFunctio
     elif name in BUILTIN:
         kind = BUILTIN[name]
     else:
-        near = difflib.get_close_matches(name, BUILTIN, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Built in: {', '.join(BUILTIN)}."
+        near = difflib.get_close_matches(name, (*BUILTIN, TOOLS), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Built in: {', '.join((*BUILTIN, TOOLS))}."
         raise UserError(
             f"environment.name = {name!r}: there is no such environment. {hint} Name your own as module:Class or "
             "path/to/file.py:Class."

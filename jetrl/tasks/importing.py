@@ -21,15 +21,19 @@ Kind = Literal["function", "class"]
 _PLURAL = {"function": "functions", "class": "classes"}
 
 
-def import_attribute(name: str, key: str, kind: Kind) -> Any:
-    """What `name` names, not yet checked to be of this kind. Messages name the config's `key`."""
+def import_attribute(name: str, key: str, kind: Kind, loaded: dict[str, ModuleType] | None = None) -> Any:
+    """What `name` names, not yet checked to be of this kind. Messages name the config's `key`. Files and modules that
+    are among the `loaded` are not loaded again; others join them."""
     form = "function" if kind == "function" else "Class"
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise UserError(f"{key} = {name!r}: write module:{form} or path/to/file.py:{form}.")
-    with user_code(f"{key} = {name}", in_threads=key == "environment.name"):
-        is_file = place.endswith(".py")
-        module = _load_file(Path(place).expanduser(), key) if is_file else _load_module(place, key, form)
+    loaded = {} if loaded is None else loaded
+    if place not in loaded:
+        with user_code(f"{key} = {name}", in_threads=key.startswith("environment.")):
+            is_file = place.endswith(".py")
+            loaded[place] = _load_file(Path(place).expanduser(), key) if is_file else _load_module(place, key, form)
+    module = loaded[place]
     found = getattr(module, attribute, None)
     if found is None:
         of_kind = inspect.isfunction if kind == "function" else inspect.isclass

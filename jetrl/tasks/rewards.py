@@ -385,8 +385,11 @@ def _columns(items: Sequence[Item]) -> dict[str, list[Any]]:
     return columns
 
 
-def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: int = 8) -> int:
-    """Score the gold answers of the first `num` problems, encoded and decoded as the engine's text is.
+def check_gold(
+    task: Task, reward: RewardFunction | None, tokenizer: Any, num: int = 8, *, conversations: bool = False
+) -> int:
+    """Score the gold answers of the first `num` problems, encoded and decoded as the engine's text is. With
+    `conversations`, each is the only turn of one.
 
     One that earns at most 0, and no more than an empty answer, would never be learned, so it stops the run. Returns how
     many were scored: those with a gold text; none if only the environment gives rewards (`reward` None).
@@ -395,26 +398,32 @@ def check_gold(task: Task, reward: RewardFunction | None, tokenizer: Any, num: i
         return 0
     items: list[Item] = []
     for problem in (task.problem(i) for i in range(num if task.check_gold else 0)):
-        if gold := gold_text(task, problem, reward):
-            tokens = encode_text(gold, tokenizer, f"Problem {problem.id}", "gold answer")
-            items.append((with_prefilled(problem, ""), tokenizer.decode(tokens), tuple(tokens)))
+        if text := gold_text(task, problem, reward):
+            tokens = encode_text(text, tokenizer, f"Problem {problem.id}", "gold answer")
+            turn = _as_turn(tokenizer.decode(tokens), conversations)
+            items.append((with_prefilled(problem, ""), turn, tuple(tokens)))
     if not items:
         return 0
     values = _best(reward, items)
     empty: list[float | None] = []
-    for i, ((problem, text, _), value) in enumerate(zip(items, values, strict=True)):
+    for i, ((problem, gold, _), value) in enumerate(zip(items, values, strict=True)):
         if value is None or value <= 0:
-            empty = empty or _best(reward, [(one, "", ()) for one, _, _ in items])
+            empty = empty or _best(reward, [(one, _as_turn("", conversations), ()) for one, _, _ in items])
             if value is not None and (nothing := empty[i]) is not None and nothing < value:
                 continue  # rewards may be 0 for a right answer and less for a wrong one
             raise UserError(
                 f"The gold answer of problem {problem.id} earns no reward, so no completion can be expected to.\n"
-                f"  prompt: {shorten(str(problem.prompt), 400)!r}\n  gold text: {shorten(str(text), 400)!r}\n"
+                f"  prompt: {shorten(str(problem.prompt), 400)!r}\n"
+                f"  gold text: {shorten(completion_text(gold), 400)!r}\n"
                 f"  answer: {problem.answer!r}\n  score: {value} by {reward_name(reward)}\n"
                 "Fix the reward function or the answers; set task.params.gold_template (such as '#### {answer}') if "
                 "the function needs the answer in its own form; task.params.check_gold = false skips this check."
             )
     return len(items)
+
+
+def _as_turn(text: str, conversations: bool) -> Completion:
+    return [{"role": "assistant", "content": text}] if conversations else text
 
 
 def _best(reward: RewardFunction, items: Sequence[Item]) -> list[float | None]:

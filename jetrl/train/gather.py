@@ -15,10 +15,12 @@ from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.requests import eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
+from jetrl.tasks.environment import TOOLS
 from jetrl.tasks.group_scores import GroupScores, scores_beside
 from jetrl.tasks.reward_results import Scores, tell_state
 from jetrl.tasks.rewards import Scored, nothing_scored, reward_metrics, rewards_of, with_rewards
 from jetrl.tasks.task import eval_prompts, sample
+from jetrl.tasks.tools import tool_stats
 from jetrl.train.evaluation import Evaluation
 from jetrl.train.setup import Session
 from jetrl.types import Group, Prompt, StepReport, Trajectory
@@ -94,6 +96,8 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     groups_of_all = [group for rollout in rollouts for group in rollout.groups]
     whole = Rollout(groups_of_all, list(failed), in_turns, merged_parts(rollouts))
     stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
+    if config.environment.name == TOOLS:
+        stats |= tool_stats(groups_of_all)
     return Gathered(groups, learnt, failed, unscored, stats, place)
 
 

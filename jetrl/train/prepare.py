@@ -15,12 +15,13 @@ from jetrl.model.hub import model_folder
 from jetrl.precision.flow import require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
-from jetrl.tasks.environment import Factory, load_environment
+from jetrl.tasks.environment import TOOLS, Factory, load_environment
 from jetrl.tasks.reward_calls import names_of
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
 from jetrl.tasks.tokenizer import load_tokenizer
+from jetrl.tasks.tools import tools_factory
 from jetrl.train.engines import eos_ids, require_engine
 from jetrl.train.routing import check_routing
 
@@ -61,7 +62,7 @@ def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Pre
         config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
         hold_out=holds_out(config),
     )
-    reward, environment = _scoring(config, task, named)
+    reward, environment = scoring(config, task, named, tokenizer)
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
@@ -92,12 +93,15 @@ def check_saved(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def _scoring(
-    config: Config, task: Task, named: RewardFunction | None
+def scoring(
+    config: Config, task: Task, named: RewardFunction | None, tokenizer: Any
 ) -> tuple[RewardFunction | None, Factory | None]:
-    """The reward function and the environment. An environment's own rewards count unless `task.reward` is set."""
+    """The reward function and the environment. An environment's own rewards count unless `task.reward` is set; tools
+    give none."""
     if config.environment.name is None:
         return with_signal(required_reward(task, named), config), None
+    if config.environment.name == TOOLS:
+        return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
     with_signal(named, config)
     own = named if named is not None else task.reward
     return named, load_environment(config.environment.name, config.environment.params, own)

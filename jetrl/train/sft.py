@@ -31,6 +31,7 @@ from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
 from jetrl.tasks.messages import TurnEncoder, encode_solution
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
+from jetrl.tasks.tools import with_tools
 from jetrl.train import store
 from jetrl.train.engines import eos_ids
 from jetrl.train.optim import build_optimizer, schedule_factor
@@ -93,6 +94,8 @@ def warm_start(
 
     The model is cut for `world`; each rank trains, writes and reads its rows. A collective.
     """
+    with together(world):
+        config = with_tools(config)
     path = world.share(cache_path(config, model, world))
     if by_first(world, path.is_dir):
         if world.first:

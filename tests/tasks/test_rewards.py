@@ -364,3 +364,16 @@ def test_a_reward_may_be_zero_for_right_and_less_for_wrong() -> None:
     assert check_gold(task, penalty, arithmetic_tokenizer()) == 8
     with pytest.raises(UserError, match="earns no reward"):
         check_gold(task, lambda completions, **_: [-1.0] * len(completions), arithmetic_tokenizer())
+
+
+def test_check_gold_gives_a_conversations_reward_what_the_run_gives_it() -> None:
+    """A function that reads messages would fail on a text, and stop the run before its first step."""
+    task = AdditionTask({"digits": [2]}, 0, arithmetic_tokenizer())
+
+    def last(completions, answer, **_):  # type: ignore[no-untyped-def]
+        return [float(talk[-1]["content"].endswith(a)) for talk, a in zip(completions, answer, strict=True)]
+
+    assert check_gold(task, last, arithmetic_tokenizer(), conversations=True) == 8
+    with pytest.raises(UserError, match=r"(?s)gold text: '.*score: 0\.0"):
+        check_gold(task, lambda completions, **_: [0.0 for talk in completions if talk[0]["role"]],
+                   arithmetic_tokenizer(), conversations=True)

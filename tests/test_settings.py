@@ -44,7 +44,7 @@ def test_every_key_is_explained_as_in_the_docs(jetrl: Cli, monkeypatch: pytest.M
     one = jetrl("settings", "train.min_lr_ratio")[1]
     flat = " ".join(one.split())
     assert "Last learning rate as a share of the peak." in flat and "a number >= 0 and <= 1" in flat and "0.0" in flat
-    assert 'Has no effect, and is refused, while train.lr_schedule is "constant"' in flat and "`" not in one
+    assert 'Only used when train.lr_schedule is not "constant".' in flat and "`" not in one
 
 
 def test_without_a_name_the_sections(jetrl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ValidationError
 
 from jetrl.config.base import Section
 from jetrl.config.docs import describe_config
-from jetrl.config.errors import PEERS, peer_name
+from jetrl.config.errors import describe_type
 from jetrl.config.load import digest, load_config, parse_config, resolve, sections, to_toml
+from jetrl.config.peers import peer_name, peers
 from jetrl.config.rl import RLConfig
 from jetrl.config.sections import Config, QuantConfig
 from jetrl.config.shipped import find_recipe, shipped
@@ -125,18 +126,17 @@ def test_unknown_keys_at_the_top() -> None:
     assert "the sections are model, quant" in message(zzz={})
 
 
+def test_types_in_words() -> None:
+    assert describe_type(int | None, " >= 1") == 'an integer >= 1 or "none"'
+    assert describe_type(tuple[str, ...]) == "a list of strings"
+
+
 def test_peers_table() -> None:
-    lines = PEERS.replace("\n  ", " ").strip().splitlines()
-    for line in lines:
-        ours, _, peers = line.partition(" | ")
-        assert ours.replace("(", " ").replace(",", " ").split()[0] in all_keys(), line
-        for entry in peers.split("; "):
-            peer, colon, names = entry.partition(": ")
-            assert peer and colon and names.split(), entry
-            for name in names.split():
-                assert peer_name(name.replace("*", "x")) is not None, name
+    for peer in peers():
+        assert peer.whose and peer.name and "; " not in peer.answer, peer
+        assert peer_name(peer.name.replace("*", "x")) is not None, peer
     own = {key.rpartition(".")[2] for key in all_keys()} - {"batch_size"}
-    assert [key for key in own if peer_name(key)] == []
+    assert [key for key in own if f".{key}" not in (peer_name(key) or f".{key}")] == []
 
 
 @pytest.mark.parametrize(

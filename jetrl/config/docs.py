@@ -1,7 +1,9 @@
-"""`docs/CONFIG.md` from the config tree, so that the page cannot go stale; `jetrl settings` prints the same rows."""
+"""`docs/CONFIG.md` from the config tree, so that the page cannot go stale, and the tables of other systems' keys."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -9,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from jetrl.config import Config, sections
 from jetrl.config.base import Section
 from jetrl.config.errors import describe_bounds, describe_type
+from jetrl.config.peers import SAME, peers
 from jetrl.config.toml import toml_literal
 
 INTRO = """# Configuration
@@ -96,5 +99,24 @@ def _describe(title: str, section: type[Section]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def peer_table(whose: str) -> str:
+    """The keys of another system and ours, as a Markdown table: for docs/FROM_TRL.md and docs/FROM_VERL.md."""
+    rows: dict[str, list[str]] = {}
+    for key in SAME[whose]:
+        rows.setdefault(key, []).append(key.rpartition(".")[2])
+    for peer in peers():
+        if whose in peer.whose.split(", "):
+            rows.setdefault(peer.ours, []).append(peer.name)
+    lines = [f"| {whose} | jetrl |", "|---|---|"]
+    for ours, names in rows.items():
+        told = re.sub(r"(?<![\w.`])([a-z]+\.[a-z_]+)(?= = | |,|:|\)|$)(?!\.\w)", r"`\1`", ours.removeprefix("- "))
+        first = re.match(r"\w+", told)
+        if first is not None and first[0] in Config.model_fields:
+            told = f"`{first[0]}`{told[first.end():]}"
+        told = f"no key: {told}" if ours.startswith("- ") else told
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print(describe_config(), end="")
+    print(peer_table(sys.argv[1]) if len(sys.argv) > 1 else describe_config(), end="")

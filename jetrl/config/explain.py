@@ -12,7 +12,7 @@ from rich.text import Text
 from jetrl.config import Config, sections
 from jetrl.config.base import Section
 from jetrl.config.docs import Setting, settings_of
-from jetrl.config.errors import peer_name
+from jetrl.config.peers import peer_name
 from jetrl.errors import UserError
 
 ALL = "all"
@@ -52,7 +52,7 @@ def _parts() -> dict[str, type[Section]]:
 
 
 def _hint(which: str, known: Sequence[type[Section]]) -> str:
-    peer = peer_name(which.rpartition(".")[2])
+    peer = peer_name(which)
     if peer is not None:
         return f"{peer}."
     rows = [row for section in known for row in settings_of(section)]

@@ -352,7 +352,7 @@ def report(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine can run and what to install or free, and try it. Status 0: it can train."""
+    """Check what this machine can run and what is missing, and run a small test. Status 0: training works."""
     from jetrl.doctor.show import run
 
     raise SystemExit(0 if run(out, as_json) else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -94,5 +95,5 @@ def _about(section: type[Section]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without Markdown's code marks, which mean nothing in a terminal."""
-    return text.replace("`", "")
+    """Without Markdown's code marks and the pages in docs/, which an installed jetrl does not bring."""
+    return re.sub(r" \(docs/\w+\.md\)", "", text).replace("`", "")

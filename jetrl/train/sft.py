@@ -102,7 +102,7 @@ def warm_start(
         store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
     else:
         if world.first:
-            tell(f"no cached warm start for this model, task, seed and [sft] in {path.parent}; training and caching one")
+            tell(f"no cached warm start for this model, task, seed and [sft] in {path.parent}: training one now")
         with together(world):
             require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)

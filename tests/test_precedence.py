@@ -55,6 +55,7 @@ BASES: dict[str, dict[str, Any]] = {
     **{name: {**BASE, "task": {"name": name}} for name in ("gym", *LONG)},
     "bfloat16": {**BASE, "train": {"master_dtype": "bfloat16", "grad_dtype": "bfloat16", "optimizer_dtype": "8bit"}},
     "one step": {**BASE, "train": {"steps": 1}, "sft": {"steps": 1}, "eval": {"temperature": 1.0, "num_samples": 2}},
+    "tensorboard": {**BASE, "track": {"backends": ["tensorboard"]}},
     "nothing saved": {**BASE, "checkpoint": {"save_interval": 0}},
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jetrl import arguments
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.load import by_full_key, quiet
 from jetrl.config.sections import ModelConfig
 from jetrl.config.toml import split_override
 from jetrl.errors import UserError
@@ -226,15 +227,19 @@ def evaluation_config(
             raise UserError(f"{where} has no checkpoint yet. Set checkpoint.save_interval, or wait for one.")
         what = f"{where} is no folder here, and a model of the hub" if named else where
         raise UserError(f"{what} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
-    _require_tokenizer_only(where, overrides)
-    config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
+    path = recipe or run / "config.toml"  # type: ignore[operator]
+    _require_tokenizer_only(where, overrides, path)
+    config = load_config(path, overrides)
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
-def _require_tokenizer_only(where: str | Path, overrides: Sequence[str]) -> None:
+def _require_tokenizer_only(where: str | Path, overrides: Sequence[str], recipe: Path) -> None:
     """UserError for overrides that would describe another model than the one that is evaluated."""
-    keys = [split_override(text)[0] for text in overrides]
-    wrong = [key for key in keys if key.split(".")[0] == "model" and key not in _TOKENIZER]
+    said = dict(map(split_override, overrides))
+    asked = {key: value for key, value in said.items() if key.split(".")[0] == "model" and key not in _TOKENIZER}
+    known = by_full_key(load_config(recipe, (), quiet)) if asked else {}
+    anyway = {key: "none" if known.get(key) is None else known[key] for key in asked}
+    wrong = [key for key, value in asked.items() if value != anyway[key]]
     if wrong:
         raise UserError(
             f"{wrong[0]} has no effect on an evaluation: {where} is evaluated as its own config.json says. Leave it "

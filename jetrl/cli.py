@@ -101,13 +101,15 @@ def _told(error: Exception) -> str | None:
     return None
 
 
-def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None) -> Any:
+def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None, again: bool = False) -> Any:
+    """`again`: ranks that start next read the recipe too, and say what was dropped."""
     import torch
 
     from jetrl.config import load_config, resolve
+    from jetrl.config.load import quiet, tell
     from jetrl.config.shipped import find_recipe
 
-    config = load_config(find_recipe(recipe), [*(overrides or []), *(extra or [])])
+    config = load_config(find_recipe(recipe), [*(overrides or []), *(extra or [])], quiet if again else tell)
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
@@ -134,7 +136,7 @@ def train(
     if gpu:
         raise UserError("--gpu is for --dry-run, which says whether the run fits that GPU.")
     with together(world):
-        config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
+        config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None, nproc is not None)
     if nproc is not None:
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)
@@ -187,7 +189,8 @@ def compare(
     from jetrl.parallel.together import together
 
     with together(world):  # checks all before the first
-        configs = [_config(recipe, said_of(flow, overrides or [])) for flow in flows_of(precision)]
+        again = nproc is not None
+        configs = [_config(recipe, said_of(flow, overrides or []), again=again) for flow in flows_of(precision)]
     if nproc is not None:
         entry.start_ranks(nproc, configs[0])
     for config in configs:
@@ -386,7 +389,7 @@ def report(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine can run and what to install or free, and try it. Status 0: it can train."""
+    """Check what this machine can run and what is missing, and run a small test. Status 0: training works."""
     from jetrl.doctor.show import run
 
     raise SystemExit(0 if run(out, as_json) else 1)

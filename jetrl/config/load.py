@@ -6,9 +6,12 @@ checked on any machine.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +19,7 @@ from pydantic import ValidationError
 
 from jetrl.config.base import Section
 from jetrl.config.errors import explain
+from jetrl.config.precedence import Statements
 from jetrl.config.rl import RLConfig
 from jetrl.config.sections import Config, RolloutConfig, dapo_buffer_len
 from jetrl.config.toml import read_toml, set_override, split_override, toml_key, toml_literal
@@ -28,21 +32,38 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        lines = explain(error, Config)
+        raise _refused(error, source) from None
+
+
+def _refused(error: ValidationError, source: str, notes: Sequence[str] = ()) -> UserError:
+    """The user's error with all mistakes, and what was dropped before they were found."""
+    lines = explain(error, Config)
+    told = "".join(f"\n  ({note})" for note in notes)
     if len(lines) == 1:
-        raise UserError(f"{source}: {lines[0]}")
-    raise UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
+        return UserError(f"{source}: {lines[0]}{told}")
+    return UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines) + told)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def tell(note: str) -> None:
+    """One line on standard error, from the first of several ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(note, file=sys.stderr, flush=True)
+
+
+def quiet(note: str) -> None:
+    """For a file that is read again: what was dropped has been said."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[str], object] = tell) -> Config:
     """Reads a TOML recipe and applies overrides such as `train.lr=1e-5`; the last one wins.
 
-    A value is read as TOML or, if it is not TOML, as a plain string; `none` unsets an optional key. An override that
-    switches a feature off also drops the file's settings of that feature, so that `rl.rollout_is=none` works on a
-    recipe that sets `rl.rollout_is_threshold`. Another `rl.algo` drops what the file's algorithm would have set itself
+    A value is read as TOML or, if it is not TOML, as a plain string; `none` unsets an optional key. What an override
+    makes void in the file is dropped, and so is what depends on a switch that the file itself states as off; `say`
+    gets one line for each (`precedence.py`). Another `rl.algo` drops what the file's algorithm would have set itself
     (a run's config.toml states every value) and what the new one ignores.
     """
     data = read_toml(Path(path))
+    before = copy.deepcopy(data)
     given: dict[str, Any] = {}
     for key, value in map(split_override, overrides):
         given.pop(key, None)  # in the order of what was said last
@@ -51,12 +72,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         _take_back_preset(data)
     for key, value in given.items():
         set_override(data, key, value)
-    for key, value in (given | (_preset_switches(data) if "rl.algo" in given else {})).items():
-        for dependent in switched_off(key, value) - set(given):
-            section, _, name = dependent.partition(".")
-            if isinstance(data.get(section), dict):
-                data[section].pop(name, None)
-    return parse_config(data, f"{path} with overrides" if overrides else str(path))
+    said = Statements(data, given)
+    said.replace_sources(before)
+    while True:
+        try:
+            config = Config.model_validate(data)
+            break
+        except ValidationError as error:
+            if not said.give_way(error):
+                raise _refused(error, f"{path} with overrides" if overrides else str(path), said.notes) from None
+    for note in said.notes:
+        say(note)
+    return config
 
 
 def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,12 +106,6 @@ def _take_back_preset(data: dict[str, Any]) -> None:
         for key, value in _preset_values(data).items():
             if key in rl and rl[key] == value:
                 del rl[key]
-
-
-def _preset_switches(data: Mapping[str, Any]) -> dict[str, Any]:
-    """By full key, the value from `data` and its algorithm for each key that differs by algorithm."""
-    rl = data["rl"] if isinstance(data["rl"], dict) else {}
-    return {f"rl.{key}": rl.get(key, value) for key, value in _preset_values(data).items()}
 
 
 def switched_off(key: str, value: Any) -> set[str]:

@@ -20,7 +20,7 @@ from jetrl.choices import (
     RolloutRS,
     Surrogate,
 )
-from jetrl.config.base import Rule, Section
+from jetrl.config.base import Problem, Rule, Section
 from jetrl.config.toml import toml_literal
 from jetrl.presets import IGNORED, PRESETS, REQUIRED
 
@@ -135,14 +135,15 @@ class RLConfig(Section):
         preset = PRESETS.get(algo) if isinstance(algo, str) else None  # a wrong type is reported by its field
         return dict(preset.values) | dict(data) if preset is not None else data
 
-    def _was_set(self, key: str) -> bool:
-        """As in `Section`; a value equal to the preset's counts as not given."""
-        preset = PRESETS[self.algo].values
-        return super()._was_set(key) and not (key in preset and preset[key] == getattr(self, key))
+    def usual(self, name: str) -> Any:
+        """As in `Section`, with the algorithm's own values."""
+        return PRESETS[self.algo].values.get(name, super().usual(name))
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         for rule in REQUIRED:
             value, other = getattr(self, rule.key), getattr(self, rule.other)
             if value in rule.values and other not in rule.allowed and rule.key not in self.without_effect():
                 allowed = " or ".join(map(toml_literal, rule.allowed))
-                yield f"rl.{rule.key}: {toml_literal(value)} needs rl.{rule.other} = {allowed}: {rule.why}"
+                whose = f" (of rl.algo = {toml_literal(self.algo)})" if rule.key in PRESETS[self.algo].values else ""
+                text = f"{toml_literal(value)}{whose} needs rl.{rule.other} = {allowed}: {rule.why}"
+                yield Problem(f"rl.{rule.key}", f"{text}; change one of the two", (f"rl.{rule.other}",))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
-from jetrl.config.base import Rule, Section
+from jetrl.config.base import Problem, Rule, Section
 from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.errors import NAME
 from jetrl.config.rl import RLConfig
@@ -22,7 +22,8 @@ class ModelConfig(Section):
 
     section: ClassVar[str] = "model"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("init_seed",), "arch", (None,)), Rule(("revision",), "path", (None,)),
+        Rule(("init_seed",), "arch", (None,), instead=("path",)),
+        Rule(("revision",), "path", (None,), instead=("arch",)),
         Rule(("tokenizer_revision",), "tokenizer", (None,)),
     )
     path: str | None = Field(
@@ -41,11 +42,13 @@ class ModelConfig(Section):
         default=None, min_length=1, description="Branch, tag or commit of a tokenizer from the hub. none: main.")
     init_seed: int = Field(default=0, ge=0, description="Seed of the random weights of model.arch.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if (self.path is None) == (self.arch is None):
             found = "neither is set" if self.path is None else "both are set"
-            yield ("model.path: needs exactly one of model.path (a folder, or a name on the hub) and model.arch "
-                   f"(random weights); {found}")
+            yield Problem(
+                "model.path", "needs exactly one of model.path (a folder, or a name on the hub) and model.arch (random "
+                f"weights); {found}", ("model.arch",), either=True,
+            )
         if self.arch is not None and self.tokenizer is None:
             yield 'model.tokenizer: is needed with model.arch; set a tokenizer folder or "builtin:arithmetic"'
 
@@ -84,8 +87,8 @@ class TaskConfig(Section):
     section: ClassVar[str] = "task"
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule((*DATA_KEYS, *ROW_KEYS), "name", ("addition", "gym", "environment", *LONG)),
-        Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,)),
-        Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,)),
+        Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,), instead=("train_file",)),
+        Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,), instead=("eval_file",)),
         Rule(("system_prompt", "chat_template_kwargs"), "chat_template", (False,)),
         Rule(("reward_weights",), "reward", (None,)),
     )
@@ -151,12 +154,13 @@ class TaskConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of the chat template, such as enable_thinking = false.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if self.name == "file":
             yield from source_problems(self)
-            for key, why in silent_columns(self).items():
-                if self._was_set(key):
-                    yield f"task.{key}: has no effect, because {why}; change that, or remove this key"
+            for key, (why, because) in silent_columns(self).items():
+                if self._differs(key):
+                    text = f"has no effect, because {why}; change that, or remove this key"
+                    yield Problem(f"task.{key}", text, because, void=True)
         yield from reward_problems(self)
 
     def without_effect(self) -> set[str]:
@@ -278,11 +282,11 @@ class SFTConfig(Section):
     cache_dir: str = Field(
         default="~/.cache/jetrl/sft", description="Where warm-started weights are kept for the next run.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if 0 < self.steps < self.warmup_steps:
-            yield (
-                f"sft.warmup_steps: must be at most sft.steps = {self.steps}, got {self.warmup_steps}; for a short "
-                "warm start add sft.warmup_steps=0"
+            yield Problem(
+                "sft.warmup_steps", f"must be at most sft.steps = {self.steps}, got {self.warmup_steps}; for a short "
+                "warm start add sft.warmup_steps=0", ("sft.steps",),
             )
 
 
@@ -302,10 +306,12 @@ class EvalConfig(Section):
         default=32, ge=0, description="Completions of each evaluation that go to eval_samples.jsonl, evenly over the "
         "problems and always of the same ones. 0: none.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if self.num_samples > 1 and self.temperature == 0:
-            yield (f"eval.num_samples: {self.num_samples} greedy samples of a problem are all the same; "
-                   "set eval.temperature above 0, or 1 sample")
+            yield Problem(
+                "eval.num_samples", f"{self.num_samples} greedy samples of a problem (eval.temperature = 0) are all "
+                "the same; set eval.temperature above 0, or 1 sample", ("eval.temperature",), void=True,
+            )
 
 
 class CheckpointConfig(Section):
@@ -328,7 +334,7 @@ class TrackConfig(Section):
     backends: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
         default=(), description="Trackers that also receive the metrics.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if len(set(self.backends)) < len(self.backends):
             yield f"track.backends: names a tracker twice: {toml_literal(self.backends)}"
 
@@ -381,40 +387,66 @@ class Config(Section):
         buffer = dapo_buffer_len(longest) if isinstance(longest, int) else 0  # a wrong type is reported at its own key
         return {**data, "rl": {**rl, "overlong_buffer_len": buffer}}
 
-    def problems(self) -> Iterator[str]:
-        rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+    def problems(self) -> Iterator[Problem | str]:
+        rollout = self.rollout
         yield from vllm_problems(self)
-        sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
+        yield from self._size_problems()
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
-                   f"a prompt, got {rollout.group_size}")
+                   f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")
         if self.rl.dynamic_sampling != "off" and rollout.group_size < 2:
-            yield 'rl.dynamic_sampling: a group of one never carries a signal; use "off", or a larger group_size'
+            yield Problem(
+                "rl.dynamic_sampling", "a group of one (rollout.group_size = 1) never carries a signal; take "
+                "larger groups, or \"off\"", ("rollout.group_size",), void=True,
+            )
         if self.environment.name is not None and self.task.overlong_prompts != "error":
-            yield ("task.overlong_prompts: has no effect with an environment, which makes the prompts; remove this key "
-                   "or environment.name")
+            yield Problem(
+                "task.overlong_prompts", "has no effect with an environment, which makes the prompts; remove this key "
+                "or environment.name", ("environment.name",), void=True,
+            )
         if self.task.name == "environment" and self.environment.name is None:
             yield 'environment.name: is needed with task.name = "environment"; set the class that makes the problems'
         if self.task.name == "environment" and self.environment.name == "tools":
             yield ('task.name: "environment" has no prompts, and environment.name = "tools" makes none; name a task '
                    "that has problems, such as file")
         if self.rl.critic_warmup_steps >= self.train.steps:
-            yield (f"rl.critic_warmup_steps: must be below train.steps = {self.train.steps}, or the policy never "
-                   f"learns; got {self.rl.critic_warmup_steps}")
+            yield Problem(
+                "rl.critic_warmup_steps", f"must be below train.steps = {self.train.steps}, or the policy never "
+                f"learns, got {self.rl.critic_warmup_steps}; lower it, or raise train.steps", ("train.steps",),
+            )
         if self.rl.updates_per_step > rollout.prompts_per_step:
-            yield (f"rl.updates_per_step: must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
-                   f"because groups are not split; got {self.rl.updates_per_step}")
+            yield Problem(
+                "rl.updates_per_step", f"must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
+                f"because groups are not split, got {self.rl.updates_per_step}; lower it, or raise the other",
+                ("rollout.prompts_per_step",),
+            )
+
+    def _size_problems(self) -> Iterator[Problem | str]:
+        """Sizes that do not hold one prompt and one response."""
+        rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+        sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
         if self.rl.overlong_buffer_len > rollout.max_response_length:
-            yield (f"rl.overlong_buffer_len: must be at most rollout.max_response_length = "
-                   f"{rollout.max_response_length}, got {self.rl.overlong_buffer_len}")
-        if self.train.max_tokens_per_gpu < longest:
-            yield f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}"
+            yield Problem(
+                "rl.overlong_buffer_len", f"must be at most rollout.max_response_length = "
+                f"{rollout.max_response_length}, got {self.rl.overlong_buffer_len}; lower it, or raise the other",
+                ("rollout.max_response_length",),
+            )
+        lengths = ("rollout.max_response_length", "task.max_prompt_length")
+        if self.train.max_tokens_per_gpu < longest:  # the budget of a GPU's memory: never changed for the user
+            yield (f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}; set "
+                   f"train.max_tokens_per_gpu={longest} or more, or allow shorter sequences")
         if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
-            yield f"rollout.kv_cache_tokens: must be at least {sizes}, got {rollout.kv_cache_tokens}"
+            yield Problem(
+                "rollout.kv_cache_tokens", f"must be at least {sizes}, got {rollout.kv_cache_tokens}; leave it out to "
+                "have what is needed", lengths,
+            )
         of_eval = self.task.max_prompt_length + (self.eval.max_response_length or 0)
         if (rollout.page_size or 0) > (most := max(128, 1 << (max(longest, of_eval) - 1).bit_length())):
-            yield (f"rollout.page_size: must be at most {most}, as the longest sequence has {max(longest, of_eval)} "
-                   f"tokens (prompt and response); got {rollout.page_size}. 16 to 128 are usual")
+            yield Problem(
+                "rollout.page_size", f"must be at most {most}, as the longest sequence has {max(longest, of_eval)} "
+                f"tokens (prompt and response); got {rollout.page_size}. 16 to 128 are usual",
+                (*lengths, "eval.max_response_length"),
+            )
         layers = (self.model.arch or {}).get("num_hidden_layers")
         in_bf16 = self.quant.num_first_layers_in_bf16 + self.quant.num_last_layers_in_bf16
         if isinstance(layers, int) and in_bf16 > layers:

@@ -73,7 +73,7 @@ def note_for_vllm() -> str:
         return ""
     return (
         "To load it with vLLM in this environment, set VLLM_USE_DEEP_GEMM=0: with sgl-deep-gemm next to it vLLM loses "
-        "the scales of FP8 weights (docs/ENGINES.md)."
+        "the scales of FP8 weights."
     )
 
 

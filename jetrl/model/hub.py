@@ -296,7 +296,7 @@ def _not_there(name: str, revision: str, kind: str, problem: Exception | None) -
     )
     here = _no_folder(name)
     if name.lower().startswith("models/smollm2"):
-        return f"{here}. `jetrl fetch smollm2` makes it (docs/INSTALL.md)."
+        return f"{here}. `jetrl fetch smollm2` makes it."
     if problem is None:
         return f"{here}, the cache {cache} does not hold {what}, and HF_HUB_OFFLINE is set. Unset it. {bring}"
     why, reached = _why(name, kind, problem)

@@ -108,7 +108,7 @@ def warm_start(
         store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
     else:
         if world.first:
-            tell(f"no warm start of this model, task, seed and [sft] in {path.parent} yet: made now, and kept there")
+            tell(f"no cached warm start for this model, task, seed and [sft] in {path.parent}: training one now")
         with together(world):
             require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)

@@ -32,6 +32,7 @@ from jetrl.model.hf_write import write_folder as write_folder
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
 from jetrl.spec import ModelSpec
+from jetrl.untrusted import inside
 
 # float16 is widened to float32, since BF16 has fewer digits: the values read equal those stored.
 READ_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float32, torch.float16: torch.float32}
@@ -181,7 +182,8 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{folder / INDEX} has no weight_map of tensor names to file names. {AGAIN}")
-    if absent := sorted({file for file in weight_map.values() if not (folder / file).is_file()}):
+    files = {file: inside(folder, file, links=True, source=folder / INDEX) for file in set(weight_map.values())}
+    if absent := sorted(name for name, path in files.items() if not path.is_file()):
         raise UserError(f"{folder / INDEX} names {some(absent)}, which the folder does not have. {AGAIN}")
     return weight_map
 

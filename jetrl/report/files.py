@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.untrusted import MOST_LINE, json_value
 
 
 def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
@@ -36,7 +37,9 @@ def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file; a torn last line is left out."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), start=1):
+            if len(line) > MOST_LINE:
+                raise UserError(f"{path}, line {number}, has more than {MOST_LINE >> 20} MiB. Remove that line.")
             row = parse_row(line)
             if row is not None:
                 yield row
@@ -47,8 +50,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """The row that a line holds, or None if the line is torn or is not ours."""
     try:
-        row = json.loads(line)
-    except ValueError:  # of JSON or of UTF-8
+        row = json_value(line)
+    except ValueError:  # of JSON or of UTF-8, or nested too deeply
         return None
     return row if isinstance(row, dict) and "step" in row else None
 

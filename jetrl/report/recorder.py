@@ -29,6 +29,7 @@ from jetrl.report.files import (
 )
 from jetrl.report.track import Tracker
 from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
+from jetrl.untrusted import json_file
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -153,7 +154,7 @@ class Recorder:
         path = self.run_dir / ENV_FILE
         if self.resume and path.exists():
             try:
-                first = dict(json.loads(path.read_text()))
+                first = dict(json_file(path))
             except (ValueError, TypeError):  # only a record: a damaged one does not stop a run
                 first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
@@ -312,7 +313,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
-    if wrong := [row.get("step") for row in rows if not isinstance(row.get("step"), int)]:
+    if wrong := [row.get("step") for row in rows if type(row.get("step")) is not int]:
         raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
     return rows
 
@@ -325,7 +326,11 @@ def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     for row in read_rows(path):
         if missing := [key for key in SAMPLE_KEYS if key not in row]:
             raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
-        yield _with_numbers(row, _decode)
+        try:
+            numbers = _with_numbers(row, _decode)
+        except (TypeError, AttributeError) as error:
+            raise UserError(f"{path}: a row of step {row['step']} has another form ({error}). Remove it.") from error
+        yield numbers
 
 
 def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
@@ -334,10 +339,13 @@ def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
     if not path.exists():
         return {}
     rows = list(read_rows(path))
-    return {
-        row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}
-        for row in rows
-    }
+    try:
+        return {
+            row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}
+            for row in rows
+        }
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{path}: a row has another form ({error!r}). Remove it.") from error
 
 
 def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -333,7 +333,7 @@ def export(
     from jetrl.api import export_checkpoint
     from jetrl.model.export import note_for_vllm
 
-    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision)}")
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print)}")
     if fp8 and (note := note_for_vllm()):
         out.print(note)
 

@@ -21,6 +21,7 @@ from jetrl.model.hf_config import hf_config as hf_config
 from jetrl.model.hf_config import spec_from_hf as spec_from_hf
 from jetrl.model.hf_files import AGAIN, other_kind, read_json, some
 from jetrl.model.hf_files import INDEX as INDEX
+from jetrl.model.hf_files import KNOWN_FILES as KNOWN_FILES
 from jetrl.model.hf_files import SINGLE as SINGLE
 from jetrl.model.hf_files import TOKENIZER_FILES as TOKENIZER_FILES
 from jetrl.model.hf_tokenizer import check_vocab as check_vocab
@@ -50,12 +51,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.{other_kind(folder)}")
-    return read_json(folder / "config.json")
+    return read_json(inside(folder, "config.json"))
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any] | None:
     """`generation_config.json` of a model folder, or None where there is none."""
-    path = Path(folder) / "generation_config.json"
+    path = inside(Path(folder), "generation_config.json")
     return read_json(path) if path.is_file() else None
 
 
@@ -170,6 +171,13 @@ def _check_shape(folder: Path, piece: Piece, shape: list[int]) -> None:
             f"{folder}: {piece.name} has shape {shape}, but config.json asks for {list(piece.shape)}. "
             "Check that config.json and the weights belong together."
         )
+
+
+def require_own(folder: Path) -> None:
+    """UserError for a weights file of the folder that is a link to another place: a copy of the model would take in
+    what lies there."""
+    for name in set(_tensor_files(folder).values()):
+        inside(folder, name)
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

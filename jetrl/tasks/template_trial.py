@@ -1,0 +1,76 @@
+"""Before a chat template is used: it is rendered once in a process with limits of time, memory and length.
+
+transformers renders templates in a sandbox, which keeps them from files and from Python, but neither from loops
+without end nor from texts that fill the memory. A template that passes is rendered in the run itself, without a limit
+of time; what it writes there is bounded in length. So one that behaves otherwise for later prompts is not caught.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks import template_child
+
+SECONDS, BYTES = 10, 2 << 30  # CPU time and address space of the trial
+MOST_CHARACTERS = 64 << 20  # of one rendered prompt
+_PATIENCE = 60.0  # seconds until a trial that does not even get CPU time is ended
+_CURE = "Use the tokenizer of another model, or correct the template; task.chat_template = false does without."
+
+
+def require_bounded(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+) -> None:
+    """UserError if the tokenizer's template needs too much for these messages, or for a conversation that begins with
+    them. Each template of a process is tried once."""
+    found = getattr(tokenizer, "chat_template", None)
+    templates = tuple(found.values()) if isinstance(found, Mapping) else (found,)
+    special = getattr(tokenizer, "special_tokens_map", None)
+    known = {key: value for key, value in special.items() if isinstance(value, str)} if special else {}
+    for template in templates:
+        if isinstance(template, str) and template not in _PASSED:
+            _try(template, list(messages), known | dict(variables or {}))
+            _PASSED.add(template)
+
+
+_PASSED: set[str] = set()
+
+
+def require_length(text: str) -> str:
+    """The text that a template wrote; UserError if it is too long to be a prompt."""
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"The tokenizer's chat template writes {len(text):,} characters for one prompt. {_CURE}")
+    return text
+
+
+def _try(template: str, messages: list[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
+    turn = [{"role": "assistant", "content": "a"}]
+    longer = [[*messages, *turn, {"role": role, "content": "b"}] for role in ("user", "tool")]
+    given = json.dumps({
+        "template": template, "conversations": [messages, *longer], "variables": variables, "seconds": SECONDS,
+        "bytes": BYTES, "length": MOST_CHARACTERS,
+    }, default=str)
+    program = [sys.executable, "-P", str(Path(template_child.__file__))]
+    try:
+        status = subprocess.run(
+            program, input=given.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_PATIENCE,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        status = template_child.TIME
+    why = {
+        template_child.MEMORY: f"needs more than {BYTES >> 30} GiB of memory",
+        template_child.LENGTH: f"writes more than {MOST_CHARACTERS:,} characters",
+        template_child.TIME: f"does not end within {_PATIENCE:.0f} s",
+        -getattr(signal, "SIGXCPU", 0): f"does not end within {SECONDS} s",
+        -getattr(signal, "SIGKILL", 0): f"does not end within {SECONDS} s, or was ended for its memory",
+    }
+    if status:
+        told = why.get(status, f"ends the program that renders it (status {status})")
+        raise UserError(f"The tokenizer's chat template {told} for a first prompt. {_CURE}")

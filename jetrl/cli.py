@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -104,6 +105,13 @@ def _told(error: Exception) -> str | None:
 
 def _echo(text: str, **options: bool) -> None:
     typer.echo(printable(text), **options)  # type: ignore[arg-type]  # nl, err
+
+
+def _question(alone: bool) -> Callable[[str], bool] | None:
+    """Asks the user, no by default; None where nobody can answer: in a script, or in one of several ranks."""
+    if not (alone and sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return lambda text: typer.confirm(printable(text), err=True)
 
 
 def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None) -> Any:
@@ -295,12 +303,14 @@ def evaluate(
     revision: Revision = None,
     nproc: Ranks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
+    trusted: Annotated[bool, typer.Option(
+        "--trust", help="Run the code that the run's recipe names, without a question.")] = False,
 ) -> None:
     """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.parallel import launch
 
     world = launch.join()
-    from jetrl import entry
+    from jetrl import entry, trust
     from jetrl.api import evaluate_checkpoint, evaluation_config
     from jetrl.config.shipped import find_recipe
     from jetrl.parallel.together import together
@@ -308,6 +318,8 @@ def evaluate(
     with together(world):
         found = find_recipe(recipe) if recipe else None
         config = evaluation_config(checkpoint, found, overrides or [], revision)
+        if found is None and trust.require(checkpoint, config, overrides or [], trusted, _question(world.alone)):
+            sys.argv.append("--trust")  # for the ranks of --nproc
     if nproc is not None:
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.parallel import launch
@@ -102,6 +103,8 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
             before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
             return pinned(config, before if config.checkpoint.resume != "never" else [])
 
+        if world.first:
+            trust.remember(config)
         config, pins = by_first(world, bound)
         launch.set_limit(config.train.collective_timeout)
         with told_when_out_of_memory(config, world):
@@ -328,6 +331,7 @@ def run_sft(config: Config) -> Path:
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
     launch.phase("warm start")
+    trust.remember(config)
     with no_silent_exit(), told_when_out_of_memory(config, World()):
         config, plan, _ = begin(pinned(config)[0], samples=False, displays=Compiling)
         model = build_model(config, plan.spec, plan.recipe)

@@ -21,7 +21,7 @@ RANKS = [
     ("precision",),
     ("kernels", "parallel"),
     ("model",),
-    ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
+    ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments", "trust"),
     ("parity_drawn",),
     ("loop", "parity", "entry", "subject"),
     ("api", "compare", "parity_ranks"),

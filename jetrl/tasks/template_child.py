@@ -10,11 +10,18 @@ import json
 import sys
 from typing import Any
 
-MEMORY, LENGTH, TIME = 3, 4, 5  # statuses; 0 also if the template raises an error, which its real rendering will tell
+MEMORY, LENGTH, TIME = 3, 4, 5  # statuses; 0 and 1 (an error here) leave what there is to tell to the real rendering
+_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class TooLong(Exception):
+    """A template has written more than a prompt may have."""
 
 
 def main() -> int:
     """Render each conversation; the first limit that is met decides."""
+    from jinja2 import TemplateError
+
     given = json.load(sys.stdin)
     _limit(given["seconds"], given["bytes"])
     for messages in given["conversations"]:
@@ -22,9 +29,9 @@ def main() -> int:
             _render(given["template"], messages, given["variables"], given["length"])
         except MemoryError:
             return MEMORY
-        except OverflowError:
+        except TooLong:
             return LENGTH
-        except Exception:  # noqa: S112, BLE001  # of the template: told by the real rendering
+        except (*_OF_TEMPLATES, TemplateError):
             continue
     return 0
 
@@ -61,7 +68,7 @@ def _render(template: str, messages: Any, variables: Any, most: int) -> None:
     for piece in pieces:
         length += len(piece)
         if length > most:
-            raise OverflowError
+            raise TooLong
 
 
 if __name__ == "__main__":

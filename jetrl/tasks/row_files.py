@@ -137,7 +137,8 @@ def _dictionary_bytes(file: BinaryIO, chunk: Any) -> int:
     if not chunk.has_dictionary_page:
         return 0
     file.seek(chunk.dictionary_page_offset)
-    header, numbers, at = file.read(16), [], 0
+    header, at = file.read(16), 0
+    numbers: list[int] = []
     while len(numbers) < 2 and at < len(header) and header[at] == 0x15:
         number, shift, at = 0, 0, at + 1
         while at < len(header):

@@ -18,26 +18,12 @@ from types import TracebackType
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.errors import printable as printable
 
 MOST_JSON_BYTES = 64 << 20  # of one JSON file; the index of a model of 30,000 tensors has 3 MiB
 MOST_LINE = 64 << 20  # characters or bytes of one line of jsonl
 MOST_DEPTH = 64  # of lists and tables in each other
-# C0 without tab and newline, delete, C1, marks that turn the direction of text, separators of lines, lone surrogates
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    r"""Text with its control characters spelled out (`\x1b`, `\u202e`), so that it cannot steer a terminal.
-
-    Newlines and tabs stay. ESC and C1 begin sequences that set titles, clear screens or write to the clipboard; a
-    carriage return and marks of direction make a line look like another one.
-    """
-    return _CONTROL.sub(_spelled, text)
-
-
-def _spelled(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return {"\r": "\\r"}.get(match[0], f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
+_NESTS = (dict, list)
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
@@ -63,9 +49,9 @@ def require_shallow(value: Any) -> None:
         inner: list[Any] = []
         for one in level:
             if isinstance(one, dict):
-                inner += [each for each in one.values() if isinstance(each, dict | list)]
+                inner += [each for each in one.values() if isinstance(each, _NESTS)]
             elif isinstance(one, list):
-                inner += [each for each in one if isinstance(each, dict | list)]
+                inner += [each for each in one if isinstance(each, _NESTS)]
         if not inner:
             return
         level = inner

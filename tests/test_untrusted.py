@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemory, UserError
 from jetrl.model import hf, hub
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display, Output, summary
@@ -37,6 +37,12 @@ def test_control_characters_are_spelled_out() -> None:
     assert printable("\x1b[2J\r\x07\x9b\u202e\ud800") == r"\x1b[2J\r\x07\x9b\u202e\ud800"
     for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A)):
         assert harmless(printable(chr(code))) and printable(chr(code)).startswith("\\"), hex(code)
+
+
+def test_mistakes_are_printable_from_python_too() -> None:
+    """A notebook prints the traceback itself."""
+    assert harmless(str(UserError(EVIL))) and "\\x1b[2J" in str(OutOfMemory(f"{EVIL}"))
+    assert str(UserError("two\n\tlines")) == "two\n\tlines"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

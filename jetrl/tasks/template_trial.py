@@ -31,10 +31,10 @@ def require_bounded(
     them. Each template of a process is tried once."""
     found = getattr(tokenizer, "chat_template", None)
     templates = tuple(found.values()) if isinstance(found, Mapping) else (found,)
-    special = getattr(tokenizer, "special_tokens_map", None)
-    known = {key: value for key, value in special.items() if isinstance(value, str)} if special else {}
     for template in templates:
         if isinstance(template, str) and template not in _PASSED:
+            special = getattr(tokenizer, "special_tokens_map", None) or {}
+            known = {key: value for key, value in special.items() if isinstance(value, str)}
             _try(template, list(messages), known | dict(variables or {}))
             _PASSED.add(template)
 

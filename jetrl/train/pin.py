@@ -79,4 +79,5 @@ def pins_of(environment: Path) -> list[Pin]:
     rows = found.get("hub") if isinstance(found, Mapping) else None
     keys = ("key", "name", "asked", "commit")
     rows = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-    return [Pin(*(row[key] for key in keys)) for row in rows if all(key in row for key in keys)]
+    rows = [row for row in rows if all(isinstance(row.get(key, 0), str | None) for key in keys)]
+    return [Pin(*(row[key] for key in keys)) for row in rows]

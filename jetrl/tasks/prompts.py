@@ -9,7 +9,7 @@ from typing import Any
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks.protocol import shorten
-from jetrl.tasks.template_trial import require_bounded, require_length
+from jetrl.tasks.template_trial import rendered
 from jetrl.types import Problem
 
 Message = Mapping[str, str]  # role and content, as chat templates read them
@@ -83,16 +83,15 @@ def render(
 ) -> str:
     """What the chat template writes for the messages, with the assistant's next turn opened. It sees `variables`, as in
     `enable_thinking = false`; one that it does not read changes nothing."""
-    require_bounded(tokenizer, messages, variables)
     try:
-        copies = [dict(m) for m in messages]  # a template may change what it gets
-        text = tokenizer.apply_chat_template(copies, add_generation_prompt=True, tokenize=False, **(variables or {}))
+        return rendered(tokenizer, messages, variables)
+    except UserError as error:
+        raise UserError(f"Problem {problem_id}: {error}") from error
     except Exception as error:  # jinja's errors: templates raise their own for roles that they do not know
         roles = [m["role"] for m in messages]
         raise UserError(
             f"Problem {problem_id}: the tokenizer's chat template fails on messages with roles {roles}: {error}"
         ) from error
-    return require_length(text)
 
 
 def encode_text(text: str, tokenizer: Any, where: str, kind: str, *, add_special_tokens: bool = False) -> list[int]:

@@ -1,8 +1,9 @@
-"""Before a chat template is used: it is rendered once in a process with limits of time, memory and length.
+"""Chat templates of others, rendered within limits: `rendered` is the only caller of `apply_chat_template`.
 
 transformers renders templates in a sandbox, which keeps them from files and from Python, but neither from loops
-without end nor from texts that fill the memory. A template that passes is rendered in the run itself, without a limit
-of time; what it writes there is bounded in length. So one that behaves otherwise for later prompts is not caught.
+without end nor from texts that fill the memory. So a template is first rendered in a process of its own, with limits of
+time, memory and length. One that passes is rendered in the run itself: there loops end after `MOST_SECONDS`, and the
+length is bounded, but a single huge multiplication that comes with later prompts only is not caught.
 """
 
 from __future__ import annotations
@@ -17,11 +18,32 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks import template_child
+from jetrl.tasks.time_limit import TooSlow, time_limit
 
 SECONDS, BYTES = 10, 2 << 30  # CPU time and address space of the trial
-MOST_CHARACTERS = 64 << 20  # of one rendered prompt
+MOST_CHARACTERS, MOST_SECONDS = 64 << 20, 60.0  # of one rendered prompt
 _PATIENCE = 60.0  # seconds until a trial that does not even get CPU time is ended
 _CURE = "Use the tokenizer of another model, or correct the template; task.chat_template = false does without."
+
+
+def rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None,
+    opened: bool = True,
+) -> str:
+    """What the tokenizer's chat template writes for the messages, with the assistant's next turn `opened`. UserError
+    if it needs too much; errors of the template pass."""
+    require_bounded(tokenizer, messages, variables)
+    copies = [dict(message) for message in messages]  # a template may change what it gets
+    try:
+        with time_limit(MOST_SECONDS):
+            text = tokenizer.apply_chat_template(
+                copies, add_generation_prompt=opened, tokenize=False, **(variables or {})
+            )
+    except TooSlow:
+        raise UserError(f"The tokenizer's chat template does not end within {MOST_SECONDS:g} s. {_CURE}") from None
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"The tokenizer's chat template writes {len(text):,} characters for one prompt. {_CURE}")
+    return text
 
 
 def require_bounded(
@@ -40,13 +62,6 @@ def require_bounded(
 
 
 _PASSED: set[str] = set()
-
-
-def require_length(text: str) -> str:
-    """The text that a template wrote; UserError if it is too long to be a prompt."""
-    if len(text) > MOST_CHARACTERS:
-        raise UserError(f"The tokenizer's chat template writes {len(text):,} characters for one prompt. {_CURE}")
-    return text
 
 
 def _try(template: str, messages: list[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.tasks import template_child, template_trial
+from jetrl.tasks import template_child, template_trial, time_limit
 from jetrl.tasks.prompts import render
-from jetrl.tasks.template_trial import require_bounded, require_length
+from jetrl.tasks.template_trial import rendered, require_bounded
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 GOOD = "{% for m in messages %}{{ m.role }}: {{ m.content | tojson }}{% endfor %}{{ eos_token }}"
@@ -66,20 +67,63 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.perf_counter() - started < 0.5, "some microseconds for each prompt"
 
 
-def test_length_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+class Late(SimpleNamespace):
+    """A tokenizer whose template passes the trial, and writes or loops afterwards."""
+
+    def apply_chat_template(self, *_: object, **__: object) -> str:
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            pass
+        return "x" * self.length
+
+
+def late(seconds: float = 0.0, length: int = 5) -> Late:
+    return Late(chat_template=GOOD, seconds=seconds, length=length)
+
+
+def test_prompts_of_the_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the main thread and in others, as environments have them; what follows is not touched."""
     monkeypatch.setattr(template_trial, "MOST_CHARACTERS", 5)
-    assert require_length("12345") == "12345"
+    monkeypatch.setattr(template_trial, "MOST_SECONDS", 0.2)
+    assert rendered(late(), MESSAGES) == "xxxxx"
     with pytest.raises(UserError, match="writes 6 characters for one prompt"):
-        require_length("123456")
+        rendered(late(length=6), MESSAGES)
+    with pytest.raises(UserError, match=r"Problem p/1: .* does not end within 0.2 s. Use the tokenizer"):
+        render(MESSAGES, late(seconds=30.0), "p/1")
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(rendered, late(seconds), MESSAGES) for seconds in (30.0, 0.0, 30.0, 0.0)]
+        assert [type(one.exception()) for one in found] == [UserError, type(None)] * 2
+        assert list(pool.map(lambda _: rendered(late(), MESSAGES), range(50))) == ["xxxxx"] * 50
 
 
-def test_no_template_is_rendered_without_a_trial() -> None:
-    """Whatever function calls transformers' `apply_chat_template` calls `require_bounded` before, and checks the
-    length."""
-    found = 0
-    for path in Path(template_child.__file__).parents[1].rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and ".apply_chat_template(" in (text := ast.unparse(node)):
-                found += 1
-                assert "require_bounded(" in text and "require_length(" in text, f"{path}: {node.name}"
-    assert found
+def test_a_limit_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is late at the very end raises nothing afterwards."""
+    monkeypatch.setattr(time_limit, "_PERIOD", 0.01)
+    raised = 0
+    for _ in range(30):
+        try:
+            with time_limit.time_limit(0.02):
+                end = time.monotonic() + 0.03
+                while time.monotonic() < end:
+                    pass
+        except time_limit.TooSlow:
+            raised += 1
+    for _ in range(10_000):
+        pass
+    assert raised
+    assert not time_limit._WATCH.deadlines
+    started = time.perf_counter()
+    for _ in range(10_000):
+        with time_limit.time_limit(60.0):
+            pass
+    assert time.perf_counter() - started < 1.0, "some microseconds for each prompt"
+
+
+def test_no_template_is_rendered_elsewhere() -> None:
+    found = [
+        (path.name, node.name)
+        for path in Path(template_child.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and ".apply_chat_template(" in ast.unparse(node)
+    ]
+    assert found == [("template_trial.py", "rendered")]

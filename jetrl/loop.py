@@ -25,6 +25,7 @@ from jetrl.parallel.world import World
 from jetrl.precision.draw import flow_svg
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
+from jetrl.report.files import write_whole
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
 from jetrl.report.recorder import ENV_FILE, NoRecorder, Recorder, failed_rows, group_rows, sample_lines
@@ -145,7 +146,7 @@ def _run(
                 given = session.given.model_dump(mode="json")
                 recorder.trackers += open_trackers(config.track.backends, run_dir, given)
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
-                (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe, sampler))
+                write_whole(run_dir / "flow.svg", flow_svg(session.model.spec, session.model.recipe, sampler))
         by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
         try:
             if resume:

@@ -97,6 +97,24 @@ def _leads_inside(path: Path, folder: Path) -> bool:
     return in_cache and place.is_relative_to(repository / "blobs")
 
 
+def fresh(path: Path) -> Path:
+    """Where to write the new content of a file in a folder that may be anyone's, to be renamed to `path`. Nothing lies
+    there, and renaming replaces a link: so no link of others, under either name, is written through."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    return temporary
+
+
+def refuse_link(path: Path) -> Path:
+    """The path, for a file that is written in place. UserError if it is a link: what it leads to would be changed."""
+    if path.is_symlink() and not path.is_char_device():
+        raise UserError(
+            f"{path} is a link to {path.readlink()}, and writing there would change that file. Remove the link, or put "
+            "a copy of the file in its place."
+        )
+    return path
+
+
 # ---- the terminal ---------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,9 @@ from jetrl.errors import OutOfMemory, UserError
 from jetrl.model import hf, hub
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display, Output, summary
-from jetrl.report.recorder import read_held_out
+from jetrl.report.files import write_whole
+from jetrl.report.html import write_report
+from jetrl.report.recorder import Recorder, read_held_out
 from jetrl.report.run import load_runs
 from jetrl.tasks.datasets import read_dataset
 from jetrl.untrusted import MOST_DEPTH, inside, json_file, json_value, printable
@@ -279,3 +281,36 @@ def test_messages_of_the_command_line_are_printable(tmp_path: Path) -> None:
         )
         told = done.stderr.decode() + done.stdout.decode()
         assert done.returncode == 2 and harmless(told) and "\\x1b[2J" in told, told
+
+
+def test_no_link_in_a_run_folder_is_written_through(tmp_path: Path) -> None:
+    """A report, and a resumed run, write into a folder that may be anyone's."""
+    mine = tmp_path / "mine"
+    row = '{"step": 0, "reward/mean": 0.5}\n'
+
+    def run(name: str, link: str) -> Path:
+        mine.write_text("mine\n")
+        folder = model_with(tmp_path / name, metrics__jsonl=row)
+        (folder / link).unlink(missing_ok=True)
+        (folder / link).symlink_to(mine)
+        return folder
+
+    for i, link in enumerate(("report.html", ".report.html.tmp")):
+        folder = run(f"report{i}", link)
+        write_report([folder], folder / "report.html")
+        assert not (folder / "report.html").is_symlink() and mine.read_text() == "mine\n"
+    for i, link in enumerate(("flow.svg", ".flow.svg.tmp")):
+        write_whole(run(f"whole{i}", link) / "flow.svg", "x")
+        assert mine.read_text() == "mine\n"
+    for i, link in enumerate(("metrics.jsonl", "samples.jsonl", "heldout.jsonl", ".lock")):
+        folder = run(f"recorder{i}", link)
+        with pytest.raises(UserError, match="is a link to .*mine, and writing there would change that file"):
+            Recorder(folder, resume=True)
+        assert mine.read_text() == "mine\n"
+    for link in (".metrics.jsonl.tmp", ".config.toml.tmp", ".env.json.tmp", "config.toml", "env.json"):
+        folder = run(f"rows{link}", link)
+        with Recorder(folder, resume=True) as recorder:
+            recorder.drop_after(0)
+            recorder.write_config("a = 1")
+            recorder.write_environment(["x"])
+        assert mine.read_text() == "mine\n", link

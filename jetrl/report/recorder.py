@@ -29,7 +29,7 @@ from jetrl.report.files import (
 )
 from jetrl.report.track import Tracker
 from jetrl.types import Advantage, Group, Problem, Prompt, Segment, Trajectory
-from jetrl.untrusted import json_file
+from jetrl.untrusted import json_file, refuse_link
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -60,7 +60,7 @@ class Recorder:
             if resume:
                 cut_torn_line(path)
             elif path.exists() and path.stat().st_size > 0:
-                path.write_bytes(b"")  # without metrics: from a run that died before its first row
+                refuse_link(path).write_bytes(b"")  # without metrics: from a run that died before its first row
         self._metrics = self._open(metrics)
         self._samples = self._open(samples)
         rows = read_metrics(self.run_dir) if resume else []
@@ -68,7 +68,7 @@ class Recorder:
 
     def _open(self, path: Path) -> int:
         with disk_errors(path):
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            return os.open(refuse_link(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def drop_after(self, step: int, first: int = 0) -> None:
         """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes.

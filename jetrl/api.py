@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from jetrl.config.toml import split_override
 from jetrl.errors import UserError
 from jetrl.model import export as export_module
 from jetrl.model import hf, hub
+from jetrl.model.hf_files import some
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.together import by_each, same_everywhere, together
@@ -293,10 +294,17 @@ def evaluate_checkpoint(
     return folder, len(session.task.eval_problems(config.task.num_eval)), metrics
 
 
-def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | None = None) -> Path:
-    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model."""
+def export_checkpoint(
+    where: str | Path, out: Path, fp8: bool, revision: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Path:
+    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model. `say` is told which
+    files of the folder the export does not have."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
     own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
     recipe = own if own is not None and own.name != "bf16" else None
-    return export_module.export(folder, out, fp8, recipe, trained_with=own)
+    written = export_module.export(folder, out, fp8, recipe, trained_with=own)
+    if rest := export_module.left_out(folder):
+        say(f"Left out, as they are no files of a model that jetrl knows: {some(rest)}")
+    return written

@@ -6,14 +6,14 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from jetrl import __version__
 from jetrl.ending import ctrl_c_is_told, ends_in_time
@@ -21,6 +21,7 @@ from jetrl.errors import UserError, disk_full, status_of, system_error
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.study.command import study
+from jetrl.untrusted import guard_terminal, printable
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -67,6 +68,7 @@ def _options(
 @ctrl_c_is_told()
 def main() -> None:
     """Entry point: a user's mistake ends with one message and status 2, a full GPU so with 3, an interrupt with 130."""
+    guard_terminal()
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -83,8 +85,8 @@ def main() -> None:
         if text is None:
             raise
         if debug:
-            traceback.print_exc()
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", markup=False, style="red")
+            typer.echo(printable(traceback.format_exc()), err=True, nl=False)
+        Output(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", style="red")
         raise SystemExit(status_of(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -99,6 +101,17 @@ def _told(error: Exception) -> str | None:
     if isinstance(error, OSError) or system_error(error) is not None:
         return f"cannot read or write: {error}. Check the path and its permissions."
     return None
+
+
+def _echo(text: str, **options: bool) -> None:
+    typer.echo(printable(text), **options)  # type: ignore[arg-type]  # nl, err
+
+
+def _question(alone: bool) -> Callable[[str], bool] | None:
+    """Asks the user, no by default; None where nobody can answer: in a script, or in one of several ranks."""
+    if not (alone and sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return lambda text: typer.confirm(printable(text), err=True)
 
 
 def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None, again: bool = False) -> Any:
@@ -132,7 +145,7 @@ def train(
     from jetrl.parallel.together import by_first, together
 
     if dry_run:
-        return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, typer.echo)
+        return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, _echo)
     if gpu:
         raise UserError("--gpu is for --dry-run, which says whether the run fits that GPU.")
     with together(world):
@@ -242,14 +255,14 @@ def parity(
     from jetrl.subject import subject_of
 
     work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
-    quiet = (lambda text: None) if as_json else lambda text: out.print(escape(wrapped(f"... {text}")), style="dim")
+    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
     certificate, formats = certified(
         world, lambda: subject_of(model, precision, device, kv_cache, revision), work_on, update, quiet
     )
     if as_json:
         typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))
     else:
-        out.print(f"\n{escape(wrapped(formats))}", style="dim")
+        out.print(f"\n{wrapped(formats)}", style="dim")
         print_certificate(certificate, out)
     raise SystemExit(0 if certificate.ok else 1)
 
@@ -275,7 +288,7 @@ def flow(
         if other_spec != spec:
             raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
     sampler = "" if promises_bits(config) else config.rollout.engine
-    typer.echo(flow_text(spec, own, other, sampler))
+    _echo(flow_text(spec, own, other, sampler))
     target = svg or Path(f"{config.name}-flow.svg")
     target.write_text(flow_svg(spec, own, sampler))
     out.print(f"Drawn: {target}")
@@ -297,12 +310,14 @@ def evaluate(
         Path | None,
         typer.Option(help="Write completions to this file, as rows like those of eval_samples.jsonl."),
     ] = None,
+    trusted: Annotated[bool, typer.Option(
+        "--trust", help="Run the code that the run's recipe names, without a question.")] = False,
 ) -> None:
     """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.parallel import launch
 
     world = launch.join()
-    from jetrl import entry
+    from jetrl import entry, trust
     from jetrl.api import evaluate_checkpoint, evaluation_config
     from jetrl.config.shipped import find_recipe
     from jetrl.parallel.together import together
@@ -310,6 +325,8 @@ def evaluate(
     with together(world):
         found = find_recipe(recipe) if recipe else None
         config = evaluation_config(checkpoint, found, overrides or [], revision)
+        if found is None and trust.require(checkpoint, config, overrides or [], trusted, _question(world.alone)):
+            sys.argv.append("--trust")  # for the ranks of --nproc
     if nproc is not None:
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)
@@ -368,7 +385,7 @@ def export(
     from jetrl.api import export_checkpoint
     from jetrl.model.export import note_for_vllm
 
-    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision)}")
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print)}")
     if fp8 and (note := note_for_vllm()):
         out.print(note)
 
@@ -403,10 +420,10 @@ def recipes(
     from jetrl.config.shipped import find_recipe, shipped, summary
 
     if name:
-        typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+        _echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
         return
     for known, path in shipped().items():
-        out.print(f"[bold]{known}[/]\n{escape(wrapped(summary(path), 2))}")
+        out.print(Text.assemble((known, "bold"), f"\n{wrapped(summary(path), 2)}"))
 
 
 @app.command()

@@ -8,14 +8,34 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+# C0 without tab and newline, delete, C1, marks that turn the direction of text, separators of lines, lone surrogates
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Text with its control characters spelled out (`\x1b`, `\u202e`), so that it cannot steer a terminal.
+
+    Newlines and tabs stay. ESC and C1 begin sequences that set titles, clear screens or write to the clipboard; a
+    carriage return and marks of direction make a line look like another one.
+    """
+    return _CONTROL.sub(_spelled, text)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return {"\r": "\\r"}.get(match[0], f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
+
 
 class UserError(ValueError):
     """A mistake that the user can fix. The message says what is wrong, with the values, and what to do about it.
 
-    `status`: that with which the program ends.
+    It may quote files of others: its text is `printable`. `status`: that with which the program ends.
     """
 
     status = 2
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class OutOfMemory(UserError):

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.parallel import launch
@@ -27,6 +28,7 @@ from jetrl.parallel.world import World
 from jetrl.precision.draw import flow_svg
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
+from jetrl.report.files import write_whole
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
 from jetrl.report.recorder import (
@@ -169,7 +171,7 @@ class Run:
 def opened(
     config: Config, run_dir: Path, command: list[str], stop: StopRequest, console: Console | None = None
 ) -> Iterator[Run]:
-    """A run of a resolved config, built and, if `checkpoint.resume` says so, restored. The report is written at the end.
+    """A run of a resolved config, built and, if `checkpoint.resume` says so, restored. At the end it writes the report.
 
     Inside it a step that is given up (GivenUp) is saved and ends the context; so does any other error, which goes on.
     Nobody's code but ours may run between the two: `guarded`. Collective.
@@ -182,6 +184,8 @@ def opened(
         before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
         return pinned(config, before if config.checkpoint.resume != "never" else [])
 
+    if world.first:
+        trust.remember(config)
     config, pins = by_first(world, bound)
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
@@ -225,7 +229,7 @@ def _recorded(
                 given = session.given.model_dump(mode="json")
                 recorder.trackers += open_trackers(config.track.backends, run_dir, given)
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
-                (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe, sampler))
+                write_whole(run_dir / "flow.svg", flow_svg(session.model.spec, session.model.recipe, sampler))
         in_turns = session.conversations is not None
         by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer, conversations=in_turns))
         try:
@@ -432,6 +436,7 @@ def run_sft(config: Config) -> Path:
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
     launch.phase("warm start")
+    trust.remember(config)
     with no_silent_exit(), told_when_out_of_memory(config, World()):
         config, plan, _ = begin(pinned(config)[0], samples=False, displays=Compiling)
         model = build_model(config, plan.spec, plan.recipe)

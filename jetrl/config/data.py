@@ -16,7 +16,8 @@ DATA_KEYS = (
     "eval_dataset", "eval_dataset_config", "eval_dataset_revision", "prompt_column", "answer_column", "prompt_template",
     "eval_prompt_column", "eval_answer_column", "eval_prompt_template",
 )
-ROW_KEYS = ("overlong_prompts", "repeated_prompts")  # which rows are used; also for task.name = "file" only
+ROW_KEYS = ("overlong_prompts", "repeated_prompts", "max_data_gib")  # which rows are used; as above
+MAX_DATA_GIB = 4.0  # default of task.max_data_gib
 # What jetrl itself passes to a chat template.
 TEMPLATE_ARGUMENTS = ("conversation", "chat_template", "add_generation_prompt", "tokenize", "messages")
 

@@ -180,6 +180,7 @@ def _table(name: str, section: Section, silent: set[str]) -> str:
 
 # Settings that change no bit of a run, only its time, its memory or what it checks.
 NO_BITS = frozenset({
+    "task.max_data_gib",
     "rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens",
     "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights", "eval.pass_reward",
     "eval.num_samples_kept",

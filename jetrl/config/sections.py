@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import Problem, Rule, Section
-from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
+from jetrl.config.data import DATA_KEYS, MAX_DATA_GIB, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.errors import NAME
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
@@ -146,6 +146,9 @@ class TaskConfig(Section):
         default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
     repeated_prompts: Literal["keep", "drop"] = Field(
         default="keep", description="Rows of the data that repeat an earlier prompt: keep, or leave them out.")
+    max_data_gib: float = Field(
+        default=MAX_DATA_GIB, gt=0, description="Most memory in GiB for the rows of one file or split, as estimated; a "
+        "file whose rows need more is refused before it is in memory.")
     num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
     chat_template: bool | Literal["auto"] = Field(
         default="auto", description="Whether prompts go through the tokenizer's chat template. auto: if it has one.")

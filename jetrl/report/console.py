@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -38,12 +39,24 @@ from jetrl.report.text import (
     sparkline,
     unscored_of,
 )
+from jetrl.untrusted import printable
 
 _MAX_WIDTH = 100
 
 
 class Output(Console):
-    """A rich console that reports a closed pipe; rich itself would end the program silently."""
+    """A rich console on which text of others is text: control characters are spelled out, and brackets are no markup.
+
+    It reports a closed pipe; rich itself would end the program silently.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:  # type: ignore[override]
+        """What all printing goes through: rich's own control codes pass, those in texts do not."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
@@ -72,7 +85,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
-        self.title, self.about = title, about
+        self.title, self.about = printable(title), printable(about)
         self.current = start_step
         self.notice: Callable[[], str] = lambda: ""  # a line for the user in the live panel
         self.console = console or Output()
@@ -170,11 +183,11 @@ class Display:
         if self._live is None:
             self._line(text)
         else:
-            self.console.print(escape(text), highlight=False)
+            self.console.print(Text(printable(text)), highlight=False)
 
     def _line(self, text: str) -> None:
         """One line as it is: no wrapping, no markup, and out at once, so that `tail -f` and job logs follow."""
-        self.console.out(text, highlight=False)
+        self.console.out(printable(text), highlight=False)
         self.console.file.flush()
 
     def time_left(self) -> float | None:
@@ -319,7 +332,7 @@ def summary(
     """Print the outcome of the run, with the rewards that never moved (`constant`), and what to do next:
     `next_commands` holds pairs (what it does, command).
     """
-    console = console or Console()
+    console = console or Output()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -349,7 +362,7 @@ def summary(
 
 def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = None) -> None:
     """Print several runs, one per row: (precision flow, its headline)."""
-    console = console or Console()
+    console = console or Output()
     table = Table(box=None, padding=(0, 2, 0, 0))
     measured = held_out_name(run.held_out for _, run in rows).lower()
     routed = ("other experts",) if any(run.routing_mean is not None for _, run in rows) else ()

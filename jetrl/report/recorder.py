@@ -31,6 +31,7 @@ from jetrl.report.files import (
 )
 from jetrl.report.track import Tracker
 from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
+from jetrl.untrusted import json_file, refuse_link
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -63,7 +64,7 @@ class Recorder:
             if resume:
                 cut_torn_line(path)
             elif path.exists() and path.stat().st_size > 0:
-                path.write_bytes(b"")  # without metrics: from a run that died before its first row
+                refuse_link(path).write_bytes(b"")  # without metrics: from a run that died before its first row
         self._metrics = self._open(metrics)
         self._samples = self._open(samples)
         rows = read_metrics(self.run_dir) if resume else []
@@ -71,7 +72,7 @@ class Recorder:
 
     def _open(self, path: Path) -> int:
         with disk_errors(path):
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            return os.open(refuse_link(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def drop_after(self, step: int, first: int = 0) -> None:
         """Remove the rows of all files with a step past `step`, that of the checkpoint from which the run resumes.
@@ -168,7 +169,7 @@ class Recorder:
         path = self.run_dir / ENV_FILE
         if self.resume and path.exists():
             try:
-                first = dict(json.loads(path.read_text()))
+                first = dict(json_file(path))
             except (ValueError, TypeError):  # only a record: a damaged one does not stop a run
                 first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
@@ -394,7 +395,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
-    if wrong := [row.get("step") for row in rows if not isinstance(row.get("step"), int)]:
+    if wrong := [row.get("step") for row in rows if type(row.get("step")) is not int]:
         raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
     return rows
 
@@ -418,7 +419,11 @@ def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
     for row in read_rows(path):
         if missing := [key for key in SAMPLE_KEYS if key not in row]:
             raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
-        yield _with_numbers(row, _decode)
+        try:
+            numbers = _with_numbers(row, _decode)
+        except (TypeError, AttributeError) as error:
+            raise UserError(f"{path}: a row of step {row['step']} has another form ({error}). Remove it.") from error
+        yield numbers
 
 
 def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
@@ -427,10 +432,13 @@ def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
     if not path.exists():
         return {}
     rows = list(read_rows(path))
-    return {
-        row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}
-        for row in rows
-    }
+    try:
+        return {
+            row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}
+            for row in rows
+        }
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{path}: a row has another form ({error!r}). Remove it.") from error
 
 
 def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -22,12 +22,13 @@ from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.together import by_first, common, together
 from jetrl.parallel.world import World
 from jetrl.precision.draw import flow_svg
+from jetrl.report.channel import Channel
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
 from jetrl.report.recorder import ENV_FILE, NoRecorder, Recorder, failed_rows, group_rows, sample_lines
-from jetrl.report.track import open_trackers
+from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
 from jetrl.tasks.user_code import no_silent_exit
@@ -103,6 +104,7 @@ def run(config: Config, run_dir: Path, command: list[str], stop: StopRequest) ->
             return pinned(config, before if config.checkpoint.resume != "never" else [])
 
         config, pins = by_first(world, bound)
+        by_first(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
         launch.set_limit(config.train.collective_timeout)
         with told_when_out_of_memory(config, world):
             session = build(config, weights=found is None, world=world, displays=Compiling)
@@ -139,8 +141,8 @@ def _run(
             if world.first:
                 recorder.write_config(to_toml(session.given))
                 recorder.write_environment(command, origin)
-                given = session.given.model_dump(mode="json")
-                recorder.trackers += open_trackers(config.track.backends, run_dir, given)
+                recorder.trackers += trackers(session, run_dir, clock.message, found is not None)
+                recorder.tracked_samples = config.track.num_samples
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
                 (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe, sampler))
         by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
@@ -163,6 +165,12 @@ def _run(
     if world.first and recorder.last_step >= 0:  # one from elsewhere may stop before its first step
         write_report([run_dir], run_dir / "report.html")
     return session.step >= config.train.steps and not session.owes_evaluation
+
+
+def trackers(session: Session, run_dir: Path, tell: Callable[[str], None], goes_on: bool) -> list[Channel]:
+    """Open those that the recipe names."""
+    given, settings = session.given.model_dump(mode="json"), TrackSettings(**session.config.track.model_dump())
+    return open_trackers(settings, run_dir, given, first=session.step + 1 if goes_on else 0, tell=tell)
 
 
 def start(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest) -> None:

@@ -26,6 +26,7 @@ from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.together import by_first, common, together
 from jetrl.parallel.world import World
 from jetrl.precision.draw import flow_svg
+from jetrl.report.channel import Channel
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
 from jetrl.report.files import write_whole
@@ -42,7 +43,7 @@ from jetrl.report.recorder import (
     unscored_rows,
     write_samples,
 )
-from jetrl.report.track import open_trackers
+from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.rewards import check_gold
 from jetrl.tasks.user_code import no_silent_exit
@@ -187,6 +188,7 @@ def opened(
     if world.first:
         trust.remember(config)
     config, pins = by_first(world, bound)
+    by_first(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
         session = build(config, weights=found is None, world=world, displays=Compiling)
@@ -226,8 +228,8 @@ def _recorded(
             if world.first:
                 recorder.write_config(to_toml(session.given))
                 recorder.write_environment(command, origin)
-                given = session.given.model_dump(mode="json")
-                recorder.trackers += open_trackers(config.track.backends, run_dir, given)
+                recorder.trackers += trackers(session, run_dir, clock.message, found is not None)
+                recorder.tracked_samples = config.track.num_samples
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
                 write_whole(run_dir / "flow.svg", flow_svg(session.model.spec, session.model.recipe, sampler))
         in_turns = session.conversations is not None
@@ -241,6 +243,12 @@ def _recorded(
     stop.phase = "report"
     if world.first and recorder.last_step >= 0:  # one from elsewhere may stop before its first step
         write_report([run_dir], run_dir / "report.html")
+
+
+def trackers(session: Session, run_dir: Path, tell: Callable[[str], None], goes_on: bool) -> list[Channel]:
+    """Open those that the recipe names."""
+    given, settings = session.given.model_dump(mode="json"), TrackSettings(**session.config.track.model_dump())
+    return open_trackers(settings, run_dir, given, first=session.step + 1 if goes_on else 0, tell=tell)
 
 
 def start(

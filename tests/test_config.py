@@ -505,7 +505,9 @@ FULL: dict[str, Any] = {
     "train": {"lr": 3, "adam_betas": [0.8, 0.99], "adam_eps": 1e-12, "lr_schedule": "linear", "min_lr_ratio": 0.1},
     "sft": {"steps": 5, "num_examples": 7},
     "eval": {"num_samples": 4, "temperature": 0.7, "max_response_length": 9},
-    "track": {"backends": ["tensorboard", "wandb"]},
+    "track": {
+        "backends": ["tensorboard", "wandb"], "project": "p", "entity": "e", "tags": ["a", "b=c"], "num_samples": 0,
+    },
 }
 
 

@@ -51,6 +51,7 @@ LONG_FUNCTIONS = {
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
     "doctor/finding.py:attempted", "kernels/compiling.py:_attempted",
+    "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
     "study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "tasks/gym.py:_score", "tasks/math_reward.py:_serve", "tasks/math_reward.py:score_math",
 ]

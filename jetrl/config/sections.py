@@ -334,12 +334,34 @@ class TrackConfig(Section):
     """Experiment trackers, in addition to metrics.jsonl and report.html, which are always written."""
 
     section: ClassVar[str] = "track"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("project", "group", "tags", "run_name"), "backends", ((), ("tensorboard",))),
+        Rule(("entity", "num_samples"), "backends", ((),)),
+    )
     backends: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        default=(), description="Trackers that also receive the metrics.")
+        default=(), description="Trackers that also receive the metrics: docs/TRACKING.md. Checked before the model is "
+        "loaded; one that fails later does not end the run.")
+    project: str | None = Field(
+        default=None, description="Project (wandb, trackio) or experiment (mlflow). Default: the tracker's own "
+        'variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME), else "jetrl".')
+    entity: str | None = Field(
+        default=None, description="wandb's user or team. Default: WANDB_ENTITY, else that of the login.")
+    group: str | None = Field(
+        default=None, description="Group of the run (wandb, trackio), or its tag `group` (mlflow). Default: "
+        "WANDB_RUN_GROUP, else none.")
+    tags: tuple[str, ...] = Field(
+        default=(), description="Tags of the run; `key=value` for mlflow. Default: WANDB_TAGS, else none.")
+    run_name: str | None = Field(
+        default=None, description="The run's name in the tracker. Default: WANDB_NAME or MLFLOW_RUN_NAME, else the "
+        "name of the run folder.")
+    num_samples: int = Field(
+        default=8, ge=0, description="Completions per step and per evaluation that trackers get as a table. 0: none.")
 
     def problems(self) -> Iterator[Problem | str]:
         if len(set(self.backends)) < len(self.backends):
             yield f"track.backends: names a tracker twice: {toml_literal(self.backends)}"
+        if self.entity is not None and self.backends and "wandb" not in self.backends:
+            yield "track.entity: only wandb has entities; name it in track.backends, or remove this key"
 
 
 def dapo_buffer_len(max_response_length: int) -> int:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.report.channel import Channel
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import (
     cut_torn_line,
@@ -29,7 +30,7 @@ from jetrl.report.files import (
     replace_row,
     write_whole,
 )
-from jetrl.report.track import Tracker
+from jetrl.report.track import evenly, table_rows
 from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
 from jetrl.untrusted import json_file, refuse_link
 
@@ -50,7 +51,8 @@ class Recorder:
     def __init__(self, run_dir: Path | str, resume: bool = False) -> None:
         self.run_dir = Path(run_dir)
         self.resume = resume
-        self.trackers: list[Tracker] = []  # each row goes to them too
+        self.trackers: list[Channel] = []  # each row goes to them too
+        self.tracked_samples = 0  # rows of a table of samples that they get
         metrics, samples, *rest = (self.run_dir / name for name in ROW_FILES)
         with disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -157,7 +159,15 @@ class Recorder:
 
     def append_samples(self, lines: Iterable[bytes]) -> None:
         """Append lines that `sample_lines` has made, here or on another rank."""
+        lines = list(lines)
         self._append(self._samples, SAMPLES_FILE, lines)
+        self.track_samples("samples", self.last_step, lines)
+
+    def track_samples(self, table: str, step: int, lines: Sequence[bytes]) -> None:
+        """Send some of these lines, evenly over all, to the trackers as a table: `samples`, or `eval_samples`."""
+        chosen = evenly(lines, self.tracked_samples)
+        for tracker in self.trackers if chosen else ():
+            tracker.samples(table, step, lambda: table_rows(chosen))
 
     def write_config(self, text: str) -> None:
         """Write the resolved config, as the caller rendered it."""
@@ -182,11 +192,11 @@ class Recorder:
                 while data:
                     data = data[os.write(file, data) :]
 
-    def close(self) -> None:
-        """Close both files and the trackers; further writes are errors."""
-        while self.trackers:
-            self.trackers.pop().close()
+    def close(self, failed: bool = False) -> None:
+        """Close both files, then the trackers (as those of a failed run if so); further writes are errors."""
         self._shut()
+        while self.trackers:
+            self.trackers.pop().close(failed)
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -204,14 +214,14 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
 
 class NoRecorder(Recorder):
     """That of a rank whose run another one records: it writes nothing."""
 
     def __init__(self) -> None:
-        self.trackers, self.last_step = [], -1
+        self.trackers, self.tracked_samples, self.last_step = [], 0, -1
         self._metrics = self._samples = self._lock = -1
 
     def drop_after(self, step: int, first: int = 0) -> None:

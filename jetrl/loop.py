@@ -45,6 +45,7 @@ from jetrl.report.recorder import (
 )
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
+from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.rewards import check_gold
 from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
@@ -170,12 +171,13 @@ class Run:
 
 @contextmanager
 def opened(
-    config: Config, run_dir: Path, command: list[str], stop: StopRequest, console: Console | None = None
+    config: Config, run_dir: Path, command: list[str], stop: StopRequest, *, own: FromPython = NOTHING,
+    console: Console | None = None,
 ) -> Iterator[Run]:
     """A run of a resolved config, built and, if `checkpoint.resume` says so, restored. At the end it writes the report.
 
     Inside it a step that is given up (GivenUp) is saved and ends the context; so does any other error, which goes on.
-    Nobody's code but ours may run between the two: `guarded`. Collective.
+    `own`: what a program gave as objects; `console`: where the display goes. Collective.
     """
     run_dir, world = run_dir.absolute(), stop.world
     stop.phase, stop.saves = "start", config.checkpoint.save_interval > 0
@@ -191,7 +193,7 @@ def opened(
     by_first(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
-        session = build(config, weights=found is None, world=world, displays=Compiling)
+        session = build(config, weights=found is None, world=world, displays=Compiling, own=own)
         try:
             ranks = {} if world.alone else {"ranks": world.size}
             with _recorded(session, run_dir, command, stop, found, record(pins) | ranks, console) as running:
@@ -210,7 +212,7 @@ def _recorded(
 ) -> Iterator[Run]:
     """The run with its folder and its display."""
     config, world = session.config, session.world
-    session.data = by_first(world, lambda: data_digests(config))
+    session.data = by_first(world, lambda: data_digests(config, session.own))
     if found is not None:
         state.restore(session, found, run_dir)
     display = Display(
@@ -262,7 +264,7 @@ def start(
             stop.phase = "warm start"
             warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
-                clock.display.message, session.world,
+                clock.display.message, session.world, session.own.digests,
             )
     stop.phase = "step"
     state.begin(session, run_dir)

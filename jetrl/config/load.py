@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,10 +62,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
     gets one line for each (`precedence.py`). Another `rl.algo` drops what the file's algorithm would have set itself
     (a run's config.toml states every value) and what the new one ignores.
     """
-    data = read_toml(Path(path))
+    source = f"{path} with overrides" if overrides else str(path)
+    return config_of(read_toml(Path(path)), map(split_override, overrides), source, say)
+
+
+def config_of(
+    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell
+) -> Config:
+    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed."""
     before = copy.deepcopy(data)
     given: dict[str, Any] = {}
-    for key, value in map(split_override, overrides):
+    for key, value in overrides:
         given.pop(key, None)  # in the order of what was said last
         given[key] = value
     if "rl.algo" in given:
@@ -80,7 +87,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
             break
         except ValidationError as error:
             if not said.give_way(error):
-                raise _refused(error, f"{path} with overrides" if overrides else str(path), said.notes) from None
+                raise _refused(error, source, said.notes) from None
     for note in said.notes:
         say(note)
     return config

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from jetrl.errors import UserError
 from jetrl.tasks.calculator import Calculator
 from jetrl.tasks.chat import Message, message_of
+from jetrl.tasks.from_python import NOTHING, FromPython, is_given
 from jetrl.tasks.importing import import_attribute
 from jetrl.tasks.protocol import RewardFunction, shorten, stable_hash
 from jetrl.tasks.retry import Retry
@@ -83,13 +84,15 @@ class Factory:
         return callable(getattr(self.kind, "close", None))
 
 
-def load_environment(name: str, params: Mapping[str, Any], reward: RewardFunction | None = None) -> Factory:
+def load_environment(
+    name: str, params: Mapping[str, Any], reward: RewardFunction | None = None, own: FromPython = NOTHING
+) -> Factory:
     """The environment that `environment.name` names: a built-in one, `module:Class` or `path/to/file.py:Class`.
 
     A constructor with a parameter `reward` gets the task's reward function there.
     """
-    if ":" in name:
-        kind = import_attribute(name, "environment.name", "class")
+    if ":" in name or is_given(name):
+        kind = import_attribute(name, "environment.name", "class", own=own)
     elif name in BUILTIN:
         kind = BUILTIN[name]
     else:

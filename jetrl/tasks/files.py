@@ -19,6 +19,7 @@ from jetrl.errors import UserError
 from jetrl.tasks.chat import Message, message_of
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.datasets import read_dataset
+from jetrl.tasks.from_python import NOTHING, FromPython, GivenRows
 from jetrl.tasks.prompts import prompt_key
 from jetrl.tasks.protocol import RewardFunction, check_params, gold_params, shorten, stable_hash
 from jetrl.tasks.row_files import read_jsonl, read_parquet
@@ -36,10 +37,11 @@ class FileTask:
 
     def __init__(
         self, config: TaskConfig, seed: int, *, needs_answer: bool = True, hold_out: bool = True,
-        fits: Callable[[Problem], bool] | None = None,
+        fits: Callable[[Problem], bool] | None = None, own: FromPython = NOTHING,
     ) -> None:
         """`needs_answer`: rows without an answer are mistakes. `hold_out`: without data for evaluation, some problems
-        are kept for it. `fits`: whether a prompt is short enough; a problem whose prompt is not is left out."""
+        are kept for it. `fits`: whether a prompt is short enough; a problem whose prompt is not is left out.
+        `own`: rows that a program gave."""
         for old, key in (("prompt_key", "prompt_column"), ("answer_key", "answer_column")):
             if old in config.params:
                 raise UserError(f"task.params.{old}: write task.{key} instead.")
@@ -47,8 +49,8 @@ class FileTask:
         self.gold_template, self.check_gold = gold_params(config.params)
         self.seed = seed
         sieves = [Sieve(fits, config.repeated_prompts == "drop") for _ in range(2)]
-        source, problems = _training(config, needs_answer, sieves[0])
-        elsewhere = _evaluation(config, needs_answer, sieves[1])
+        source, problems = _training(config, needs_answer, sieves[0], own)
+        elsewhere = _evaluation(config, needs_answer, sieves[1], own)
         held_out: list[Problem]
         if elsewhere is not None:
             where, held_out = elsewhere
@@ -117,10 +119,14 @@ def _split(problems: list[Problem], num_eval: int, file: str) -> tuple[list[Prob
     return [first[key] for key in taken], set(taken)
 
 
-def _training(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[str, list[Problem]]:
+def _training(
+    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython
+) -> tuple[str, list[Problem]]:
     """Where the training problems come from, in words, and the problems."""
     columns = Columns(config.prompt_column, config.answer_column, config.prompt_template, needs_answer=needs_answer)
     if config.train_file is not None:
+        if (given := own.rows_of("task.train_file", config.train_file)) is not None:
+            return given.name, given_problems(given, columns, sieve)
         return config.train_file, read_problems(
             Path(config.train_file).expanduser(), columns, sieve, config.max_data_gib
         )
@@ -129,7 +135,9 @@ def _training(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[str
     return _named(name, subset, revision, config.train_split, columns, sieve, config.max_data_gib)
 
 
-def _evaluation(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[str, list[Problem]] | None:
+def _evaluation(
+    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython
+) -> tuple[str, list[Problem]] | None:
     """Likewise those for evaluation; None: they are held out of the training problems."""
     template = config.eval_prompt_template
     if template is None and config.eval_prompt_column is None:
@@ -139,6 +147,8 @@ def _evaluation(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[s
         "eval_", needs_answer,
     )
     if config.eval_file is not None:
+        if (given := own.rows_of("task.eval_file", config.eval_file)) is not None:
+            return given.name, given_problems(given, columns, sieve)
         path = Path(config.eval_file).expanduser()
         return config.eval_file, read_problems(path, columns, sieve, config.max_data_gib)
     if config.eval_split is None:
@@ -168,6 +178,11 @@ def _named(
     if not problems:
         raise UserError(f"{found.source}: it has no rows.")
     return found.source, problems
+
+
+def given_problems(given: GivenRows, columns: Columns, sieve: Sieve) -> list[Problem]:
+    """The problems of rows that a program gave, with the checks of a file's. Mistakes name the row, counted from 0."""
+    return sieve.take((_problem(row, f"{given.name}[{i}]", columns) for i, row in enumerate(given.rows)), given.name)
 
 
 def read_problems(

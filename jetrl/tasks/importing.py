@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from jetrl.errors import UserError, place_of
+from jetrl.tasks.from_python import NOTHING, FromPython, is_given
 from jetrl.tasks.neighbours import add_folder
 from jetrl.tasks.user_code import user_code
 
@@ -21,9 +22,13 @@ Kind = Literal["function", "class"]
 _PLURAL = {"function": "functions", "class": "classes"}
 
 
-def import_attribute(name: str, key: str, kind: Kind, loaded: dict[str, ModuleType] | None = None) -> Any:
-    """What `name` names, not yet checked to be of this kind. Messages name the config's `key`. Files and modules that
-    are among the `loaded` are not loaded again; others join them."""
+def import_attribute(
+    name: str, key: str, kind: Kind, loaded: dict[str, ModuleType] | None = None, own: FromPython = NOTHING
+) -> Any:
+    """What `name` names, not yet checked to be of this kind; `own` has what a program gave. Messages name the config's
+    `key`. Files and modules that are among the `loaded` are not loaded again; others join them."""
+    if is_given(name):
+        return own.find(name, key)
     form = "function" if kind == "function" else "Class"
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:

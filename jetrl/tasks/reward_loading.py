@@ -9,6 +9,7 @@ from typing import Any
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
+from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.importing import import_attribute
 from jetrl.tasks.protocol import RewardFunction, completion_text
 from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
@@ -16,12 +17,12 @@ from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
 _VERL = {"data_source", "solution_str", "ground_truth"}  # the parameters by which verl's `compute_score` is recognized
 
 
-def import_reward(config: TaskConfig) -> RewardFunction | None:
+def import_reward(config: TaskConfig, own: FromPython = NOTHING) -> RewardFunction | None:
     """What `task.reward` names: one function as it is, or several (or an async or verl's one) with their weights."""
     if config.reward is None:
         return None
     names = (config.reward,) if isinstance(config.reward, str) else config.reward
-    functions = tuple(import_function(name) for name in names)
+    functions = tuple(import_function(name, own=own) for name in names)
     plain = not is_async(functions[0]) and not getattr(functions[0], "gives_dicts", False)
     if len(functions) == 1 and config.reward_weights is None and plain:
         return functions[0]
@@ -29,9 +30,9 @@ def import_reward(config: TaskConfig) -> RewardFunction | None:
     return WeightedReward(functions, weights, distinct_names([name.rpartition(":")[2] for name in names]))
 
 
-def import_function(name: str, key: str = "task.reward") -> Callable[..., Any]:
+def import_function(name: str, key: str = "task.reward", own: FromPython = NOTHING) -> Callable[..., Any]:
     """The function of `module:function` or `path/to/file.py:function`. verl's `compute_score` is adapted."""
-    function = import_attribute(name, key, "function")
+    function = import_attribute(name, key, "function", own=own)
     if not callable(function):
         raise UserError(f"{key}: {name} is of type {type(function).__name__}, not a function.")
     parameters = inspect.signature(function).parameters

@@ -16,6 +16,7 @@ from jetrl.precision.flow import require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.environment import TOOLS, Factory, load_environment
+from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.reward_calls import names_of
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
@@ -39,10 +40,13 @@ class Prepared:
     environment: Factory | None
 
 
-def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Prepared:
+def prepare(
+    config: Config, *, trains: bool = True, samples: bool = True, own: FromPython = NOTHING
+) -> Prepared:
     """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now.
 
-    Without `samples` no engine will be built, so that none has to be installed or to take the model.
+    Without `samples` no engine will be built, so that none has to be installed or to take the model. `own`:
+    what a program gave as objects.
     """
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
@@ -57,12 +61,12 @@ def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Pre
         require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
-    named = import_reward(config.task)
+    named = import_reward(config.task, own)
     task = build_task(
         config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
-        hold_out=holds_out(config),
+        hold_out=holds_out(config), own=own,
     )
-    reward, environment = scoring(config, task, named, tokenizer)
+    reward, environment = scoring(config, task, named, tokenizer, own)
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
@@ -94,7 +98,7 @@ def check_saved(config: Config, spec: ModelSpec) -> None:
 
 
 def scoring(
-    config: Config, task: Task, named: RewardFunction | None, tokenizer: Any
+    config: Config, task: Task, named: RewardFunction | None, tokenizer: Any, given: FromPython = NOTHING
 ) -> tuple[RewardFunction | None, Factory | None]:
     """The reward function and the environment. An environment's own rewards count unless `task.reward` is set; tools
     give none."""
@@ -104,7 +108,7 @@ def scoring(
         return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
     with_signal(named, config)
     own = named if named is not None else task.reward
-    return named, load_environment(config.environment.name, config.environment.params, own)
+    return named, load_environment(config.environment.name, config.environment.params, own, given)
 
 
 def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:

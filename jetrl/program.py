@@ -89,7 +89,8 @@ def _tables(recipe: Any) -> tuple[dict[str, Any], str, Path | None]:
         return copy.deepcopy(dict(recipe)), "the config", None
     if not isinstance(recipe, str | Path) or not str(recipe):
         raise UserError(
-            f"recipe = {shorten(repr(recipe))}: give the name of a recipe (`jetrl recipes`), a TOML file, a run folder, "
+            f"recipe = {shorten(repr(recipe))}: give the name of a recipe (`jetrl recipes`), a TOML file, a run "
+            "folder, "
             "a dict of tables, or a Config."
         )
     path = Path(recipe)
@@ -114,7 +115,8 @@ def _pairs(overrides: Any) -> list[tuple[str, Any]]:
         return [(key, str(value) if isinstance(value, Path) else value) for key, value in found]
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise UserError(
-            f"overrides = {shorten(repr(overrides))}: give a dict such as {{'train.lr': 1e-5}}, or a list of texts such "
+            f"overrides = {shorten(repr(overrides))}: give a dict such as {{'train.lr': 1e-5}}, or a list of texts "
+            "such "
             "as ['train.lr=1e-5']."
         )
     return [split_override(text) for text in overrides]
@@ -159,7 +161,8 @@ def _named(reward: Any, environment: Any) -> tuple[dict[str, Any], dict[str, Any
 
 def _replaced(data: Mapping[str, Any], rows: Mapping[str, Any], pairs: Mapping[str, Any]) -> dict[str, Any]:
     """The keys by which given objects take the place of a recipe's own: the problems (those for evaluation too), the
-    weights of its rewards, the parameters of its environment. In a run's own config, which names the objects, nothing changes.
+    weights of its rewards, the parameters of its environment. In a run's own config, which names the objects, nothing
+    changes.
 
     What a recipe says of its columns stays where its problems are a file's or a data set's.
     """
@@ -198,7 +201,8 @@ def _placed(run_dir: str | Path | None, resume: Any, said: Iterable[str]) -> dic
         pairs["checkpoint.resume"] = str(resume)
     elif resume is not False:
         raise UserError(
-            f"resume = {resume!r}: give True (go on from the newest checkpoint), 'auto' (likewise, or begin where there "
+            f"resume = {resume!r}: give True (go on from the newest checkpoint), 'auto' (likewise, or begin where "
+            "there "
             "is none), a checkpoint's folder, or False."
         )
     return pairs

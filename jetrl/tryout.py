@@ -198,10 +198,11 @@ def _tell_end(trial: Trial, trajectory: Trajectory, say: Say) -> None:
         return
     parts = score_parts([Group(trial.prompt, (trajectory,))], trial.reward, True)
     names = trial.reward.names if isinstance(trial.reward, WeightedReward) else (reward_name(trial.reward),)
-    for name, (value,) in zip(names, parts, strict=True):
+    for name, part in zip(names, parts, strict=True):
+        (value,) = part.values
         say(f"reward: {'not scored' if value is None else f'{value:g}'} by {printable(name)}")
     if isinstance(trial.reward, WeightedReward):
-        (total,) = trial.reward.summed(parts)
+        (total,) = trial.reward.summed([part.values for part in parts])
         say(f"weighted sum: {'not scored' if total is None else f'{total:g}'}")
 
 

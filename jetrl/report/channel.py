@@ -63,7 +63,9 @@ def within(name: str, seconds: float, call: Callable[[], object]) -> None:
     thread.start()
     thread.join(seconds)
     if not result:
-        raise UserError(f"{name} (track.backends) has not answered in {seconds:g} s: is its server within reach? {_CURE}")
+        raise UserError(
+            f"{name} (track.backends) has not answered in {seconds:g} s: is its server within reach? {_CURE}"
+        )
     error = result[0]
     if isinstance(error, UserError):
         raise error

@@ -133,6 +133,8 @@ class Template:
         """What the template writes for the messages, with the assistant's next turn `opened` or not."""
         try:
             return self._written(messages, opened=opened)
+        except UserError as error:
+            raise UserError(f"Problem {problem_id}: {error}") from error
         except Exception as error:  # jinja's errors: templates raise their own for roles that they do not know
             roles = [m["role"] for m in messages]
             raise UserError(

@@ -21,8 +21,10 @@ from typing import Any, get_args
 from jetrl.config import Config, EnvironmentConfig, TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Call, Loop
+from jetrl.tasks.chat import Message
 from jetrl.tasks.environment import BadReply, Factory
-from jetrl.tasks.prompts import Message, chat_messages, render, uses_chat_template
+from jetrl.tasks.prompts import chat_messages, uses_chat_template
+from jetrl.tasks.template import Template
 from jetrl.tasks.tool_calls import CallFormat, ToolCall, format_of, read_calls
 from jetrl.tasks.tool_schemas import KEY, Tool, load_tools
 from jetrl.tasks.user_code import OUR_THREADS
@@ -247,11 +249,11 @@ def _check_template(task: TaskConfig, tokenizer: Any, schemas: list[dict[str, An
         )
     talk = chat_messages(Problem(_CHECK, "?", ""), task)
     try:
-        without = render(talk, tokenizer, _CHECK, task.chat_template_kwargs)
+        without = Template(tokenizer, task.chat_template_kwargs).render(talk, _CHECK)
     except UserError:
         without = ""  # a template that is for tools only
     variables = {**task.chat_template_kwargs, "tools": schemas}
-    shown = render(talk, tokenizer, _CHECK, variables)
+    shown = Template(tokenizer, variables).render(talk, _CHECK)
     names = [schema["function"]["name"] for schema in schemas]
     missing = [name for name in names if name not in (task.system_prompt or "" if shown == without else shown)]
     if missing:
@@ -261,7 +263,7 @@ def _check_template(task: TaskConfig, tokenizer: Any, schemas: list[dict[str, An
             "tool, by name, in task.system_prompt and set environment.params.call_format."
         )
     talk += [{"role": "assistant", "content": "!"}, {"role": "tool", "name": names[0], "content": _RESULT}]
-    if _RESULT not in render(talk, tokenizer, _CHECK, variables):
+    if _RESULT not in Template(tokenizer, variables).render(talk, _CHECK):
         raise UserError(
             f"{KEY}: the tokenizer's chat template does not write messages of the role `tool`, so the model would not "
             "read what a tool returns. Use a model whose template does (Qwen2.5, Qwen3, Llama 3.1 and later)."

@@ -86,7 +86,8 @@ class StopRequest:
             self.phase = before
 
     def take(self) -> int | None:
-        """The signal that asked, on this rank or another, once: then the run is not asked to stop any more. Collective."""
+        """The signal that asked, on this rank or another, once: then the run is not asked to stop any
+        more. Collective."""
         got = next((number for number in self.world.gather(self.got) if number is not None), None)
         if got is not None:
             self.asked, self.got, self._waits = False, None, True

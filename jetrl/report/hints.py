@@ -35,8 +35,8 @@ def without_signal(groups: Sequence[Group], learnt: Sequence[Group], temperature
         return ""
     if every and not values:
         return (
-            f"all {len(every)} answers ran into a limit, and rl.mask_truncated leaves such answers out of the loss. Raise "
-            "rollout.max_response_length, or environment.max_turns."
+            f"all {len(every)} answers ran into a limit, and rl.mask_truncated leaves such answers out of the loss. "
+            "Raise rollout.max_response_length, or environment.max_turns."
         )
     rewards = [reward for group in groups for reward in group.rewards]
     same = all(len({t.turns[0].tokens for t in g.trajectories if t.turns}) < 2 for g in groups)

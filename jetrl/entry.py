@@ -187,7 +187,7 @@ def summarize(run_dir: Path, console: Console) -> None:
         ]
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
-        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
+        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, parity_missing=numbers.parity_missing,
         warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
         constant=never_moved(run.rows), next_commands=next_commands,
     )

@@ -310,7 +310,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, batches, session.learner, session.reference, config, session.unified
         )
         try:
-            stats = update(session.learner, batches, config, step)
+            stats = update(session.learner, batches, config, step, clock.display.hint)
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
@@ -372,8 +372,8 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
 
     The step itself is sound, and saved: its ratios are those to the policy that sampled.
     """
-    gap, engine = metrics.get("parity/logprob_abs_diff_max", 0.0), session.config.rollout.engine
-    if not session.unified or gap == 0.0:
+    gap, engine = metrics.get("parity/logprob_abs_diff_max"), session.config.rollout.engine
+    if not session.unified or gap is None or gap == 0.0:  # None: the step made no update, so nothing was compared
         return
     share = metrics["parity/frac_tokens_different"]
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"

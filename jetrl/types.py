@@ -413,7 +413,8 @@ class PackedBatch:
 
     A rank may hold only those that it computes: `numbers` says which of the update's `num_micro_batches` they are. All
     else is about the whole update. `num_sequences` counts all trajectories; `sequence_tokens` are the loss tokens of
-    each, `num_masked_tokens` the policy's tokens of those outside the loss.
+    each, `num_masked_tokens` the policy's tokens of those outside the loss. `prompts`: the place of each one's prompt
+    in the task's stream; empty for the warm start.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -425,6 +426,7 @@ class PackedBatch:
     flow_digest: str
     weight_version: int
     num_masked_tokens: int = 0
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from jetrl.report.text import (
     failures_of,
     notes,
     number,
+    parity_note,
     parity_text,
     rank_notes,
     sparkline,
@@ -98,7 +99,7 @@ class Display:
         self._phase_started = self._told = clock()
         self._metrics: dict[str, float] = {}
         self._curve: list[float] = []
-        self._worst_gap = 0.0
+        self._worst_gap: float | None = None  # None: nothing was compared yet
         self._first_accuracy: float | None = None
         self._ended = ""
         self._evaluated: Mapping[str, float] = {}  # the row of the last evaluation
@@ -160,9 +161,9 @@ class Display:
         shown = metrics.get("reward/mean", metrics.get("policy/loss"))
         if shown is not None:
             self._curve.append(float(shown))
-        gap = float(metrics.get("parity/logprob_abs_diff_max", 0.0))
-        if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as the worst and stays
-            self._worst_gap = gap
+        gap, worst = metrics.get("parity/logprob_abs_diff_max"), self._worst_gap
+        if gap is not None and (worst is None or not (math.isnan(worst) or gap <= worst)):  # NaN is the worst and stays
+            self._worst_gap = float(gap)
         accuracy = accuracy_of(metrics)
         if accuracy is not None:
             self._evaluated = metrics
@@ -285,7 +286,7 @@ class Display:
             parity = Text("-")
         else:
             parity = Text(parity_text(gap), style="bold green" if gap == 0.0 else "bold red")
-            if self._worst_gap != gap:
+            if self._worst_gap is not None and self._worst_gap != gap:
                 parity.append(f"  (worst {parity_text(self._worst_gap)})", style="red")
         speed = metrics.get("perf/tokens_per_s_per_gpu")
         table.add_row("loss" if warm_start else "reward", reward, "held-out", held_out)
@@ -323,6 +324,7 @@ def summary(
     accuracy_before: float | None = None,
     accuracy_after: float | None = None,
     parity_max: float | None = None,
+    parity_missing: int = 0,
     warm_start_seconds: float | None = None,
     held_out: str = "accuracy",
     constant: Sequence[str] = (),
@@ -342,7 +344,7 @@ def summary(
     if parity_max is not None:
         exact = parity_max == 0.0
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
-        told = agreed if exact else gap
+        told = (agreed if exact else gap) + parity_note(parity_missing)
         table.add_row("parity", Text(told, style="green" if exact else "red"))
     if constant:
         table.add_row("never moved", Text("; ".join(constant), style="yellow"))
@@ -373,7 +375,7 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
         accuracy = "" if run.accuracy_after is None else f"{before}{run.accuracy_after:.3f}"
         gap = "" if run.parity_max is None else parity_text(run.parity_max)
         style = "green" if run.parity_max == 0.0 else "red"
-        steps = f"{run.parity_nonzero_steps}/{run.parity_steps}"
+        steps = f"{run.parity_nonzero_steps}/{run.parity_steps}" if run.parity_steps else ""
         cells: list[str | Text] = [name, accuracy, Text(gap, style=style), Text(steps, style=style)]
         if routed:
             share = run.routing_mean

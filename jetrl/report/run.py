@@ -127,6 +127,7 @@ class Headline:
     warm_start_seconds: float | None
     tokens_per_s: float | None
     held_out: str = "accuracy"  # or "reward": what accuracy_before and accuracy_after are
+    parity_missing: int = 0  # training steps that compared nothing, of a run that compares
     routing_mean: float | None = None  # share of routers with other experts on the two sides, over the measured steps
 
 
@@ -159,6 +160,7 @@ def headline(run: Run) -> Headline:
         warm_start_seconds=warm_start or None,
         tokens_per_s=throughput[len(throughput) // 2] if throughput else None,
         held_out=run.held_out,
+        parity_missing=sum(int(row["step"]) > 0 for row in run.rows) - len(parity) if parity else 0,
         routing_mean=sum(routing) / len(routing) if routing else None,
     )
 

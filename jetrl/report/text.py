@@ -40,6 +40,11 @@ def unscored_of(metrics: Mapping[str, float]) -> str:
     return f" ({', '.join(told)})" if told else ""
 
 
+def parity_note(missing: int) -> str:
+    """What is said of training steps without a comparison: that they say nothing of parity."""
+    return f"; {counted(missing, 'step')} had nothing to compare" if missing else ""
+
+
 def parity_text(gap: float) -> str:
     """`0` only for a gap of exactly 0; else the gap with three digits (1.19e-07, 0.0123)."""
     return "0" if gap == 0.0 else f"{gap:.3g}"

@@ -257,7 +257,7 @@ def _tokenwise(
     items: list[_Item], estimator: ByToken, config: AdvantageConfig
 ) -> tuple[list[Advantage | None], list[Column | None] | None]:
     rows, returns = estimator([item for item in items if item.in_loss], config)
-    found: list[Advantage | None] = list(_spread(map(tuple, rows), items))
+    found: list[Advantage | None] = [*_spread(map(tuple, rows), items)]
     if returns is None:
         return found, None
     return found, _spread((np.array(row, dtype=np.float64) for row in returns), items)

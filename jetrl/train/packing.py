@@ -84,7 +84,8 @@ def pack(
         places = [group.prompt.index for group in groups[start:end] for _ in group.trajectories]
         for index in chain.from_iterable(bins[number] for number in own(len(bins))):
             _check_logprobs(trajectories[index], places[index])
-        batches.append(packed(trajectories, in_loss, bins, flow_digest, weight_version, share_prompts, own))
+        batch = packed(trajectories, in_loss, bins, flow_digest, weight_version, share_prompts, own)
+        batches.append(replace(batch, prompts=tuple(places)))
     return batches
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.parallel import launch
@@ -25,12 +26,24 @@ from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.together import by_first, common, together
 from jetrl.parallel.world import World
 from jetrl.precision.draw import flow_svg
+from jetrl.report.channel import Channel
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
+from jetrl.report.files import write_whole
 from jetrl.report.hints import without_signal
 from jetrl.report.html import write_report
-from jetrl.report.recorder import ENV_FILE, NoRecorder, Recorder, failed_rows, group_rows, sample_lines
-from jetrl.report.track import open_trackers
+from jetrl.report.recorder import (
+    ENV_FILE,
+    NoRecorder,
+    Recorder,
+    eval_rows,
+    failed_rows,
+    group_rows,
+    sample_lines,
+    unscored_rows,
+    write_samples,
+)
+from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.rewards import check_gold
@@ -161,7 +174,7 @@ def opened(
     config: Config, run_dir: Path, command: list[str], stop: StopRequest, *, own: FromPython = NOTHING,
     console: Console | None = None,
 ) -> Iterator[Run]:
-    """A run of a resolved config, built and, if `checkpoint.resume` says so, restored. Its end writes the report.
+    """A run of a resolved config, built and, if `checkpoint.resume` says so, restored. At the end it writes the report.
 
     Inside it a step that is given up (GivenUp) is saved and ends the context; so does any other error, which goes on.
     `own`: what a program gave as objects; `console`: where the display goes. Collective.
@@ -174,7 +187,10 @@ def opened(
         before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
         return pinned(config, before if config.checkpoint.resume != "never" else [])
 
+    if world.first:
+        trust.remember(config)
     config, pins = by_first(world, bound)
+    by_first(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
         session = build(config, weights=found is None, world=world, displays=Compiling, own=own)
@@ -214,11 +230,12 @@ def _recorded(
             if world.first:
                 recorder.write_config(to_toml(session.given))
                 recorder.write_environment(command, origin)
-                given = session.given.model_dump(mode="json")
-                recorder.trackers += open_trackers(config.track.backends, run_dir, given)
+                recorder.trackers += trackers(session, run_dir, clock.message, found is not None)
+                recorder.tracked_samples = config.track.num_samples
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
-                (run_dir / "flow.svg").write_text(flow_svg(session.model.spec, session.model.recipe, sampler))
-        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer))
+                write_whole(run_dir / "flow.svg", flow_svg(session.model.spec, session.model.recipe, sampler))
+        in_turns = session.conversations is not None
+        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer, conversations=in_turns))
         try:
             yield Run(session, recorder, clock, run_dir, stop, found)
         except GivenUp:  # a rollout, or rewards: nothing in the session has changed
@@ -228,6 +245,12 @@ def _recorded(
     stop.phase = "report"
     if world.first and recorder.last_step >= 0:  # one from elsewhere may stop before its first step
         write_report([run_dir], run_dir / "report.html")
+
+
+def trackers(session: Session, run_dir: Path, tell: Callable[[str], None], goes_on: bool) -> list[Channel]:
+    """Open those that the recipe names."""
+    given, settings = session.given.model_dump(mode="json"), TrackSettings(**session.config.track.model_dump())
+    return open_trackers(settings, run_dir, given, first=session.step + 1 if goes_on else 0, tell=tell)
 
 
 def start(
@@ -252,7 +275,7 @@ def start(
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
         recorder.write(0, metrics | clock.take() | started)
-        recorder.write_held_out(0, session.take_held_out())
+        record_evaluation(session, recorder, 0)
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
         state.save(session, run_dir)
@@ -287,7 +310,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, batches, session.learner, session.reference, config, session.unified
         )
         try:
-            stats = update(session.learner, batches, config, step)
+            stats = update(session.learner, batches, config, step, clock.display.hint)
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
@@ -321,14 +344,27 @@ def record_step(
 ) -> None:
     """Write a step's metrics and samples. Each rank makes the lines of its part of the groups."""
     world, text = session.world, session.token_text
-    rows = group_rows(world.part(recorded(gathered.groups, learnt)), text)
+    rows = group_rows(world.part(recorded(gathered.groups, learnt)), text, session.decode)
     lines = world.collect(sample_lines(step, rows))
     with together(world):
         recorder.write(step, metrics)
-        recorder.write_held_out(step, session.take_held_out())
+        record_evaluation(session, recorder, step)
         if world.first:
-            failed = sample_lines(step, failed_rows(gathered.failed, text))
+            left = unscored_rows(
+                gathered.unscored, text, session.decode, conversations=session.conversations is not None
+            )
+            failed = sample_lines(step, [*failed_rows(gathered.failed, text, session.decode), *left])
             recorder.append_samples([*chain.from_iterable(lines), *failed])
+
+
+def record_evaluation(session: Session, recorder: Recorder, step: int) -> None:
+    """Write what the evaluation of this step left, if there was one: each problem's rewards, and some completions."""
+    if (found := session.take_held_out()) is None:
+        return
+    recorder.write_held_out(step, found.row())
+    if session.world.first:
+        kept = found.kept(session.config.eval.num_samples_kept)
+        recorder.write_eval_samples(step, eval_rows(*kept, session.token_text, session.decode))
 
 
 def check_parity(session: Session, display: Display, metrics: dict[str, float], run_dir: Path) -> None:
@@ -336,8 +372,8 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
 
     The step itself is sound, and saved: its ratios are those to the policy that sampled.
     """
-    gap, engine = metrics.get("parity/logprob_abs_diff_max", 0.0), session.config.rollout.engine
-    if not session.unified or gap == 0.0:
+    gap, engine = metrics.get("parity/logprob_abs_diff_max"), session.config.rollout.engine
+    if not session.unified or gap is None or gap == 0.0:  # None: the step made no update, so nothing was compared
         return
     share = metrics["parity/frac_tokens_different"]
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
@@ -394,7 +430,7 @@ def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop:
     if not due(session.config.eval.eval_interval, session.step, session.config):
         return {}
     if metrics := evaluated(session, clock, stop):
-        recorder.write_held_out(session.step, session.take_held_out())
+        record_evaluation(session, recorder, session.step)
         recorder.amend(metrics | clock.take())
         clock.display.step({"step": session.step} | metrics)
     return metrics
@@ -410,6 +446,7 @@ def run_sft(config: Config) -> Path:
     if not config.sft.steps:
         raise UserError("sft.steps = 0: this recipe has no warm start. Set sft.steps.")
     launch.phase("warm start")
+    trust.remember(config)
     with no_silent_exit(), told_when_out_of_memory(config, World()):
         config, plan, _ = begin(pinned(config)[0], samples=False, displays=Compiling)
         model = build_model(config, plan.spec, plan.recipe)
@@ -420,10 +457,19 @@ def run_sft(config: Config) -> Path:
             )
 
 
-def evaluate_once(session: Session, console: Console | None = None) -> dict[str, float]:
-    """Held-out accuracy of a built session, outside a run; the display goes to `console`. A collective."""
+def evaluate_once(
+    session: Session, console: Console | None = None, samples: Path | None = None
+) -> dict[str, float]:
+    """Held-out accuracy of a built session, outside a run; the display goes to `console`, some completions to the file
+    `samples`. A collective."""
     try:
         with no_silent_exit(), Display(0, f"{session.config.name} eval", console=console) as display:
-            return evaluate(session, Clock(display))
+            metrics = evaluate(session, Clock(display))
+            found = session.take_held_out()
+            with together(session.world):
+                if samples is not None and found is not None and session.world.first:
+                    kept = found.kept(session.config.eval.num_samples_kept)
+                    write_samples(samples, eval_rows(*kept, session.token_text, session.decode))
+            return metrics
     finally:
         session.close()

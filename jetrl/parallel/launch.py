@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jetrl.ending import INTERRUPTED, end_with_parent
 from jetrl.errors import UserError, status_of
 from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
+from jetrl.untrusted import printable
 
 if TYPE_CHECKING:
     from jetrl.parallel.watch import Failure, Watch
@@ -259,7 +260,7 @@ def _tell(failure: Failure) -> None:
     _write(failure)
     if SPAWNED not in os.environ:
         trace = f"\n{failure.trace.rstrip()}" if failure.trace else ""
-        print(f"jetrl: {failure.told()}{trace}", file=sys.stderr, flush=True)
+        print(printable(f"jetrl: {failure.told()}{trace}"), file=sys.stderr, flush=True)
 
 
 def _write(failure: Failure) -> None:

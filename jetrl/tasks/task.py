@@ -16,7 +16,7 @@ from jetrl.tasks.files import FileTask
 from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.gym import GymTask
 from jetrl.tasks.long import KINDS, LongTask
-from jetrl.tasks.prompts import OverlongPrompt, encode_problem
+from jetrl.tasks.prompts import OverlongPrompt, encode_problem, opened_text
 from jetrl.tasks.protocol import RewardFunction, Task
 from jetrl.types import Problem, Prompt
 
@@ -115,7 +115,8 @@ def eval_prompts(task: Task, tokenizer: Any, config: Config, conversations: bool
 
 
 def _prompt(index: int, problem: Problem, tokenizer: Any, config: TaskConfig) -> Prompt:
-    return Prompt(index, problem, tuple(encode_problem(problem, tokenizer, config)))
+    tokens = tuple(encode_problem(problem, tokenizer, config))
+    return Prompt(index, problem, tokens, opened_text(problem, tokenizer, config))
 
 
 def _opening(index: int, problem: Problem, seed: int | None) -> Prompt:

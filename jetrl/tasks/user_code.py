@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from jetrl.errors import UserError
+from jetrl.untrusted import printable
 
 OUR_THREADS = "jetrl-environment"  # prefix of the names of the threads in which environments run
 
@@ -210,7 +211,7 @@ def no_silent_exit() -> Iterator[None]:
         if thread is threading.main_thread() or thread.name.startswith(OUR_THREADS):
             raise UserError(f"{what}: it would end the run without a checkpoint. Remove it, or raise an exception.")
         lost = "the program ends here, and steps after the last checkpoint are lost"
-        print(f"jetrl: {what} in the thread {thread.name}: {lost}.", file=sys.stderr, flush=True)
+        print(printable(f"jetrl: {what} in the thread {thread.name}: {lost}."), file=sys.stderr, flush=True)
         _real_exit(status or 1)
 
     os._exit = refuse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.conversations import EnvironmentPool, build_pool
 from jetrl.tasks.from_python import NOTHING, FromPython
+from jetrl.tasks.prompts import decoded
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, keep_cache
+from jetrl.train.evaluation import Evaluation
 from jetrl.train.optim import build_optimizer
 from jetrl.train.prepare import Prepared, check_experts, model_source, prepare
 from jetrl.train.step import Learner
@@ -62,7 +65,7 @@ class Session:
     saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
     texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
-    held_out: dict[str, Any] | None = None  # the last evaluation problem by problem, until it is recorded
+    held_out: Evaluation | None = None  # the last evaluation problem by problem, until it is recorded
     before: dict[str, float] = field(default_factory=dict)  # metrics of the start, for the first row that is written
 
     @property
@@ -100,10 +103,14 @@ class Session:
             except UserError as cause:
                 raise cause from error
 
-    def take_held_out(self) -> dict[str, Any] | None:
+    def take_held_out(self) -> Evaluation | None:
         """The last evaluation problem by problem, once."""
         taken, self.held_out = self.held_out, None
         return taken
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens as the policy read it, special ones included."""
+        return decoded(self.tokenizer, tokens)
 
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""

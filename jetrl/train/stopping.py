@@ -35,7 +35,10 @@ _LOST = {
     "start": "no step had begun", "warm start": "the warm start is not saved; next time it is made from its beginning",
     "report": "report.html is not written; `jetrl report` makes it",
 }  # by phase in which a signal stops at once
-_AGAIN = "The signal again stops at once."
+_AGAIN = {
+    signal.SIGINT: "Press Ctrl-C again to stop immediately.",
+    signal.SIGTERM: "A second SIGTERM stops it immediately.",
+}
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -83,7 +86,8 @@ class StopRequest:
             self.phase = before
 
     def take(self) -> int | None:
-        """The signal that asked, on this rank or another, once: then the run is no longer asked to stop. Collective."""
+        """The signal that asked, on this rank or another, once: then the run is not asked to stop any
+        more. Collective."""
         got = next((number for number in self.world.gather(self.got) if number is not None), None)
         if got is not None:
             self.asked, self.got, self._waits = False, None, True
@@ -108,7 +112,7 @@ class StopRequest:
             self._say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
             raise KeyboardInterrupt
         self.asked, self._waits, self.got = True, number == signal.SIGINT, number
-        self._say(self._answer(), _AGAIN if number in _STOPS else "Ctrl-C or SIGTERM stops at once.")
+        self._say(self._answer(), _AGAIN.get(signal.Signals(number), "Ctrl-C or SIGTERM stops it immediately."))
         if self.world.alone:
             self.check()
 

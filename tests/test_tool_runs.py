@@ -11,10 +11,10 @@ import torch
 from byte_tokenizer import HERMES, saved
 from tiny import numbers, tiny_run
 
-from jetrl.config import Config, load_config, resolve
+from jetrl.config import load_config, resolve
 from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_samples
-from jetrl.train.sft import solved_trajectory
+from jetrl.train.sft import SolutionEncoder
 from jetrl.tryout import prepare_trial, try_out
 from jetrl.types import Problem, Trajectory
 
@@ -87,14 +87,14 @@ def test_a_tasks_own_reward_scores_the_last_turn(tmp_path: Path) -> None:
 def test_the_warm_start_teaches_calls_with_the_schemas_in_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = []
+    prompts, true = [], SolutionEncoder.trajectory
 
-    def solved(problem: Problem, tokenizer: Any, config: Config) -> Trajectory:
-        made = solved_trajectory(problem, tokenizer, config)
-        prompts.append(tokenizer.decode(list(made.segments[0].tokens)))
+    def solved(self: SolutionEncoder, problem: Problem) -> Trajectory:
+        made = true(self, problem)
+        prompts.append(self.turns.tokenizer.decode(list(made.segments[0].tokens)))
         return made
 
-    monkeypatch.setattr("jetrl.train.sft.solved_trajectory", solved)
+    monkeypatch.setattr(SolutionEncoder, "trajectory", solved)
     sft = {"sft__steps": 20, "sft__batch_size": 4, "sft__lr": 1e-2, "sft__cache_dir": str(tmp_path / "cache")}
     run_dir = tiny_run(tmp_path, changes(tmp_path, train__steps=1, **sft))
     turns = [t for s in read_samples(run_dir) for t in s["turns"]]

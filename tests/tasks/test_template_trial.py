@@ -12,7 +12,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import template_child, template_trial, time_limit
-from jetrl.tasks.prompts import render
+from jetrl.tasks.template import Template
 from jetrl.tasks.template_trial import rendered, require_bounded
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -44,7 +44,8 @@ def test_templates_that_need_too_much_are_refused(name: str, monkeypatch: pytest
     with pytest.raises(UserError, match=rf"chat template ({TOLD}).*for a first prompt. Use the tokenizer of another"):
         require_bounded(tokenizer(template), MESSAGES)
     with pytest.raises(UserError, match="chat template"):
-        render(MESSAGES, tokenizer({"default": template}), "p/1")  # nothing was kept, and several are tried each
+        # nothing was kept, and several are tried each
+        Template(tokenizer({"default": template}), {}).render(MESSAGES, "p/1")
 
 
 @pytest.mark.parametrize("template", [
@@ -89,7 +90,7 @@ def test_prompts_of_the_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match="writes 6 characters for one prompt"):
         rendered(late(length=6), MESSAGES)
     with pytest.raises(UserError, match=r"Problem p/1: .* does not end within 0.2 s. Use the tokenizer"):
-        render(MESSAGES, late(seconds=30.0), "p/1")
+        Template(late(seconds=30.0), {}).render(MESSAGES, "p/1")
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(rendered, late(seconds), MESSAGES) for seconds in (30.0, 0.0, 30.0, 0.0)]
         assert [type(one.exception()) for one in found] == [UserError, type(None)] * 2

@@ -292,7 +292,7 @@ def test_ctrl_c_finishes_and_saves_the_step(tmp_path: Path, command: Path) -> No
     ({"overrides": {"name": "a"}, "run_dir": "b"}, "also given by run_dir"),
     ({"resume": 3}, "resume = 3"),
     ({"resume": True}, "there is no run folder"),
-], ids=str)
+], ids=lambda value: value if isinstance(value, str) else ",".join(value))  # an object's text holds its address
 def test_mistakes(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Trainer(recipe(tmp_path), **{"reward": reward, "verbose": False} | arguments)

@@ -87,7 +87,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     from jetrl.report.track import TrackSettings, check_trackers
     from jetrl.train.fitting import gpu_named, on_gpu, report
     from jetrl.train.pin import pinned, weights_to_come
-    from jetrl.train.prepare import prepare
+    from jetrl.train.prepare import epochs_told, in_steps, prepare
 
     if gpu:
         gpu_named(gpu)
@@ -97,13 +97,15 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here))[0]
     check_trackers(TrackSettings(**config.track.model_dump()))
     on_cpu = {"device": "cpu", "kernels": "reference"}
-    spec = prepare(config.model_copy(update=on_cpu) if elsewhere else config).spec
+    plan = prepare(config.model_copy(update=on_cpu) if elsewhere else config)
     echo(to_toml(config))
+    if text := epochs_told(in_steps(config, plan.task), plan.task):
+        echo(text, err=True)
     if text := weights_to_come(config):
         echo(text, err=True)
     if elsewhere:
         echo("There is no GPU here, so the kernels were not checked.", err=True)
-    for line in report(path, overrides, spec, ranks, gpu):
+    for line in report(path, overrides, plan.spec, ranks, gpu):
         echo(line, err=True)
 
 

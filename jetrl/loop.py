@@ -47,6 +47,7 @@ from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.rewards import check_gold
+from jetrl.tasks.task import rows_of_epoch
 from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
 from jetrl.train.fitting import told_when_out_of_memory
@@ -54,6 +55,7 @@ from jetrl.train.gather import Gathered, evaluate, gather
 from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
 from jetrl.train.pin import Pin, pinned, pins_of, record
+from jetrl.train.prepare import epochs_told
 from jetrl.train.publish import publish
 from jetrl.train.reduction import own_numbers
 from jetrl.train.resume import data_digests
@@ -215,9 +217,8 @@ def _recorded(
     session.data = by_first(world, lambda: data_digests(config, session.own))
     if found is not None:
         state.restore(session, found, run_dir)
-    display = Display(
-        config.train.steps, config.name, about=session.task.describe(), start_step=session.step, console=console
-    )
+    about = "; ".join(filter(None, [session.task.describe(), epochs_told(config, session.task)]))
+    display = Display(config.train.steps, config.name, about=about, start_step=session.step, console=console)
     with together(world):
         recorder = Recorder(run_dir, config.checkpoint.resume != "never") if world.first else NoRecorder()
     with recorder, display:
@@ -274,7 +275,7 @@ def start(
         started = session.engine_metrics()
     metrics = evaluated(session, clock, stop) if config.eval.eval_interval else {}
     with together(session.world):
-        recorder.write(0, metrics | clock.take() | started)
+        recorder.write(0, metrics | clock.take() | started | epochs_read(session))
         record_evaluation(session, recorder, 0)
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
@@ -317,6 +318,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         weights = publish(session.model, session.weight_version + 1, session.flow_digest)
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
+    metrics |= epochs_read(session)
     with saved_on_mistake(session, run_dir):
         try:
             with together(session.world):
@@ -336,6 +338,12 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)
+
+
+def epochs_read(session: Session) -> dict[str, float]:
+    """`data/epoch`: the prompts that were taken, over the rows of an epoch; none where problems are made without end."""
+    rows = rows_of_epoch(session.task)
+    return {} if rows is None else {"data/epoch": session.num_prompts / rows}
 
 
 def record_step(

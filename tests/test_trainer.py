@@ -145,7 +145,8 @@ def test_a_data_set_of_the_library_and_one_for_evaluation(tmp_path: Path) -> Non
     with Trainer(data, reward=reward, dataset=of_library, eval_dataset=rows[20:], verbose=False,
                  overrides=["train.steps=1"]) as trainer:
         assert trainer.config.task.dataset is None and trainer.config.task.eval_prompt_column is None
-        assert "20 problems from dataset; 8 held out, from eval_dataset" in trainer._opened().session.task.describe()
+        told = trainer._opened().session.task.describe()
+        assert "dataset: 20 training rows; 8 rows for evaluation from eval_dataset" in told
 
 
 def test_weights_of_several_rewards_and_their_names(tmp_path: Path) -> None:
@@ -175,7 +176,8 @@ class Guess:
 def test_an_environment_from_python(tmp_path: Path) -> None:
     data = recipe(tmp_path, {"task.name": "environment", "train.steps": 2})
     del data["task"]["params"]
-    result = jetrl.train(data, environment=Guess, overrides={"environment.params": {"low": 7}}, verbose=False)
+    overrides = {"environment.params": {"low": 7}, "environment.at_limit": "zero"}
+    result = jetrl.train(data, environment=Guess, overrides=overrides, verbose=False)
     assert result.finished and "7+" in next(read_samples(result.run_dir))["prompt"]
     assert f'name = "<python>:{__name__}:Guess"' in (result.run_dir / "config.toml").read_text()
 

@@ -434,7 +434,10 @@ class Config(Section):
         if self.task.name == "environment" and self.environment.name == "tools":
             yield ('task.name: "environment" has no prompts, and environment.name = "tools" makes none; name a task '
                    "that has problems, such as file")
-        if self.rl.critic_warmup_steps >= self.train.steps:
+        if self.train.epochs is not None and self.task.name != "file":
+            yield (f"train.epochs: is for problems from data (task.name = \"file\"); those of task "
+                   f"{toml_literal(self.task.name)} are made without end. Set train.steps instead")
+        if self.train.epochs is None and self.rl.critic_warmup_steps >= self.train.steps:
             yield Problem(
                 "rl.critic_warmup_steps", f"must be below train.steps = {self.train.steps}, or the policy never "
                 f"learns, got {self.rl.critic_warmup_steps}; lower it, or raise train.steps", ("train.steps",),

@@ -158,6 +158,8 @@ def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
         raise UserError(f"arm {arm.name}: {error}") from error
     if not plain.checkpoint.save_interval:
         raise UserError(f"arm {arm.name}: checkpoint.save_interval is 0, so that a stopped study could not go on.")
+    if plain.train.epochs is not None:
+        raise UserError(f"arm {arm.name}: a study compares equal steps. Set train.steps instead of train.epochs.")
     if not plain.eval.eval_interval:
         raise UserError(f"arm {arm.name}: eval.eval_interval is 0, so that there would be nothing to compare.")
     resumed = config.checkpoint.model_copy(update={"resume": "auto"})

@@ -81,6 +81,11 @@ class FileTask:
         self.num_rows_read = len(problems) + sieves[0].overlong + sieves[0].repeated  # of the training data
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of one epoch."""
+        return len(self._train)
+
     def problem(self, index: int) -> Problem:
         """Row `index` of the epochs laid end to end, each epoch in its own order."""
         epoch, place = divmod(index, len(self._train))

@@ -57,6 +57,11 @@ def build_task(
     return TASKS[config.name](Given(config, seed, tokenizer, environment or "", needs_answer, hold_out, own))
 
 
+def rows_of_epoch(task: Task) -> int | None:
+    """How many problems one pass over the training data has; None: they are made without end."""
+    return task.num_rows if isinstance(task, FileTask) else None
+
+
 def holds_out(config: Config) -> bool:
     """Whether problems are kept for evaluation: while evaluation is off, a file's own rows are not."""
     task = config.task

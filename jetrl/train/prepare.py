@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.reward_calls import names_of
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
-from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
+from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, rows_of_epoch, sample
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.tasks.tools import tools_factory
 from jetrl.train.engines import eos_ids, require_engine
@@ -70,6 +72,37 @@ def prepare(
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
+
+
+def in_steps(config: Config, task: Task) -> Config:
+    """The config with the steps that `train.epochs` means for the rows of `task`; without epochs as it is.
+
+    Steps have `rollout.prompts_per_step` prompts, so the last one may go beyond the last epoch. UserError where
+    warm-ups are longer.
+    """
+    epochs, per_step, rows = config.train.epochs, config.rollout.prompts_per_step, rows_of_epoch(task)
+    if epochs is None:
+        return config
+    assert rows is not None, "the config allows epochs of data only"
+    steps = max(1, math.ceil(Fraction(str(epochs)) * rows / per_step))
+    told = f"train.epochs = {epochs:g} of {rows} rows are {steps} steps of {per_step} prompts"
+    if config.train.warmup_steps > steps:
+        raise UserError(f"{told}, but train.warmup_steps = {config.train.warmup_steps}. Lower it.")
+    if config.rl.critic_warmup_steps >= steps:
+        raise UserError(
+            f"{told}, but rl.critic_warmup_steps = {config.rl.critic_warmup_steps}, so the policy would never learn. "
+            "Lower it, or raise train.epochs."
+        )
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def epochs_told(config: Config, task: Task) -> str:
+    """One line on the steps of `train.epochs`, for a config that `in_steps` has made; empty without epochs."""
+    if config.train.epochs is None:
+        return ""
+    rows, steps, per_step = rows_of_epoch(task), config.train.steps, config.rollout.prompts_per_step
+    more = " (more where dynamic sampling refills)" if config.rl.dynamic_sampling == "refill" else ""
+    return f"train.epochs = {config.train.epochs:g} of {rows} rows: {steps} steps of {per_step} prompts{more}"
 
 
 def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: bool) -> None:

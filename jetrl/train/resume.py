@@ -18,7 +18,7 @@ from jetrl.train import store
 from jetrl.train.checkpoint import Meta
 
 MAY_CHANGE = (
-    "train.steps, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
+    "train.steps or epochs, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
     "max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate and "
     "max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
     "train.offload_optimizer"
@@ -31,7 +31,7 @@ def settings(config: Config) -> dict[str, Any]:
         "output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent", *NO_BITS,
     }
     if config.train.lr_schedule == "constant":
-        free |= {"train.steps"}
+        free |= {"train.steps", "train.epochs"}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
     found = by_full_key(config)
@@ -47,8 +47,12 @@ def paths(config: Config) -> dict[str, Any]:
 
 def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: str) -> None:
     """UserError that names every setting in which this run is not the one that wrote the checkpoint."""
-    if meta.step > given.train.steps:
-        raise UserError(f"{path} is at step {meta.step}, beyond train.steps = {given.train.steps}. Raise train.steps.")
+    if meta.step > absolute.train.steps:
+        epochs = given.train.epochs
+        said = f"train.steps = {given.train.steps}. Raise train.steps"
+        if epochs is not None:
+            said = f"train.epochs = {epochs:g}, which is {absolute.train.steps} steps. Raise it"
+        raise UserError(f"{path} is at step {meta.step}, beyond {said}.")
     found = [*_differences(meta.settings, meta.paths, given, absolute)]
     if not found and meta.flow_digest != flow_digest:
         found = [f"the flow of the model: {meta.flow_digest} there, {flow_digest} here (its config.json, or jetrl's "

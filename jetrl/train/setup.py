@@ -32,7 +32,7 @@ from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, keep_cache
 from jetrl.train.evaluation import Evaluation
 from jetrl.train.optim import build_optimizer
-from jetrl.train.prepare import Prepared, check_experts, model_source, prepare
+from jetrl.train.prepare import Prepared, check_experts, in_steps, model_source, prepare
 from jetrl.train.step import Learner
 from jetrl.types import Engine
 
@@ -174,6 +174,8 @@ def begin(
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plan = by_each(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    if trains:
+        config = in_steps(config, plan.task)
     # before the model: workers need memory of the GPU
     return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
 

@@ -341,7 +341,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
 
 
 def epochs_read(session: Session) -> dict[str, float]:
-    """`data/epoch`: the prompts that were taken, over the rows of an epoch; none where problems are made without end."""
+    """`data/epoch`: the prompts that were taken, over the rows of an epoch; none where problems have no end."""
     rows = rows_of_epoch(session.task)
     return {} if rows is None else {"data/epoch": session.num_prompts / rows}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -269,6 +270,27 @@ def test_ctrl_c_finishes_and_saves_the_step(tmp_path: Path, command: Path) -> No
     trainer.train()
 
 
+def test_sigterm_saves_the_steps_before_and_reaches_the_program(tmp_path: Path) -> None:
+    calls: list[int] = []
+    got: list[int] = []
+
+    def ended(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == 3:  # in step 2
+            os.kill(os.getpid(), signal.SIGTERM)
+        return reward(completions, answer)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        trainer = Trainer(recipe(tmp_path, {"eval.eval_interval": 0}), reward=ended, verbose=False)
+        with pytest.raises(UserError, match="given up by a signal; the steps before are saved.*resume=True"):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == [signal.SIGTERM] and trainer.result.step == 1
+    assert (trainer.run_dir / "checkpoints" / "step_000001").is_dir()
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     ({"reward": 3}, r"reward = 3 \(int\): a reward is a function"),
     ({"reward": Guess}, r"Give an instance: Guess\(\)"),
@@ -360,6 +382,8 @@ def test_the_command_says_how_to_use_such_a_run(tmp_path: Path) -> None:
     assert failed.returncode == 2 and "jetrl.Trainer(RUN, resume=True, reward=...)" in failed.stderr, failed.stderr
     named = jetrl_("eval", str(result.run_dir), f"task.reward={tmp_path}/reward.py:reward")
     assert named.returncode == 0, named.stderr
+    assert jetrl_("parity", str(result.run_dir)).returncode == 0
+    assert jetrl_("export", str(result.run_dir), str(tmp_path / "out")).returncode == 0
 
 
 def test_a_config_object_and_a_file(tmp_path: Path, command: Path) -> None:
@@ -385,3 +409,47 @@ def test_what_a_recipe_says_of_other_data_rewards_and_environments_gives_way(tmp
     assert kept.reward == (name, f"{name}_2")
     evaluated = program(data, reward=reward, eval_dataset=rows).config.task
     assert (evaluated.dataset, evaluated.eval_split, evaluated.eval_file) == ("openai/gsm8k", None, "<python>")
+
+
+def test_the_example_trains_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("train_from_python", "examples/train_from_python.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert example.main(2, tmp_path / "run").step == 2
+    assert example.main(3, tmp_path / "run").finished
+    told = capsys.readouterr().out
+    assert "step 3: reward" in told and told.count("step 1: reward") == 1 and "12+23= " in told
+
+
+TWO = """
+import os, sys
+import jetrl
+from pathlib import Path
+from test_trainer import recipe, reward
+
+class Fails(jetrl.Callback):
+    def on_step(self, trainer, step, metrics):
+        if sys.argv[2] == "fail" and step == 3 and os.environ["RANK"] == "1":
+            raise ValueError("mine")
+
+result = jetrl.train(recipe(Path(sys.argv[1])), reward=reward, callbacks=[Fails()], verbose=False)
+print("done", result.step, result.finished)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["well", "fail"])
+def test_two_processes_of_torchrun(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "two.py"), str(tmp_path), ends]
+    where = os.pathsep.join([str(Path.cwd()), str(Path.cwd() / "tests")])
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | {"PYTHONPATH": where, "OMP_NUM_THREADS": "1"},
+    )
+    if ends == "well":
+        assert done.returncode == 0 and done.stdout.count("done 4 True") == 1, done.stderr
+    else:
+        assert done.returncode != 0 and "rank 1: Callback Fails.on_step raised ValueError: mine" in done.stderr
+        assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000003").is_dir(), "the last step is saved"

@@ -18,9 +18,9 @@ from jetrl.train import store
 from jetrl.train.checkpoint import Meta
 
 MAY_CHANGE = (
-    "train.steps or epochs, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
-    "max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate and "
-    "max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
+    "train.steps or epochs, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout "
+    "and max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate "
+    "and max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
     "train.offload_optimizer"
 )
 

@@ -125,7 +125,8 @@ def load_model(
 ) -> Policy:
     """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) as bf16, fp8 or fp8_rollout.
 
-    `path` may also be a name on the hub, such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
+    `path` may also be a run folder (its newest checkpoint) or a checkpoint, as in `jetrl eval`, or a name on the hub,
+    such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
     `kv_cache` is `quant.kv_cache`: bf16 or fp8. Whatever you leave out is taken from the folder, if jetrl wrote it: its
     config.json says what the model was trained with. Else it is fp8, with a BF16 cache. `Policy.formats` says which.
 
@@ -136,8 +137,9 @@ def load_model(
         raise UserError(f"path = {arguments.shown(path)}: give a Hugging Face model folder, or a name on the hub.")
     for name, value in (("precision", precision), ("device", device), ("kv_cache", kv_cache)):
         arguments.text(name, value, "must be a text")
-    folder = hub.model_folder(path, revision)
-    data, formats = as_trained(folder, None, precision, kv_cache)
+    folder = model_folder(path, revision)
+    run = run_of(Path(path)) if hub.on_disk(path, revision) is not None else None
+    data, formats = as_trained(folder, run, precision, kv_cache)
     config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))

@@ -73,7 +73,10 @@ def test_train_has_the_bits_of_the_command(tmp_path: Path, command: Path) -> Non
     assert result.metrics["reward/mean"] == result.rows()[-1]["reward/mean"]
     assert (result.run_dir / "report.html").is_file()
     assert f'reward = "<python>:{__name__}:reward"' in (result.run_dir / "config.toml").read_text()
-    assert result.model is not None and len(jetrl.load_model(result.model).generate(["1+1="], max_tokens=8)) == 1
+    assert result.model is not None
+    for folder in (result.model, result.model.parent, result.run_dir):
+        policy = jetrl.load_model(folder)
+        assert len(policy.generate(["1+1="], max_tokens=8)) == 1 and "precision fp8 (as " in policy.formats
 
 
 def test_step_by_step_with_looks_in_between_has_the_same_bits(tmp_path: Path, command: Path) -> None:

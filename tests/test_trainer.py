@@ -456,3 +456,11 @@ def test_two_processes_of_torchrun(tmp_path: Path, ends: str) -> None:
     else:
         assert done.returncode != 0 and "rank 1: Callback Fails.on_step raised ValueError: mine" in done.stderr
         assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000003").is_dir(), "the last step is saved"
+
+
+def test_a_step_whose_callback_failed_is_saved_and_the_next_one_can_follow(tmp_path: Path) -> None:
+    with Trainer(recipe(tmp_path), reward=reward, callbacks=[Broken()], verbose=False) as trainer:
+        with pytest.raises(UserError, match=r"Broken.on_step raised"):
+            trainer.step()
+        assert (trainer.run_dir / "checkpoints" / "step_000001").is_dir(), "at once, not when the run is closed"
+        assert trainer.step().step == 2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from jetrl import arguments
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.load import by_full_key, quiet
 from jetrl.config.sections import ModelConfig
 from jetrl.config.toml import split_override
 from jetrl.errors import UserError
 from jetrl.model import export as export_module
 from jetrl.model import hf, hub
+from jetrl.model.hf_files import some
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.together import by_each, same_everywhere, together
@@ -34,6 +37,7 @@ from jetrl.subject import (
     run_of,
     told_if_not_finite,
 )
+from jetrl.tasks.prompts import encode_prompt
 from jetrl.tasks.tokenizer import BUILTIN_PREFIX, is_arithmetic
 from jetrl.train.engines import EngineContext, eos_ids, paged_engine
 from jetrl.train.prepare import load_spec, recipe_of
@@ -65,13 +69,18 @@ class Policy:
     formats: str = ""
 
     def generate(
-        self, prompts: str | Sequence[str | Sequence[int]], *, max_tokens: int = 64, temperature: float = 1.0,
-        top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, stop: str | Sequence[str] = (), seed: int = 0,
+        self, prompts: str | Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]], *, max_tokens: int = 64,
+        temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0,
+        stop: str | Sequence[str] = (), seed: int = 0,
     ) -> list[Completion]:
-        """Complete texts or token lists. Each `Completion` has tokens, text and the log-prob of each token.
+        """Complete texts, chat messages or token lists. Each `Completion` has tokens, text and the log-prob of each
+        token.
 
-        `prompts` may be a single text; the result is a list even then. A prompt's tokens depend on (seed, its place in
-        `prompts`) and not on the other prompts. UserError for arguments that make no sense.
+        A text becomes tokens as in a run without a chat template: with the special tokens that the tokenizer adds (BOS,
+        for some). A list of messages (`[{"role": "user", "content": ...}]`) goes through the chat template. Token ids
+        are taken as they are. `prompts` may be a single text or conversation; the result is a list even then. The
+        tokens of a completion depend on (seed, its place in `prompts`) and not on the other prompts. UserError for
+        arguments that make no sense.
         """
         number, most = arguments.number, self.model.spec.max_position
         params = SamplingParams(
@@ -82,9 +91,7 @@ class Policy:
             number("min_p", min_p, lambda p: 0 <= p < 1, "a number from 0 to below 1; 0 is off"),
             arguments.stops_of(stop), seed=arguments.whole("seed", seed, 0),
         )
-        tokens = arguments.prompts_of(
-            prompts, lambda text: self.tokenizer.encode(text, add_special_tokens=False), self.model.spec.vocab_size
-        )
+        tokens = arguments.prompts_of(prompts, partial(encode_prompt, self.tokenizer), self.model.spec.vocab_size)
         for i, prompt in enumerate(tokens):
             if len(prompt) + params.max_tokens > most:
                 raise UserError(
@@ -131,8 +138,8 @@ def load_model(
     config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
-    digest = flow_digest(spec, model.recipe)
-    engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, eos_ids(tokenizer, folder)))
+    digest, ends = flow_digest(spec, model.recipe), eos_ids(tokenizer, folder, spec.vocab_size)
+    engine = paged_engine(EngineContext(config, model, tokenizer, {}, digest, ends))
     engine.load(publish(model, 0, engine.flow_digest))
     return Policy(model, tokenizer, engine, formats)
 
@@ -221,15 +228,19 @@ def evaluation_config(
             raise UserError(f"{where} has no checkpoint yet. Set checkpoint.save_interval, or wait for one.")
         what = f"{where} is no folder here, and a model of the hub" if named else where
         raise UserError(f"{what} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
-    _require_tokenizer_only(where, overrides)
-    config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
+    path = recipe or run / "config.toml"  # type: ignore[operator]
+    _require_tokenizer_only(where, overrides, path)
+    config = load_config(path, overrides)
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
-def _require_tokenizer_only(where: str | Path, overrides: Sequence[str]) -> None:
+def _require_tokenizer_only(where: str | Path, overrides: Sequence[str], recipe: Path) -> None:
     """UserError for overrides that would describe another model than the one that is evaluated."""
-    keys = [split_override(text)[0] for text in overrides]
-    wrong = [key for key in keys if key.split(".")[0] == "model" and key not in _TOKENIZER]
+    said = dict(map(split_override, overrides))
+    asked = {key: value for key, value in said.items() if key.split(".")[0] == "model" and key not in _TOKENIZER}
+    known = by_full_key(load_config(recipe, (), quiet)) if asked else {}
+    anyway = {key: "none" if known.get(key) is None else known[key] for key in asked}
+    wrong = [key for key, value in asked.items() if value != anyway[key]]
     if wrong:
         raise UserError(
             f"{wrong[0]} has no effect on an evaluation: {where} is evaluated as its own config.json says. Leave it "
@@ -256,10 +267,11 @@ def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()
 
 def evaluate_checkpoint(
     where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None,
-    world: World = ALONE, console: Console | None = None,
+    world: World = ALONE, console: Console | None = None, samples: Path | None = None,
 ) -> tuple[Path, int, dict[str, float]]:
     """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task,
     sampling and precision, or a recipe's. Architecture and tokenizer are the folder's. The display goes to `console`.
+    `samples`: a file for `eval.num_samples_kept` of its completions, as rows like those of eval_samples.jsonl.
 
     Returns the model folder that was read, the number of held-out problems, and the metrics. A collective of `world`:
     each rank reads all weights, all share the rollout, and every rank returns what one process would, to the bit.
@@ -278,14 +290,21 @@ def evaluate_checkpoint(
     with together(world):
         session.engine.load(weights)
     with told_if_not_finite(folder):
-        metrics = evaluate_once(session, console)
+        metrics = evaluate_once(session, console, samples)
     return folder, len(session.task.eval_problems(config.task.num_eval)), metrics
 
 
-def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | None = None) -> Path:
-    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model."""
+def export_checkpoint(
+    where: str | Path, out: Path, fp8: bool, revision: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Path:
+    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model. `say` is told which
+    files of the folder the export does not have."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
     own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
     recipe = own if own is not None and own.name != "bf16" else None
-    return export_module.export(folder, out, fp8, recipe, trained_with=own)
+    written = export_module.export(folder, out, fp8, recipe, trained_with=own)
+    if rest := export_module.left_out(folder):
+        say(f"Left out, as they are no files of a model that jetrl knows: {some(rest)}")
+    return written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, cast
 
 from jetrl.errors import UserError
@@ -13,17 +13,25 @@ LOWEST_TEMPERATURE = 1e-6  # below it, logits / temperature overflows FP32
 
 
 def prompts_of(
-    prompts: Any, encode: Callable[[str], Sequence[int]], vocab_size: int
+    prompts: Any, encode: Callable[[str, Any], Sequence[int]], vocab_size: int
 ) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. A single text is one prompt."""
-    if isinstance(prompts, str):
+    """Token ids of each prompt. A single text, or a single list of chat messages, is one prompt. `encode(name, prompt)`
+    is called with a text or a list of messages."""
+    if isinstance(prompts, str) or _messages(prompts):
         prompts = [prompts]
     if not _listed(prompts):
         raise UserError(f"prompts = {shown(prompts)}: give a text, or a list of texts or of lists of token ids.")
     return [_prompt(f"prompts[{i}]", p, encode, vocab_size) for i, p in enumerate(prompts)]
 
 
-def _prompt(name: str, prompt: Any, encode: Callable[[str], Sequence[int]], vocab_size: int) -> tuple[int, ...]:
+def _messages(prompt: Any) -> bool:
+    """Whether this is a list of chat messages."""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(one, Mapping) for one in prompt)
+
+
+def _prompt(name: str, prompt: Any, encode: Callable[[str, Any], Sequence[int]], vocab_size: int) -> tuple[int, ...]:
+    if _messages(prompt):
+        return tuple(encode(name, prompt))
     if not isinstance(prompt, str):
         if isinstance(prompt, int | float):
             raise UserError(
@@ -35,15 +43,7 @@ def _prompt(name: str, prompt: Any, encode: Callable[[str], Sequence[int]], voca
         prompt.encode()
     except UnicodeError as error:  # half of a surrogate pair
         raise UserError(f"{name} = {shown(prompt)}: is not valid Unicode text ({error}). Decode it again.") from error
-    try:
-        tokens = tuple(encode(prompt))
-    except Exception as error:  # the tokenizers library raises plain ones, for a character that is in no token
-        raise UserError(
-            f"{name} = {shown(prompt)}: the tokenizer cannot encode it: {error}. Give characters that it knows."
-        ) from error
-    if not tokens:
-        raise UserError(f"{name} = {shown(prompt)}: has no tokens. Give at least one.")
-    return tokens
+    return tuple(encode(name, prompt))
 
 
 def token_ids(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:

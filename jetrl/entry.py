@@ -84,6 +84,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
 
     from jetrl.config import load_config, resolve, to_toml
     from jetrl.config.shipped import find_recipe
+    from jetrl.report.track import TrackSettings, check_trackers
     from jetrl.train.fitting import gpu_named, on_gpu, report
     from jetrl.train.pin import pinned, weights_to_come
     from jetrl.train.prepare import prepare
@@ -94,6 +95,7 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     given = load_config(path, overrides)
     elsewhere = bool(gpu) and not here and given.device == "cuda"
     config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here))[0]
+    check_trackers(TrackSettings(**config.track.model_dump()))
     on_cpu = {"device": "cpu", "kernels": "reference"}
     spec = prepare(config.model_copy(update=on_cpu) if elsewhere else config).spec
     echo(to_toml(config))
@@ -170,6 +172,7 @@ def summarize(run_dir: Path, console: Console) -> None:
     from shlex import quote
 
     from jetrl.report.console import summary
+    from jetrl.report.hints import never_moved
     from jetrl.report.run import headline, load_runs
     from jetrl.train.checkpoint import newest
 
@@ -186,5 +189,5 @@ def summarize(run_dir: Path, console: Console) -> None:
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
         accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, parity_missing=numbers.parity_missing,
         warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
-        next_commands=next_commands,
+        constant=never_moved(run.rows), next_commands=next_commands,
     )

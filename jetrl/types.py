@@ -5,6 +5,7 @@ Shape letters: T packed tokens, B sequences, M blocks of a sequence, N and K row
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -22,23 +23,40 @@ EndReason = Literal["stop", "length", "turns", "error", "timeout"]
 class Problem:
     """One item of a task: what is asked, the gold answer, and (for `jetrl sft`) a worked solution.
 
-    A solution is the policy's answer, or a conversation with the environment as (author, text) of each turn.
+    A solution is the policy's answer, or a conversation with the environment: (author, text) of each turn, or chat
+    messages, the policy's with the role assistant.
     """
 
     id: str
-    prompt: str | tuple[Mapping[str, str], ...]  # plain text, or chat messages with role and content
+    prompt: str | tuple[Mapping[str, Any], ...]  # plain text, or chat messages with role, content and further keys
     answer: str
-    solution: str | tuple[tuple[Author, str], ...] | None = None
+    solution: str | tuple[tuple[Author, str], ...] | tuple[Mapping[str, Any], ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)  # further columns; given to reward functions
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt for people to read: the text, or a line for each chat message with what it holds."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        lines = []
+        for message in self.prompt:
+            further = {k: v for k, v in message.items() if k not in ("role", "content")}
+            parts = [message["content"], *([json.dumps(further, ensure_ascii=False)] if further else [])]
+            lines.append(f"{message['role']}: {' '.join(part for part in parts if part)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A problem as token ids. `index` is its place in the task's endless training stream (or in the held-out set)."""
+    """A problem as token ids. `index` is its place in the task's endless training stream (or in the held-out set).
+
+    `opened` is what the chat template has written of the policy's turn, such as `<think>`; None: it cannot be told.
+    """
 
     index: int
     problem: Problem
     tokens: tuple[int, ...]
+    opened: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +166,17 @@ class Segment:
 
     The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
     functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
-    that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy
-    (0 where it says nothing before the end).
+    that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy;
+    None: nothing, which is not a reward of 0.
     """
 
     author: Author
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[float, ...] = ()
-    reward: float = 0.0
-    messages: tuple[Mapping[str, str], ...] = ()
+    reward: float | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    opened: str | None = ""  # of a prompt: `Prompt.opened`
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +223,11 @@ class Trajectory:
         """Whether it ran into a limit of length or turns."""
         return self.end in ("length", "turns")
 
+    @property
+    def given(self) -> tuple[float, ...]:
+        """The rewards that the environment gave, turn by turn; empty: it gave none, so this is not scored."""
+        return tuple(s.reward for s in self.turns if s.reward is not None)
+
 
 Advantage = float | tuple[float, ...]
 """One number for all policy tokens of a trajectory, or one for each of them."""
@@ -214,12 +238,34 @@ class Group:
     """The trajectories of one prompt, with a reward and an advantage each once these stages have run.
 
     An advantage is None where there is none: the trajectory, or its group, is not learned from.
+    `rewards` are what is learned from: the weighted sum and the overlong penalty. `signals`, one for each trajectory,
+    are the numbers that `rl.signal` names: dynamic sampling, `reward/frac_zero_std` and evaluations look at them
+    (empty: at the rewards). `scores` are those of each reward function by name, without weights (None: it did not score
+    that one); empty where there is one function, or only an environment.
     """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...] = ()
     advantages: tuple[Advantage | None, ...] = ()
+    scores: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    signals: tuple[float, ...] = ()
+    extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # columns that reward functions have logged
+
+    def first(self, count: int) -> Group:
+        """Only its first trajectories, with what belongs to them."""
+        def cut(columns: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+            return {key: values[:count] for key, values in columns.items()}
+
+        return Group(
+            self.prompt, self.trajectories[:count], self.rewards[:count], self.advantages[:count], cut(self.scores),
+            self.signals[:count], cut(self.extra),
+        )
+
+    @property
+    def deciding(self) -> tuple[float, ...]:
+        """The numbers that say whether its trajectories differ, and which of them are right."""
+        return self.signals or self.rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +273,19 @@ class Reply:
     """An environment's answer to the policy, as tokens: what `Conversations.poll` returns.
 
     `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people,
-    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before. `failure` is ""
-    or why the environment gave no answer.
+    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before (None: nothing
+    was given for it). `failure` is "" or why the environment gave no answer.
     """
 
     key: int
     tokens: tuple[int, ...] = ()
     text: str = ""
-    reward: float = 0.0
+    reward: float | None = None
     done: bool = False
     failure: Literal["", "error", "timeout"] = ""
     error: str = ""
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    opened: str | None = ""  # of a prompt: `Prompt.opened`
 
 
 class Conversations(Protocol):

@@ -58,7 +58,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"prompts": [3, 4]}, r"prompts\[0\] = 3: .*\[\[1, 2, 3\]\]"),
     ("generate", {"prompts": 7}, "prompts = 7: give a text"),
     ("generate", {"prompts": None}, "prompts = None: give a text"),
-    ("generate", {"prompts": ["1+1=", ""]}, r"prompts\[1\] = '': has no tokens"),
+    ("generate", {"prompts": ["1+1=", ""]}, r"prompts\[1\]: the prompt '' has no tokens"),
     ("generate", {"prompts": [[]]}, r"prompts\[0\] is empty"),
     ("generate", {"prompts": [None]}, r"prompts\[0\] = None"),
     ("generate", {"prompts": [[3, 10**6]]}, r"prompts\[0\]\[1\] = 1000000: the model knows ids from 0 to 31"),

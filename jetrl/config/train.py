@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from jetrl.choices import Reduction, Schedule
-from jetrl.config.base import Rule, Section
+from jetrl.config.base import Problem, Rule, Section
 
 
 class TrainConfig(Section):
@@ -75,13 +75,19 @@ class TrainConfig(Section):
         default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
         "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if self.grad_dtype == "bfloat16" and self.master_dtype == "float32":
-            yield 'train.grad_dtype: bfloat16 is for train.master_dtype = "bfloat16"; FP32 masters have FP32 gradients'
+            yield Problem(
+                "train.grad_dtype", 'bfloat16 is for train.master_dtype = "bfloat16"; FP32 masters have FP32 gradients',
+                ("train.master_dtype",), void=True,
+            )
         if self.offload_optimizer and self.optimizer_dtype == "8bit":
-            yield 'train.offload_optimizer: does not work with train.optimizer_dtype = "8bit"; take one of the two'
+            yield Problem(
+                "train.offload_optimizer", 'does not work with train.optimizer_dtype = "8bit"; take one of the two',
+                ("train.optimizer_dtype",), either=True,
+            )
         if self.warmup_steps > self.steps:
-            yield (
-                f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}; for a short "
-                "run add train.warmup_steps=0"
+            yield Problem(
+                "train.warmup_steps", f"must be at most train.steps = {self.steps}, got {self.warmup_steps}; for a "
+                "short run add train.warmup_steps=0", ("train.steps",),
             )

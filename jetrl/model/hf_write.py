@@ -118,9 +118,14 @@ def _extras(target: Path, tokenizer: Any, generation_config: Mapping[str, Any] |
 
 def _save_tokenizer(tokenizer: Any, target: Path) -> None:
     tokenizer.save_pretrained(str(target))
-    path = target / "tokenizer_config.json"
+    name_tokenizer_class(target)
+
+
+def name_tokenizer_class(folder: Path) -> None:
+    """Write the generic tokenizer class in tokenizer_config.json by the name that transformers 4 and 5 both know."""
+    path = folder / "tokenizer_config.json"
     if path.is_file() and (config := read_json(path)).get("tokenizer_class") in GENERIC_TOKENIZERS:
-        _write_json(path, config | {"tokenizer_class": GENERIC_TOKENIZERS[0]})  # the name that 4 and 5 both know
+        _write_json(path, config | {"tokenizer_class": GENERIC_TOKENIZERS[0]})
 
 
 def write_folder(

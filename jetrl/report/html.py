@@ -24,6 +24,7 @@ from jetrl.report.recorder import read_samples
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
 from jetrl.report.text import duration, parity_note
+from jetrl.untrusted import fresh
 
 MAX_POINTS = 1500  # per curve; longer ones are binned
 FLOW_FILE = "flow.svg"
@@ -61,7 +62,9 @@ def write_report(run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, st
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8", errors="replace")
+        temporary = fresh(out)
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        temporary.replace(out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}. Choose another place for the report.") from error
     return out

@@ -137,15 +137,16 @@ def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
 def token_rewards(trajectory: Trajectory, reward: float, penalties: Sequence[float] = ()) -> list[float]:
     """Rewards [P] of the policy tokens, which add up to `reward` plus the penalties (up to rounding).
 
-    A turn's own reward (`Segment.reward`) goes onto its last token. What is left of `reward`, the reward of the whole
-    trajectory, goes onto the last token of all. `penalties` [P] are added token by token.
+    A turn's own reward (`Segment.reward`), if one was given, goes onto its last token. What is left of
+    `reward`, the reward of the whole trajectory, goes onto the last token of all. `penalties` [P] are added token by
+    token.
     """
     turns = [turn for turn in trajectory.turns if turn.tokens]
     result: list[float] = []
     for turn in turns:
-        result += [0.0] * (len(turn.tokens) - 1) + [turn.reward]
+        result += [0.0] * (len(turn.tokens) - 1) + [turn.reward or 0.0]
     if result:
-        result[-1] += reward - math.fsum(turn.reward for turn in turns)
+        result[-1] += reward - math.fsum(turn.reward for turn in turns if turn.reward is not None)
     if penalties:
         result = [value + penalty for value, penalty in zip(result, penalties, strict=True)]
     return result

@@ -21,13 +21,15 @@ class SelectionConfig(Protocol):
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of a group differ. If not, grpo and rloo give zero advantages: there is nothing to learn.
+    """Whether the numbers that decide (`rl.signal`) differ within a group. By default these are its rewards before the
+    overlong penalty: what only length tells apart says nothing about right and wrong.
 
+    Where all rewards are equal, grpo and rloo give zero advantages: there is nothing to learn.
     reinforce_pp and gae compare with other groups or with a critic; for them this is a choice of data.
     Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2.
     """
     check_scored(group)
-    return not all_equal(group.rewards)
+    return not all_equal(group.deciding)
 
 
 def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
@@ -73,3 +75,4 @@ def check_scored(group: Group) -> None:
             f"group of prompt {group.prompt.index}: {len(group.trajectories)} trajectories but "
             f"{len(group.rewards)} rewards; score the group first"
         )
+    assert len(group.signals) in (0, len(group.rewards)), "a signal for each trajectory, or none"

@@ -86,7 +86,8 @@ def dumps(trajectories: Mapping[int, Trajectory]) -> bytes:
         return made[id(values)]
 
     def reduced(s: Segment) -> tuple[Any, ...]:
-        return Segment, (s.author, once(s.tokens, "iq"), s.text, once(s.logprobs, "fd"), s.reward, s.messages)
+        tokens, logprobs = once(s.tokens, "iq"), once(s.logprobs, "fd")
+        return Segment, (s.author, tokens, s.text, logprobs, s.reward, s.messages, s.opened)
 
     written = io.BytesIO()
     pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)

@@ -24,7 +24,6 @@ from jetrl.types import (
     EndReason,
     Engine,
     Group,
-    Problem,
     Prompt,
     Reply,
     Request,
@@ -263,7 +262,9 @@ class _Driver:
         new = [_Live(self.asked.first_id + n, self.prompts[n // self.asked.count]) for n in numbers]
         self.live |= {one.key: one for one in new}
         if self.conversations is None:
-            return [Reply(o.key, o.prompt.tokens, prompt_text(o.prompt.problem)) for o in new]
+            return [
+                Reply(o.key, o.prompt.tokens, o.prompt.problem.prompt_text, opened=o.prompt.opened) for o in new
+            ]
         for one in new:
             self.started.add(one.key)
             self.conversations.start(one.key, one.prompt.problem)
@@ -303,7 +304,9 @@ class _Driver:
             self._end(one, end, reply.error or ("" if one.num_turns else "it was over before the first turn"))
             return None
         if reply.tokens:
-            one.segments.append(Segment("environment", reply.tokens, reply.text, messages=reply.messages))
+            one.segments.append(
+                Segment("environment", reply.tokens, reply.text, messages=reply.messages, opened=reply.opened)
+            )
             one.tokens += reply.tokens
         return self._request(one)
 
@@ -382,10 +385,3 @@ class _Driver:
         running, waiting = (0, 0) if idle else (self.last.running, self.last.waiting)
         steps, tokens = self.steps_before + self.last.step, self.tokens_before + self.last.generated_tokens
         return StepReport(steps, running, waiting, self.source.report(len(self.ended)), tokens)
-
-
-def prompt_text(problem: Problem) -> str:
-    """A problem's prompt for people to read: the text, or a line for each chat message."""
-    if isinstance(problem.prompt, str):
-        return problem.prompt
-    return "\n".join(f"{m['role']}: {m['content']}" for m in problem.prompt)

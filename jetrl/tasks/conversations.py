@@ -16,9 +16,9 @@ from typing import Any, Literal
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Background, Call, Loop
+from jetrl.tasks.chat import Message
 from jetrl.tasks.environment import BadReply, Factory, opening_of, problem_mapping, step_of
 from jetrl.tasks.messages import TurnEncoder
-from jetrl.tasks.prompts import Message
 from jetrl.tasks.user_code import check_unchanged, process_settings, put_back
 from jetrl.types import Completion, Problem, Reply
 
@@ -185,7 +185,8 @@ class EnvironmentPool:
         if talk.turn is None:
             talk.opening = value
             first = self.encoder.first(talk.problem, value)
-            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value))
+            opened = self.encoder.opened(talk.problem, value)
+            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value), opened=opened)
         messages, reward, talk.over = value
         text = self.encoder.text(messages)
         if talk.over:
@@ -228,4 +229,7 @@ def build_pool(
     factory: Factory, tokenizer: Any, config: TaskConfig, *, timeout: float = 60.0, max_concurrent: int = 64
 ) -> EnvironmentPool:
     """The pool of a run, from its tokenizer and `task` section."""
+    if factory.variables:
+        variables = {**config.chat_template_kwargs, **factory.variables}
+        config = config.model_copy(update={"chat_template_kwargs": variables})
     return EnvironmentPool(factory, TurnEncoder(tokenizer, config), timeout, max_concurrent)

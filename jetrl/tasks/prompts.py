@@ -1,17 +1,21 @@
-"""Prompts as token ids: by the tokenizer's chat template, or as plain text."""
+"""Prompts as token ids: by the tokenizer's chat template, or as plain text.
+
+All text of a run and of the API becomes tokens here, in `encode_text`: a plain prompt with the special tokens that the
+tokenizer adds (BOS, for some), everything else without.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
+from jetrl.tasks.chat import Message, message_of
 from jetrl.tasks.protocol import shorten
+from jetrl.tasks.template import Template, source_of, tell
 from jetrl.types import Problem
-
-Message = Mapping[str, str]  # role and content, as chat templates read them
 
 _DROP = ' (task.overlong_prompts = "drop" leaves out all such rows of the data)'
 
@@ -22,34 +26,93 @@ class OverlongPrompt(UserError):
 
 def encode_problem(problem: Problem, tokenizer: Any, config: TaskConfig) -> list[int]:
     """The prompt as token ids: by the chat template with the assistant's turn opened, or as plain text."""
-    chat = uses_chat_template(config.chat_template, tokenizer)
-    if chat:
-        text = render(chat_messages(problem, config), tokenizer, problem.id, config.chat_template_kwargs)
+    where = f"Problem {problem.id}"
+    if uses_chat_template(config.chat_template, tokenizer):
+        messages = chat_messages(problem, config)
+        template = Template(tokenizer, config.chat_template_kwargs)
+        text = template.prompt(messages, problem.id, config.system_prompt is not None)
+        tokens = encode_rendered(text, tokenizer, where)
     else:
         text = _plain_text(problem, config)
-    # A template writes its own special tokens; adding them again would give two of the beginning of sequence.
-    tokens = encode_text(text, tokenizer, f"Problem {problem.id}", "prompt", add_special_tokens=not chat)
-    if not tokens:
-        raise UserError(f"Problem {problem.id}: the prompt {text!r} has no tokens. Remove it or write a prompt.")
-    if not chat and tokens[-1] == tokenizer.eos_token_id:
-        raise UserError(
-            f"Problem {problem.id}: the prompt ends in the end-of-sequence token {tokenizer.eos_token!r}, so there is "
-            "nothing to complete. Use a tokenizer that does not append it, or remove it from the prompt."
-        )
+        tokens = encode_plain(text, tokenizer, where)
     if len(tokens) > config.max_prompt_length:
         raise OverlongPrompt(
-            f"Problem {problem.id}: the prompt has {len(tokens)} tokens, task.max_prompt_length is "
+            f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_length is "
             f"{config.max_prompt_length}. Raise it or leave this problem out{_DROP if config.name == 'file' else ''}; "
             f"prompts are never cut. The prompt begins: {shorten(text)!r}"
         )
     return tokens
 
 
+def encode_rendered(text: str, tokenizer: Any, where: str) -> list[int]:
+    """Token ids of what a chat template wrote. It writes its own special tokens: adding them again would give two of
+    the beginning of sequence. Where it writes none, and the tokenizer adds one to plain text, that is told once."""
+    tokens = _not_empty(encode_text(text, tokenizer, where, "prompt"), text, where)
+    if (bos := added_bos(tokenizer)) is not None and tokens[0] != bos:
+        tell(
+            tokenizer, f"{where}: {source_of(tokenizer)} does not begin prompts with {tokenizer.bos_token!r}, which "
+            "the tokenizer puts in front of plain text. The policy reads the prompt without it. If the model was "
+            "trained with it, put {{ bos_token }} in front of the template.", "bos",
+        )
+    return tokens
+
+
+def encode_prompt(tokenizer: Any, name: str, prompt: str | Sequence[Message]) -> list[int]:
+    """Token ids of a prompt of the API, as a run makes them: a plain text, or messages by the chat template. `name` is
+    the argument, for messages."""
+    if isinstance(prompt, str):
+        return encode_plain(prompt, tokenizer, name)
+    if not uses_chat_template("auto", tokenizer):
+        raise UserError(f"{name}: is a list of chat messages, and the tokenizer has no chat template. Give a text.")
+    try:
+        messages = [message_of(message) for message in prompt]
+    except ValueError as error:
+        raise UserError(f"{name}: {error}. Write {{'role': 'user', 'content': 'the text'}}.") from error
+    return encode_rendered(Template(tokenizer, {}).prompt(messages, name), tokenizer, name)
+
+
+def encode_plain(text: str, tokenizer: Any, where: str) -> list[int]:
+    """Token ids of a plain-text prompt, with the special tokens that the tokenizer adds."""
+    tokens = _not_empty(encode_text(text, tokenizer, where, "prompt", add_special_tokens=True), text, where)
+    if tokens[-1] == tokenizer.eos_token_id:
+        raise UserError(
+            f"{where}: the prompt ends in the end-of-sequence token {tokenizer.eos_token!r}, so there is "
+            "nothing to complete. Use a tokenizer that does not append it, or remove it from the prompt."
+        )
+    return tokens
+
+
+def _not_empty(tokens: list[int], text: str, where: str) -> list[int]:
+    if not tokens:
+        raise UserError(f"{where}: the prompt {text!r} has no tokens. Remove it or write a prompt.")
+    return tokens
+
+
+def added_bos(tokenizer: Any) -> int | None:
+    """The beginning-of-sequence token that the tokenizer puts in front of plain text; None where it adds none."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return bos if bos is not None and encode_text("", tokenizer, "", "", add_special_tokens=True)[:1] == [bos] else None
+
+
+def opened_text(problem: Problem, tokenizer: Any, config: TaskConfig) -> str | None:
+    """What the chat template has written of the policy's turn, such as `<think>`: "" for nothing and for plain text,
+    None where it cannot be told."""
+    if not uses_chat_template(config.chat_template, tokenizer):
+        return ""
+    return Template(tokenizer, config.chat_template_kwargs).opened(chat_messages(problem, config))
+
+
 def prompt_key(problem: Problem) -> str:
-    """What makes two prompts the same: the text, or the messages' roles and texts; white space at the ends aside."""
+    """What makes two prompts the same: the text, or the messages' roles, texts (white space at the ends aside) and
+    further values."""
     if isinstance(problem.prompt, str):
         return problem.prompt.strip()
-    return json.dumps([[m["role"], m["content"].strip()] for m in problem.prompt])
+    parts = []
+    for message in problem.prompt:
+        further = {k: v for k, v in message.items() if k not in ("role", "content")}
+        own = [message["role"], message["content"].strip()]
+        parts.append([*own, json.dumps(further, sort_keys=True, ensure_ascii=False)] if further else own)
+    return json.dumps(parts)
 
 
 def uses_chat_template(setting: bool | str, tokenizer: Any) -> bool:
@@ -77,21 +140,6 @@ def chat_messages(problem: Problem, config: TaskConfig) -> list[Message]:
     return messages
 
 
-def render(
-    messages: Sequence[Message], tokenizer: Any, problem_id: str, variables: Mapping[str, Any] | None = None
-) -> str:
-    """What the chat template writes for the messages, with the assistant's next turn opened. It sees `variables`, as in
-    `enable_thinking = false`; one that it does not read changes nothing."""
-    try:
-        copies = [dict(m) for m in messages]  # a template may change what it gets
-        return tokenizer.apply_chat_template(copies, add_generation_prompt=True, tokenize=False, **(variables or {}))
-    except Exception as error:  # jinja's errors: templates raise their own for roles that they do not know
-        roles = [m["role"] for m in messages]
-        raise UserError(
-            f"Problem {problem_id}: the tokenizer's chat template fails on messages with roles {roles}: {error}"
-        ) from error
-
-
 def encode_text(text: str, tokenizer: Any, where: str, kind: str, *, add_special_tokens: bool = False) -> list[int]:
     """Token ids of a text. A failure of the tokenizer names the place and what kind of text it was."""
     try:
@@ -101,6 +149,11 @@ def encode_text(text: str, tokenizer: Any, where: str, kind: str, *, add_special
             f"{where}: the tokenizer cannot encode the {kind} {shorten(text)!r}: {error}. Use a tokenizer that knows "
             f"these characters, or change the {kind}."
         ) from error
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of tokens as the model reads them: special ones included, spaces as they are."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _plain_text(problem: Problem, config: TaskConfig) -> str:

@@ -51,7 +51,7 @@ def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config
     source = model_folder(m.path, m.revision, weights=False) if m.path is not None else None
     context = EngineContext(
         config, model, tokenizer, hf.hf_config(model.spec, base_config), flow_digest(model.spec, model.recipe),
-        eos_ids(tokenizer, source),
+        eos_ids(tokenizer, source, model.spec.vocab_size),
     )
     if config.rollout.engine == "vllm":
         return _vllm_engine(context)
@@ -147,12 +147,29 @@ def _users_engine(context: EngineContext) -> Engine:
     return CheckedEngine(engine, name, context.model.spec.vocab_size)
 
 
-def eos_ids(tokenizer: Any, folder: Path | None) -> frozenset[int]:
-    """End-of-sequence ids: the tokenizer's, and those in the model folder's config.json and generation_config.json."""
-    ids: list[int | None] = [tokenizer.eos_token_id]
-    for source in (hf.read_config(folder), hf.read_generation_config(folder)) if folder is not None else ():
-        listed = (source or {}).get("eos_token_id")
-        ids += listed if isinstance(listed, list) else [listed]
-    if wrong := [i for i in ids if i is not None and (not isinstance(i, int) or i < 0)]:
-        raise UserError(f"{folder}: eos_token_id {wrong[0]!r} is not a token id. Fix (generation_)config.json.")
-    return frozenset(i for i in ids if i is not None)
+def eos_ids(tokenizer: Any, folder: Path | None, vocab_size: int) -> frozenset[int]:
+    """End-of-sequence ids: the tokenizer's, and those in the model folder's config.json and generation_config.json.
+
+    UserError for one that is no id of the model's vocabulary: the policy could never draw it.
+    """
+    found: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
+    if folder is not None:
+        for name, source in (
+            ("config.json", hf.read_config(folder)), ("generation_config.json", hf.read_generation_config(folder))
+        ):
+            listed = (source or {}).get("eos_token_id")
+            found += [(f"{folder}/{name}", i) for i in (listed if isinstance(listed, list) else [listed])]
+    for where, value in found:
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UserError(
+                f"{where}: eos_token_id {value!r} is not a token id. Write the id of the token that ends a turn, or a "
+                "list of such ids."
+            )
+        if not 0 <= value < vocab_size:
+            raise UserError(
+                f"{where}: eos_token_id {value} is not in the model's vocabulary (ids from 0 to {vocab_size - 1}). "
+                "Write the id of the token that ends a turn, or remove the key."
+            )
+    return frozenset(value for _, value in found if value is not None)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -31,9 +31,12 @@ from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
 from jetrl.tasks.messages import TurnEncoder, encode_solution
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
+from jetrl.tasks.tools import with_tools
 from jetrl.train import store
+from jetrl.train.engines import eos_ids
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
+from jetrl.train.prepare import model_source
 from jetrl.train.reduction import own_numbers
 from jetrl.train.routing import LOSSES, Routing
 from jetrl.train.step import forward_rows
@@ -47,15 +50,20 @@ _READ = {  # next to the sections sft and task
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
 
-def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path:
+def cache_path(
+    config: Config, model: Transformer, world: World = ALONE, given: Mapping[str, str] | None = None
+) -> Path:
     """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task
-    and the settings. The initial weights are the masters: the same in every precision flow. Collective."""
+    and the settings. The initial weights are the masters: the same in every precision flow. `given`: digests of
+    rows that a program gave, by key. Collective."""
+    files = {key: (given or {}).get(f"task.{key}") for key in ("train_file", "eval_file")}
     settings = made_of(config) | {
         "version": __version__, "start": digest(model, world),
         "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v},
-        "data": _file_hash(config.task.train_file),
-        "held out": _file_hash(config.task.eval_file),  # its prompts are not trained on
+        "data": files["train_file"] or _file_hash(config.task.train_file),
+        "held out": files["eval_file"] or _file_hash(config.task.eval_file),  # its prompts are not trained on
         "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
+        "turns end": "as the chat template ends them",  # once: with the tokenizer's end of sequence
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(config.sft.cache_dir).expanduser() / key
@@ -84,13 +92,16 @@ def starts_from(config: Config) -> dict[str, Any]:
 
 def warm_start(
     model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
-    tell: Callable[[str], None], world: World = ALONE,
+    tell: Callable[[str], None], world: World = ALONE, given: Mapping[str, str] | None = None,
 ) -> Path:
-    """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`.
+    """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`;
+    `given` as in `cache_path`.
 
     The model is cut for `world`; each rank trains, writes and reads its rows. A collective.
     """
-    path = world.share(cache_path(config, model, world))
+    with together(world):
+        config = with_tools(config)
+    path = world.share(cache_path(config, model, world, given))
     if by_first(world, path.is_dir):
         if world.first:
             tell(f"warm start loaded from {path}")
@@ -102,7 +113,7 @@ def warm_start(
         store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
     else:
         if world.first:
-            tell(f"no warm start of this model, task, seed and [sft] in {path.parent} yet: made now, and kept there")
+            tell(f"no cached warm start for this model, task, seed and [sft] in {path.parent}: training one now")
         with together(world):
             require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)
@@ -143,10 +154,11 @@ def train_sft(
     student.to(device).publish()
     fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
     settings = config.train.model_copy(update={"lr": sft.lr} | fp32)
+    solved = SolutionEncoder.of(config, tokenizer, model.spec.vocab_size)
     optimizer = build_optimizer(student.named_parameters(), settings)
     for step in range(1, sft.steps + 1):
         with together(world):
-            batch = _batch(step, config, task, tokenizer, world)
+            batch = _batch(step, config, task, solved, world)
         factor = schedule_factor(step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps)
 
         shares = denominators(batch, config.rollout.max_response_length)
@@ -172,21 +184,36 @@ def train_sft(
     return student
 
 
-def _batch(step: int, config: Config, task: Task, tokenizer: Any, world: World) -> PackedBatch:
+def _batch(step: int, config: Config, task: Task, solved: SolutionEncoder, world: World) -> PackedBatch:
     """The solutions of one step, of which each rank packs its micro-batches."""
     sft, first = config.sft, (step - 1) * config.sft.batch_size
     index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
-    return pack_in_order([solved_trajectory(task.problem(i), tokenizer, config) for i in index],
+    return pack_in_order([solved.trajectory(task.problem(i)) for i in index],
                          config.train.max_tokens_per_gpu, own_numbers(world, "fixed"))
 
 
-def solved_trajectory(problem: Problem, tokenizer: Any, config: Config) -> Trajectory:
-    """Prompt and worked solution as a trajectory, token for token what a rollout would hold."""
-    if problem.solution is None:
-        raise UserError(
-            f"The warm start needs worked solutions, and problem {problem.id} has none. Set sft.steps = 0, or give "
-            "a `solution` column."
-        )
-    opening = Segment("environment", tuple(encode_problem(problem, tokenizer, config.task)), "")
-    parts = encode_solution(problem, TurnEncoder(tokenizer, config.task), config.rollout.stop)
-    return Trajectory((opening, *(Segment(author, tokens, "") for author, tokens in parts)), "stop", 0, "")
+@dataclass(frozen=True, slots=True)
+class SolutionEncoder:
+    """Makes trajectories of worked solutions, with the tokens that end a turn of this run."""
+
+    config: Config
+    turns: TurnEncoder
+    eos_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> SolutionEncoder:
+        """That of a run. UserError for token ids that the model does not have."""
+        ends = eos_ids(tokenizer, model_source(config), vocab_size)
+        return cls(config, TurnEncoder(tokenizer, config.task), ends)
+
+    def trajectory(self, problem: Problem) -> Trajectory:
+        """Prompt and worked solution as a trajectory, token for token what a rollout would hold."""
+        if problem.solution is None:
+            raise UserError(
+                f"The warm start needs worked solutions, and problem {problem.id} has none. Set sft.steps = 0, or give "
+                "a `solution` column."
+            )
+        tokens = encode_problem(problem, self.turns.tokenizer, self.config.task)
+        parts = encode_solution(problem, self.turns, self.config.rollout.stop, self.eos_ids)
+        segments = [Segment(author, own, "") for author, own in (("environment", tuple(tokens)), *parts)]
+        return Trajectory(tuple(segments), "stop", 0, "")

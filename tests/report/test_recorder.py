@@ -240,6 +240,24 @@ def test_a_prompt_that_the_environment_wrote_makes_a_conversation(problem: Any, 
     assert row["prompt"] == "Q: 1+1?" and [turn["author"] for turn in row["turns"]] == ["policy"]
 
 
+def test_the_rendered_prompt_is_in_the_first_row_of_a_group() -> None:
+    """What the policy read, special tokens and all: once for a group, and again where another prompt stood."""
+    def decode(tokens: Any) -> str:
+        return "".join(map(named, tokens))
+
+    rows = group_rows([plain_group(0.5, -0.5)], named, decode)
+    assert rows[0]["prompt_rendered"] == "<1><2>" and "prompt_rendered" not in rows[1]
+    prompt, talk = conversation()
+    single = Trajectory((Segment("environment", (3,), "Q"), *talk.segments[1:2]), "stop", 3, "d")
+    rows = group_rows([Group(prompt, (talk, talk, single), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0))], named, decode)
+    assert [row.get("prompt_rendered") for row in rows] == ["<1><2>", None, "<3>"]
+    assert [turn.get("rendered") for turn in rows[0]["turns"]] == [None, "<8><8><8>", None]
+    unborn = Trajectory((), "timeout", 3, "d", "no reply within 60 s")
+    rows = failed_rows([(prompt, talk), (prompt, unborn)], named, decode)
+    assert [row.get("prompt_rendered") for row in rows] == ["<1><2>", None]
+    assert rows[0]["turns"][1]["rendered"] == "<8><8><8>"
+
+
 def test_a_plain_answer_with_an_advantage_for_each_token_keeps_them() -> None:
     rows = group_rows([plain_group((0.1, 0.2), (-1.0,))], named)
     assert rows[0]["advantages"] == [0.1, 0.2] and rows[0]["advantage"] == math.fsum((0.1, 0.2)) / 2

@@ -137,6 +137,7 @@ def test_token_rewards_of_an_answer_and_of_a_conversation():
     turns = trajectory((2, 0.5), (1, -0.25), (3, 0.125))
     assert token_rewards(turns, 2.0) == [0.0, 0.5, -0.25, 0.0, 0.0, 1.75]
     assert math.fsum(token_rewards(turns, 2.0)) == 2.0
+    assert token_rewards(trajectory((2, None), (1, 0.5)), 0.5) == [0.0, 0.0, 0.5]  # nothing was given for a turn
     # a turn without tokens has no place for its reward: it stays within the rest
     assert token_rewards(trajectory((2, 0.5), (0, 3.0)), 1.0) == [0.0, 1.0]
     assert token_rewards(trajectory((2, 0.0)), 1.0, [-0.25, -0.5]) == [-0.25, 0.5]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -24,9 +24,18 @@ def sent(trajectories: dict[int, Trajectory]) -> dict[int, Trajectory]:
 def trajectory(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Trajectory:
     messages = ({"role": "tool", "content": "4"},)
     return Trajectory(
-        (Segment("environment", PROMPT, "2 + 2"), Segment("policy", tokens, "text", logprobs, 0.25),
+        (Segment("environment", PROMPT, "2 + 2", opened="<think>"), Segment("policy", tokens, "text", logprobs, 0.25),
          Segment("environment", (1, 2), "4", messages=messages)), "turns", 3, "flow", "late",
     )
+
+
+def test_every_field_of_a_segment_travels() -> None:
+    """A field that is forgotten in `dumps` would be there on one rank alone, and gone on the others."""
+    other = {"author": "policy", "tokens": (1,), "text": "x", "logprobs": (-0.5,), "reward": 0.5,
+             "messages": ({"role": "tool", "content": "4"},), "opened": None}
+    assert other.keys() == {field.name for field in fields(Segment)}
+    segment = Segment(**other)  # type: ignore[arg-type]
+    assert sent({0: Trajectory((segment,), "stop", 0, "")})[0].segments == (segment,)
 
 
 FLOATS = st.one_of(st.floats(-100, 0, width=32), st.floats(-100, 0), st.just(-0.0))

@@ -12,7 +12,7 @@ from hash_model import HashModel, Letters, learners_logprobs, make_engine, real_
 
 from jetrl.errors import UserError
 from jetrl.rollout.requests import STEP_STRIDE, Asked, eval_asked, train_asked
-from jetrl.rollout.rollout import Rollout, prompt_text, roll_out, rollout_stats
+from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
 from jetrl.types import (
     Completion,
     Group,
@@ -184,7 +184,7 @@ def test_plain_answers_are_those_of_generate() -> None:
         answer = Segment("policy", c.tokens, c.text, c.logprobs)
         assert t == Trajectory((prompt, answer), c.finish_reason, 3, "flow")
     assert {t.end for g in rollout.groups for t in g.trajectories} == {"stop", "length"}
-    assert rollout.groups[3].prompt.tokens == (7, 8) and prompt_text(chat) == texts[3]
+    assert rollout.groups[3].prompt.tokens == (7, 8) and chat.prompt_text == texts[3]
     assert roll_out(engine, [], asked) == Rollout([], [])
 
 
@@ -325,7 +325,7 @@ def test_refusals_name_the_problem() -> None:
 def test_an_action_that_ends_at_the_last_token_is_still_judged() -> None:
     """Cut off at the limit: the environment is not asked. Complete at the limit: its reward counts."""
     (free,) = make_engine().generate([Request(1, (1, 2), SamplingParams(8, ignore_eos=True))])
-    for stop, acts, reward in ((free.tokens[7], 1, 5.0), (None, 0, 0.0)):
+    for stop, acts, reward in ((free.tokens[7], 1, 5.0), (None, 0, None)):
         assert free.tokens.index(free.tokens[7]) == 7
         script = Script(lambda key, turn: Reply(key, (1, 2), "") if turn == 0 else Reply(key, (3,), reward=5.0))
         sampling = SamplingParams(8, ignore_eos=True, stop_token_ids=() if stop is None else (stop,))

@@ -8,6 +8,7 @@ from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.files import FileTask, read_problems
+from jetrl.tasks.prompts import prompt_key
 from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
 
@@ -60,6 +61,50 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     )
     assert problems[1].extra["data_source"] == "math"
     assert problems[1].id.endswith("a.parquet:2")
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+TALK = [
+    {"role": "user", "content": "add", "name": "bob"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hmm"},
+    {"role": "tool", "content": "5", "tool_call_id": "c1"},
+]
+
+
+def test_messages_keep_their_keys_in_jsonl_and_parquet_alike(tmp_path):
+    """Arrow pads all messages, and all arguments, to the same keys with None: that is no text of the data's."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    other = [TALK[0], {**TALK[1], "tool_calls": [CALL | {"function": {"name": "neg", "arguments": {"x": 1}}}]}]
+    table = [{"prompt": talk, "answer": "5", "solution": [{"role": "assistant", "content": "5"}]}
+             for talk in (TALK, other)]
+    parquet.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet")
+    assert "'b': None" in str(parquet.read_table(tmp_path / "a.parquet").to_pylist()), "the padding is there"
+    for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", table)):
+        first, second = read_problems(path)
+        assert first.prompt == (TALK[0], TALK[1] | {"content": ""}, TALK[2])
+        assert second.prompt[1]["tool_calls"][0]["function"] == {"name": "neg", "arguments": {"x": 1}}
+        assert first.solution == ({"role": "assistant", "content": "5"},)
+        assert "None" not in first.prompt_text and '"name": "bob"' in first.prompt_text
+        assert len({prompt_key(p) for p in (first, second)}) == 2, "prompts that differ in a call are two"
+
+
+def test_what_makes_two_prompts_the_same_is_as_before_without_further_keys():
+    plain = Problem("p", ({"role": "user", "content": " q "},), "")
+    assert prompt_key(plain) == '[["user", "q"]]', "another key would hold out other problems"
+    named = Problem("p", ({"role": "user", "content": "q", "name": "bob"},), "")
+    assert prompt_key(named) != prompt_key(plain)
+
+
+def test_a_whole_conversation_may_be_the_solution(tmp_path):
+    talk = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, TALK[2], {"role": "assistant", "content": "5"}]
+    (problem,) = read_problems(write(tmp_path / "a.jsonl", [{"prompt": "add", "answer": "5", "solution": talk}]))
+    assert problem.solution == tuple(talk)
+    for wrong in (talk[:2], talk[1:], [talk[0], talk[2]], []):
+        path = write(tmp_path / "a.jsonl", [{"prompt": "add", "answer": "5", "solution": wrong}])
+        with pytest.raises(UserError, match=r"a.jsonl:1: column 'solution'"):
+            read_problems(path)
 
 
 def test_broken_parquet_is_refused(tmp_path):
@@ -136,7 +181,16 @@ def test_split_by_hash_is_disjoint_also_for_repeated_prompts(tmp_path):
     assert len({p.prompt.strip() for p in held_out}) == 10
     assert len(trained) == 30 and not trained & {p.prompt.strip() for p in held_out}
     assert both.eval_problems(4) == held_out[:4] == task(path, 9, num_eval=10).eval_problems(4)
-    assert "60 problems" in both.describe() and "20 rows left out" in both.describe()
+    assert both.describe() == (
+        f"{path}: 60 training rows, 10 held out for evaluation (the same data, chosen by hash of the prompt); 10 more "
+        "rows left out of training: their prompts are among the held-out ones"
+    )
+    assert (both.num_rows_read, both.num_train_rows) == (80, 60)
+    plain = task(write(tmp_path / "b.jsonl", rows(40)), num_eval=10)
+    assert plain.describe() == (
+        f"{tmp_path}/b.jsonl: 30 training rows, 10 held out for evaluation (the same data, chosen by hash of the "
+        "prompt)"
+    )
 
 
 def test_held_out_prompts_of_an_eval_file_leave_training(tmp_path):
@@ -144,7 +198,10 @@ def test_held_out_prompts_of_an_eval_file_leave_training(tmp_path):
     both = task(train, eval_file=str(held_out), num_eval=4)
     assert {both.problem(i).answer for i in range(40)} == {str(i) for i in range(15)}
     assert {p.answer for p in both.eval_problems(100)} == {str(i) for i in range(15, 25)}
-    assert "5 rows left out" in both.describe()
+    assert both.describe() == (
+        f"{train}: 15 training rows; 10 rows for evaluation from {held_out}; 5 more rows left out of training: their "
+        f"prompts are in {held_out}"
+    )
     with pytest.raises(UserError, match="none is left for training"):
         task(train, eval_file=str(train))
 
@@ -173,7 +230,7 @@ def test_nothing_is_held_out_while_evaluation_is_off(tmp_path):
         task(path)
     whole = task(path, hold_out=False)
     assert {whole.problem(i).answer for i in range(3)} == {"0", "1", "2"} and whole.eval_problems(9) == []
-    assert whole.describe() == f"3 problems from {path}; none held out, because eval.eval_interval = 0"
+    assert whole.describe() == f"{path}: 3 training rows, none held out, because eval.eval_interval = 0"
     named = task(path, hold_out=False, eval_file=str(write(tmp_path / "e.jsonl", rows(1))))  # yours is left out still
     assert {named.problem(i).answer for i in range(4)} == {"1", "2"} and len(named.eval_problems(9)) == 1
 
@@ -185,7 +242,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path):
     path = write(tmp_path / "a.jsonl", rows(14))
     found = task(path, num_eval=3, fits=short)
     assert len(found.all_problems()) == 10 and len(found.eval_problems(9)) == 3
-    assert f"7 problems from {path}; 3 held out" in found.describe()
+    assert f"{path}: 7 training rows, 3 held out for evaluation" in found.describe() and found.num_rows_read == 14
     assert f"; 4 rows of {path} left out: longer prompts than task.max_prompt_length" in found.describe()
     with pytest.raises(UserError, match=r"a.jsonl: all 14 prompts are longer.*Raise task.max_prompt_length"):
         task(path, num_eval=3, fits=lambda problem: False)

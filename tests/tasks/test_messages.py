@@ -144,8 +144,8 @@ def test_the_stand_in_is_no_text_of_the_conversation():
     # The mark is then a longer one; this template changes it, so that it is not found.
     with pytest.raises(UserError, match="0 times"):
         encoder.later(PROBLEM, odd, [user("4")], turn(9))
-    keeps = chat("{% for m in messages %}{{ m.content if m.role == 'assistant' else '1' }}|{% endfor %}")
-    assert keeps.later(PROBLEM, odd, odd, turn(9)) == ids("|1|")
+    keeps = chat("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    assert keeps.later(PROBLEM, odd, [user("1")], turn(9)) == ids("|1|")
 
 
 def test_renders_are_kept():
@@ -184,3 +184,71 @@ def test_solutions_of_addition_can_all_be_encoded():
     encoder = plain()
     kinds = {len(encode_solution(task.problem(i), encoder, (">",))) for i in range(40)}
     assert kinds == {1, 3}
+
+
+def end_of(template, solution="3", eos_ids=None, eos="<eos>", **settings):
+    """The tokens of a worked solution's turns, whose template ends a turn in its own way."""
+    encoder = chat(template, **settings)
+    encoder.tokenizer.eos_token = eos
+    return [tokens for _, tokens in encode_solution(Problem("1", "1+1=", "2", solution), encoder, (">",), eos_ids)]
+
+
+TALK = (("policy", "3"), ("environment", "?"), ("policy", "2"))
+
+
+def test_the_warm_start_ends_a_turn_as_the_template_does():
+    """`|` is the template's end of turn, <eos> the tokenizer's: the policy must learn to draw `|`, and stops at it."""
+    assert end_of(TEMPLATE, eos_ids={EOS, END}) == [ids("3|")]
+    assert end_of(TEMPLATE, TALK, {EOS, END}) == [ids("3|"), ids("\n<1>?|\n<2>_"), ids("2|")]
+    # what was sampled, turn by turn, is one rendering of the whole conversation
+    whole = chat().tokenizer.apply_chat_template(
+        [user("1+1="), {"role": "assistant", "content": "3"}, user("?"), {"role": "assistant", "content": "2"}],
+        tokenize=False,
+    )
+    told = chat(TEMPLATE.replace("<2>_", "<2>"))
+    parts = encode_solution(Problem("1", "1+1=", "2", TALK), told, (), {END})
+    assert ids("<1>1+1=|\n<2>") + sum((tokens for _, tokens in parts), ()) == ids(whole.rstrip("\n"))
+    # a turn that ends in a stop string has no end of its own; the template's follows
+    called = (("policy", "3>"), ("environment", "?"), ("policy", "2"))
+    assert end_of(TEMPLATE, called, {EOS, END})[:2] == [ids("3>"), ids("|\n<1>?|\n<2>_")]
+
+
+def test_a_turn_whose_template_ends_it_with_no_stop_token_ends_with_the_tokenizers():
+    assert end_of(TEMPLATE, eos_ids={EOS}) == [(*ids("3"), EOS)]
+    assert end_of(TEMPLATE.replace("|\n{% endfor", "{% endfor"), eos_ids={EOS, END}) == [(*ids("3"), EOS)]
+    assert end_of(TEMPLATE, eos_ids={EOS, END}, chat_template=False) == [(*ids("3"), EOS)]
+
+
+def test_a_tokenizer_without_an_end_of_sequence_takes_the_runs_or_is_told():
+    assert end_of(TEMPLATE, eos_ids={END}, eos=None) == [ids("3|")]
+    assert end_of(TEMPLATE, eos_ids={9}, eos=None) == [(*ids("3"), 9)]
+    with pytest.raises(UserError, match="needs the token that ends the policy's turn, and there is none.*eos_token"):
+        end_of(TEMPLATE, eos_ids=set(), eos=None)
+    with pytest.raises(UserError, match=r"and there are several \(8, 9\).*Set eos_token in tokenizer_config.json"):
+        end_of(TEMPLATE, eos_ids={9, 8}, eos=None)
+    with pytest.raises(UserError, match="there is none"):
+        end_of(TEMPLATE, eos=None)
+
+
+CALLS = (
+    ROLES + "{% for m in messages %}<{{ names[m.role] }}>{{ m.reasoning_content ~ '?' if m.reasoning_content else '' }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.function.arguments }}){% endfor %}|\n{% endfor %}"
+    "{% if add_generation_prompt %}<2>{% endif %}"
+)
+
+
+def test_a_whole_conversation_with_calls_is_a_worked_solution():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "1+1"}}]}
+    solution = (call, {"role": "tool", "content": "2"}, user("?"),
+                {"role": "assistant", "content": "#2", "reasoning_content": "1"})
+    problem, encoder = Problem("1", "1+1=", "2", solution), chat(CALLS)
+    parts = encode_solution(problem, encoder, (), {EOS, END})
+    assert parts == (
+        ("policy", ids("(1+1)|")), ("environment", ids("\n<3>2|\n<1>?|\n<2>")), ("policy", ids("1?#2|"))
+    )
+    with pytest.raises(UserError, match="has tool_calls, and no chat template is in use"):
+        encode_solution(problem, plain())
+    split = "{% for m in messages %}{{ m.tool_calls and '7' or '' }}{{ m.content }}|{% endfor %}{{ '<2>' if "\
+        "add_generation_prompt else '' }}"
+    with pytest.raises(UserError, match="does not write the assistant's message .* as a continuation of the prompt"):
+        encode_solution(problem, chat(split), (), {EOS, END})

@@ -205,13 +205,30 @@ def test_settings_reach_engine_model_and_packer(tmp_path: Path, monkeypatch: pyt
 
 def test_end_of_sequence_ids_come_from_tokenizer_and_folder(tmp_path: Path) -> None:
     tokenizer = SimpleNamespace(eos_token_id=7)
-    assert eos_ids(tokenizer, None) == {7}
+    assert eos_ids(tokenizer, None, 10) == {7}
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 8}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
-    assert eos_ids(tokenizer, str(tmp_path)) == {7, 8, 9}
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "end"}))
-    with pytest.raises(UserError, match="eos_token_id 'end' is not a token id"):
-        eos_ids(tokenizer, str(tmp_path))
+    assert eos_ids(tokenizer, tmp_path, 10) == {7, 8, 9}
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json", "the tokenizer"])
+@pytest.mark.parametrize(("value", "message"), [
+    ("end", "eos_token_id 'end' is not a token id"), (True, "eos_token_id True is not a token id"),
+    ([1, True], "eos_token_id True is not a token id"), (1.0, "eos_token_id 1.0 is not a token id"),
+    (1000000, r"eos_token_id 1000000 is not in the model's vocabulary \(ids from 0 to 9\)"),
+    ([1, 10], "eos_token_id 10 is not in the model's vocabulary"), (-1, "eos_token_id -1 is not in the model's"),
+], ids=str)
+def test_an_end_of_sequence_id_that_the_model_does_not_have_is_refused(
+    tmp_path: Path, place: str, value: Any, message: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if place == "the tokenizer":
+        tokenizer = SimpleNamespace(eos_token_id=value[1] if isinstance(value, list) else value)
+    else:
+        tokenizer = SimpleNamespace(eos_token_id=None)
+        (tmp_path / place).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match=f"{place}: {message}"):
+        eos_ids(tokenizer, tmp_path, 10)
 
 
 @pytest.mark.parametrize(("keeps_bits", "shift"), [(True, -1e-3), (True, 0.0), (False, -1e-3)])

@@ -1,0 +1,41 @@
+"""Chat messages: what one may hold, whoever gives it (the data, an environment, a call of the API)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Message = Mapping[str, Any]  # role and content, and what else chat templates read: name, tool_calls, ...
+
+_SCALARS = (str, int, float)  # bool is an int
+
+
+def message_of(value: Any) -> dict[str, Any]:
+    """A message as the chat template gets it; ValueError saying what is wrong with it.
+
+    `role` and `content` are texts. Further keys (`name`, `tool_calls`, `reasoning_content`, ...) stay as they are, if
+    JSON can hold them. A key with the value None is left out, at any depth: tables of Arrow pad all structs to the
+    same keys. Where there are `tool_calls`, `content` may be None or missing, and is then an empty text.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError("a chat message needs the texts 'role' and 'content'")
+    message = _plain(value, "")
+    if message.get("content") is None and message.get("tool_calls"):
+        message["content"] = ""
+    if not all(isinstance(message.get(key), str) for key in ("role", "content")) or not message["role"]:
+        raise ValueError("a chat message needs the texts 'role' and 'content'")
+    return message
+
+
+def _plain(value: Any, path: str) -> Any:
+    """The value with dicts and lists of its own, without keys whose value is None."""
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"a key of a chat message must be a text, not {wrong[0]!r}")
+        return {k: _plain(v, f"{path}.{k}" if path else k) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{path}[{i}]") for i, each in enumerate(value)]
+    if value is None or isinstance(value, _SCALARS):
+        return value
+    raise ValueError(f"{path} of a chat message must be a text, a number, a list or an object, not a "
+                     f"{type(value).__name__}")

@@ -290,10 +290,10 @@ def one(case: Case, parts: Sequence[str] = PARTS) -> None:
     for part in (rollout, update):
         if part.__name__ not in parts:
             continue
-        before_names = names_on_disk()
+        before_names = kernels_on_disk()
         try:
             row = part(case, compilers)
-            emit(row | {"new kernels": sorted(names_on_disk() - before_names), "environment": environment()})
+            emit(row | {"new kernels": sorted(kernels_on_disk() - before_names), "environment": environment()})
             if part is rollout:
                 total = {"work": "sum", "seconds": phase + row["in compilers"]}
                 emit(about(case, "compilation in all") | total)
@@ -305,9 +305,12 @@ def one(case: Case, parts: Sequence[str] = PARTS) -> None:
         raise errors[0]
 
 
-def names_on_disk() -> set[str]:
-    """Triton's kernels in the cache, with their keys."""
-    return {f"{path.stem} {path.parent.name[:8]}" for path in caches()["Triton"].glob("*/*.cubin")}
+def kernels_on_disk() -> set[str]:
+    """Compiled kernels in the caches, each as its compiler, its name and the beginning of its key."""
+    where = caches()
+    triton = {f"Triton {path.stem} {path.parent.name[:8]}" for path in where["Triton"].glob("*/*.cubin")}
+    gemms = {f"DeepGEMM {path.parent.name[:60]}" for path in where["DeepGEMM"].rglob("kernel.cubin")}
+    return triton | gemms | {f"FA4 {path.stem[:60]}" for path in where["FlashAttention-4"].rglob("*.o")}
 
 
 def run_way(case: str, way: str, rows: list[dict[str, Any]], failures: list[str], deadline: float) -> None:

@@ -26,6 +26,7 @@ from jetrl.kernels import reference as ref
 from jetrl.loop import Clock, StopRequest, run
 from jetrl.report.environment import cpu_name, git_commit
 from jetrl.report.recorder import read_metrics
+from jetrl.report.run import PARITY_KEY
 from jetrl.rollout.engine import PagedEngine
 from jetrl.train import gather
 
@@ -94,7 +95,7 @@ def quickstart(overrides: list[str]) -> dict[str, object]:
         "seconds": total, "seconds_by_phase": dict(seconds), "peak_mib": max(watch.peak.values()),
         "peak_mib_by_phase": dict(watch.peak), "engine_overhead_share": 1 - watch.model / watch.seconds,
         "accuracy": [accuracy[0], accuracy[-1]],
-        "parity_max": max(r.get("parity/logprob_abs_diff_max", 0.0) for r in rows), "steps": len(rows) - 1,
+        "parity_max": max(r[PARITY_KEY] for r in rows if PARITY_KEY in r), "steps": len(rows) - 1,
     }
 
 

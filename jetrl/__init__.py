@@ -25,11 +25,15 @@ _PUBLIC = {
     "FP8Linear": "jetrl.api",
     "mismatch_metrics": "jetrl.rl.mismatch",
     "UserError": "jetrl.errors",
+    "Trainer": "jetrl.trainer",
+    "Callback": "jetrl.callbacks",
 }
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "train", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":  # the room of this name, which can be called
+        return import_module("jetrl.train")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'jetrl' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from jetrl import arguments
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.load import by_full_key, quiet
 from jetrl.config.sections import ModelConfig
 from jetrl.config.toml import split_override
 from jetrl.errors import UserError
 from jetrl.model import export as export_module
 from jetrl.model import hf, hub
+from jetrl.model.hf_files import some
 from jetrl.model.linear import FlowLinear
+from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.together import by_each, same_everywhere, together
 from jetrl.parallel.world import ALONE, World
@@ -78,8 +81,9 @@ class Policy:
         for some). A list of messages (`[{"role": "user", "content": ...}]`) goes through the chat template. Token ids
         are taken as they are. `prompts` may be a single text or conversation; the result is a list even then. The
         tokens of a completion depend on (seed, its place in `prompts`) and not on the other prompts. UserError for
-        arguments that make no sense.
+        arguments that make no sense, and where a master weight has changed since `model.publish()`.
         """
+        self.model.require_published()
         number, most = arguments.number, self.model.spec.max_position
         params = SamplingParams(
             arguments.whole("max_tokens", max_tokens, 1, most, f" The model has {most} positions, prompt included."),
@@ -103,6 +107,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Log-prob of tokens[1:] by the training forward, FP32 [len - 1]: bit-equal to what `generate` records."""
+        self.model.require_published()
         device, spec = self.model.head_weight.device, self.model.spec
         known = arguments.token_ids("tokens", tokens, spec.vocab_size)
         temperature = arguments.temperature_of(temperature, greedy=False)
@@ -120,7 +125,8 @@ def load_model(
 ) -> Policy:
     """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) as bf16, fp8 or fp8_rollout.
 
-    `path` may also be a name on the hub, such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
+    `path` may also be a run folder (its newest checkpoint) or a checkpoint, as in `jetrl eval`, or a name on the hub,
+    such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.
     `kv_cache` is `quant.kv_cache`: bf16 or fp8. Whatever you leave out is taken from the folder, if jetrl wrote it: its
     config.json says what the model was trained with. Else it is fp8, with a BF16 cache. `Policy.formats` says which.
 
@@ -131,8 +137,9 @@ def load_model(
         raise UserError(f"path = {arguments.shown(path)}: give a Hugging Face model folder, or a name on the hub.")
     for name, value in (("precision", precision), ("device", device), ("kv_cache", kv_cache)):
         arguments.text(name, value, "must be a text")
-    folder = hub.model_folder(path, revision)
-    data, formats = as_trained(folder, None, precision, kv_cache)
+    folder = model_folder(path, revision)
+    run = run_of(Path(path)) if hub.on_disk(path, revision) is not None else None
+    data, formats = as_trained(folder, run, precision, kv_cache)
     config = config_for(data | {"model": {"path": str(folder)}}, device)
     tokenizer, spec, _ = load_spec(config)
     model = (build_model if masters else build_published)(config, spec, recipe_of(config, spec))
@@ -146,7 +153,10 @@ def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn
     """Replace every `nn.Linear` of any model, in place, with an FP8 linear with the same weights; returns the model.
 
     Training runs fprop, dgrad and wgrad in FP8. `skip` holds names (or last parts of names) to leave alone. After each
-    optimizer step call `publish_linears(model)`, which quantizes the new weights.
+    optimizer step call `publish_linears(model)`, which quantizes the new weights. A forward pass behind a step without
+    it is a UserError. Seen are changes that torch counts: optimizers (foreach and fused ones too), in-place operations,
+    another parameter or storage in a weight's place. Not seen: writes through `weight.data`, or by kernels that are not
+    torch's. `load_state_dict`, and moving or casting the module, publish by themselves.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"model = {arguments.shown(model)}: give a torch module with nn.Linear layers.")
@@ -185,6 +195,7 @@ class FP8Linear(FlowLinear):
         )
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias  # type: ignore[assignment]  # Parameters, typed as Tensors
+        self._note = Note()
         self.publish()
 
     @torch.no_grad()
@@ -193,6 +204,7 @@ class FP8Linear(FlowLinear):
         super().publish()
         if self.bias is not None:  # a BF16 bias would be its own copy
             self.published_bias = self.bias.detach().to(self.dtype, copy=True)
+        self._note.take((name, p) for name, p in (("weight", self.weight), ("bias", self.bias)) if p is not None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FP8Linear:
         super()._apply(fn, recurse)
@@ -205,6 +217,12 @@ class FP8Linear(FlowLinear):
         self.publish()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # an nn.Linear's
+        if (name := self._note.moved((self.weight, self.bias))) is not None:
+            raise UserError(
+                f"The {name} of an FP8Linear ({self.in_features} -> {self.out_features}) has changed since it was last "
+                "quantized, so the forward pass would read the old one. Call jetrl.publish_linears(model) after each "
+                "optimizer step."
+            )
         flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         return super().forward(flat, "train").to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -226,15 +244,19 @@ def evaluation_config(
             raise UserError(f"{where} has no checkpoint yet. Set checkpoint.save_interval, or wait for one.")
         what = f"{where} is no folder here, and a model of the hub" if named else where
         raise UserError(f"{what} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
-    _require_tokenizer_only(where, overrides)
-    config = load_config(recipe or run / "config.toml", overrides)  # type: ignore[operator]
+    path = recipe or run / "config.toml"  # type: ignore[operator]
+    _require_tokenizer_only(where, overrides, path)
+    config = load_config(path, overrides)
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
-def _require_tokenizer_only(where: str | Path, overrides: Sequence[str]) -> None:
+def _require_tokenizer_only(where: str | Path, overrides: Sequence[str], recipe: Path) -> None:
     """UserError for overrides that would describe another model than the one that is evaluated."""
-    keys = [split_override(text)[0] for text in overrides]
-    wrong = [key for key in keys if key.split(".")[0] == "model" and key not in _TOKENIZER]
+    said = dict(map(split_override, overrides))
+    asked = {key: value for key, value in said.items() if key.split(".")[0] == "model" and key not in _TOKENIZER}
+    known = by_full_key(load_config(recipe, (), quiet)) if asked else {}
+    anyway = {key: "none" if known.get(key) is None else known[key] for key in asked}
+    wrong = [key for key, value in asked.items() if value != anyway[key]]
     if wrong:
         raise UserError(
             f"{wrong[0]} has no effect on an evaluation: {where} is evaluated as its own config.json says. Leave it "
@@ -261,10 +283,11 @@ def evaluated_config(config: Config, folder: Path, overrides: Sequence[str] = ()
 
 def evaluate_checkpoint(
     where: str | Path, recipe: Path | None, overrides: Sequence[str], revision: str | None = None,
-    world: World = ALONE, console: Console | None = None,
+    world: World = ALONE, console: Console | None = None, samples: Path | None = None,
 ) -> tuple[Path, int, dict[str, float]]:
     """Held-out accuracy of a checkpoint, or of a model (its folder or name on the hub), with the run's own task,
     sampling and precision, or a recipe's. Architecture and tokenizer are the folder's. The display goes to `console`.
+    `samples`: a file for `eval.num_samples_kept` of its completions, as rows like those of eval_samples.jsonl.
 
     Returns the model folder that was read, the number of held-out problems, and the metrics. A collective of `world`:
     each rank reads all weights, all share the rollout, and every rank returns what one process would, to the bit.
@@ -283,14 +306,21 @@ def evaluate_checkpoint(
     with together(world):
         session.engine.load(weights)
     with told_if_not_finite(folder):
-        metrics = evaluate_once(session, console)
+        metrics = evaluate_once(session, console, samples)
     return folder, len(session.task.eval_problems(config.task.num_eval)), metrics
 
 
-def export_checkpoint(where: str | Path, out: Path, fp8: bool, revision: str | None = None) -> Path:
-    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model."""
+def export_checkpoint(
+    where: str | Path, out: Path, fp8: bool, revision: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Path:
+    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model. `say` is told which
+    files of the folder the export does not have."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
     own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
     recipe = own if own is not None and own.name != "bf16" else None
-    return export_module.export(folder, out, fp8, recipe, trained_with=own)
+    written = export_module.export(folder, out, fp8, recipe, trained_with=own)
+    if rest := export_module.left_out(folder):
+        say(f"Left out, as they are no files of a model that jetrl knows: {some(rest)}")
+    return written

@@ -6,14 +6,14 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from jetrl import __version__
 from jetrl.ending import ctrl_c_is_told, ends_in_time
@@ -21,6 +21,7 @@ from jetrl.errors import UserError, disk_full, status_of, system_error
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.study.command import study
+from jetrl.untrusted import guard_terminal, printable
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -67,6 +68,7 @@ def _options(
 @ctrl_c_is_told()
 def main() -> None:
     """Entry point: a user's mistake ends with one message and status 2, a full GPU so with 3, an interrupt with 130."""
+    guard_terminal()
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -83,8 +85,8 @@ def main() -> None:
         if text is None:
             raise
         if debug:
-            traceback.print_exc()
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", markup=False, style="red")
+            typer.echo(printable(traceback.format_exc()), err=True, nl=False)
+        Output(stderr=True, highlight=False, soft_wrap=True).print(f"jetrl: {text}", style="red")
         raise SystemExit(status_of(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -101,13 +103,26 @@ def _told(error: Exception) -> str | None:
     return None
 
 
-def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None) -> Any:
+def _echo(text: str, **options: bool) -> None:
+    typer.echo(printable(text), **options)  # type: ignore[arg-type]  # nl, err
+
+
+def _question(alone: bool) -> Callable[[str], bool] | None:
+    """Asks the user, no by default; None where nobody can answer: in a script, or in one of several ranks."""
+    if not (alone and sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return lambda text: typer.confirm(printable(text), err=True)
+
+
+def _config(recipe: str, overrides: list[str] | None, extra: list[str] | None = None, again: bool = False) -> Any:
+    """`again`: ranks that start next read the recipe too, and say what was dropped."""
     import torch
 
     from jetrl.config import load_config, resolve
+    from jetrl.config.load import quiet, tell
     from jetrl.config.shipped import find_recipe
 
-    config = load_config(find_recipe(recipe), [*(overrides or []), *(extra or [])])
+    config = load_config(find_recipe(recipe), [*(overrides or []), *(extra or [])], quiet if again else tell)
     return resolve(config, cuda_available=torch.cuda.is_available())
 
 
@@ -130,11 +145,11 @@ def train(
     from jetrl.parallel.together import by_first, together
 
     if dry_run:
-        return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, typer.echo)
+        return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, _echo)
     if gpu:
         raise UserError("--gpu is for --dry-run, which says whether the run fits that GPU.")
     with together(world):
-        config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None)
+        config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None, nproc is not None)
     if nproc is not None:
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)
@@ -187,7 +202,8 @@ def compare(
     from jetrl.parallel.together import together
 
     with together(world):  # checks all before the first
-        configs = [_config(recipe, said_of(flow, overrides or [])) for flow in flows_of(precision)]
+        again = nproc is not None
+        configs = [_config(recipe, said_of(flow, overrides or []), again=again) for flow in flows_of(precision)]
     if nproc is not None:
         entry.start_ranks(nproc, configs[0])
     for config in configs:
@@ -239,14 +255,14 @@ def parity(
     from jetrl.subject import subject_of
 
     work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
-    quiet = (lambda text: None) if as_json else lambda text: out.print(escape(wrapped(f"... {text}")), style="dim")
+    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
     certificate, formats = certified(
         world, lambda: subject_of(model, precision, device, kv_cache, revision), work_on, update, quiet
     )
     if as_json:
         typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))
     else:
-        out.print(f"\n{escape(wrapped(formats))}", style="dim")
+        out.print(f"\n{wrapped(formats)}", style="dim")
         print_certificate(certificate, out)
     raise SystemExit(0 if certificate.ok else 1)
 
@@ -272,7 +288,7 @@ def flow(
         if other_spec != spec:
             raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
     sampler = "" if promises_bits(config) else config.rollout.engine
-    typer.echo(flow_text(spec, own, other, sampler))
+    _echo(flow_text(spec, own, other, sampler))
     target = svg or Path(f"{config.name}-flow.svg")
     target.write_text(flow_svg(spec, own, sampler))
     out.print(f"Drawn: {target}")
@@ -290,12 +306,18 @@ def evaluate(
     revision: Revision = None,
     nproc: Ranks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="Write completions to this file, as rows like those of eval_samples.jsonl."),
+    ] = None,
+    trusted: Annotated[bool, typer.Option(
+        "--trust", help="Run the code that the run's recipe names, without a question.")] = False,
 ) -> None:
     """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.parallel import launch
 
     world = launch.join()
-    from jetrl import entry
+    from jetrl import entry, trust
     from jetrl.api import evaluate_checkpoint, evaluation_config
     from jetrl.config.shipped import find_recipe
     from jetrl.parallel.together import together
@@ -303,11 +325,15 @@ def evaluate(
     with together(world):
         found = find_recipe(recipe) if recipe else None
         config = evaluation_config(checkpoint, found, overrides or [], revision)
+        if found is None and trust.require(checkpoint, config, overrides or [], trusted, _question(world.alone)):
+            sys.argv.append("--trust")  # for the ranks of --nproc
     if nproc is not None:
         entry.start_ranks(nproc, config)
     entry.require_alike(world, config)
     display = Output(stderr=True, highlight=False, soft_wrap=True) if as_json else None
-    folder, count, metrics = evaluate_checkpoint(checkpoint, found, overrides or [], revision, world, display)
+    folder, count, metrics = evaluate_checkpoint(
+        checkpoint, found, overrides or [], revision, world, display, samples
+    )
     if as_json:
         typer.echo(json.dumps({"model": str(folder), "num_problems": count, "metrics": metrics}, indent=1))
         return
@@ -315,6 +341,37 @@ def evaluate(
     for key, value in metrics.items():
         if not key.endswith("pass@1"):  # the same number as avg@1
             out.print(f"  {key}  {value:.4f}")
+
+
+@app.command("env")
+def environment(
+    name: Annotated[str, typer.Argument(
+        metavar="ENVIRONMENT", help="path/to/file.py:Class, module:Class, calculator, retry, tools, or a recipe.",
+        show_default=False,
+    )],
+    overrides: Annotated[list[str] | None, typer.Argument(
+        help="Settings, such as environment.params.high=9 environment.timeout=5.", show_default=False)] = None,
+    says: Annotated[list[str] | None, typer.Option("--say", help="A turn of the policy; repeat it for more.")] = None,
+    script: Annotated[Path | None, typer.Option(help="Its turns in a file: one a line, or a JSON list.")] = None,
+    data: Annotated[str, typer.Option(help="A recipe whose task gives the problem.")] = "",
+    problem: Annotated[int, typer.Option(min=0, help="Which problem of the task's stream.")] = 0,
+    prompt: Annotated[str, typer.Option(help="A prompt instead of the problem's own, whose answer stays.")] = "",
+    template: Annotated[str, typer.Option(
+        help="A model folder or hub name: shows the text that its chat template makes, and counts tokens.")] = "",
+) -> None:
+    """Try an environment without a model: you, or a script, are the policy. Status 2 if the environment fails.
+
+    `jetrl env examples/guess_number.py:GuessNumber --say 5 --say 7`
+    """
+    from jetrl.tryout import Typed, prepare_trial, read_script, try_out
+
+    if says and script is not None:
+        raise UserError("--say and --script both give the policy's turns. Leave out one of them.")
+    if not says and script is None and not sys.stdin.isatty():
+        raise UserError("The policy's turns are missing: give --say TEXT (repeated), --script FILE, or use a terminal.")
+    turns = iter(says) if says else iter(read_script(script)) if script is not None else Typed()
+    trial = prepare_trial(name, overrides or [], data=data, problem=problem, prompt=prompt, template=template)
+    raise SystemExit(try_out(trial, turns, lambda text: out.print(text, markup=False)))
 
 
 @app.command()
@@ -328,7 +385,7 @@ def export(
     from jetrl.api import export_checkpoint
     from jetrl.model.export import note_for_vllm
 
-    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision)}")
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print)}")
     if fp8 and (note := note_for_vllm()):
         out.print(note)
 
@@ -349,7 +406,7 @@ def report(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine can run and what to install or free, and try it. Status 0: it can train."""
+    """Check what this machine can run and what is missing, and run a small test. Status 0: training works."""
     from jetrl.doctor.show import run
 
     raise SystemExit(0 if run(out, as_json) else 1)
@@ -363,10 +420,10 @@ def recipes(
     from jetrl.config.shipped import find_recipe, shipped, summary
 
     if name:
-        typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+        _echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
         return
     for known, path in shipped().items():
-        out.print(f"[bold]{known}[/]\n{escape(wrapped(summary(path), 2))}")
+        out.print(Text.assemble((known, "bold"), f"\n{wrapped(summary(path), 2)}"))
 
 
 @app.command()

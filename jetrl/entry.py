@@ -76,8 +76,7 @@ def require_alike(world: World, config: Config, **more: object) -> None:
 
 
 def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Callable[..., None]) -> None:
-    """`jetrl train --dry-run`: check all that needs no weights; the config to standard output, the rest to the other:
-    the data with one prompt as text and tokens, and the memory.
+    """`jetrl train --dry-run`: check all that needs no weights; the config to standard output, the rest to the other.
 
     With `gpu`, a recipe for a GPU is also checked on a machine without one: all of it but the kernels.
     """
@@ -85,9 +84,10 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
 
     from jetrl.config import load_config, resolve, to_toml
     from jetrl.config.shipped import find_recipe
+    from jetrl.report.track import TrackSettings, check_trackers
     from jetrl.train.fitting import gpu_named, on_gpu, report
     from jetrl.train.pin import pinned, weights_to_come
-    from jetrl.train.prepare import prepare
+    from jetrl.train.prepare import in_steps, prepare
     from jetrl.train.preview import preview
 
     if gpu:
@@ -96,11 +96,11 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     given = load_config(path, overrides)
     elsewhere = bool(gpu) and not here and given.device == "cuda"
     config = pinned(on_gpu(given) if elsewhere else resolve(given, cuda_available=here))[0]
+    check_trackers(TrackSettings(**config.track.model_dump()))
     on_cpu = {"device": "cpu", "kernels": "reference"}
-    own = config.model_copy(update=on_cpu) if elsewhere else config
-    plan = prepare(own)
+    plan = prepare(config.model_copy(update=on_cpu) if elsewhere else config)
     echo(to_toml(config))
-    for line in preview(own, plan):
+    for line in preview(in_steps(config, plan.task), plan):
         echo(line, err=True)
     if text := weights_to_come(config):
         echo(text, err=True)
@@ -175,6 +175,7 @@ def summarize(run_dir: Path, console: Console) -> None:
     from shlex import quote
 
     from jetrl.report.console import summary
+    from jetrl.report.hints import never_moved
     from jetrl.report.run import headline, load_runs
     from jetrl.train.checkpoint import newest
 
@@ -189,7 +190,7 @@ def summarize(run_dir: Path, console: Console) -> None:
         ]
     summary(
         run_dir=run_dir, steps=numbers.steps, seconds=numbers.seconds or 0.0, accuracy_before=numbers.accuracy_before,
-        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max,
+        accuracy_after=numbers.accuracy_after, parity_max=numbers.parity_max, parity_missing=numbers.parity_missing,
         warm_start_seconds=numbers.warm_start_seconds, held_out=numbers.held_out, console=console,
-        next_commands=next_commands,
+        constant=never_moved(run.rows), next_commands=next_commands,
     )

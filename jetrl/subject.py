@@ -26,6 +26,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.train.prepare import check_experts, load_spec, model_source, recipe_of
 from jetrl.train.setup import build_model, build_published
+from jetrl.untrusted import inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def model_folder(where: str | Path, revision: str | None = None, verify: bool = 
         path = found
     if verify and (path / "state.json").is_file():
         verify_model(path)
-    return path / export.HF_SUBFOLDER if (path / export.HF_SUBFOLDER).is_dir() else path
+    return inside(path, export.HF_SUBFOLDER) if (path / export.HF_SUBFOLDER).is_dir() else path
 
 
 def run_of(path: Path) -> Path | None:

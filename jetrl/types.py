@@ -166,15 +166,15 @@ class Segment:
 
     The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
     functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
-    that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy
-    (0 where it says nothing before the end).
+    that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy;
+    None: nothing, which is not a reward of 0.
     """
 
     author: Author
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[float, ...] = ()
-    reward: float = 0.0
+    reward: float | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`
 
@@ -223,6 +223,11 @@ class Trajectory:
         """Whether it ran into a limit of length or turns."""
         return self.end in ("length", "turns")
 
+    @property
+    def given(self) -> tuple[float, ...]:
+        """The rewards that the environment gave, turn by turn; empty: it gave none, so this is not scored."""
+        return tuple(s.reward for s in self.turns if s.reward is not None)
+
 
 Advantage = float | tuple[float, ...]
 """One number for all policy tokens of a trajectory, or one for each of them."""
@@ -230,12 +235,37 @@ Advantage = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt, with a reward and an advantage each once these stages have run."""
+    """The trajectories of one prompt, with a reward and an advantage each once these stages have run.
+
+    An advantage is None where there is none: the trajectory, or its group, is not learned from.
+    `rewards` are what is learned from: the weighted sum and the overlong penalty. `signals`, one for each trajectory,
+    are the numbers that `rl.signal` names: dynamic sampling, `reward/frac_zero_std` and evaluations look at them
+    (empty: at the rewards). `scores` are those of each reward function by name, without weights (None: it did not score
+    that one); empty where there is one function, or only an environment.
+    """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...] = ()
-    advantages: tuple[Advantage, ...] = ()
+    advantages: tuple[Advantage | None, ...] = ()
+    scores: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    signals: tuple[float, ...] = ()
+    extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # columns that reward functions have logged
+
+    def first(self, count: int) -> Group:
+        """Only its first trajectories, with what belongs to them."""
+        def cut(columns: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+            return {key: values[:count] for key, values in columns.items()}
+
+        return Group(
+            self.prompt, self.trajectories[:count], self.rewards[:count], self.advantages[:count], cut(self.scores),
+            self.signals[:count], cut(self.extra),
+        )
+
+    @property
+    def deciding(self) -> tuple[float, ...]:
+        """The numbers that say whether its trajectories differ, and which of them are right."""
+        return self.signals or self.rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +273,14 @@ class Reply:
     """An environment's answer to the policy, as tokens: what `Conversations.poll` returns.
 
     `key` is the conversation's. `tokens` are to be appended and prefilled (empty where `done`); `text` is for people,
-    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before. `failure` is ""
-    or why the environment gave no answer.
+    `messages` are what it was made of, with their roles. `reward` belongs to the policy's turn before (None: nothing
+    was given for it). `failure` is "" or why the environment gave no answer.
     """
 
     key: int
     tokens: tuple[int, ...] = ()
     text: str = ""
-    reward: float = 0.0
+    reward: float | None = None
     done: bool = False
     failure: Literal["", "error", "timeout"] = ""
     error: str = ""
@@ -353,8 +383,9 @@ class ForwardBatch:
 class MicroBatch:
     """Packed trajectories of one forward/backward. Row t predicts `targets[t]`, the next token.
 
-    `loss_mask[t]` is 1 where `targets[t]` is the policy's; the other rows hold zeros in every column. The columns from
-    `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
+    `loss_mask[t]` is 1 where `targets[t]` is the policy's and its trajectory is in the loss. Floats that are not there
+    are NaN: those of the other rows, advantages before they are made, and log-probs of what nobody sampled. The columns
+    from `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
 
     Part i, rows `cu_seqlens[i]:cu_seqlens[i+1]`, is a whole trajectory where `stems` is empty or -1. Else it goes on
     from part `stems[i]`, which has all tokens of the prompt but the last, and no loss.
@@ -382,7 +413,8 @@ class PackedBatch:
 
     A rank may hold only those that it computes: `numbers` says which of the update's `num_micro_batches` they are. All
     else is about the whole update. `num_sequences` counts all trajectories; `sequence_tokens` are the loss tokens of
-    each, `num_masked_tokens` the policy's tokens of those outside the loss.
+    each, `num_masked_tokens` the policy's tokens of those outside the loss. `prompts`: the place of each one's prompt
+    in the task's stream; empty for the warm start.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -394,6 +426,7 @@ class PackedBatch:
     flow_digest: str
     weight_version: int
     num_masked_tokens: int = 0
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,14 @@ from tolerances import assert_bitwise_equal
 
 import jetrl
 from jetrl import UserError, load_model, mismatch_metrics
-from jetrl.api import Policy, evaluate_checkpoint, evaluated_config, load_for_parity, random_model
+from jetrl.api import (
+    Policy,
+    evaluate_checkpoint,
+    evaluated_config,
+    evaluation_config,
+    load_for_parity,
+    random_model,
+)
 from jetrl.config import to_toml
 from jetrl.model import hf
 from jetrl.model.transformer import Transformer
@@ -173,6 +180,18 @@ def test_an_override_of_another_model_is_refused_in_an_evaluation(folder: Path, 
         evaluate_checkpoint(folder, recipe, [override])
 
 
+def test_an_evaluation_takes_what_the_recipe_says_anyway(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_at(tmp_path / "tiny.toml", {})
+    plain = evaluation_config(folder, recipe, [])
+    for override in ("model.revision=none", "model.init_seed=0", "model.path=none", "quant.kv_cache=bf16"):
+        assert evaluation_config(folder, recipe, [override]) == plain
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+def test_a_model_is_loaded_with_the_cache_that_its_precision_has_anyway(folder: Path, precision: str) -> None:
+    assert "KV cache bf16 (as asked)" in load_model(folder, precision, kv_cache="bf16").formats
+
+
 def test_an_evaluation_takes_the_folders_tokenizer(folder: Path, tmp_path: Path) -> None:
     config, builtin = tiny_config(tmp_path), "builtin:arithmetic"
 
@@ -248,3 +267,16 @@ def test_a_refused_config_json_is_named(folder: Path, tmp_path: Path, key: str, 
                  lambda: evaluate_checkpoint(copy, recipe, [])):
         with pytest.raises(UserError, match=f"^{copy / 'config.json'}: {told}"):
             call()
+
+
+def test_a_policy_whose_masters_have_moved_is_refused_until_they_are_published(folder: Path) -> None:
+    policy = load_model(folder, masters=True)
+    before = policy.logprobs([1, 2, 3])
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.1)
+    for use in (lambda: policy.logprobs([1, 2, 3]), lambda: policy.generate([[1, 2]], max_tokens=2)):
+        with pytest.raises(UserError, match=r"model.publish\(\) after each optimizer step"):
+            use()
+    policy.model.publish()
+    assert not torch.equal(policy.logprobs([1, 2, 3]), before)

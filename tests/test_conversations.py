@@ -129,9 +129,10 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path: Path) -> None:
 
 def test_the_calculator_and_retry_on_the_addition_task(tmp_path: Path) -> None:
     common = {"task.reward": None, "rollout.max_response_length": 30, "train.steps": 2}
-    tools = {"environment.name": "calculator", "rollout.stop": [">"], "task.params": {"digits": [2]}}
+    tools = {"environment.name": "calculator", "environment.at_limit": "zero", "rollout.stop": [">"],
+             "task.params": {"digits": [2]}}
     again = {"environment.name": "retry", "environment.params": {"attempts": 2, "feedback": "?"},
-             "environment.max_turn_tokens": 8}
+             "environment.at_limit": "zero", "environment.max_turn_tokens": 8}
     for number, more in enumerate((tools, again)):
         rows = numbers(tiny_run(tmp_path / str(number), common | more))
         assert [row[PARITY] for row in rows[1:]] == [0.0] * 2
@@ -184,3 +185,40 @@ def test_a_run_may_go_on_with_more_patience(tmp_path: Path) -> None:
     assert numbers(run_dir) == numbers(straight) and weights_hash(run_dir, 4) == weights_hash(straight, 4)
     with pytest.raises(UserError, match="other settings"):
         tiny_run(tmp_path / "b", changes(tmp_path, train__steps=5, environment__max_turns=2) | more)
+
+
+UNSCORED = """
+class Silent:
+    def __init__(self, scores): self.scores = scores
+
+    def reset(self, problem):
+        self.seed = problem["seed"]
+        return f"{self.seed % 90 + 10}="
+
+    def step(self, action):
+        right = float(sum(c.isdigit() for c in action))
+        return "", right if self.scores == "some" and len(action) % 2 else None, True
+"""
+
+
+def silent(folder: Path, scores: str) -> dict[str, Any]:
+    (folder / "silent.py").write_text(UNSCORED)
+    return changes(folder) | {
+        "environment.name": f"{folder}/silent.py:Silent", "environment.params": {"scores": scores},
+        "train.steps": 1, "eval.eval_interval": 0}
+
+
+def test_an_episode_without_a_reward_is_not_a_wrong_one(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path, silent(tmp_path, "some"))
+    row, samples = numbers(run_dir)[-1], list(read_samples(run_dir))
+    unscored = [s for s in samples if s["reward"] is None]
+    assert 0 < len(unscored) < len(samples) == 16
+    assert row["reward/num_errors"] == len(unscored) and row["reward/frac_unscored"] == len(unscored) / 16
+    given = [s["reward"] for s in samples if s["reward"] is not None]
+    assert row["reward/mean"] == pytest.approx(sum(given) / len(given))
+    assert all(s["advantage"] is None and "reward" not in s["turns"][0] for s in unscored)
+
+
+def test_an_environment_that_never_scores_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Environment \S+silent.py:Silent gave no reward \(None\) in any of 16 conv"):
+        tiny_run(tmp_path, silent(tmp_path, "none"))

@@ -33,7 +33,7 @@ FILE = re.compile(r"(?<![\w/.<-])([\w-]+(?:/[\w.-]+)*\.(?:py|md|toml|js|css|j2|j
 # Files that only a run, a user or a Hugging Face folder has.
 ELSEWHERE = {
     "config.json", "generation_config.json", "metrics.jsonl", "samples.jsonl", "config.toml", "env.json",
-    "path/to/file.py",
+    "path/to/file.py", "my_tools.py",
 }
 
 
@@ -241,7 +241,8 @@ def test_the_twenty_lines_are_the_example() -> None:
 
 def test_the_example_plays() -> None:
     replies = talk(ROOT / "examples" / "guess_number.py", "GuessNumber", {"low": 1, "high": 3}, ["x", "0", "4"])
-    assert [r.text for r in replies] == ["1:3?", "?", ">", "<"] and [r.reward for r in replies] == [0.0, -0.1, 0.0, 0.0]
+    assert [r.text for r in replies] == ["1:3?", "?", ">", "<"]
+    assert [r.reward for r in replies] == [None, -0.1, 0.0, 0.0]
 
 
 def test_every_class_that_is_printed_holds_a_conversation(tmp_path: Path) -> None:

@@ -16,14 +16,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
     ("errors", "types", "spec", "choices", "presets", "ending", "__init__"),
+    ("untrusted",),
     ("config", "requirements"),
     ("precision",),
     ("kernels", "parallel"),
     ("model",),
-    ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments"),
+    ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments", "trust"),
     ("parity_drawn",),
-    ("loop", "parity", "entry", "subject"),
-    ("api", "compare", "parity_ranks"),
+    ("loop", "parity", "entry", "subject", "tryout"),
+    ("api", "compare", "parity_ranks", "program", "callbacks"),
+    ("trainer",),
     ("doctor", "study"),
     ("cli",),
     ("__main__",),
@@ -31,9 +33,10 @@ RANKS = [
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Rooms of one rank that may be imported by another of it: train/ is the builder of everything.
 WITHIN = {"train": {"rollout", "rl", "tasks"}}
-REPORT_MAY = {"types", "errors", "report", "__init__"}
+REPORT_MAY = {"types", "errors", "untrusted", "report", "__init__"}
 NO_TORCH = [
     "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
+    "untrusted.py",
     "rollout/scheduler.py", "rollout/pages.py", "rollout/plan.py", "rollout/slots.py", "rollout/prompts.py",
     "rollout/turns.py", "rollout/limits.py", "rollout/depth.py", "rollout/texts.py", "rollout/sharing.py",
     "rl/advantage.py",
@@ -49,6 +52,7 @@ LONG_FUNCTIONS = {
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
     "doctor/finding.py:attempted", "kernels/compiling.py:_attempted",
+    "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
     "study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "tasks/gym.py:_score", "tasks/math_reward.py:_serve", "tasks/math_reward.py:score_math",
 ]

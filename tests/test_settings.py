@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_every_key_is_explained_as_in_the_docs(jetrl: Cli, monkeypatch: pytest.M
     one = jetrl("settings", "train.min_lr_ratio")[1]
     flat = " ".join(one.split())
     assert "Last learning rate as a share of the peak." in flat and "a number >= 0 and <= 1" in flat and "0.0" in flat
-    assert 'Has no effect, and is refused, while train.lr_schedule is "constant"' in flat and "`" not in one
+    assert 'Only used when train.lr_schedule is not "constant".' in flat and "`" not in one
 
 
 def test_without_a_name_the_sections(jetrl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +84,29 @@ def test_help_fits_80_columns(jetrl: Cli, monkeypatch: pytest.MonkeyPatch, comma
 def test_version_is_an_option(jetrl: Cli) -> None:
     for arguments in (["--version"], ["--version", "train"], ["--debug", "--version"]):
         assert jetrl(*arguments)[:2] == (0, f"jetrl {__version__}\n"), arguments
+
+
+def texts_of(path: Path) -> list[str]:
+    """The string constants of a module: without docstrings, and descriptions of settings, of which pages are made."""
+    tree, passed = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            passed.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg == "description":
+            passed.update(ast.walk(node.value))
+    return [node.value for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in passed]
+
+
+def test_an_installed_jetrl_sends_nobody_to_pages_that_it_does_not_bring(jetrl: Cli) -> None:
+    modules = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "jetrl").rglob("*.py")}
+    found = {name: [text for text in texts_of(path) if "docs/" in text] for name, path in modules.items()}
+    here = {name: texts for name, texts in found.items() if texts}
+    assert here.keys() == {"jetrl/config/docs.py", "jetrl/config/explain.py"}  # one writes pages, one leaves them out
+    assert here["jetrl/config/explain.py"] == [r" \(docs/\w+\.md\)"]
+    for name in ("all", ""):
+        assert "docs/" not in jetrl("settings", *filter(None, [name]))[1]
+    for recipe in (ROOT / "jetrl/recipes").glob("*.toml"):
+        assert "docs/" not in recipe.read_text(), recipe
+    for command in COMMANDS:
+        assert "docs/" not in jetrl(command, "--help")[1]

@@ -1,8 +1,8 @@
-"""`Section`, the base of every table of the config, and `Rule`, which refuses options without effect."""
+"""`Section`, the base of every table of the config; `Rule` and `Problem`: what does not go together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_origin
 
@@ -14,14 +14,43 @@ from jetrl.config.toml import plain_value, toml_literal
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`keys` have no effect while the value of `switch` is one of `off`; then setting them is a mistake.
+    """`keys` have no effect while the value of `switch` is one of `off`: then any but their usual values are a mistake.
 
-    Both are relative to the section that states the rule and may be dotted.
+    `instead`: keys that stand in for the switch; who states one of them has switched it off. All are relative to the
+    section that states the rule and may be dotted.
     """
 
     keys: tuple[str, ...]
     switch: str
     off: tuple[Any, ...]
+    instead: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A contradiction: `key` (full) does not go with the keys `because`. `load_config` lets the key give way if
+    somebody stated one of those later, on the command line.
+
+    `text` says what is wrong and, after a semicolon, what to do. `void`: the key has no effect, so it also gives way
+    within one file that states both. `either`: it may as well be the first of `because` that gives way.
+    """
+
+    key: str
+    text: str
+    because: tuple[str, ...] = ()
+    void: bool = False
+    either: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
+class Contradiction(ValueError):
+    """All problems of a section."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = tuple(problems)
 
 
 class Section(BaseModel):
@@ -54,19 +83,20 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Section:
         """Raises all problems of this section at once, one line each; every line starts with the full key."""
-        problems = list(self.problems())
+        problems = [_problem(found) for found in self.problems()]
         for rule in self.rules:
-            value = self._lookup(rule.switch)
+            value, switch = self._lookup(rule.switch), self.full_key(rule.switch)
             for key in rule.keys if value in rule.off else ():
-                if self._was_set(key):
-                    why = f"has no effect while {self.full_key(rule.switch)} = {toml_literal(value)}"
-                    problems.append(f"{self.full_key(key)}: {why}; change that, or remove this key")
+                if self._differs(key):
+                    why = f"has no effect while {switch} = {toml_literal(value)}; change that, or remove this key"
+                    because = (switch, *map(self.full_key, rule.instead))
+                    problems.append(Problem(self.full_key(key), why, because, void=True))
         if problems:
-            raise ValueError("\n".join(problems))
+            raise Contradiction(problems)
         return self
 
-    def problems(self) -> Iterator[str]:
-        """Contradictions between keys, as lines `section.key: what is wrong and what to do`."""
+    def problems(self) -> Iterator[Problem | str]:
+        """Contradictions between keys; those that nothing can give way to as lines `section.key: what and the cure`."""
         yield from ()
 
     def without_effect(self) -> set[str]:
@@ -79,8 +109,19 @@ class Section(BaseModel):
             value = getattr(value, part)
         return value
 
-    def _was_set(self, key: str) -> bool:
-        """Whether the user gave the key; None is the same as leaving it out, because TOML has no null."""
+    def usual(self, name: str) -> Any:
+        """The value that a key of this section has if nobody gives it."""
+        return type(self).model_fields[name].get_default(call_default_factory=True)
+
+    def _differs(self, key: str) -> bool:
+        """Whether the key has another value than it would have if nobody gave it: only then it says anything."""
         parent, _, name = key.rpartition(".")
-        home = self._lookup(parent) if parent else self
-        return name in home.model_fields_set and getattr(home, name) is not None
+        home: Section = self._lookup(parent) if parent else self
+        return bool(getattr(home, name) != home.usual(name))
+
+
+def _problem(found: Problem | str) -> Problem:
+    if isinstance(found, Problem):
+        return found
+    key, _, text = found.partition(": ")
+    return Problem(key, text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -11,91 +10,11 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from jetrl.config.peers import FOREIGN_SECTIONS, peer_name
 from jetrl.config.toml import toml_literal
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, of a study and its arms: folders are named after them
 NAME_RULE = "must be letters, digits, '.', '_' and '-', beginning with a letter or digit"
-
-# What other systems call our keys, for messages only: ours (and a note) | whose: names; whose: names. Indented lines
-# belong to the line above.
-PEERS = """
-rollout.group_size | verl: n; TRL: num_generations; NeMo RL: num_generations_per_prompt; slime, OpenRLHF, SkyRL:
-  n_samples_per_prompt
-rollout.prompts_per_step (prompts, not completions) | verl, SkyRL: train_batch_size; TRL: generation_batch_size
-  per_device_train_batch_size; NeMo RL: num_prompts_per_step; slime: rollout_batch_size; prime-rl: batch_size;
-  torchtitan: num_prompts_per_train_step
-rl.updates_per_step (how many, not their size) | verl: ppo_mini_batch_size ppo_epochs; TRL: steps_per_generation
-  num_iterations; NeMo RL: train_global_batch_size; slime: num_steps_per_rollout; SkyRL: policy_mini_batch_size
-train.max_tokens_per_gpu | verl: ppo_max_token_len_per_gpu; NeMo RL: train_mb_tokens; SkyRL:
-  max_tokens_per_microbatch; TRL: gradient_accumulation_steps
-quant.kv_cache | vLLM, SGLang: kv_cache_dtype
-rollout.max_response_length | TRL: max_completion_length; slime: rollout_max_response_len; SkyRL: max_generate_length;
-  transformers: max_new_tokens
-rollout.max_response_length, with task.max_prompt_length | NeMo RL: max_total_sequence_length
-rl.clip_ratio_low and rl.clip_ratio_high | verl: clip_ratio
-rl.clip_ratio_low | TRL: epsilon; NeMo RL: ratio_clip_min; slime: eps_clip; SkyRL: eps_clip_low; torchtitan:
-  ratio_clip_low
-rl.clip_ratio_high | TRL: epsilon_high; NeMo RL: ratio_clip_max; slime, SkyRL: eps_clip_high; torchtitan:
-  ratio_clip_high
-rl.clip_ratio_c | TRL: delta; NeMo RL: ratio_clip_c; slime: eps_clip_c
-rl.kl_coef (0: no reference model) | verl: use_kl_loss use_kl_in_reward; verl, slime, SkyRL: kl_loss_coef; TRL: beta;
-  NeMo RL: reference_policy_kl_penalty
-rl.kl_estimator | verl, slime: kl_loss_type; NeMo RL: reference_policy_kl_type; SkyRL: kl_estimator_type
-rl.loss_agg | verl: loss_agg_mode; TRL: loss_type; NeMo RL: token_level_loss; slime: calculate_per_token_loss; SkyRL:
-  loss_reduction
-rl.norm_adv_by_std | verl: norm_adv_by_std_in_grpo; TRL: scale_rewards; NeMo RL: normalize_rewards; SkyRL:
-  grpo_norm_by_std; torchtitan: should_std_normalize
-rl.norm_adv_by_std, the other way round | slime: disable_grpo_std_normalization
-rl.algo, or rl.adv_estimator alone | slime, OpenRLHF, SkyRL: advantage_estimator
-rl.rollout_is and rl.rollout_is_threshold | TRL: vllm_importance_sampling_*; NeMo RL:
-  use_importance_sampling_correction truncated_importance_sampling_*; slime: use_tis tis_*; OpenRLHF: is_correction_*;
-  SkyRL: off_policy_correction
-rl.rollout_rs, rl.rollout_rs_threshold and rl.rollout_rs_lower | slime: rs_*
-rl.dynamic_sampling | verl: filter_groups; NeMo RL: use_dynamic_sampling dynamic_sampling_max_gen_batches; slime:
-  dynamic_sampling_filter_path; OpenRLHF: dynamic_filtering*; prime-rl: filter_zero_advantages; torchtitan:
-  drop_zero_std_reward_groups
-rl.overlong_buffer_len | verl: overlong_buffer_cfg; TRL: soft_punish_cache; NeMo RL: overlong_buffer_length
-rl.overlong_penalty_factor | NeMo RL: overlong_buffer_penalty
-rl.mask_truncated | TRL: mask_truncated_completions; NeMo RL: overlong_filtering; SkyRL: apply_overlong_filtering
-rollout.temperature, top_p and top_k | slime: rollout_temperature; SkyRL: sampling_params
-eval.num_samples | slime: n_samples_per_eval_prompt
-eval.eval_interval | verl: test_freq; TRL: eval_steps; NeMo RL: val_period
-checkpoint.save_interval | verl: save_freq; TRL: save_steps; NeMo RL: save_period; SkyRL: ckpt_interval
-checkpoint.resume | verl, SkyRL: resume_mode; TRL: resume_from_checkpoint; slime: load
-precision (one key for both sides) | verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe
-model.path | TRL: model_name_or_path; NeMo RL: model_name; slime: hf_checkpoint
-model.revision | TRL: model_revision
-train.lr | TRL: learning_rate
-train.lr_schedule | TRL: lr_scheduler_type
-train.warmup_steps (steps, not a share) | TRL: warmup_ratio; verl: lr_warmup_steps
-train.steps | TRL: max_steps; verl: total_training_steps; slime: num_rollout
-train.activation_checkpointing | TRL: gradient_checkpointing; verl: enable_gradient_checkpointing
-train.max_grad_norm | slime: clip_grad
-train.offload_optimizer (the moments only) | verl: optimizer_offload; slime: optimizer_cpu_offload
-task.train_file | verl: train_files; slime: prompt_data
-task.eval_file | verl: val_files; slime: eval_prompt_data
-task.dataset | TRL: dataset_name
-task.train_split | TRL: dataset_train_split
-task.eval_split | TRL: dataset_test_split
-task.prompt_column | verl: prompt_key; slime, OpenRLHF: input_key
-task.answer_column | slime, OpenRLHF: label_key
-task.prompt_template | OpenRLHF: input_template
-task.overlong_prompts | verl: filter_overlong_prompts
-task.reward | TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path
-track.backends | TRL: report_to; verl: logger
-"""
-
-
-def peer_name(key: str) -> str | None:
-    """A sentence for a key of another system, or None: `"beta" is TRL's name; here it is rl.kl_coef`."""
-    wanted = key.lower().replace("-", "_")
-    for line in PEERS.replace("\n  ", " ").strip().splitlines():
-        ours, _, peers = line.partition(" | ")
-        for entry in peers.split("; "):
-            peer, _, names = entry.partition(": ")
-            if any(fnmatch.fnmatchcase(wanted, name) for name in names.split()):
-                return f'"{key}" is {" and ".join(peer.rsplit(", ", 1))}\'s name; here it is {ours}'
-    return None
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
@@ -224,9 +143,9 @@ def _unknown(path: list[str], value: Any, root: type[BaseModel]) -> Iterator[str
     keys += [f"{home}.{key}" for home, kind in homes.items() for key in kind.model_fields]  # type: ignore[union-attr]
     known = [key.rpartition(".")[2] for key in keys]
     sections = difflib.get_close_matches(name.lower(), homes, 1) if not section else []
-    peer = peer_name(name)
+    peer = peer_name(".".join(path))
     if isinstance(value, Mapping) and not peer and name not in known:
-        if value and not sections:
+        if value and (not sections or path[0] in FOREIGN_SECTIONS):
             for inner, below in value.items():
                 yield from _unknown([*path, inner], below, root)
             return
@@ -244,5 +163,5 @@ def _unknown(path: list[str], value: Any, root: type[BaseModel]) -> Iterator[str
         prefix = f"{section}." if section else ""
         hint = f"did you mean {prefix + close[0] if close[0] in here else keys[known.index(close[0])]}?"
     else:
-        hint = f"its keys are {', '.join(here)}" if here and section else "docs/CONFIG.md lists all keys"
+        hint = f"its keys are {', '.join(here)}" if here and section else "`jetrl settings all` lists all keys"
     yield f"{'.'.join(path)}: unknown key; {hint}"

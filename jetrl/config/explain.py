@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 from jetrl.config import Config, sections
 from jetrl.config.base import Section
 from jetrl.config.docs import Setting, settings_of
-from jetrl.config.errors import peer_name
+from jetrl.config.peers import peer_name
 from jetrl.errors import UserError
 
 ALL = "all"
@@ -52,7 +53,7 @@ def _parts() -> dict[str, type[Section]]:
 
 
 def _hint(which: str, known: Sequence[type[Section]]) -> str:
-    peer = peer_name(which.rpartition(".")[2])
+    peer = peer_name(which)
     if peer is not None:
         return f"{peer}."
     rows = [row for section in known for row in settings_of(section)]
@@ -94,5 +95,5 @@ def _about(section: type[Section]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without Markdown's code marks, which mean nothing in a terminal."""
-    return text.replace("`", "")
+    """Without Markdown's code marks and the pages in docs/, which an installed jetrl does not bring."""
+    return re.sub(r" \(docs/\w+\.md\)", "", text).replace("`", "")

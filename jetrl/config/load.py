@@ -6,9 +6,12 @@ checked on any machine.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +19,7 @@ from pydantic import ValidationError
 
 from jetrl.config.base import Section
 from jetrl.config.errors import explain
+from jetrl.config.precedence import Statements
 from jetrl.config.rl import RLConfig
 from jetrl.config.sections import Config, RolloutConfig, dapo_buffer_len
 from jetrl.config.toml import read_toml, set_override, split_override, toml_key, toml_literal
@@ -28,35 +32,65 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        lines = explain(error, Config)
+        raise _refused(error, source) from None
+
+
+def _refused(error: ValidationError, source: str, notes: Sequence[str] = ()) -> UserError:
+    """The user's error with all mistakes, and what was dropped before they were found."""
+    lines = explain(error, Config)
+    told = "".join(f"\n  ({note})" for note in notes)
     if len(lines) == 1:
-        raise UserError(f"{source}: {lines[0]}")
-    raise UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
+        return UserError(f"{source}: {lines[0]}{told}")
+    return UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines) + told)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def tell(note: str) -> None:
+    """One line on standard error, from the first of several ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(note, file=sys.stderr, flush=True)
+
+
+def quiet(note: str) -> None:
+    """For a file that is read again: what was dropped has been said."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[str], object] = tell) -> Config:
     """Reads a TOML recipe and applies overrides such as `train.lr=1e-5`; the last one wins.
 
-    A value is read as TOML or, if it is not TOML, as a plain string; `none` unsets an optional key. An override that
-    switches a feature off also drops the file's settings of that feature, so that `rl.rollout_is=none` works on a
-    recipe that sets `rl.rollout_is_threshold`. Another `rl.algo` drops what the file's algorithm would have set itself
+    A value is read as TOML or, if it is not TOML, as a plain string; `none` unsets an optional key. What an override
+    makes void in the file is dropped, and so is what depends on a switch that the file itself states as off; `say`
+    gets one line for each (`precedence.py`). Another `rl.algo` drops what the file's algorithm would have set itself
     (a run's config.toml states every value) and what the new one ignores.
     """
-    data = read_toml(Path(path))
+    source = f"{path} with overrides" if overrides else str(path)
+    return config_of(read_toml(Path(path)), map(split_override, overrides), source, say)
+
+
+def config_of(
+    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell
+) -> Config:
+    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed."""
+    before = copy.deepcopy(data)
     given: dict[str, Any] = {}
-    for key, value in map(split_override, overrides):
+    for key, value in overrides:
         given.pop(key, None)  # in the order of what was said last
         given[key] = value
     if "rl.algo" in given:
         _take_back_preset(data)
     for key, value in given.items():
         set_override(data, key, value)
-    for key, value in (given | (_preset_switches(data) if "rl.algo" in given else {})).items():
-        for dependent in switched_off(key, value) - set(given):
-            section, _, name = dependent.partition(".")
-            if isinstance(data.get(section), dict):
-                data[section].pop(name, None)
-    return parse_config(data, f"{path} with overrides" if overrides else str(path))
+    said = Statements(data, given)
+    said.replace_sources(before)
+    while True:
+        try:
+            config = Config.model_validate(data)
+            break
+        except ValidationError as error:
+            if not said.give_way(error):
+                raise _refused(error, source, said.notes) from None
+    for note in said.notes:
+        say(note)
+    return config
 
 
 def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,12 +113,6 @@ def _take_back_preset(data: dict[str, Any]) -> None:
         for key, value in _preset_values(data).items():
             if key in rl and rl[key] == value:
                 del rl[key]
-
-
-def _preset_switches(data: Mapping[str, Any]) -> dict[str, Any]:
-    """By full key, the value from `data` and its algorithm for each key that differs by algorithm."""
-    rl = data["rl"] if isinstance(data["rl"], dict) else {}
-    return {f"rl.{key}": rl.get(key, value) for key, value in _preset_values(data).items()}
 
 
 def switched_off(key: str, value: Any) -> set[str]:
@@ -159,9 +187,13 @@ def _table(name: str, section: Section, silent: set[str]) -> str:
 
 # Settings that change no bit of a run, only its time, its memory or what it checks.
 NO_BITS = frozenset({
+    "task.max_data_gib",
     "rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens",
-    "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights",
+    "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights", "eval.pass_reward",
+    "eval.num_samples_kept",
 })
+# Settings that came later, each with the value at which a run is what it was before: digests of then stay.
+SINCE = {"rl.signal": "reward"}
 
 
 def digest(config: Config, leave_out: Collection[str] = ()) -> str:
@@ -171,6 +203,10 @@ def digest(config: Config, leave_out: Collection[str] = ()) -> str:
     for key in leave_out:
         section, _, name = key.partition(".")
         del held[section][name]
+    for key, value in SINCE.items():
+        section, _, name = key.partition(".")
+        if held[section][name] == value:
+            del held[section][name]
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -19,7 +19,8 @@ FILES = (
     "model.path", "model.tokenizer", "task.train_file", "task.eval_file", "task.dataset", "task.eval_dataset",
     "checkpoint.resume",
 )
-CODE = ("task.reward", "environment.name", "rollout.engine")  # path/to/file.py:name, or a list of them
+# path/to/file.py:name, or a list of them
+CODE = ("task.reward", "environment.name", "environment.tools", "rollout.engine")
 
 
 def absolute_paths(config: Config) -> Config:

@@ -20,7 +20,7 @@ from jetrl.choices import (
     RolloutRS,
     Surrogate,
 )
-from jetrl.config.base import Rule, Section
+from jetrl.config.base import Problem, Rule, Section
 from jetrl.config.toml import toml_literal
 from jetrl.presets import IGNORED, PRESETS, REQUIRED
 
@@ -104,8 +104,13 @@ class RLConfig(Section):
         default=None, gt=0, lt=1, description="Leave out an answer if the learner gives one of its tokens less than "
         "this times the sampler's probability, such as 1e-4. none: off.")
     dynamic_sampling: DynamicSampling = Field(
-        default="off", description="Groups whose rewards are all equal carry no gradient. drop: leave them out. "
-        "refill: also sample further prompts, until prompts_per_step groups carry a signal.",
+        default="off", description="Groups in which all of rl.signal are equal. drop: leave them out. "
+        "refill: also sample further prompts, until prompts_per_step groups carry a signal. off: learn from all.",
+    )
+    signal: Annotated[str, Field(min_length=1)] = Field(
+        default="reward", description="The number that says whether a group carries a signal, and that evaluations "
+        "report. reward: the weighted sum, before the overlong penalty. Or the name of one function of task.reward, as "
+        "in metrics: its own score, which a completion must have to be learned from.",
     )
     max_refill_rounds: int = Field(
         default=8, ge=1, description="Maximum rounds of refill in a step, after its first sampling.")
@@ -130,14 +135,15 @@ class RLConfig(Section):
         preset = PRESETS.get(algo) if isinstance(algo, str) else None  # a wrong type is reported by its field
         return dict(preset.values) | dict(data) if preset is not None else data
 
-    def _was_set(self, key: str) -> bool:
-        """As in `Section`; a value equal to the preset's counts as not given."""
-        preset = PRESETS[self.algo].values
-        return super()._was_set(key) and not (key in preset and preset[key] == getattr(self, key))
+    def usual(self, name: str) -> Any:
+        """As in `Section`, with the algorithm's own values."""
+        return PRESETS[self.algo].values.get(name, super().usual(name))
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         for rule in REQUIRED:
             value, other = getattr(self, rule.key), getattr(self, rule.other)
             if value in rule.values and other not in rule.allowed and rule.key not in self.without_effect():
                 allowed = " or ".join(map(toml_literal, rule.allowed))
-                yield f"rl.{rule.key}: {toml_literal(value)} needs rl.{rule.other} = {allowed}: {rule.why}"
+                whose = f" (of rl.algo = {toml_literal(self.algo)})" if rule.key in PRESETS[self.algo].values else ""
+                text = f"{toml_literal(value)}{whose} needs rl.{rule.other} = {allowed}: {rule.why}"
+                yield Problem(f"rl.{rule.key}", f"{text}; change one of the two", (f"rl.{rule.other}",))

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
-from jetrl.config.base import Rule, Section
-from jetrl.config.data import DATA_KEYS, ROW_KEYS, reward_problems, silent_columns, source_problems
+from jetrl.config.base import Problem, Rule, Section
+from jetrl.config.data import DATA_KEYS, MAX_DATA_GIB, ROW_KEYS, reward_problems, silent_columns, source_problems
 from jetrl.config.errors import NAME
 from jetrl.config.rl import RLConfig
 from jetrl.config.toml import toml_literal
@@ -22,7 +22,8 @@ class ModelConfig(Section):
 
     section: ClassVar[str] = "model"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("init_seed",), "arch", (None,)), Rule(("revision",), "path", (None,)),
+        Rule(("init_seed",), "arch", (None,), instead=("path",)),
+        Rule(("revision",), "path", (None,), instead=("arch",)),
         Rule(("tokenizer_revision",), "tokenizer", (None,)),
     )
     path: str | None = Field(
@@ -41,11 +42,13 @@ class ModelConfig(Section):
         default=None, min_length=1, description="Branch, tag or commit of a tokenizer from the hub. none: main.")
     init_seed: int = Field(default=0, ge=0, description="Seed of the random weights of model.arch.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if (self.path is None) == (self.arch is None):
             found = "neither is set" if self.path is None else "both are set"
-            yield ("model.path: needs exactly one of model.path (a folder, or a name on the hub) and model.arch "
-                   f"(random weights); {found}")
+            yield Problem(
+                "model.path", "needs exactly one of model.path (a folder, or a name on the hub) and model.arch (random "
+                f"weights); {found}", ("model.arch",), either=True,
+            )
         if self.arch is not None and self.tokenizer is None:
             yield 'model.tokenizer: is needed with model.arch; set a tokenizer folder or "builtin:arithmetic"'
 
@@ -84,8 +87,8 @@ class TaskConfig(Section):
     section: ClassVar[str] = "task"
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule((*DATA_KEYS, *ROW_KEYS), "name", ("addition", "gym", "environment", *LONG)),
-        Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,)),
-        Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,)),
+        Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,), instead=("train_file",)),
+        Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,), instead=("eval_file",)),
         Rule(("system_prompt", "chat_template_kwargs"), "chat_template", (False,)),
         Rule(("reward_weights",), "reward", (None,)),
     )
@@ -143,6 +146,9 @@ class TaskConfig(Section):
         default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
     repeated_prompts: Literal["keep", "drop"] = Field(
         default="keep", description="Rows of the data that repeat an earlier prompt: keep, or leave them out.")
+    max_data_gib: float = Field(
+        default=MAX_DATA_GIB, gt=0, description="Most memory in GiB for the rows of one file or split, as estimated; a "
+        "file whose rows need more is refused before it is in memory.")
     num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
     chat_template: bool | Literal["auto"] = Field(
         default="auto", description="Whether prompts go through the tokenizer's chat template. auto: if it has one.")
@@ -151,12 +157,13 @@ class TaskConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of the chat template, such as enable_thinking = false.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if self.name == "file":
             yield from source_problems(self)
-            for key, why in silent_columns(self).items():
-                if self._was_set(key):
-                    yield f"task.{key}: has no effect, because {why}; change that, or remove this key"
+            for key, (why, because) in silent_columns(self).items():
+                if self._differs(key):
+                    text = f"has no effect, because {why}; change that, or remove this key"
+                    yield Problem(f"task.{key}", text, because, void=True)
         yield from reward_problems(self)
 
     def without_effect(self) -> set[str]:
@@ -227,13 +234,19 @@ class EnvironmentConfig(Section):
 
     section: ClassVar[str] = "environment"
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("params", "max_turns", "max_turn_tokens", "timeout", "max_concurrent", "at_limit"), "name", (None,)),
+        Rule(
+            ("params", "tools", "max_turns", "max_turn_tokens", "timeout", "max_concurrent", "at_limit"),
+            "name", (None,),
+        ),
     )
     name: str | None = Field(
-        default=None, description="calculator, retry, or your own as module:Class or path/to/file.py:Class. none: "
-        "single answers.",
+        default=None, description="calculator, retry, tools, or your own as module:Class or path/to/file.py:Class. "
+        "none: single answers.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
+    tools: str | tuple[str, ...] | None = Field(
+        default=None, min_length=1, description='For name = "tools": the functions and classes that the policy may '
+        "call, as module:name or path/to/file.py:name, or a list of them (docs/ENVIRONMENTS.md).")
     max_turns: int = Field(default=8, ge=1, description="Maximum number of policy turns in a conversation.")
     max_turn_tokens: int | None = Field(
         default=None, ge=1, description="Maximum tokens in one turn. none: what is left of "
@@ -243,8 +256,16 @@ class EnvironmentConfig(Section):
     max_concurrent: int = Field(default=64, ge=1, description="Maximum number of environment calls at the same time.")
     at_limit: Literal["keep", "zero"] = Field(
         default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
-        "environment has given so far, or 0.",
+        "environment has given so far (not scored if nothing), or 0.",
     )
+
+    def problems(self) -> Iterator[str]:
+        if self.name == "tools" and self.tools is None:
+            yield ('environment.tools: is needed with environment.name = "tools"; list functions, as in '
+                   '["my_tools.py:search"]')
+        if self.name not in (None, "tools") and self.tools is not None:
+            yield ('environment.tools: has no effect with environment.name = '
+                   f'{toml_literal(self.name)}; set environment.name = "tools", or remove this key')
 
 
 class SFTConfig(Section):
@@ -264,11 +285,11 @@ class SFTConfig(Section):
     cache_dir: str = Field(
         default="~/.cache/jetrl/sft", description="Where warm-started weights are kept for the next run.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if 0 < self.steps < self.warmup_steps:
-            yield (
-                f"sft.warmup_steps: must be at most sft.steps = {self.steps}, got {self.warmup_steps}; for a short "
-                "warm start add sft.warmup_steps=0"
+            yield Problem(
+                "sft.warmup_steps", f"must be at most sft.steps = {self.steps}, got {self.warmup_steps}; for a short "
+                "warm start add sft.warmup_steps=0", ("sft.steps",),
             )
 
 
@@ -281,11 +302,19 @@ class EvalConfig(Section):
     num_samples: int = Field(default=1, ge=1, description="Completions of each problem: the k of avg@k and pass@k.")
     max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
+    pass_reward: float = Field(
+        default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if one of its completions reaches this "
+        "(less 0.001, for rounding) in what rl.signal names.")
+    num_samples_kept: int = Field(
+        default=32, ge=0, description="Completions of each evaluation that go to eval_samples.jsonl, evenly over the "
+        "problems and always of the same ones. 0: none.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if self.num_samples > 1 and self.temperature == 0:
-            yield (f"eval.num_samples: {self.num_samples} greedy samples of a problem are all the same; "
-                   "set eval.temperature above 0, or 1 sample")
+            yield Problem(
+                "eval.num_samples", f"{self.num_samples} greedy samples of a problem (eval.temperature = 0) are all "
+                "the same; set eval.temperature above 0, or 1 sample", ("eval.temperature",), void=True,
+            )
 
 
 class CheckpointConfig(Section):
@@ -305,12 +334,34 @@ class TrackConfig(Section):
     """Experiment trackers, in addition to metrics.jsonl and report.html, which are always written."""
 
     section: ClassVar[str] = "track"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("project", "group", "tags", "run_name"), "backends", ((), ("tensorboard",))),
+        Rule(("entity", "num_samples"), "backends", ((),)),
+    )
     backends: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        default=(), description="Trackers that also receive the metrics.")
+        default=(), description="Trackers that also receive the metrics: docs/TRACKING.md. Checked before the model is "
+        "loaded; one that fails later does not end the run.")
+    project: str | None = Field(
+        default=None, description="Project (wandb, trackio) or experiment (mlflow). Default: the tracker's own "
+        'variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME), else "jetrl".')
+    entity: str | None = Field(
+        default=None, description="wandb's user or team. Default: WANDB_ENTITY, else that of the login.")
+    group: str | None = Field(
+        default=None, description="Group of the run (wandb, trackio), or its tag `group` (mlflow). Default: "
+        "WANDB_RUN_GROUP, else none.")
+    tags: tuple[str, ...] = Field(
+        default=(), description="Tags of the run; `key=value` for mlflow. Default: WANDB_TAGS, else none.")
+    run_name: str | None = Field(
+        default=None, description="The run's name in the tracker. Default: WANDB_NAME or MLFLOW_RUN_NAME, else the "
+        "name of the run folder.")
+    num_samples: int = Field(
+        default=8, ge=0, description="Completions per step and per evaluation that trackers get as a table. 0: none.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if len(set(self.backends)) < len(self.backends):
             yield f"track.backends: names a tracker twice: {toml_literal(self.backends)}"
+        if self.entity is not None and self.backends and "wandb" not in self.backends:
+            yield "track.entity: only wandb has entities; name it in track.backends, or remove this key"
 
 
 def dapo_buffer_len(max_response_length: int) -> int:
@@ -361,37 +412,69 @@ class Config(Section):
         buffer = dapo_buffer_len(longest) if isinstance(longest, int) else 0  # a wrong type is reported at its own key
         return {**data, "rl": {**rl, "overlong_buffer_len": buffer}}
 
-    def problems(self) -> Iterator[str]:
-        rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+    def problems(self) -> Iterator[Problem | str]:
+        rollout = self.rollout
         yield from vllm_problems(self)
-        sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
+        yield from self._size_problems()
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
-                   f"a prompt, got {rollout.group_size}")
+                   f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")
         if self.rl.dynamic_sampling != "off" and rollout.group_size < 2:
-            yield 'rl.dynamic_sampling: a group of one never carries a signal; use "off", or a larger group_size'
+            yield Problem(
+                "rl.dynamic_sampling", "a group of one (rollout.group_size = 1) never carries a signal; take "
+                "larger groups, or \"off\"", ("rollout.group_size",), void=True,
+            )
         if self.environment.name is not None and self.task.overlong_prompts != "error":
-            yield ("task.overlong_prompts: has no effect with an environment, which makes the prompts; remove this key "
-                   "or environment.name")
+            yield Problem(
+                "task.overlong_prompts", "has no effect with an environment, which makes the prompts; remove this key "
+                "or environment.name", ("environment.name",), void=True,
+            )
         if self.task.name == "environment" and self.environment.name is None:
             yield 'environment.name: is needed with task.name = "environment"; set the class that makes the problems'
-        if self.rl.critic_warmup_steps >= self.train.steps:
-            yield (f"rl.critic_warmup_steps: must be below train.steps = {self.train.steps}, or the policy never "
-                   f"learns; got {self.rl.critic_warmup_steps}")
+        if self.task.name == "environment" and self.environment.name == "tools":
+            yield ('task.name: "environment" has no prompts, and environment.name = "tools" makes none; name a task '
+                   "that has problems, such as file")
+        if self.train.epochs is not None and self.task.name != "file":
+            yield (f"train.epochs: is for problems from data (task.name = \"file\"); those of task "
+                   f"{toml_literal(self.task.name)} are made without end. Set train.steps instead")
+        if self.train.epochs is None and self.rl.critic_warmup_steps >= self.train.steps:
+            yield Problem(
+                "rl.critic_warmup_steps", f"must be below train.steps = {self.train.steps}, or the policy never "
+                f"learns, got {self.rl.critic_warmup_steps}; lower it, or raise train.steps", ("train.steps",),
+            )
         if self.rl.updates_per_step > rollout.prompts_per_step:
-            yield (f"rl.updates_per_step: must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
-                   f"because groups are not split; got {self.rl.updates_per_step}")
+            yield Problem(
+                "rl.updates_per_step", f"must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
+                f"because groups are not split, got {self.rl.updates_per_step}; lower it, or raise the other",
+                ("rollout.prompts_per_step",),
+            )
+
+    def _size_problems(self) -> Iterator[Problem | str]:
+        """Sizes that do not hold one prompt and one response."""
+        rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+        sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
         if self.rl.overlong_buffer_len > rollout.max_response_length:
-            yield (f"rl.overlong_buffer_len: must be at most rollout.max_response_length = "
-                   f"{rollout.max_response_length}, got {self.rl.overlong_buffer_len}")
-        if self.train.max_tokens_per_gpu < longest:
-            yield f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}"
+            yield Problem(
+                "rl.overlong_buffer_len", f"must be at most rollout.max_response_length = "
+                f"{rollout.max_response_length}, got {self.rl.overlong_buffer_len}; lower it, or raise the other",
+                ("rollout.max_response_length",),
+            )
+        lengths = ("rollout.max_response_length", "task.max_prompt_length")
+        if self.train.max_tokens_per_gpu < longest:  # the budget of a GPU's memory: never changed for the user
+            yield (f"train.max_tokens_per_gpu: must be at least {sizes}, got {self.train.max_tokens_per_gpu}; set "
+                   f"train.max_tokens_per_gpu={longest} or more, or allow shorter sequences")
         if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
-            yield f"rollout.kv_cache_tokens: must be at least {sizes}, got {rollout.kv_cache_tokens}"
+            yield Problem(
+                "rollout.kv_cache_tokens", f"must be at least {sizes}, got {rollout.kv_cache_tokens}; leave it out to "
+                "have what is needed", lengths,
+            )
         of_eval = self.task.max_prompt_length + (self.eval.max_response_length or 0)
         if (rollout.page_size or 0) > (most := max(128, 1 << (max(longest, of_eval) - 1).bit_length())):
-            yield (f"rollout.page_size: must be at most {most}, as the longest sequence has {max(longest, of_eval)} "
-                   f"tokens (prompt and response); got {rollout.page_size}. 16 to 128 are usual")
+            yield Problem(
+                "rollout.page_size", f"must be at most {most}, as the longest sequence has {max(longest, of_eval)} "
+                f"tokens (prompt and response); got {rollout.page_size}. 16 to 128 are usual",
+                (*lengths, "eval.max_response_length"),
+            )
         layers = (self.model.arch or {}).get("num_hidden_layers")
         in_bf16 = self.quant.num_first_layers_in_bf16 + self.quant.num_last_layers_in_bf16
         if isinstance(layers, int) and in_bf16 > layers:

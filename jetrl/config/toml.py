@@ -12,6 +12,7 @@ from typing import Any
 
 from jetrl.config.syntax import explain_syntax
 from jetrl.errors import UserError
+from jetrl.untrusted import require_shallow
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -39,6 +40,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}, {explain_syntax(text, error)}") from None
     except RecursionError:
         raise UserError(f"{path}: values are nested too deeply for a recipe") from None
+    try:
+        require_shallow(data)  # dotted keys nest without a limit
+    except ValueError:
+        raise UserError(f"{path}: values are nested too deeply for a recipe") from None
     if not data:
         raise UserError(f"{path}: the file is empty. `jetrl recipes quickstart > {path}` fills it with a recipe")
     return data
@@ -51,7 +56,7 @@ def split_override(text: str) -> tuple[str, Any]:
         raise UserError(f"{text!r} is not an override: write section.key=value without spaces, such as train.lr=1e-5")
     try:
         parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return key, value
     return key, parsed["value"] if len(parsed) == 1 else value
 

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from jetrl.choices import Reduction, Schedule
-from jetrl.config.base import Rule, Section
+from jetrl.config.base import Problem, Rule, Section
+from jetrl.config.toml import toml_literal
 
 
 class TrainConfig(Section):
@@ -18,7 +19,11 @@ class TrainConfig(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("min_lr_ratio",), "lr_schedule", ("constant",)), Rule(("reduction_lanes",), "reduction", ("fast",)),
     )
-    steps: int = Field(default=100, ge=1, description="Training steps; each samples, scores and updates.")
+    steps: int = Field(
+        default=100, ge=1, description="Training steps; each samples, scores and updates. Not with train.epochs.")
+    epochs: float | None = Field(
+        default=None, gt=0, le=1e6, description="Instead of train.steps, for task file: passes over the training rows. "
+        "The run has ceil(epochs * rows / rollout.prompts_per_step) steps (docs/MODELS_AND_DATA.md).")
     lr: float = Field(default=1e-6, gt=0, le=1e30, description="Peak learning rate.")
     lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
@@ -75,13 +80,27 @@ class TrainConfig(Section):
         default=False, description="Mixtures of experts (MoE): log parity/frac_routing_different, the share of routers "
         "that choose other experts in the rollout's flow than in training's. Costs a forward pass in each step.")
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem | str]:
         if self.grad_dtype == "bfloat16" and self.master_dtype == "float32":
-            yield 'train.grad_dtype: bfloat16 is for train.master_dtype = "bfloat16"; FP32 masters have FP32 gradients'
-        if self.offload_optimizer and self.optimizer_dtype == "8bit":
-            yield 'train.offload_optimizer: does not work with train.optimizer_dtype = "8bit"; take one of the two'
-        if self.warmup_steps > self.steps:
-            yield (
-                f"train.warmup_steps: must be at most train.steps = {self.steps}, got {self.warmup_steps}; for a short "
-                "run add train.warmup_steps=0"
+            yield Problem(
+                "train.grad_dtype", 'bfloat16 is for train.master_dtype = "bfloat16"; FP32 masters have FP32 gradients',
+                ("train.master_dtype",), void=True,
             )
+        if self.offload_optimizer and self.optimizer_dtype == "8bit":
+            yield Problem(
+                "train.offload_optimizer", 'does not work with train.optimizer_dtype = "8bit"; take one of the two',
+                ("train.optimizer_dtype",), either=True,
+            )
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            yield Problem(
+                "train.steps", f"does not go together with train.epochs = {toml_literal(self.epochs)}, which says how "
+                "many steps there are; take one of the two", ("train.epochs",), either=True,
+            )
+        if self.epochs is None and self.warmup_steps > self.steps:
+            yield Problem(
+                "train.warmup_steps", f"must be at most train.steps = {self.steps}, got {self.warmup_steps}; for a "
+                "short run add train.warmup_steps=0", ("train.steps",),
+            )
+
+    def without_effect(self) -> set[str]:
+        return super().without_effect() | ({"steps"} if self.epochs is not None else set())

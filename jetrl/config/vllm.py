@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from jetrl.choices import CacheKind
-from jetrl.config.base import Rule, Section
+from jetrl.config.base import Problem, Rule, Section
 
 if TYPE_CHECKING:
     from jetrl.config.sections import Config
@@ -41,13 +41,13 @@ class VLLMConfig(Section):
         "their checksum with that of the published ones. On a GPU.")
 
 
-def vllm_problems(config: Config) -> Iterator[str]:
+def vllm_problems(config: Config) -> Iterator[Problem | str]:
     """What in a config does not go with its engine, as lines for `Section.problems`."""
     rollout = config.rollout
-    defaults = VLLMConfig()  # a run's own config.toml states them
-    given = sorted(k for k in config.vllm.model_fields_set if getattr(config.vllm, k) != getattr(defaults, k))
-    if ":" in rollout.engine and given:
-        yield f'vllm.{given[0]}: has no effect while rollout.engine = "{rollout.engine}"; remove this key'
+    for key in VLLMConfig.model_fields if ":" in rollout.engine else ():
+        if getattr(config.vllm, key) != config.vllm.usual(key):
+            why = f'has no effect while rollout.engine = "{rollout.engine}"; remove this key'
+            yield Problem(f"vllm.{key}", why, ("rollout.engine",), void=True)
     if rollout.engine != "vllm":
         return
     for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jetrl import __version__
 from jetrl.doctor.diagnosis import Diagnosis, examine
+from jetrl.report.console import Output
 
 _STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 _NAMES = {"cuda": "the GPU", "cpu": "the CPU"}
@@ -20,7 +21,7 @@ _NAMES = {"cuda": "the GPU", "cpu": "the CPU"}
 
 def run(console: Console, as_json: bool) -> bool:
     """Examine the machine and print what was found. Returns whether it can train."""
-    progress = Console(stderr=True, highlight=False)
+    progress = Output(stderr=True, highlight=False)
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
         diagnosis = examine(lambda text: progress.print(f"... {text}", style="dim"))
     if as_json:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from jetrl.errors import UserError
 from jetrl.kernels import gemm, logprob
 from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.model.published import Note
 from jetrl.model.sharding import fill, shard_like
 from jetrl.model.transformer import Published, Transformer
 from jetrl.types import ForwardBatch
@@ -51,6 +53,7 @@ class Critic(nn.Module):
         super().__init__()
         master = policy.head_weight.dtype
         self.body: Transformer | None = None
+        self._note = Note()
         with torch.device("meta"):  # a rank makes its own rows only
             if not shared:
                 spec = replace(policy.spec, tie_embeddings=True)  # no lm_head: nothing reads it
@@ -80,10 +83,15 @@ class Critic(nn.Module):
         if self.body is not None:
             self.body.publish()
         self.head.publish()
+        self._note.take([("critic.head", self.head.weight)])
         return self
 
     def values(self, hidden: Tensor) -> Tensor:
-        """V [T] FP32 of final hidden states [T, D]; differentiable."""
+        """V [T] FP32 of final hidden states [T, D]; differentiable. UserError if the head has moved since `publish`."""
+        if torch.is_grad_enabled() and self._note.moved() is not None:
+            raise UserError(
+                "The critic's head has changed since it was last published. Call critic.publish() after each step."
+            )
         return _Values.apply(hidden, self.head.weight, self.head.published)
 
     def forward(self, batch: ForwardBatch) -> Tensor:

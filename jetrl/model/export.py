@@ -23,6 +23,7 @@ from jetrl.precision.blocks import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
+from jetrl.untrusted import inside
 
 HF_SUBFOLDER = "model"  # of a checkpoint
 
@@ -39,7 +40,8 @@ def export(
 
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
     Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does. What the
-    model was trained with is noted in its config.json: what `source` says, else `trained_with`.
+    model was trained with is noted in its config.json: what `source` says, else `trained_with`. Next to weights and
+    config, only files of `hf.KNOWN_FILES` are copied. UserError where a file is a link that leads out of the folder.
     """
     folder, out = _model_folder(Path(source)), Path(out)
     if out.absolute().resolve() == folder.absolute().resolve():
@@ -53,6 +55,8 @@ def export(
         if recipe.num_layers != spec.num_layers:
             raise UserError(f"the recipe is for {recipe.num_layers} layers, but {folder} has {spec.num_layers}.")
         _require_whole_blocks(spec, recipe)
+    hf.require_own(folder)
+    extras = _copied(folder)
     state = hf.load_state(folder, spec)
     base = hf.read_config(folder)
     config = hf.hf_config(spec, base)
@@ -63,7 +67,13 @@ def export(
         config["quantization_config"] = quantization_config(spec, recipe)
         for ours in fp8_weights(spec, recipe):
             tensors.update(_quantized(spec, ours, state[ours], recipe.weight_scale == "pow2"))
-    hf.write_folder(out, config, tensors, lambda target: _copy_extras(folder, target), max_shard_bytes)
+
+    def copy(target: Path) -> None:
+        for path in extras:
+            shutil.copyfile(path, target / path.name)
+        name_tokenizer_class(target)
+
+    hf.write_folder(out, config, tensors, copy, max_shard_bytes)
     return out
 
 
@@ -73,7 +83,7 @@ def note_for_vllm() -> str:
         return ""
     return (
         "To load it with vLLM in this environment, set VLLM_USE_DEEP_GEMM=0: with sgl-deep-gemm next to it vLLM loses "
-        "the scales of FP8 weights (docs/ENGINES.md)."
+        "the scales of FP8 weights."
     )
 
 
@@ -149,13 +159,17 @@ def _require_whole_blocks(spec: ModelSpec, recipe: Recipe) -> None:
 
 def _model_folder(source: Path) -> Path:
     if not (source / "config.json").is_file() and (source / HF_SUBFOLDER).is_dir():
-        return source / HF_SUBFOLDER
+        return inside(source, HF_SUBFOLDER)
     return source
 
 
-def _copy_extras(folder: Path, target: Path) -> None:
-    for pattern in ("generation_config.json", *hf.TOKENIZER_FILES):
-        for path in folder.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)
-    name_tokenizer_class(target)
+def _copied(folder: Path) -> list[Path]:
+    """The files that an export copies as they are. UserError for a link that leads out of the folder."""
+    return [path for name in hf.KNOWN_FILES if (path := inside(folder, name)).is_file()]
+
+
+def left_out(folder: Path) -> list[str]:
+    """Names of the files of a model folder that its export does not have, such as a README or a tokenizer of others."""
+    written = {"config.json", hf.INDEX, *hf.KNOWN_FILES}
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in written)
+    return [name for name in names if not name.endswith(".safetensors")]

@@ -21,6 +21,7 @@ from jetrl.model.hf_config import hf_config as hf_config
 from jetrl.model.hf_config import spec_from_hf as spec_from_hf
 from jetrl.model.hf_files import AGAIN, other_kind, read_json, some
 from jetrl.model.hf_files import INDEX as INDEX
+from jetrl.model.hf_files import KNOWN_FILES as KNOWN_FILES
 from jetrl.model.hf_files import SINGLE as SINGLE
 from jetrl.model.hf_files import TOKENIZER_FILES as TOKENIZER_FILES
 from jetrl.model.hf_tokenizer import check_vocab as check_vocab
@@ -32,6 +33,7 @@ from jetrl.model.hf_write import write_folder as write_folder
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
 from jetrl.spec import ModelSpec
+from jetrl.untrusted import inside
 
 # float16 is widened to float32, since BF16 has fewer digits: the values read equal those stored.
 READ_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float32, torch.float16: torch.float32}
@@ -49,12 +51,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json, so it is not a Hugging Face model folder.{other_kind(folder)}")
-    return read_json(folder / "config.json")
+    return read_json(inside(folder, "config.json"))
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any] | None:
     """`generation_config.json` of a model folder, or None where there is none."""
-    path = Path(folder) / "generation_config.json"
+    path = inside(Path(folder), "generation_config.json")
     return read_json(path) if path.is_file() else None
 
 
@@ -171,6 +173,13 @@ def _check_shape(folder: Path, piece: Piece, shape: list[int]) -> None:
         )
 
 
+def require_own(folder: Path) -> None:
+    """UserError for a weights file of the folder that is a link to another place: a copy of the model would take in
+    what lies there."""
+    for name in set(_tensor_files(folder).values()):
+        inside(folder, name)
+
+
 def _tensor_files(folder: Path) -> dict[str, str]:
     """Tensor name -> file of the folder; a single file wins over an index, as in transformers."""
     if (folder / SINGLE).is_file():
@@ -181,7 +190,8 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{folder / INDEX} has no weight_map of tensor names to file names. {AGAIN}")
-    if absent := sorted({file for file in weight_map.values() if not (folder / file).is_file()}):
+    files = {file: inside(folder, file, links=True, source=folder / INDEX) for file in set(weight_map.values())}
+    if absent := sorted(name for name, path in files.items() if not path.is_file()):
         raise UserError(f"{folder / INDEX} names {some(absent)}, which the folder does not have. {AGAIN}")
     return weight_map
 

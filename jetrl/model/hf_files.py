@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.untrusted import json_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Tokenizer and prompt files of a model folder: what an export copies.
 TOKENIZER_FILES = (
     "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"
+)
+# Of these, the files that transformers and jetrl read: an export takes no others.
+KNOWN_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the class's names in transformers 4 and 5
 AGAIN = "Download or export the folder again."
@@ -20,8 +25,8 @@ AGAIN = "Download or export the folder again."
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; UserError with the path for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON or bad UTF-8
+        value = json_file(path)
+    except ValueError as error:  # bad JSON, bad UTF-8, too deep or too large
         raise UserError(f"{path} is not valid JSON: {error}. {AGAIN}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__} where an object is needed. {AGAIN}")

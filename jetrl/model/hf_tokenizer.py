@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.model.hf_files import AGAIN, GENERIC_TOKENIZERS, read_json
+from jetrl.model.hf_files import AGAIN, GENERIC_TOKENIZERS, TOKENIZER_FILES, read_json
 from jetrl.spec import ModelSpec
+from jetrl.untrusted import inside
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
 
@@ -25,6 +26,8 @@ def load_tokenizer_from(folder: str | Path) -> Any:
     if not has_tokenizer(folder):
         raise UserError(f"{folder} has no tokenizer.json, tokenizer.model or vocab.json. Set model.tokenizer to a "
                         "folder that has the model's tokenizer.")
+    for path in (path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        inside(folder, path.name)  # checkpoints hold copies of what is read here
     # A slow import, and not needed by runs with a built-in tokenizer.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

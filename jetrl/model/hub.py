@@ -7,7 +7,6 @@ HF_HUB_OFFLINE, HF_HUB_ETAG_TIMEOUT. The library is imported, and the hub asked,
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -19,9 +18,11 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.model.hf_files import INDEX, SINGLE, TOKENIZER_FILES, read_json, some
 from jetrl.spec import SHAPES
+from jetrl.untrusted import inside, json_value
 
 SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)  # everything except the weights
 WEIGHTS = ("*.safetensors",)  # never pickles
+_MOST_HEADER = 100_000_001  # bytes; safetensors itself refuses more
 _ELSEWHERE = ("*/*", "consolidated*")  # other formats of the same weights
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
@@ -223,7 +224,7 @@ def _lacks(folder: Path, weights: bool) -> list[str]:
         return [SINGLE]
     shards = read_json(folder / INDEX).get("weight_map")
     names = sorted({str(file) for file in shards.values()}) if isinstance(shards, dict) else []
-    return [name for name in names if not (folder / name).is_file()]
+    return [name for name in names if not inside(folder, name, links=True, source=folder / INDEX).is_file()]
 
 
 def _check_whole(folder: Path) -> None:
@@ -233,9 +234,9 @@ def _check_whole(folder: Path) -> None:
         with open(path, "rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            header = file.read(length) if length < size else b""
+            header = file.read(length) if length < min(size, _MOST_HEADER) else b""
         try:
-            tensors = json.loads(header)
+            tensors = json_value(header)
             ends = [tensor["data_offsets"][1] for key, tensor in tensors.items() if key != "__metadata__"]
             whole = 8 + length + max(ends, default=0)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -296,7 +297,7 @@ def _not_there(name: str, revision: str, kind: str, problem: Exception | None) -
     )
     here = _no_folder(name)
     if name.lower().startswith("models/smollm2"):
-        return f"{here}. `jetrl fetch smollm2` makes it (docs/INSTALL.md)."
+        return f"{here}. `jetrl fetch smollm2` makes it."
     if problem is None:
         return f"{here}, the cache {cache} does not hold {what}, and HF_HUB_OFFLINE is set. Unset it. {bring}"
     why, reached = _why(name, kind, problem)

@@ -6,12 +6,14 @@ A model that trains nothing holds no masters (`master_dtype` None): its paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetrl.errors import UserError
 from jetrl.kernels.gradient import grad_done, grad_dtype, rows_in_place
@@ -45,6 +47,58 @@ def require_in_place(fn: Callable[[Tensor], Tensor], held: Sequence[Tensor]) -> 
             "this model holds no master weights, so it cannot move to another device or type: its published weights "
             "cannot be made again. Load it where it is to run: load_model(..., device=...)."
         )
+
+
+class Note:
+    """Which values of which masters were published last, to notice that they have moved since: no pass over values.
+
+    It sees what torch counts as a change in place (optimizers, foreach and fused ones too, `copy_` and the like under
+    `no_grad`, `load_state_dict`), another tensor in a parameter's place, and another storage (`p.data = ...`). It does
+    not see writes through `p.data` or by kernels that are not torch's, CUDA graphs included.
+    """
+
+    def __init__(self) -> None:
+        _count_steps()
+        self._held: list[tuple[str, Tensor, tuple[int, int]]] = []
+
+    def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """These masters are published now, as they are."""
+        self._held = [(name, p, _state(p)) for name, p in named]
+
+    def moved(self, current: Sequence[Tensor | None] = ()) -> str | None:
+        """The name of the first master that is not what was published; None: all are, or nothing was published.
+
+        `current`: the tensors that are in the places of those that were noted, as far as given.
+        """
+        for name, p, state in self._held:
+            if _state(p) != state or (current and not any(p is one for one in current)):
+                return name
+        return None
+
+    def __getstate__(self) -> list[tuple[str, Tensor, bool]]:
+        """A copy has tensors of its own, whose counters begin again."""
+        return [(name, p, _state(p) == state) for name, p, state in self._held]
+
+    def __setstate__(self, held: list[tuple[str, Tensor, bool]]) -> None:
+        _count_steps()
+        self._held = [(name, p, _state(p) if same else (-2, 0)) for name, p, same in held]
+
+
+@functools.cache
+def _count_steps() -> None:
+    """From now on every step of a `torch.optim` optimizer counts as a change of its parameters: fused ones, which torch
+    runs without counting, too."""
+
+    def counted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
+
+    register_optimizer_step_post_hook(counted)
+
+
+def _state(p: Tensor) -> tuple[int, int]:
+    return -1 if p.is_inference() else p._version, p.data_ptr()
 
 
 class Published(nn.Module):

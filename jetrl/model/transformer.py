@@ -24,7 +24,7 @@ from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
 from jetrl.model.linear import FlowLinear
-from jetrl.model.published import Embedding, Published
+from jetrl.model.published import Embedding, Note, Published
 from jetrl.model.rope import rope_tables
 from jetrl.model.shards import shard_of
 from jetrl.precision.blocks import linears_of
@@ -85,6 +85,7 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head_operand: Any = None
+        self._note = Note()
         for module in self.modules():  # to save memory: the backward pass makes what it reads
             if isinstance(module, FlowLinear):
                 module.keeps_transposed = not (activation_checkpointing or lean_backward)
@@ -134,7 +135,20 @@ class Transformer(nn.Module):
             module.publish()
         if self._head_operand is not None:
             self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
+        self._note.take(self.named_parameters() if self.holds_masters else ())
         return self
+
+    def require_published(self) -> None:
+        """UserError if a master has moved since the last `publish`: what is computed would be of the old weights.
+
+        `published.Note` says what is seen. `forward` asks where gradients are on; without them the published weights
+        are the model.
+        """
+        if (name := self._note.moved()) is not None:
+            raise UserError(
+                f"The master weight {name} has changed since the model was last published, so it would compute with "
+                "the old weights. Call model.publish() after each optimizer step."
+            )
 
     @torch.no_grad()
     def publish_values(self, values: Iterable[tuple[str, Tensor]]) -> Transformer:
@@ -189,10 +203,11 @@ class Transformer(nn.Module):
 
         `routes`, if given, is filled with what the routers of layers with experts do.
         """
+        if grad := torch.is_grad_enabled():
+            self.require_published()
         see, context = tap or no_tap, Context(batch, (self.cos, self.sin), routes)
         x, residual = self.embed(batch.tokens), None
         see("embed", x)
-        grad = torch.is_grad_enabled()
         for layer in self.layers:
             assert isinstance(layer, Layer)
             if tap is None and not grad:

@@ -8,6 +8,7 @@ contact say nothing. No torch is imported before `join`, so a signal in the firs
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -19,11 +20,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jetrl.ending import INTERRUPTED, end_with_parent
 from jetrl.errors import UserError, status_of
 from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
+from jetrl.untrusted import printable
 
 if TYPE_CHECKING:
     from jetrl.parallel.watch import Failure, Watch
@@ -90,6 +92,29 @@ def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = STA
     )
     if gpu:
         _one_gpu_each(world)
+    return world
+
+
+def world_of_program() -> World:
+    """For a program of the user's that torchrun starts: `join` at the first call, the same world after it.
+
+    The ranks part when the program ends. One that ends by an error tells the others, which end too.
+    """
+    if (known := _HELD.get("world")) is not None:
+        return known  # type: ignore[return-value]
+    world = _HELD["world"] = join()
+    if not world.alone:
+        atexit.register(leave)
+        before = sys.excepthook
+
+        def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            before(kind, error, trace)
+            atexit.unregister(leave)
+            status = _ended(error, lambda e: str(e) if isinstance(e, UserError) else None, False)
+            if (watch := _watch()) is not None:
+                watch.give_up(status)
+
+        sys.excepthook = told
     return world
 
 
@@ -235,7 +260,7 @@ def _tell(failure: Failure) -> None:
     _write(failure)
     if SPAWNED not in os.environ:
         trace = f"\n{failure.trace.rstrip()}" if failure.trace else ""
-        print(f"jetrl: {failure.told()}{trace}", file=sys.stderr, flush=True)
+        print(printable(f"jetrl: {failure.told()}{trace}"), file=sys.stderr, flush=True)
 
 
 def _write(failure: Failure) -> None:

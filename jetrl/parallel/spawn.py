@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from jetrl.errors import UserError
 from jetrl.parallel.launch import LAUNCHER, SPAWNED, hangup
+from jetrl.untrusted import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -50,7 +51,7 @@ def spawn(nproc: int, argv: Sequence[str], *, num_threads: int | None = None, pr
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a rank that was ended could not show the cursor again
     if message:
-        print(f"jetrl: {message}", file=sys.stderr, flush=True)
+        print(printable(f"jetrl: {message}"), file=sys.stderr, flush=True)
     return status
 
 

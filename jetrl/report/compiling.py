@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.status import Status
 
 from jetrl.report.console import Output
+from jetrl.untrusted import printable
 
 
 class Compiling:
@@ -59,5 +60,5 @@ class Compiling:
         self._line(text)
 
     def _line(self, text: str) -> None:
-        self.console.out(text, highlight=False)
+        self.console.out(printable(text), highlight=False)
         self.console.file.flush()

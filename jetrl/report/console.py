@@ -11,17 +11,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from jetrl.errors import UserError
-from jetrl.report.hints import Hints
+from jetrl.report.hints import ConstantRewards, Hints
 from jetrl.report.run import Headline, held_out_name
 from jetrl.report.text import (
     ASCII_BLOCKS,
@@ -33,16 +34,30 @@ from jetrl.report.text import (
     failures_of,
     notes,
     number,
+    parity_note,
     parity_text,
     rank_notes,
     sparkline,
+    unscored_of,
 )
+from jetrl.untrusted import printable
 
 _MAX_WIDTH = 100
 
 
 class Output(Console):
-    """A rich console that reports a closed pipe; rich itself would end the program silently."""
+    """A rich console on which text of others is text: control characters are spelled out, and brackets are no markup.
+
+    It reports a closed pipe; rich itself would end the program silently.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:  # type: ignore[override]
+        """What all printing goes through: rich's own control codes pass, those in texts do not."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
@@ -71,7 +86,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
-        self.title, self.about = title, about
+        self.title, self.about = printable(title), printable(about)
         self.current = start_step
         self.notice: Callable[[], str] = lambda: ""  # a line for the user in the live panel
         self.console = console or Output()
@@ -84,10 +99,11 @@ class Display:
         self._phase_started = self._told = clock()
         self._metrics: dict[str, float] = {}
         self._curve: list[float] = []
-        self._worst_gap = 0.0
+        self._worst_gap: float | None = None  # None: nothing was compared yet
         self._first_accuracy: float | None = None
         self._ended = ""
-        self._hints = Hints(self.message)
+        self._evaluated: Mapping[str, float] = {}  # the row of the last evaluation
+        self._hints, self._constant = Hints(self.message), ConstantRewards()
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False)
@@ -141,15 +157,17 @@ class Display:
             self._durations.append((now - self._step_started) / (step - self.current))
         self.current, self._step_started = step, now
         self._metrics.update(metrics)
+        self._constant.look(step, metrics, self.hint)
         shown = metrics.get("reward/mean", metrics.get("policy/loss"))
         if shown is not None:
             self._curve.append(float(shown))
-        gap = float(metrics.get("parity/logprob_abs_diff_max", 0.0))
-        if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as the worst and stays
-            self._worst_gap = gap
+        gap, worst = metrics.get("parity/logprob_abs_diff_max"), self._worst_gap
+        if gap is not None and (worst is None or not (math.isnan(worst) or gap <= worst)):  # NaN is the worst and stays
+            self._worst_gap = float(gap)
         accuracy = accuracy_of(metrics)
-        if accuracy is not None and self._first_accuracy is None:
-            self._first_accuracy = accuracy
+        if accuracy is not None:
+            self._evaluated = metrics
+            self._first_accuracy = accuracy if self._first_accuracy is None else self._first_accuracy
         due = now - self._step_told >= self._step_interval or step >= self.total_steps
         if self._live is None and due:
             self._step_told = now
@@ -166,11 +184,11 @@ class Display:
         if self._live is None:
             self._line(text)
         else:
-            self.console.print(escape(text), highlight=False)
+            self.console.print(Text(printable(text)), highlight=False)
 
     def _line(self, text: str) -> None:
         """One line as it is: no wrapping, no markup, and out at once, so that `tail -f` and job logs follow."""
-        self.console.out(text, highlight=False)
+        self.console.out(printable(text), highlight=False)
         self.console.file.flush()
 
     def time_left(self) -> float | None:
@@ -194,7 +212,7 @@ class Display:
             parts.append(f"loss {metrics['policy/loss']:.4f}")
         accuracy = accuracy_of(metrics)
         if accuracy is not None:
-            parts.append(f"held-out {accuracy:.3f}")
+            parts.append(f"held-out {accuracy:.3f}{unscored_of(metrics)}")
         if "response_length/mean" in metrics:
             parts.append(f"length {metrics['response_length/mean']:.1f}")
         if "parity/logprob_abs_diff_max" in metrics:
@@ -262,12 +280,13 @@ class Display:
         held_out = Text(number(accuracy, 3), style="bold" if accuracy is not None else "")
         if accuracy is not None and accuracy != self._first_accuracy:
             held_out.append(f"  (was {self._first_accuracy:.3f})", style="dim")
+        held_out.append(unscored_of(self._evaluated), style="yellow")
         gap = metrics.get("parity/logprob_abs_diff_max")
         if gap is None:
             parity = Text("-")
         else:
             parity = Text(parity_text(gap), style="bold green" if gap == 0.0 else "bold red")
-            if self._worst_gap != gap:
+            if self._worst_gap is not None and self._worst_gap != gap:
                 parity.append(f"  (worst {parity_text(self._worst_gap)})", style="red")
         speed = metrics.get("perf/tokens_per_s_per_gpu")
         table.add_row("loss" if warm_start else "reward", reward, "held-out", held_out)
@@ -305,13 +324,17 @@ def summary(
     accuracy_before: float | None = None,
     accuracy_after: float | None = None,
     parity_max: float | None = None,
+    parity_missing: int = 0,
     warm_start_seconds: float | None = None,
     held_out: str = "accuracy",
+    constant: Sequence[str] = (),
     next_commands: Sequence[tuple[str, str]] = (),
     console: Console | None = None,
 ) -> None:
-    """Print the outcome of the run and what to do next: `next_commands` holds pairs (what it does, command)."""
-    console = console or Console()
+    """Print the outcome of the run, with the rewards that never moved (`constant`), and what to do next:
+    `next_commands` holds pairs (what it does, command).
+    """
+    console = console or Output()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -321,8 +344,10 @@ def summary(
     if parity_max is not None:
         exact = parity_max == 0.0
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
-        told = agreed if exact else gap
+        told = (agreed if exact else gap) + parity_note(parity_missing)
         table.add_row("parity", Text(told, style="green" if exact else "red"))
+    if constant:
+        table.add_row("never moved", Text("; ".join(constant), style="yellow"))
     warmed = warm_start_seconds or 0.0  # next to nothing if it came from the cache
     warm = f", after a warm start of {duration(warmed)}" if warmed >= 1.0 else ""
     table.add_row("steps", f"{steps} in {duration(seconds)}{warm}")
@@ -339,7 +364,7 @@ def summary(
 
 def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = None) -> None:
     """Print several runs, one per row: (precision flow, its headline)."""
-    console = console or Console()
+    console = console or Output()
     table = Table(box=None, padding=(0, 2, 0, 0))
     measured = held_out_name(run.held_out for _, run in rows).lower()
     routed = ("other experts",) if any(run.routing_mean is not None for _, run in rows) else ()
@@ -350,7 +375,7 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
         accuracy = "" if run.accuracy_after is None else f"{before}{run.accuracy_after:.3f}"
         gap = "" if run.parity_max is None else parity_text(run.parity_max)
         style = "green" if run.parity_max == 0.0 else "red"
-        steps = f"{run.parity_nonzero_steps}/{run.parity_steps}"
+        steps = f"{run.parity_nonzero_steps}/{run.parity_steps}" if run.parity_steps else ""
         cells: list[str | Text] = [name, accuracy, Text(gap, style=style), Text(steps, style=style)]
         if routed:
             share = run.routing_mean

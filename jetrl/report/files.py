@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.untrusted import MOST_LINE, fresh, json_value, refuse_link
 
 
 def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
@@ -22,7 +23,7 @@ def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
     except ImportError:  # not a Unix
         return -1
     with disk_errors(folder):
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(refuse_link(folder / ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -36,7 +37,9 @@ def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file; a torn last line is left out."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), start=1):
+            if len(line) > MOST_LINE:
+                raise UserError(f"{path}, line {number}, has more than {MOST_LINE >> 20} MiB. Remove that line.")
             row = parse_row(line)
             if row is not None:
                 yield row
@@ -47,15 +50,15 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """The row that a line holds, or None if the line is torn or is not ours."""
     try:
-        row = json.loads(line)
-    except ValueError:  # of JSON or of UTF-8
+        row = json_value(line)
+    except ValueError:  # of JSON or of UTF-8, or nested too deeply
         return None
     return row if isinstance(row, dict) and "step" in row else None
 
 
 def cut_torn_line(path: Path) -> None:
     """End the file after its last whole row. A whole row that lost only its newline gets it back."""
-    if not path.exists():
+    if not refuse_link(path).exists():
         return
     with disk_errors(path), path.open("rb+") as file:
         end = 0
@@ -73,7 +76,7 @@ def cut_torn_line(path: Path) -> None:
 
 def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> set[int]:
     """Remove the rows for which `keep` is false; the steps of the others."""
-    temporary, steps = path.with_name(f".{path.name}.tmp"), set()
+    temporary, steps = fresh(path), set()
     with disk_errors(path):
         with path.open("rb") as source, temporary.open("wb") as target:
             for number, line in enumerate(source, start=1):
@@ -89,7 +92,7 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> set[int]:
 
 def replace_row(path: Path, row: Mapping[str, Any]) -> None:
     """Put `row` in the place of the row of its step, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = fresh(path)
     with disk_errors(path):
         with path.open("rb") as source, temporary.open("wb") as target:
             for line in source:
@@ -100,9 +103,9 @@ def replace_row(path: Path, row: Mapping[str, Any]) -> None:
 
 def write_whole(path: Path, text: str) -> Path:
     """Write a file, and its folder, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = fresh(path)
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     return path

@@ -23,7 +23,8 @@ from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
-from jetrl.report.text import duration
+from jetrl.report.text import duration, parity_note
+from jetrl.untrusted import fresh
 
 MAX_POINTS = 1500  # per curve; longer ones are binned
 FLOW_FILE = "flow.svg"
@@ -61,7 +62,9 @@ def write_report(run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, st
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8", errors="replace")
+        temporary = fresh(out)
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        temporary.replace(out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}. Choose another place for the report.") from error
     return out
@@ -114,12 +117,12 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         accuracy = before + shown(numbers.accuracy_after)
     exact = numbers.parity_steps > 0 and numbers.parity_nonzero_steps == 0
     if numbers.parity_max is None:
-        parity, parity_note = "not measured", ""
+        parity, note = "not measured", ""
     elif exact:
-        parity, parity_note = "0", f"exactly 0 in all {numbers.parity_steps:,} steps"
+        parity, note = "0", f"exactly 0 in all {numbers.parity_steps:,} steps"
     else:
         parity = f"{numbers.parity_max:.3g}"
-        parity_note = f"not 0 in {numbers.parity_nonzero_steps:,} of {numbers.parity_steps:,} steps"
+        note = f"not 0 in {numbers.parity_nonzero_steps:,} of {numbers.parity_steps:,} steps"
     commit = run.env.get("git_commit")
     return {
         "label": run.label,
@@ -137,7 +140,7 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "held_out": held_out_name([numbers.held_out]),
         "accuracy_note": numbers.accuracy_key or "",
         "parity": parity,
-        "parity_note": parity_note,
+        "parity_note": note + parity_note(numbers.parity_missing),
         "parity_class": "" if numbers.parity_max is None else "good" if exact else "bad",
         "time": "not measured" if numbers.seconds is None else duration(numbers.seconds),
         "throughput": "not measured" if numbers.tokens_per_s is None else f"{numbers.tokens_per_s:,.0f}",

@@ -1,4 +1,5 @@
-"""What a run leaves on disk: `metrics.jsonl`, `samples.jsonl`, `heldout.jsonl`, `env.json` and `config.toml`.
+"""What a run leaves on disk: `metrics.jsonl`, `samples.jsonl`, `heldout.jsonl`, `eval_samples.jsonl`, `env.json` and
+`config.toml`.
 
 Every row is one `write` call of one line, so that a killed run loses at most its last line. `Recorder` cuts such a torn
 line on resume; the readers skip it. Numbers that JSON does not have (NaN, infinities) are kept as strings.
@@ -11,11 +12,13 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.report.channel import Channel
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import (
     cut_torn_line,
@@ -27,14 +30,17 @@ from jetrl.report.files import (
     replace_row,
     write_whole,
 )
-from jetrl.report.track import Tracker
+from jetrl.report.track import evenly, table_rows
 from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
+from jetrl.untrusted import json_file, refuse_link
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HELD_OUT_FILE = "heldout.jsonl"  # each evaluation problem by problem, for paired comparisons of runs
+EVAL_SAMPLES_FILE = "eval_samples.jsonl"  # some completions of each evaluation, for people to read
 ENV_FILE = "env.json"
 CONFIG_FILE = "config.toml"
+ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE, EVAL_SAMPLES_FILE)  # one row a line, each with a step
 SAMPLE_KEYS = ("prompt", "answer", "completion", "tokens", "logprobs", "reward", "advantage", "finish_reason")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -45,8 +51,9 @@ class Recorder:
     def __init__(self, run_dir: Path | str, resume: bool = False) -> None:
         self.run_dir = Path(run_dir)
         self.resume = resume
-        self.trackers: list[Tracker] = []  # each row goes to them too
-        metrics, samples, held_out = (self.run_dir / name for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE))
+        self.trackers: list[Channel] = []  # each row goes to them too
+        self.tracked_samples = 0  # rows of a table of samples that they get
+        metrics, samples, *rest = (self.run_dir / name for name in ROW_FILES)
         with disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self.run_dir)
@@ -55,11 +62,11 @@ class Recorder:
                 f"{self.run_dir} already holds a run ({len(read_metrics(self.run_dir))} rows in {METRICS_FILE}). "
                 "Continue it (checkpoint.resume=auto), choose another name=..., or delete the folder."
             )
-        for path in (metrics, samples, held_out):
+        for path in (metrics, samples, *rest):
             if resume:
                 cut_torn_line(path)
             elif path.exists() and path.stat().st_size > 0:
-                path.write_bytes(b"")  # without metrics: from a run that died before its first row
+                refuse_link(path).write_bytes(b"")  # without metrics: from a run that died before its first row
         self._metrics = self._open(metrics)
         self._samples = self._open(samples)
         rows = read_metrics(self.run_dir) if resume else []
@@ -67,10 +74,10 @@ class Recorder:
 
     def _open(self, path: Path) -> int:
         with disk_errors(path):
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            return os.open(refuse_link(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def drop_after(self, step: int, first: int = 0) -> None:
-        """Remove the rows of both files with a step past `step`, that of the checkpoint from which the run resumes.
+        """Remove the rows of all files with a step past `step`, that of the checkpoint from which the run resumes.
 
         Warns of rows that are missing and cannot be made again: of the metrics from step `first` up to there, and of
         evaluations that the metrics have.
@@ -78,8 +85,8 @@ class Recorder:
         self._shut()
         kept = {
             name: keep_rows(self.run_dir / name, lambda row: row["step"] <= step)
-            for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE)
-            if (self.run_dir / name).exists()  # a run of an earlier version has no held-out file
+            for name in ROW_FILES
+            if (self.run_dir / name).exists()  # a run of an earlier version has fewer
         }
         self._metrics = self._open(self.run_dir / METRICS_FILE)
         self._samples = self._open(self.run_dir / SAMPLES_FILE)
@@ -121,17 +128,28 @@ class Recorder:
             tracker.log(self.last_step, metrics)
 
     def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
-        """Append the evaluation of `step`: `task`, `problems` (numbers in the held-out set) and their `rewards`.
+        """Append the evaluation of `step`: `task`, `problems` (numbers in the held-out set) and their `rewards`, None
+        where a completion is not scored.
 
-        None: there was none. A run that was killed after the step's row and before this one repeats the step, as its
-        checkpoint comes after both; the reader takes the last row of a step.
+        Row None: there was none. A run that was killed after the step's row and before this one repeats the step, as
+        its checkpoint comes after both; the reader takes the last row of a step.
         """
         if row is None:
             return
         rewards = [[_encode(value) for value in values] for values in row["rewards"]]
-        file = self._open(self.run_dir / HELD_OUT_FILE)
+        self._append_once(HELD_OUT_FILE, [line_of({"step": step, **row, "rewards": rewards})])
+
+    def write_eval_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append some completions of the evaluation of `step`: rows as those of samples.jsonl."""
+        self._append_once(EVAL_SAMPLES_FILE, sample_lines(step, rows))
+
+    def _append_once(self, name: str, lines: Sequence[bytes]) -> None:
+        """Append to a file that is not kept open; it is made with its first line."""
+        if not lines:
+            return
+        file = self._open(self.run_dir / name)
         try:
-            self._append(file, HELD_OUT_FILE, [line_of({"step": step, **row, "rewards": rewards})])
+            self._append(file, name, lines)
         finally:
             os.close(file)
 
@@ -141,7 +159,15 @@ class Recorder:
 
     def append_samples(self, lines: Iterable[bytes]) -> None:
         """Append lines that `sample_lines` has made, here or on another rank."""
+        lines = list(lines)
         self._append(self._samples, SAMPLES_FILE, lines)
+        self.track_samples("samples", self.last_step, lines)
+
+    def track_samples(self, table: str, step: int, lines: Sequence[bytes]) -> None:
+        """Send some of these lines, evenly over all, to the trackers as a table: `samples`, or `eval_samples`."""
+        chosen = evenly(lines, self.tracked_samples)
+        for tracker in self.trackers if chosen else ():
+            tracker.samples(table, step, lambda: table_rows(chosen))
 
     def write_config(self, text: str) -> None:
         """Write the resolved config, as the caller rendered it."""
@@ -153,7 +179,7 @@ class Recorder:
         path = self.run_dir / ENV_FILE
         if self.resume and path.exists():
             try:
-                first = dict(json.loads(path.read_text()))
+                first = dict(json_file(path))
             except (ValueError, TypeError):  # only a record: a damaged one does not stop a run
                 first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
@@ -166,11 +192,11 @@ class Recorder:
                 while data:
                     data = data[os.write(file, data) :]
 
-    def close(self) -> None:
-        """Close both files and the trackers; further writes are errors."""
-        while self.trackers:
-            self.trackers.pop().close()
+    def close(self, failed: bool = False) -> None:
+        """Close both files, then the trackers (as those of a failed run if so); further writes are errors."""
         self._shut()
+        while self.trackers:
+            self.trackers.pop().close(failed)
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -188,14 +214,14 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
 
 class NoRecorder(Recorder):
     """That of a rank whose run another one records: it writes nothing."""
 
     def __init__(self) -> None:
-        self.trackers, self.last_step = [], -1
+        self.trackers, self.tracked_samples, self.last_step = [], 0, -1
         self._metrics = self._samples = self._lock = -1
 
     def drop_after(self, step: int, first: int = 0) -> None:
@@ -205,6 +231,9 @@ class NoRecorder(Recorder):
         pass
 
     def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
+        pass
+
+    def write_eval_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         pass
 
     def last_row(self) -> dict[str, Any]:
@@ -227,6 +256,11 @@ def sample_lines(step: int, rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     return lines
 
 
+def write_samples(path: Path, rows: Iterable[Mapping[str, Any]], step: int = 0) -> Path:
+    """Write sample rows to a file of their own, whole or not at all."""
+    return write_whole(path, b"".join(sample_lines(step, rows)).decode("utf-8"))
+
+
 Decode = Callable[[Sequence[int]], str]
 """The text of tokens, special ones included: what the policy read."""
 
@@ -240,17 +274,53 @@ def group_rows(
     later row with another prompt. The environment's turns have `rendered` likewise.
     A plain answer has the problem's prompt, chat messages as `role: content` lines. A conversation has the prompt that
     the policy saw, and `turns`: what followed, by author. If any trajectory of a group is a conversation, all are
-    recorded as one. With an advantage for each token, these are `advantages` and `advantage` is their mean.
+    recorded as one. With an advantage for each token, these are `advantages` and `advantage` is their mean. `advantage`
+    is None where there is none: the trajectory was not learned from.
     """
     rows: list[dict[str, Any]] = []
     for group in groups:
         talk = any(_is_conversation(group.prompt, one) for one in group.trajectories)
         shown: tuple[int, ...] | None = None
-        for trajectory, reward, advantage in zip(group.trajectories, group.rewards, group.advantages, strict=True):
+        given = zip(group.trajectories, group.rewards, group.advantages, strict=True)
+        for i, (trajectory, reward, advantage) in enumerate(given):
             row = _row(group.prompt, trajectory, token_text, talk, decode if _first(trajectory) != shown else None)
             shown = _first(trajectory)
-            rows.append(row | _scores(reward, advantage) | _rendered_turns(row, trajectory, decode))
+            row |= _scores(reward, advantage) | _by_function(group, i)
+            rows.append(row | _rendered_turns(row, trajectory, decode))
     return rows
+
+
+def unscored_rows(
+    groups: Iterable[Group], token_text: Callable[[int], str], decode: Decode | None = None, *, conversations: bool
+) -> list[dict[str, Any]]:
+    """Sample rows of trajectories that are not scored: no reward, no advantage, and `error`; what single functions gave
+    is there."""
+    rows = []
+    for group in groups:
+        for i, one in enumerate(group.trajectories):
+            talk = conversations or _is_conversation(group.prompt, one)
+            row = _row(group.prompt, one, token_text, talk, decode)
+            row |= {"reward": None, "advantage": None, "error": one.error} | _by_function(group, i)
+            rows.append(row | _rendered_turns(row, one, decode))
+    return rows
+
+
+def eval_rows(
+    scored: Iterable[Group], unscored: Iterable[Group], failed: Iterable[tuple[Prompt, Trajectory]],
+    token_text: Callable[[int], str], decode: Decode | None = None,
+) -> list[dict[str, Any]]:
+    """Sample rows of an evaluation, without advantages, in the order of the problems."""
+    blank = [replace(group, advantages=(None,) * len(group.trajectories)) for group in scored]
+    rows = group_rows(blank, token_text, decode) + unscored_rows(unscored, token_text, decode, conversations=False)
+    rows += failed_rows(failed, token_text, decode)
+    return sorted(rows, key=lambda row: int(row["group"]))
+
+
+def _by_function(group: Group, place: int) -> dict[str, Any]:
+    """`rewards` by function and `extra`, the columns that functions logged, where there are any."""
+    rewards = {name: values[place] for name, values in group.scores.items()}
+    extra = {name: values[place] for name, values in group.extra.items()}
+    return ({"rewards": rewards} if rewards else {}) | ({"extra": extra} if extra else {})
 
 
 def failed_rows(
@@ -310,7 +380,7 @@ def _row(
     return row
 
 
-def _scores(reward: float, advantage: Advantage) -> dict[str, Any]:
+def _scores(reward: float, advantage: Advantage | None) -> dict[str, Any]:
     if isinstance(advantage, tuple):
         mean = math.fsum(advantage) / len(advantage)
         return {"reward": reward, "advantage": mean, "advantages": list(advantage)}
@@ -322,7 +392,7 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
     if segment.author == "policy":
         turn["tokens"] = [token_text(token) for token in segment.tokens]
         turn["logprobs"] = list(segment.logprobs)
-    if segment.reward != 0:
+    if segment.reward is not None:
         turn["reward"] = segment.reward
     return turn
 
@@ -335,20 +405,35 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
-    if wrong := [row.get("step") for row in rows if not isinstance(row.get("step"), int)]:
+    if wrong := [row.get("step") for row in rows if type(row.get("step")) is not int]:
         raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
     return rows
 
 
 def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     """The sample rows of a run, one at a time (the file may be large); none if the run kept no samples."""
-    path = Path(run_dir) / SAMPLES_FILE
+    yield from _read_samples(Path(run_dir) / SAMPLES_FILE)
+
+
+def read_eval_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
+    """The completions that a run kept of its evaluations, as rows like those of `read_samples`; none if it kept none.
+
+    Of a step that was repeated after a kill, both evaluations may be there: they are equal.
+    """
+    yield from _read_samples(Path(run_dir) / EVAL_SAMPLES_FILE)
+
+
+def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for row in read_rows(path):
         if missing := [key for key in SAMPLE_KEYS if key not in row]:
             raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
-        yield _with_numbers(row, _decode)
+        try:
+            numbers = _with_numbers(row, _decode)
+        except (TypeError, AttributeError) as error:
+            raise UserError(f"{path}: a row of step {row['step']} has another form ({error}). Remove it.") from error
+        yield numbers
 
 
 def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
@@ -357,10 +442,13 @@ def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
     if not path.exists():
         return {}
     rows = list(read_rows(path))
-    return {
-        row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}
-        for row in rows
-    }
+    try:
+        return {
+            row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}
+            for row in rows
+        }
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{path}: a row has another form ({error!r}). Remove it.") from error
 
 
 def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
@@ -368,6 +456,8 @@ def _with_numbers(row: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
     changed = dict(row)
     for key in changed.keys() & {"reward", "advantage"}:
         changed[key] = convert(changed[key])
+    if "rewards" in changed:
+        changed["rewards"] = {name: convert(value) for name, value in changed["rewards"].items()}
     for key in changed.keys() & {"logprobs", "advantages"}:
         changed[key] = [convert(value) for value in changed[key]]
     if "turns" in changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tomllib
@@ -13,6 +12,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
+from jetrl.untrusted import json_file, require_shallow
 
 PARITY_KEY = "parity/logprob_abs_diff_max"
 ROUTING_KEY = "parity/frac_routing_different"
@@ -25,7 +25,7 @@ CORRECTNESS = frozenset((
 ))
 # Tasks whose own rewards are such, without `credit`.
 _RIGHT_OR_WRONG = ("addition", "chain", "sorting", "tracking", "recurrence")
-_ENVIRONMENTS = (None, "calculator", "retry")  # those that give the task's own reward
+_ENVIRONMENTS = (None, "calculator", "retry", "tools")  # those that give the task's own reward
 _TOTALS = ("time/step", "time/total")  # sums of the other phases, not phases themselves
 
 
@@ -68,6 +68,9 @@ class Run:
         if reward is None:
             exact = task["name"] in _RIGHT_OR_WRONG and task.get("params", {}).get("credit", "answer") == "answer"
             return "accuracy" if exact and environment in _ENVIRONMENTS else "reward"
+        signal = self.config.get("rl", {}).get("signal", "reward")
+        if signal != "reward" and not isinstance(reward, str):  # the function that decides, of several
+            reward = next((name for name in reward if name.rpartition(":")[2] == signal), None)
         return "accuracy" if isinstance(reward, str) and reward in CORRECTNESS else "reward"
 
     def phases(self) -> list[str]:
@@ -124,6 +127,7 @@ class Headline:
     warm_start_seconds: float | None
     tokens_per_s: float | None
     held_out: str = "accuracy"  # or "reward": what accuracy_before and accuracy_after are
+    parity_missing: int = 0  # training steps that compared nothing, of a run that compares
     routing_mean: float | None = None  # share of routers with other experts on the two sides, over the measured steps
 
 
@@ -156,6 +160,7 @@ def headline(run: Run) -> Headline:
         warm_start_seconds=warm_start or None,
         tokens_per_s=throughput[len(throughput) // 2] if throughput else None,
         held_out=run.held_out,
+        parity_missing=sum(int(row["step"]) > 0 for row in run.rows) - len(parity) if parity else 0,
         routing_mean=sum(routing) / len(routing) if routing else None,
     )
 
@@ -202,8 +207,23 @@ def _load(path: Path) -> Run:
     try:
         text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
         config = tomllib.loads(text)
-        env = json.loads(env_file.read_text(encoding="utf-8")) if env_file.exists() else {}
-    except ValueError as error:
+        env = json_file(env_file) if env_file.exists() else {}
+        require_shallow(config)
+        _require_form(config, env)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: {CONFIG_FILE} or {ENV_FILE} cannot be read ({error}). Fix or remove it.") from error
     label = str(config.get("name") or path.resolve().name)
     return Run(path=path, label=label, rows=rows, config=config, config_text=text, env=env)
+
+
+def _require_form(config: Mapping[str, Any], env: Any) -> None:
+    """ValueError for tables that the properties of `Run` could not read: the folder may be anyone's."""
+    for name in ("task", "environment", "rollout", "model", "task.params", "model.arch"):  # sections first
+        section, _, key = name.partition(".")
+        value = config.get(section, {})
+        if not isinstance(value.get(key, {}) if key else value, dict):
+            raise ValueError(f"{name} must be a table")
+    if not isinstance(env, dict):
+        raise ValueError(f"{ENV_FILE} must hold a table")
+    if type(count := env.get("gpu_count", 1)) is not int:
+        raise ValueError(f"gpu_count must be a whole number, not {count!r}")

@@ -43,7 +43,7 @@ function environmentText(part) {
 function turnNode(part, turn, plain) {
   const policy = part.by === "policy", who = el("p", { className: "who" }, el("b", { textContent: policy ? "Policy" : "Environment" }));
   if (policy) who.append(el("span", { textContent: `turn ${turn}` }), el("span", { textContent: many(part.n, "token") }));
-  if (part.r !== 0) who.append(fact("reward", part.r === null ? "not a number" : signed(part.r), part.r > 0 ? "good" : "bad"));
+  if (part.r !== null) who.append(fact("reward", signed(part.r), part.r > 0 ? "good" : part.r < 0 ? "bad" : ""));
   return el("div", { className: `turn ${part.by}` }, who, policy ? policyText(part, plain) : environmentText(part));
 }
 const failed = (row) => row.f === "error" || row.f === "timeout";

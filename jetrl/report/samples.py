@@ -92,7 +92,7 @@ def _turns(row: Row) -> list[dict[str, Any]]:
         else:
             one = {"c": turn["text"][:characters_left], "n": len(turn["text"])}
             characters_left = max(characters_left - len(turn["text"]), 0)
-        turns.append({"by": turn["author"], "r": finite(turn.get("reward", 0.0)), **one})
+        turns.append({"by": turn["author"], "r": finite(turn.get("reward")), **one})
     return turns
 
 

@@ -27,6 +27,24 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
     return next((float(value) for key, value in metrics.items() if _ACCURACY.fullmatch(key)), None)
 
 
+def unscored_of(metrics: Mapping[str, float]) -> str:
+    """Of an evaluation, ` (6 of 8 not scored)`, and failed conversations likewise; empty where all count."""
+    found: dict[str, float] = {}
+    for key, value in metrics.items():
+        if key.startswith("eval/") and (name := key.rpartition("/")[2]) in ("num_unscored", "num_failed"):
+            found[name] = value
+        elif key.startswith("eval/") and key.endswith("/num_completions"):
+            found["all"] = value
+    told = [f"{found[key]:.0f} of {found['all']:.0f} {what}" for key, what in
+            (("num_unscored", "not scored"), ("num_failed", "failed")) if key in found and "all" in found]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def parity_note(missing: int) -> str:
+    """What is said of training steps without a comparison: that they say nothing of parity."""
+    return f"; {counted(missing, 'step')} had nothing to compare" if missing else ""
+
+
 def parity_text(gap: float) -> str:
     """`0` only for a gap of exactly 0; else the gap with three digits (1.19e-07, 0.0123)."""
     return "0" if gap == 0.0 else f"{gap:.3g}"

@@ -5,14 +5,23 @@ advantage depends neither on the order of trajectories nor on the machine.
 
 Letters: G groups (prompts), S trajectories of a group (may differ from group to group), P policy tokens of one
 trajectory, in order over all its turns.
+
+A trajectory outside the loss (`rl.mask_truncated`) has no KL and no value: no pass has computed them. What was not
+computed is None here, never 0, and no statistic is made of it:
+
+- A baseline over the rewards of a group (grpo, rloo) has the rewards of all its trajectories: these are known.
+- With the KL in the reward, it has the penalised scores of those in the loss. The others have no such score.
+- Deviations and means over tokens (reinforce_pp, gae) are over the tokens in the loss.
+
+The advantage of a trajectory outside the loss is None, whatever its group.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +33,7 @@ from jetrl.rl.selection import check_scored
 from jetrl.types import Advantage, Group, Trajectory
 
 Column = NDArray[np.float64]  # [P]
+T = TypeVar("T")
 
 
 class AdvantageConfig(Protocol):
@@ -54,19 +64,21 @@ class AdvantageConfig(Protocol):
 def advantages(
     groups: Sequence[Group],
     config: AdvantageConfig,
-    kl: Sequence[Column] | None = None,
-    values: Sequence[Column] | None = None,
-) -> tuple[list[Group], dict[str, float], list[Column] | None]:
+    kl: Sequence[Column | None] | None = None,
+    values: Sequence[Column | None] | None = None,
+    in_loss: Sequence[bool] | None = None,
+) -> tuple[list[Group], dict[str, float], list[Column | None] | None]:
     """Scored groups with advantages, statistics, and the critic's targets (gae only).
 
     `kl` and `values` have one array [P] for each trajectory, in the order of the groups: the KL estimate of each policy
     token (not multiplied by `kl_coef`; needed with `kl_in = "reward"` and a `kl_coef`), and the critic's value of the
-    state in which the token was drawn (needed by gae). The returns have that layout.
+    state in which the token was drawn (needed by gae); None for a trajectory that is not `in_loss` (None: all are). The
+    returns have that layout.
 
-    grpo and rloo give one number per trajectory, reinforce_pp and gae a tuple of P.
+    grpo and rloo give one number per trajectory, reinforce_pp and gae a tuple of P; None outside the loss.
 
-    Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories of -kl_coef * sum_t kl_t.
-    Those of the rewards themselves are in `selection.reward_stats`.
+    Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories in the loss of
+    -kl_coef * sum_t kl_t; absent where there is none. Those of the rewards themselves are in `selection.reward_stats`.
 
     Raises UserError for a reward that is NaN or infinite; ValueError for groups without rewards or trajectories.
     """
@@ -78,7 +90,7 @@ def advantages(
     penalized = config.kl_in == "reward" and config.kl_coef > 0
     assert penalized == (kl is not None), f"kl_in {config.kl_in}, kl_coef {config.kl_coef}, kl given: {kl is not None}"
     assert (config.adv_estimator == "gae") == (values is not None), "gae needs the critic's values, others ignore them"
-    items = list(_items(groups, kl, values, config.kl_coef))
+    items = list(_items(groups, kl, values, in_loss, config.kl_coef))
     by_group, by_token = BY_GROUP.get(config.adv_estimator), BY_TOKEN.get(config.adv_estimator)
     returns = None
     if by_group is not None:
@@ -87,7 +99,8 @@ def advantages(
         result, returns = _tokenwise(items, by_token, config)
     else:
         raise UserError(f'rl.adv_estimator is "{config.adv_estimator}"; use {", ".join([*BY_GROUP, *BY_TOKEN])}')
-    stats = {"reward/kl_penalty_mean": mean([math.fsum(i.penalties) for i in items])} if penalized else {}
+    paid = [math.fsum(item.penalties) for item in items if item.penalties is not None] if penalized else []
+    stats = {"reward/kl_penalty_mean": mean(paid)} if paid else {}
     numbers = iter(result)
     filled = [replace(g, advantages=tuple(next(numbers) for _ in g.trajectories)) for g in groups]
     return filled, stats, returns
@@ -124,15 +137,16 @@ def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
 def token_rewards(trajectory: Trajectory, reward: float, penalties: Sequence[float] = ()) -> list[float]:
     """Rewards [P] of the policy tokens, which add up to `reward` plus the penalties (up to rounding).
 
-    A turn's own reward (`Segment.reward`) goes onto its last token. What is left of `reward`, the reward of the whole
-    trajectory, goes onto the last token of all. `penalties` [P] are added token by token.
+    A turn's own reward (`Segment.reward`), if one was given, goes onto its last token. What is left of
+    `reward`, the reward of the whole trajectory, goes onto the last token of all. `penalties` [P] are added token by
+    token.
     """
     turns = [turn for turn in trajectory.turns if turn.tokens]
     result: list[float] = []
     for turn in turns:
-        result += [0.0] * (len(turn.tokens) - 1) + [turn.reward]
+        result += [0.0] * (len(turn.tokens) - 1) + [turn.reward or 0.0]
     if result:
-        result[-1] += reward - math.fsum(turn.reward for turn in turns)
+        result[-1] += reward - math.fsum(turn.reward for turn in turns if turn.reward is not None)
     if penalties:
         result = [value + penalty for value, penalty in zip(result, penalties, strict=True)]
     return result
@@ -140,17 +154,27 @@ def token_rewards(trajectory: Trajectory, reward: float, penalties: Sequence[flo
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One trajectory with what its advantages are made from; `penalties` and `values` are [P] or empty."""
+    """One trajectory with what its advantages are made from. `penalties` [P]: empty where the reward holds no KL.
+
+    `penalties` and `values` are None where they were not computed: outside the loss.
+    """
 
     trajectory: Trajectory
     reward: float
-    penalties: list[float]
-    values: list[float]
+    in_loss: bool
+    penalties: list[float] | None
+    values: list[float] | None
 
     @property
-    def score(self) -> float:
+    def score(self) -> float | None:
         """The sum of its token rewards, rounded once: exactly its reward where there are no penalties."""
-        return math.fsum([self.reward, *self.penalties])
+        return None if self.penalties is None else math.fsum([self.reward, *self.penalties])
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards [P] of its tokens, penalties included."""
+        assert self.penalties is not None, "a penalty that was not computed"
+        return token_rewards(self.trajectory, self.reward, self.penalties)
 
 
 ByGroup = Callable[[list[float], AdvantageConfig], tuple[float, ...]]
@@ -158,23 +182,24 @@ ByToken = Callable[[list[_Item], AdvantageConfig], tuple[list[list[float]], list
 
 
 def _reinforce_pp(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], None]:
-    """`A_t = (G_t - mean) / (std + eps)`, over all policy tokens of the step. Source: arXiv 2501.03262 section 3."""
-    rows = [rewards_to_go(token_rewards(i.trajectory, i.reward, i.penalties), config.gamma) for i in items]
+    """`A_t = (G_t - mean) / (std + eps)`, over the step's tokens in the loss. Source: arXiv 2501.03262 section 3."""
+    rows = [rewards_to_go(item.rewards, config.gamma) for item in items]
     return whiten(rows, config.adv_epsilon), None
 
 
 def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], list[list[float]]]:
-    """GAE of each trajectory; with `norm_adv_by_std` whitened over all policy tokens of the step, the returns not."""
+    """GAE of each trajectory; with `norm_adv_by_std` whitened over the step's tokens in the loss, the returns not."""
     rows, returns = [], []
     for item in items:
-        rewards = token_rewards(item.trajectory, item.reward, item.penalties)
-        row, targets = gae(rewards, item.values, config.gamma, config.gae_lambda)
+        assert item.values is not None, "a value that was not computed"
+        row, targets = gae(item.rewards, item.values, config.gamma, config.gae_lambda)
         rows.append(row)
         returns.append(targets)
     return whiten(rows, config.adv_epsilon) if config.norm_adv_by_std else rows, returns
 
 
-# One entry per estimator of `rl.adv_estimator`: from the scores of one group, or from all trajectories of the step.
+# One entry per estimator of `rl.adv_estimator`: from the scores of one group, or from the step's trajectories in the
+# loss. Neither sees what was not computed.
 BY_GROUP: dict[str, ByGroup] = {
     "grpo": lambda scores, config: grpo_advantages(scores, config.norm_adv_by_std, config.adv_epsilon),
     "rloo": lambda scores, config: rloo_advantages(scores),
@@ -183,23 +208,30 @@ BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae}
 
 
 def _items(
-    groups: Sequence[Group], kl: Sequence[Column] | None, values: Sequence[Column] | None, kl_coef: float
+    groups: Sequence[Group], kl: Sequence[Column | None] | None, values: Sequence[Column | None] | None,
+    in_loss: Sequence[bool] | None, kl_coef: float,
 ) -> Iterator[_Item]:
     count = sum(len(group.trajectories) for group in groups)
-    for name, columns in (("kl", kl), ("values", values)):
+    kept = [True] * count if in_loss is None else list(in_loss)
+    for name, columns in (("kl", kl), ("values", values), ("in_loss", kept)):
         if columns is not None and len(columns) != count:
-            raise ValueError(f"{len(columns)} arrays of {name} for {count} trajectories")
-    index = 0
-    for group in groups:
-        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
-            size = trajectory.num_policy_tokens
-            penalties = [] if kl is None else [-kl_coef * value for value in _column("kl", kl[index], size)]
-            row = [] if values is None else _column("values", values[index], size)
-            yield _Item(trajectory, float(reward), penalties, row)
-            index += 1
+            raise ValueError(f"{len(columns)} entries of {name} for {count} trajectories")
+    pairs = (pair for group in groups for pair in zip(group.trajectories, group.rewards, strict=True))
+    for index, (trajectory, reward) in enumerate(pairs):
+        size = trajectory.num_policy_tokens
+        penalties: list[float] | None = []
+        if kl is not None:
+            tokens = _column("kl", kl[index], size, kept[index])
+            penalties = None if tokens is None else [-kl_coef * value for value in tokens]
+        row = None if values is None else _column("values", values[index], size, kept[index])
+        yield _Item(trajectory, float(reward), kept[index], penalties, row)
 
 
-def _column(name: str, values: Column, size: int) -> list[float]:
+def _column(name: str, values: Column | None, size: int, in_loss: bool) -> list[float] | None:
+    if (values is not None) != in_loss:
+        raise ValueError(f"{name} of a trajectory: in the loss {in_loss}, computed {values is not None}; this is a bug")
+    if values is None:
+        return None
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (size,) or not np.isfinite(array).all():
         raise ValueError(f"{name} of shape {array.shape} for {size} policy tokens, or not all finite; this is a bug")
@@ -208,19 +240,33 @@ def _column(name: str, values: Column, size: int) -> list[float]:
 
 def _grouped(
     groups: Sequence[Group], items: list[_Item], estimator: ByGroup, config: AdvantageConfig
-) -> list[Advantage]:
-    result: list[Advantage] = []
+) -> list[Advantage | None]:
+    """The baseline is made of the scores that there are; an advantage goes to those in the loss."""
+    result: list[Advantage | None] = []
     rest = iter(items)
     for group in groups:
-        result += estimator([next(rest).score for _ in group.trajectories], config)
+        members = [next(rest) for _ in group.trajectories]
+        scores = [item.score for item in members if item.score is not None]
+        numbers = iter(estimator(scores, config) if scores else ())
+        found = [None if item.score is None else next(numbers) for item in members]
+        result += [a if item.in_loss else None for a, item in zip(found, members, strict=True)]
     return result
 
 
 def _tokenwise(
     items: list[_Item], estimator: ByToken, config: AdvantageConfig
-) -> tuple[list[Advantage], list[Column] | None]:
-    rows, returns = estimator(items, config)
-    return list(map(tuple, rows)), None if returns is None else [np.array(row, dtype=np.float64) for row in returns]
+) -> tuple[list[Advantage | None], list[Column | None] | None]:
+    rows, returns = estimator([item for item in items if item.in_loss], config)
+    found: list[Advantage | None] = [*_spread(map(tuple, rows), items)]
+    if returns is None:
+        return found, None
+    return found, _spread((np.array(row, dtype=np.float64) for row in returns), items)
+
+
+def _spread(values: Iterable[T], items: Sequence[_Item]) -> list[T | None]:
+    """One entry for each trajectory: those in the loss have the values in order, the others None."""
+    rest = iter(values)
+    return [next(rest) if item.in_loss else None for item in items]
 
 
 def _check_rewards(rewards: Sequence[float], index: int) -> None:

@@ -8,11 +8,15 @@ The statistics follow the same rule: each is this micro-batch's share, and **add
 mean over all loss tokens. They are detached 0-dim tensors, left on the device.
 
 Rows with `loss_mask == 0` have no influence, whatever they hold: their inputs are replaced before any `exp`, because
-an overflow there would turn into NaN in the backward (0 * inf) even though the value is masked afterwards.
+an overflow there would turn into NaN in the backward (0 * inf) even though the value is masked afterwards. So have loss
+tokens that a correction leaves out (weight 0): they count in the denominators of the loss, and in no term.
+
+A function that is given `terms` notes there, by the term's name, what each token adds to the loss ([T] float64).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +27,14 @@ from jetrl.choices import KLEstimator, LossAgg, Ratio, Surrogate
 from jetrl.rl.surrogate import RATIOS, SURROGATES, Clip
 
 Stats = dict[str, Tensor]
+Terms = dict[str, Tensor]
+
+K3_BOUND = 20.0  # nats
+IN_TERMS = "policy/frac_in_terms"  # the share of loss tokens that no correction leaves out; absent without corrections
+OVER_TERMS = (
+    "policy/ratio_mean", "policy/kl", "policy/logprob_abs_change_mean", "policy/clip_frac_low", "policy/clip_frac_high",
+    "policy/clip_frac_dual", "policy/ref_kl", "policy/entropy",
+)  # the statistics that `over_terms` makes means over those tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,7 @@ def policy_loss(
     is_weights: Tensor | None = None,
     ratio: Ratio = "token",
     surrogate: Surrogate = "clip",
+    terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:
     """`loss = sum_t w_t * is_weights_t * l_t`, with the weights w_t of `token_weights` and the token losses
 
@@ -110,13 +123,16 @@ def policy_loss(
     took the samples, or None for `logprobs.detach()`: then r_t is exactly 1 and the gradient is that of
     -A_t * logprobs_t (REINFORCE), which is the case of one update a step with exact parity. `advantages`;
     `loss_mask` 0 or 1; `sequence_ids` int64, numbers within the update. `is_weights` (detached) multiplies each token:
-    TIS weights and rejection masks of `rl.mismatch`; a rejected token counts in the denominators, with loss 0.
+    TIS weights and rejection masks of `rl.mismatch`. A token of weight 0 (in the dtype of `logprobs`) counts in the
+    denominators and nowhere else: its numbers are replaced before any `exp`, and the ratio of a sequence is that of its
+    other tokens.
 
     Returns the loss (0-dim, dtype of `logprobs`) and the additive statistics `policy/loss`, `policy/ratio_mean`,
     `policy/kl` (mean of old - new log-probs of tokens, Schulman's k1), `policy/logprob_abs_change_mean` (mean of their
     |new - old|: with quantized weights an update also moves codes), `policy/clip_frac_high` (A > 0 and the bound cuts
     the gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`; under cispo the first two
-    count the weights that were clipped from above and from below, whatever A is.
+    count the weights that were clipped from above and from below, whatever A is. Those but the loss are sums over the
+    tokens of weight above 0, divided by the number of all loss tokens: `over_terms` makes means of them.
 
     Sources: PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3; clip-higher, DAPO, arXiv 2503.14476 section 3.1;
     dual clip, arXiv 1912.09729; CISPO, arXiv 2506.13585 section 3.1; GSPO, arXiv 2507.18071; RLOO, arXiv 2402.14740.
@@ -124,17 +140,17 @@ def policy_loss(
     clip = Clip(clip_ratio_low, clip_ratio_high, clip_ratio_c)
     if ratio not in RATIOS or surrogate not in SURROGATES or (ratio, surrogate) == ("sequence", "cispo"):
         raise ValueError(f'ratio "{ratio}" with surrogate "{surrogate}": unknown, or no definition of the two together')
-    active = loss_mask > 0
+    active, scale = loss_mask > 0, None
+    if is_weights is not None:
+        scale = torch.where(active, is_weights.detach(), 0.0).to(logprobs.dtype)
+        active = scale > 0
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
     token_log_ratio = torch.where(active, logprobs - old, 0.0)
     adv = torch.where(active, advantages, 0.0).to(logprobs.dtype)
     log_ratio = RATIOS[ratio](token_log_ratio, active, sequence_ids)
     tokens = SURROGATES[surrogate](log_ratio, logprobs, adv, active, clip)
-    token_loss = tokens.loss
-    if is_weights is not None:
-        token_loss = token_loss * torch.where(active, is_weights.detach(), 0.0).to(token_loss.dtype)
-    weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
-    loss = _weighted_sum(token_loss, weights)
+    token_loss = tokens.loss if scale is None else tokens.loss * scale
+    loss = _weighted_sum(token_loss, token_weights(loss_mask, sequence_ids, loss_agg, denominators), "policy", terms)
 
     def share(values: Tensor) -> Tensor:
         return (values.detach().double() * active).sum() / denominators.num_loss_tokens
@@ -150,17 +166,32 @@ def policy_loss(
     }
 
 
+def over_terms(stats: Mapping[str, float]) -> dict[str, float]:
+    """The summed statistics with those of `OVER_TERMS` as means over the tokens that no correction left out, and
+    without `IN_TERMS`, the share of these. Where every token was left out, there is nothing to take a mean of: absent.
+    """
+    if (share := stats.get(IN_TERMS)) is None:
+        return dict(stats)
+    found = {key: value for key, value in stats.items() if key != IN_TERMS and (share > 0 or key not in OVER_TERMS)}
+    return {key: value / share if key in OVER_TERMS else value for key, value in found.items()}
+
+
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(policy || reference) from samples of the policy, per token [T]. With d = logprobs - ref_logprobs:
 
         k1 = d                    unbiased, large variance, may be negative
         k2 = d^2 / 2              biased, never negative
-        k3 = exp(-d) - 1 + d      unbiased, never negative
+        k3 = exp(-d) - 1 + d      unbiased, never negative; for -d > 20 its tangent at -d = 20
 
     These are statements about the *values*. As a loss, differentiated through `logprobs` with the samples fixed:
     k1 has gradient grad log pi, whose expectation is 0: noise, no pull towards the reference. k2 has
     d * grad log pi, whose expectation is the gradient of KL(policy || reference). k3 has (1 - exp(-d)) * grad log pi,
     whose expectation is the gradient of KL(reference || policy), equal to the former to first order in d.
+
+    Beyond -d = `K3_BOUND` exp(-d) would hand the step to one token, and at 88.7 overflow float32. verl clamps -d to 20
+    there (and the value to 10), without a gradient, so that just the tokens that have moved most are pulled back no
+    more. Here the value goes on as the tangent, with the gradient of the bound: (1 - exp(20)) * grad log pi. Up to the
+    bound no bit differs from the formula.
 
     Rows that are masked must be made harmless first; `kl_loss` does it. Source: J. Schulman, "Approximating KL
     divergence" (2020); k3 in GRPO, arXiv 2402.03300 eq. 4.
@@ -171,8 +202,11 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -
     if estimator == "k2":
         return 0.5 * difference.square()
     if estimator == "k3":
+        far = difference < -K3_BOUND  # cut out before exp, whose overflow would reach the backward
+        near = torch.where(far, 0.0, difference)
         # expm1 keeps the digits of exp(-d) - 1 near d = 0, where k3 is about d^2 / 2.
-        return torch.expm1(-difference) + difference
+        k3, slope = torch.expm1(-near) + near, math.expm1(K3_BOUND)
+        return torch.where(far, slope - K3_BOUND - slope * (difference + K3_BOUND), k3)
     raise ValueError(f'kl_estimator is "{estimator}"; use k1, k2 or k3')
 
 
@@ -185,6 +219,7 @@ def kl_loss(
     estimator: KLEstimator,
     loss_agg: LossAgg,
     denominators: Denominators,
+    terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:
     """`sum_t w_t kl_penalty_t`, to be multiplied by `kl_coef` and added to the policy loss. Inputs as `policy_loss`.
 
@@ -192,12 +227,14 @@ def kl_loss(
     """
     active = loss_mask > 0
     token_kl = kl_penalty(torch.where(active, logprobs, 0.0), torch.where(active, ref_logprobs, 0.0), estimator)
-    loss = _weighted_sum(token_kl, token_weights(loss_mask, sequence_ids, loss_agg, denominators))
+    weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
+    loss = _weighted_sum(token_kl, weights, "KL", terms)
     return loss, {"policy/ref_kl": token_kl.detach().double().sum() / denominators.num_loss_tokens}
 
 
 def entropy_bonus(
-    entropy: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, loss_agg: LossAgg, denominators: Denominators
+    entropy: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, loss_agg: LossAgg, denominators: Denominators,
+    terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:
     """`sum_t w_t H_t` with H_t [T] the entropy of the next-token distribution, aggregated like the policy loss.
 
@@ -205,7 +242,8 @@ def entropy_bonus(
     `policy/entropy` is the mean over loss tokens, additive over micro-batches. Source: PPO, arXiv 1707.06347 eq. 9.
     """
     token_entropy = torch.where(loss_mask > 0, entropy, 0.0)
-    bonus = _weighted_sum(token_entropy, token_weights(loss_mask, sequence_ids, loss_agg, denominators))
+    weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
+    bonus = _weighted_sum(token_entropy, weights, "entropy", terms)
     return bonus, {"policy/entropy": token_entropy.detach().double().sum() / denominators.num_loss_tokens}
 
 
@@ -219,6 +257,7 @@ def value_loss(
     value_clip: float | None,
     loss_agg: LossAgg,
     denominators: Denominators,
+    terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:
     """The critic's clipped squared error, with the weights w_t of `token_weights`:
 
@@ -241,7 +280,8 @@ def value_loss(
         bounded_square = (bounded - target).square()
         clipped = bounded_square > square.detach()  # only where the clip moved the value: there it is a constant
         square = torch.where(clipped, bounded_square, square)
-    loss = _weighted_sum(0.5 * square, token_weights(loss_mask, sequence_ids, loss_agg, denominators))
+    weights = token_weights(loss_mask, sequence_ids, loss_agg, denominators)
+    loss = _weighted_sum(0.5 * square, weights, "value", terms)
     exact_value, exact_target = value.detach().double(), target.double()
     shares = {
         "critic/value_mean": exact_value,
@@ -271,6 +311,9 @@ def explained_variance(stats: Mapping[str, float]) -> dict[str, float]:
     return rest
 
 
-def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+def _weighted_sum(values: Tensor, weights: Tensor, term: str, terms: Terms | None) -> Tensor:
     """Summed in float64 and rounded once to the dtype of `values`; differentiable in `values`."""
-    return (values.double() * weights).sum().to(values.dtype)
+    shares = values.double() * weights
+    if terms is not None:
+        terms[term] = shares.detach()
+    return shares.sum().to(values.dtype)

@@ -11,7 +11,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def all_equal(values: Sequence[float]) -> bool:
-    return max(values) == min(values)
+    """Whether they are the same number, up to rounding: 0.1 + 0.2 equals 0.3. Relative to the largest, 1e-9."""
+    high, low = max(values), min(values)
+    return high == low or high - low <= 1e-9 * max(abs(high), abs(low))
 
 
 def std(values: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetrl.choices import KLEstimator, KLIn, LossAgg, Ratio, RolloutIS, RolloutRS, Surrogate
 from jetrl.rl import losses, mismatch
-from jetrl.rl.losses import Denominators, Stats
+from jetrl.rl.losses import Denominators, Stats, Terms
 
 
 class ObjectiveConfig(Protocol):
@@ -94,22 +94,30 @@ class Inputs:
     returns: Tensor | None = None
 
 
-def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> tuple[Tensor, Stats]:
+def objective(
+    inputs: Inputs, config: ObjectiveConfig, shares: Denominators, terms: Terms | None = None
+) -> tuple[Tensor, Stats]:
     """The micro-batch's share of
 
         policy_loss - entropy_coef * entropy + kl_coef * KL (with kl_in = "loss") + value_coef * value_loss
 
-    with its additive statistics. The micro-batches' shares add up to the loss of one large batch.
+    with its additive statistics. The micro-batches' shares add up to the loss of one large batch. `terms` is filled
+    with what each token adds to each part ([R] float64).
+
+    A token that the corrections leave out (weight 0) is in none of the first three, whose denominators keep it. The
+    value loss has all tokens: it knows no ratio of policies, and what a state is worth does not depend on them.
     """
     ids, mask = inputs.sequence_ids, torch.ones_like(inputs.logprobs)
-    is_weights, corrected = _corrections(inputs, mask, config, shares)
+    is_weights, live, corrected = _corrections(inputs, mask, config, shares)
     loss, stats = losses.policy_loss(
         inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask, ids, clip_ratio_low=config.clip_ratio_low,
         clip_ratio_high=config.clip_ratio_high, clip_ratio_c=config.clip_ratio_c, loss_agg=config.loss_agg,
         denominators=shares, is_weights=is_weights, ratio=config.ratio,
-        surrogate=config.surrogate,
+        surrogate=config.surrogate, terms=terms,
     )
-    bonus, more = losses.entropy_bonus(inputs.entropy, mask, ids, loss_agg=config.loss_agg, denominators=shares)
+    bonus, more = losses.entropy_bonus(
+        inputs.entropy, live, ids, loss_agg=config.loss_agg, denominators=shares, terms=terms
+    )
     stats = stats | more | corrected
     if config.entropy_coef:
         loss = loss - config.entropy_coef * bonus
@@ -117,29 +125,37 @@ def objective(inputs: Inputs, config: ObjectiveConfig, shares: Denominators) -> 
         in_loss = config.kl_in == "loss"
         assert not (in_loss and config.kl_estimator == "k1"), "the gradient of k1 as a loss is noise"
         kl, more = losses.kl_loss(
-            inputs.logprobs if in_loss else inputs.logprobs.detach(), inputs.ref_logprobs, mask, ids,
-            estimator=config.kl_estimator, loss_agg=config.loss_agg, denominators=shares,
+            inputs.logprobs if in_loss else inputs.logprobs.detach(), inputs.ref_logprobs, live, ids,
+            estimator=config.kl_estimator, loss_agg=config.loss_agg, denominators=shares, terms=terms,
         )
         loss, stats = loss + config.kl_coef * kl if in_loss else loss, stats | more
     if inputs.values is not None:
         assert inputs.returns is not None, "a critic's values without the returns to compare them with"
         error, more = losses.value_loss(
             inputs.values, inputs.old_values, inputs.returns, mask, ids, value_clip=config.value_clip,
-            loss_agg=config.loss_agg, denominators=shares,
+            loss_agg=config.loss_agg, denominators=shares, terms=terms,
         )
         loss, stats = loss + config.value_coef * error, stats | more
+    if terms is not None:
+        in_kl = config.kl_coef if config.kl_in == "loss" else 0.0
+        weights = {"policy": 1.0, "entropy": -config.entropy_coef, "KL": in_kl, "value": config.value_coef}
+        found = {name: weights[name] * shares for name, shares in terms.items() if weights[name]}
+        terms.clear()
+        terms |= found
     return loss, stats
 
 
 def _corrections(
     inputs: Inputs, mask: Tensor, config: ObjectiveConfig, shares: Denominators
-) -> tuple[Tensor | None, Stats]:
-    """Importance weights times rejection mask and veto [R], with their statistics, where the config asks for any.
+) -> tuple[Tensor | None, Tensor, Stats]:
+    """Importance weights times rejection mask and veto [R], where the config asks for any; which rows they leave in
+    [R]; and their statistics.
 
-    They compare learner and sampler as they were before this step's first update.
+    They compare learner and sampler as they were before this step's first update. A weight that underflows in the dtype
+    of the loss leaves its token out, as a rejection does.
     """
     if config.rollout_is == "none" and config.rollout_rs == "none" and config.rollout_veto is None:
-        return None, {}
+        return None, mask, {}
     learned = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     pair = learned, inputs.rollout_logprobs, mask, inputs.sequence_ids
     cap = config.rollout_is_threshold
@@ -149,4 +165,6 @@ def _corrections(
         *pair, config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_lower
     )
     stats = mismatch.correction_stats(weights, kept, 1 - unvetoed, config.rollout_is, cap, shares.num_loss_tokens)
-    return weights * kept, stats
+    final = weights * kept
+    live = (final.to(mask.dtype) > 0).to(mask.dtype)
+    return final, live, stats | {losses.IN_TERMS: live.double().sum() / shares.num_loss_tokens}

@@ -104,11 +104,11 @@ class RoutingCounts:
 
     def metrics(self) -> dict[str, float]:
         """`moe/load_max_over_mean`: the busiest expert's choices over the mean expert's, in the layer where that is
-        largest. `parity/frac_routing_different` if choices were compared."""
-        assert self.counts is not None, "nothing was counted"
-        load = self.counts.max(1) / self.counts.mean(1)
+        largest, if choices were counted. `parity/frac_routing_different` if they were compared."""
         compared = {"parity/frac_routing_different": self.different / self.compared} if self.compared else {}
-        return {"moe/load_max_over_mean": float(load.max())} | compared
+        if self.counts is None:
+            return compared
+        return {"moe/load_max_over_mean": float((self.counts.max(1) / self.counts.mean(1)).max())} | compared
 
 
 def merged(parts: Sequence[RoutingCounts]) -> RoutingCounts:

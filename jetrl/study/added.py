@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,8 +16,10 @@ from jetrl.errors import UserError
 from jetrl.report.text import counted
 from jetrl.study.plan import Planned, Study
 from jetrl.study.state import is_done, read_state
+from jetrl.untrusted import json_file
 
 RESULTS = "study.json"
+_MOST_BYTES = 1 << 30  # it holds the score of each problem at each evaluation of each run
 _REMEDY = "Copy it again, or leave it out."
 
 
@@ -98,12 +99,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise UserError(f"{path} is a folder. Give its study.json.")
     try:
-        data = json.loads(path.read_bytes().decode(), parse_constant=_not_json)
+        data = json_file(path, _MOST_BYTES, parse_constant=_not_json)
         if not isinstance(data, dict):
             raise ValueError(f"it holds {type(data).__name__}, no table")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not JSON that a study has written ({error}). {_REMEDY}") from error
     return data
 
@@ -206,7 +207,7 @@ class _HeldOut(_Shape):
     def _paired(self) -> _HeldOut:
         if not len(self.steps) == len(self.mean) == len(self.solved) == len(self.scores):
             raise ValueError(f"{len(self.steps)} steps and {len(self.scores)} evaluations")
-        if any(one.keys() != self.scores[0].keys() for one in self.scores):
+        if self.scores and not set.intersection(*map(set, self.scores)):  # a problem may lack a score now and then
             raise ValueError("its evaluations are of different problems")
         if self.binary and any(not 0 <= score <= 1 for one in self.scores for score in one.values()):
             raise ValueError("a score of rewards that are 0 or 1 is outside of that")

@@ -103,18 +103,27 @@ def _run(out: Path, run: Planned) -> dict[str, Any]:
 
 def _held_out(folder: Path, recorded: Set[int]) -> dict[str, Any]:
     """By evaluation: the mean score, the share of problems solved (with a score above 0.999), and each score. One whose
-    step the metrics lack does not count: the run is being written or went with its machine."""
+    step the metrics lack does not count: the run is being written or went with its machine. Neither does a reward that
+    is no number, and a problem that has none is in no mean."""
     rows = read_held_out(folder) if folder.is_dir() else {}
-    steps = sorted(rows.keys() & recorded)
-    each = [
-        {str(p): _short(fmean(rewards)) or 0.0 for p, rewards in zip(row["problems"], row["rewards"], strict=True)}
-        for row in (rows[step] for step in steps)
-    ]
+    by_step = {step: _scores(rows[step]) for step in sorted(rows.keys() & recorded)}
+    steps = [step for step, scores in by_step.items() if scores]
+    each = [by_step[step] for step in steps]
     return {
         "steps": steps, "mean": [_short(fmean(one.values())) for one in each],
         "solved": [_short(fmean(score > 0.999 for score in one.values())) for one in each], "scores": each,
-        "binary": all(value in (0, 1) for s in steps for rewards in rows[s]["rewards"] for value in rewards),
+        "binary": all(value in (0, 1) for s in steps for rewards in rows[s]["rewards"] for value in _numbers(rewards)),
     }
+
+
+def _scores(row: Mapping[str, Any]) -> dict[str, float]:
+    """Mean reward of each problem that has one."""
+    found = {str(p): _numbers(rewards) for p, rewards in zip(row["problems"], row["rewards"], strict=True)}
+    return {p: float(f"{fmean(values):.6g}") for p, values in found.items() if values}
+
+
+def _numbers(rewards: Sequence[float | None]) -> list[float]:
+    return [value for value in rewards if value is not None and math.isfinite(value)]
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Any]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.padding import Padding
+from rich.text import Text
 
 from jetrl.errors import UserError
 from jetrl.report.console import Output
@@ -41,8 +41,8 @@ def study(
         raise UserError("--add needs the study's name: jetrl study NAME --add FILE")
     if not name:
         for known, about in listing():
-            console.print(f"[bold]{known}[/]")
-            console.print(Padding(escape(about), (0, 0, 0, 2)), soft_wrap=False)
+            console.print(Text(known, style="bold"))
+            console.print(Padding(about, (0, 0, 0, 2)), soft_wrap=False)
         return
     if stop_after is not None and not 0 < stop_after < math.inf:
         raise UserError(f"--stop-after {stop_after:g}: give minutes above 0.")

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jetrl.config import Config, resolve, to_toml
 from jetrl.errors import UserError
+from jetrl.report.console import Output
 from jetrl.report.files import disk_errors, lock
 from jetrl.report.recorder import METRICS_FILE
 from jetrl.report.text import counted, duration
@@ -170,7 +171,7 @@ def conduct(
         done = len(plan) - len(left)
 
         def write() -> object:
-            return _results(whole, every, out, added, Console(quiet=True))
+            return _results(whole, every, out, added, Output(quiet=True))
 
         going = Conduct(study, out, runs, console, Halt(deadline), write, jobs, done=done, written=done)
         console.print(

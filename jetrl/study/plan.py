@@ -12,7 +12,7 @@ from typing import Any
 from jetrl.compare import said_of
 from jetrl.config import Config, load_config
 from jetrl.config.errors import NAME, NAME_RULE
-from jetrl.config.load import NO_BITS, device_of, digest
+from jetrl.config.load import NO_BITS, device_of, digest, quiet, tell
 from jetrl.config.paths import absolute_paths
 from jetrl.config.shipped import find_recipe, summary
 from jetrl.config.toml import read_toml, split_override, toml_literal
@@ -143,21 +143,23 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
 def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
     """The run of an arm with a seed, in `out`; UserError if the recipe does not take the arm's settings."""
     given = dict(map(split_override, (*study.overrides, *arm.overrides)))
-    flow = given.get("precision") or load_config(study.recipe).precision
+    flow = given.get("precision") or load_config(study.recipe, (), quiet).precision
     own = [text for text in (*study.overrides, *arm.overrides) if split_override(text)[0] != "precision"]
     texts = [*said_of(flow, own), f"seed={seed}", f"name={arm.name}-s{seed}"]
     if arm.break_exactness:
         texts.append(f"rollout.engine={ENGINES[arm.break_exactness]}")
     try:
-        plain = load_config(study.recipe, texts)
+        plain = load_config(study.recipe, texts, tell if seed == study.seeds[0] else quiet)  # once for each arm
         places = {"output_dir": str(out / "runs")}
         if plain.sft.steps:
             places["sft.cache_dir"] = str(out / "warm")
-        config = load_config(study.recipe, [*texts, *(f"{k}={toml_literal(v)}" for k, v in places.items())])
+        config = load_config(study.recipe, [*texts, *(f"{k}={toml_literal(v)}" for k, v in places.items())], quiet)
     except UserError as error:
         raise UserError(f"arm {arm.name}: {error}") from error
     if not plain.checkpoint.save_interval:
         raise UserError(f"arm {arm.name}: checkpoint.save_interval is 0, so that a stopped study could not go on.")
+    if plain.train.epochs is not None:
+        raise UserError(f"arm {arm.name}: a study compares equal steps. Set train.steps instead of train.epochs.")
     if not plain.eval.eval_interval:
         raise UserError(f"arm {arm.name}: eval.eval_interval is 0, so that there would be nothing to compare.")
     resumed = config.checkpoint.model_copy(update={"resume": "auto"})

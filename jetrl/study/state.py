@@ -14,6 +14,7 @@ from jetrl.errors import UserError
 from jetrl.report.files import parse_row, write_whole
 from jetrl.report.recorder import ENV_FILE, METRICS_FILE
 from jetrl.study.plan import Planned
+from jetrl.untrusted import json_file
 
 DONE = ("finished", "non-finite")  # a run that diverged is a result too
 FAILED_FOLDER = "failed"  # in a run folder: what a run leaves that NaN or infinity has ended
@@ -44,7 +45,7 @@ def read_state(out: Path, run: Planned) -> State:
     if not path.exists() or not run_folder(out, run).exists():
         return State("new", run.digest)
     try:
-        data = json.loads(path.read_text())
+        data = json_file(path)
         state = State(str(data["status"]), str(data["digest"]), int(data.get("step", 0)))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}). Remove it and {out / 'runs' / run.name}.") from error
@@ -115,7 +116,7 @@ def write_state(out: Path, run: Planned, status: str, step: int = 0) -> None:
 def read_if_there(path: Path) -> Any:
     """A JSON file's content; None if there is no file. UserError if it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json_file(path)
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:

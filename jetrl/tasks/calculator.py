@@ -33,10 +33,10 @@ class Calculator:
         self.problem = problem
         return problem["prompt"]
 
-    def step(self, action: str) -> tuple[str, float, bool]:
-        """The result of a call, or the reward of a final answer."""
+    def step(self, action: str) -> tuple[str, float | None, bool]:
+        """The result of a call, for which no reward is given, or the reward of a final answer."""
         if action.endswith(">"):
-            return calculate(action), 0.0, False
+            return calculate(action), None, False
         return "", score_answer(self.reward, self.problem, action), True
 
 

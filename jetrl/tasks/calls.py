@@ -11,7 +11,6 @@ import asyncio
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from jetrl.errors import place_of
 from jetrl.tasks.user_code import OUR_THREADS
 
 _PATIENCE = 0.5  # seconds in which a healthy event loop answers
@@ -93,11 +93,9 @@ class Call:
         return (time.monotonic() if self.ended is None else self.ended) - self.started > self.time_limit
 
     def describe_error(self) -> str:
-        """The exception with the place where it was raised."""
+        """The exception with the user's line that raised it."""
         assert self.error is not None
-        text = f"{type(self.error).__name__}: {self.error}"
-        frames = traceback.extract_tb(self.error.__traceback__)
-        return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
+        return f"{type(self.error).__name__}: {self.error}{place_of(self.error)}"
 
 
 class Background:

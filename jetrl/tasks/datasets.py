@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl.config.data import MAX_DATA_GIB
 from jetrl.errors import UserError
 from jetrl.model import hub
 from jetrl.model.hf_files import some
+from jetrl.tasks.row_files import Budget
+from jetrl.untrusted import inside, require_shallow
 
 _CARD = "README.md"
 # Ending of a file -> the reader of the library, and its settings.
@@ -36,8 +39,9 @@ class Rows:
     rows: Iterator[dict[str, Any]]
 
 
-def read_dataset(name: str, subset: str | None, revision: str | None, split: str) -> Rows:
-    """One split of the data set's configuration `subset` (None: its only one, or the one that its card names)."""
+def read_dataset(name: str, subset: str | None, revision: str | None, split: str, gib: float = MAX_DATA_GIB) -> Rows:
+    """One split of the data set's configuration `subset` (None: its only one, or the one that its card names).
+    UserError where its rows need more than `gib` GiB of memory."""
     try:
         import datasets
     except ImportError as error:
@@ -54,17 +58,22 @@ def read_dataset(name: str, subset: str | None, revision: str | None, split: str
             f"{name}{_of(subset)} has no split {split!r}; it has: {', '.join(splits)}. Set task.train_split (or "
             "eval_split)."
         )
-    return Rows(f"{name}{_of(subset)}, {split}", _rows(splits[split]))
+    source = f"{name}{_of(subset)}, {split}"
+    return Rows(source, _rows(splits[split], Budget(source, gib)))
 
 
 def _splits(folder: Path, config: dict[str, Any], load: Callable[..., Any]) -> Mapping[str, Any]:
     """The data sets by split. Files that a card names are given to their reader one by one, since the library itself
     would look for the files of every configuration; without a card, the library finds splits by the files' names."""
-    base = folder / str(config.get("data_dir") or "")
+    base = inside(folder, str(config.get("data_dir") or "."), source=folder / _CARD)
     if not config.get("data_files"):
+        _require_own(folder, base)
         return load(str(base))
     files = {
-        split: [str(path) for pattern in patterns for path in sorted(base.glob(pattern)) if path.is_file()]
+        split: [
+            str(inside(folder, str(path.relative_to(folder))))
+            for pattern in patterns for path in sorted(base.glob(pattern)) if path.is_file()
+        ]
         for split, patterns in _patterns(config["data_files"]).items()
     }
     first = next((Path(path) for paths in files.values() for path in paths), None)
@@ -78,11 +87,21 @@ def _splits(folder: Path, config: dict[str, Any], load: Callable[..., Any]) -> M
     return load(reader, data_files={split: paths for split, paths in files.items() if paths}, **settings)
 
 
+def _require_own(folder: Path, base: Path) -> None:
+    """UserError for a file that leads out of the data set's folder by a link: the library would read it."""
+    for path in base.rglob("*"):
+        if path.is_symlink():
+            inside(folder, str(path.relative_to(folder)))
+
+
 def _of(subset: str | None) -> str:
     return f" ({subset})" if subset is not None else ""
 
 
-def _rows(split: Any) -> Iterator[dict[str, Any]]:
+def _rows(split: Any, budget: Budget) -> Iterator[dict[str, Any]]:
+    """The library has the rows in files that are mapped into memory, and knows their size."""
+    table = split.data
+    budget.take(split.num_rows, split.num_rows * len(split.column_names), split.data.nbytes)
     for table in split.with_format("arrow").iter(_ROWS_AT_ONCE):
         yield from table.to_pylist()
 
@@ -136,8 +155,11 @@ def _configs(card: Path) -> list[dict[str, Any]]:
     if found is None:
         return []
     try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(found[1])):
+            raise ValueError("it has aliases, which can make a small text stand for a huge one")
         head = yaml.safe_load(found[1])
-    except yaml.YAMLError as error:
+        require_shallow(head)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{card}: its head is not valid YAML: {error}") from error
     configs = head.get("configs") if isinstance(head, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []

@@ -28,12 +28,14 @@ from typing import Any, Protocol
 from jetrl.errors import UserError
 from jetrl.tasks.calculator import Calculator
 from jetrl.tasks.chat import Message, message_of
+from jetrl.tasks.from_python import NOTHING, FromPython, is_given
 from jetrl.tasks.importing import import_attribute
 from jetrl.tasks.protocol import RewardFunction, shorten, stable_hash
 from jetrl.tasks.retry import Retry
 from jetrl.types import Problem
 
 BUILTIN: Mapping[str, type] = {"calculator": Calculator, "retry": Retry}
+TOOLS = "tools"  # built in as well, and made of `environment.tools` by `tasks/tools.py`
 
 Messages = str | Message | Sequence[Message]
 StepResult = tuple[Messages | None, float | None, bool]
@@ -59,10 +61,12 @@ class BadReply(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """Makes the environments of a run, one for each conversation."""
+    """Makes the environments of a run, one for each conversation. The chat template sees `variables` besides those of
+    `task.chat_template_kwargs`."""
 
     kind: type
     params: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Any:
         return self.kind(**self.params)
@@ -80,18 +84,20 @@ class Factory:
         return callable(getattr(self.kind, "close", None))
 
 
-def load_environment(name: str, params: Mapping[str, Any], reward: RewardFunction | None = None) -> Factory:
+def load_environment(
+    name: str, params: Mapping[str, Any], reward: RewardFunction | None = None, own: FromPython = NOTHING
+) -> Factory:
     """The environment that `environment.name` names: a built-in one, `module:Class` or `path/to/file.py:Class`.
 
     A constructor with a parameter `reward` gets the task's reward function there.
     """
-    if ":" in name:
-        kind = import_attribute(name, "environment.name", "class")
+    if ":" in name or is_given(name):
+        kind = import_attribute(name, "environment.name", "class", own=own)
     elif name in BUILTIN:
         kind = BUILTIN[name]
     else:
-        near = difflib.get_close_matches(name, BUILTIN, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Built in: {', '.join(BUILTIN)}."
+        near = difflib.get_close_matches(name, (*BUILTIN, TOOLS), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Built in: {', '.join((*BUILTIN, TOOLS))}."
         raise UserError(
             f"environment.name = {name!r}: there is no such environment. {hint} Name your own as module:Class or "
             "path/to/file.py:Class."
@@ -173,17 +179,16 @@ def opening_of(value: Any, where: str) -> list[Message]:
     return messages
 
 
-def step_of(value: Any, where: str) -> tuple[list[Message], float, bool]:
-    """What `step` returned, checked: messages, reward (None: 0), done."""
+def step_of(value: Any, where: str) -> tuple[list[Message], float | None, bool]:
+    """What `step` returned, checked: messages, reward (None: none is given for this turn), done."""
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         raise BadReply(f"{where} must return three values: messages, reward, done; got {_shown(value)}")
     said, reward, done = (_plain(part) if i else part for i, part in enumerate(value))
     if not isinstance(done, bool):
         raise BadReply(f"{where}: done (the third value) must be True or False, got {_shown(done)}")
-    reward = 0.0 if reward is None else reward
-    if not isinstance(reward, (int, float)):
+    if reward is not None and not isinstance(reward, (int, float)):
         raise BadReply(f"{where}: the reward (the second value) must be a number or None, got {_shown(reward)}")
-    if not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
+    if reward is not None and not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
         raise BadReply(
             f"{where}: the reward (the second value) must be a finite number, got "
             f"{shorten(repr(reward))}"
@@ -191,7 +196,7 @@ def step_of(value: Any, where: str) -> tuple[list[Message], float, bool]:
     messages = messages_of(said, where)
     if not messages and not done:
         raise BadReply(f"{where} returned no message, but done = False: the policy needs something to answer")
-    return messages, float(reward), done
+    return messages, None if reward is None else float(reward), done
 
 
 def _message(value: Any, where: str) -> Message:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jetrl.config import TaskConfig
+from jetrl.config.data import MAX_DATA_GIB
 from jetrl.errors import UserError
-from jetrl.requirements import install
 from jetrl.tasks.chat import Message, message_of
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.datasets import read_dataset
+from jetrl.tasks.from_python import NOTHING, FromPython, GivenRows
 from jetrl.tasks.prompts import prompt_key
 from jetrl.tasks.protocol import RewardFunction, check_params, gold_params, shorten, stable_hash
+from jetrl.tasks.row_files import read_jsonl, read_parquet
 from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
 
@@ -36,10 +37,11 @@ class FileTask:
 
     def __init__(
         self, config: TaskConfig, seed: int, *, needs_answer: bool = True, hold_out: bool = True,
-        fits: Callable[[Problem], bool] | None = None,
+        fits: Callable[[Problem], bool] | None = None, own: FromPython = NOTHING,
     ) -> None:
         """`needs_answer`: rows without an answer are mistakes. `hold_out`: without data for evaluation, some problems
-        are kept for it. `fits`: whether a prompt is short enough; a problem whose prompt is not is left out."""
+        are kept for it. `fits`: whether a prompt is short enough; a problem whose prompt is not is left out.
+        `own`: rows that a program gave."""
         for old, key in (("prompt_key", "prompt_column"), ("answer_key", "answer_column")):
             if old in config.params:
                 raise UserError(f"task.params.{old}: write task.{key} instead.")
@@ -47,8 +49,8 @@ class FileTask:
         self.gold_template, self.check_gold = gold_params(config.params)
         self.seed = seed
         sieves = [Sieve(fits, config.repeated_prompts == "drop") for _ in range(2)]
-        source, problems = _training(config, needs_answer, sieves[0])
-        elsewhere = _evaluation(config, needs_answer, sieves[1])
+        source, problems = _training(config, needs_answer, sieves[0], own)
+        elsewhere = _evaluation(config, needs_answer, sieves[1], own)
         held_out: list[Problem]
         if elsewhere is not None:
             where, held_out = elsewhere
@@ -75,9 +77,13 @@ class FileTask:
             parts.append(f"{_rows(shared, 'more ')} left out of training: their prompts are {of}")
         parts += [t for s, n in zip(sieves, (source, where), strict=True) if (t := s.describe(n))]
         self._description = "; ".join(parts)
-        self.num_train_rows = len(self._train)
         self.num_rows_read = len(problems) + sieves[0].overlong + sieves[0].repeated  # of the training data
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of one epoch."""
+        return len(self._train)
 
     def problem(self, index: int) -> Problem:
         """Row `index` of the epochs laid end to end, each epoch in its own order."""
@@ -117,16 +123,25 @@ def _split(problems: list[Problem], num_eval: int, file: str) -> tuple[list[Prob
     return [first[key] for key in taken], set(taken)
 
 
-def _training(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[str, list[Problem]]:
+def _training(
+    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython
+) -> tuple[str, list[Problem]]:
     """Where the training problems come from, in words, and the problems."""
     columns = Columns(config.prompt_column, config.answer_column, config.prompt_template, needs_answer=needs_answer)
     if config.train_file is not None:
-        return config.train_file, read_problems(Path(config.train_file).expanduser(), columns, sieve)
+        if (given := own.rows_of("task.train_file", config.train_file)) is not None:
+            return given.name, given_problems(given, columns, sieve)
+        return config.train_file, read_problems(
+            Path(config.train_file).expanduser(), columns, sieve, config.max_data_gib
+        )
     assert config.dataset is not None
-    return _named(config.dataset, config.dataset_config, config.dataset_revision, config.train_split, columns, sieve)
+    name, subset, revision = config.dataset, config.dataset_config, config.dataset_revision
+    return _named(name, subset, revision, config.train_split, columns, sieve, config.max_data_gib)
 
 
-def _evaluation(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[str, list[Problem]] | None:
+def _evaluation(
+    config: TaskConfig, needs_answer: bool, sieve: Sieve, own: FromPython
+) -> tuple[str, list[Problem]] | None:
     """Likewise those for evaluation; None: they are held out of the training problems."""
     template = config.eval_prompt_template
     if template is None and config.eval_prompt_column is None:
@@ -136,7 +151,10 @@ def _evaluation(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[s
         "eval_", needs_answer,
     )
     if config.eval_file is not None:
-        return config.eval_file, read_problems(Path(config.eval_file).expanduser(), columns, sieve)
+        if (given := own.rows_of("task.eval_file", config.eval_file)) is not None:
+            return given.name, given_problems(given, columns, sieve)
+        path = Path(config.eval_file).expanduser()
+        return config.eval_file, read_problems(path, columns, sieve, config.max_data_gib)
     if config.eval_split is None:
         return None
     if config.eval_dataset is not None:
@@ -144,18 +162,19 @@ def _evaluation(config: TaskConfig, needs_answer: bool, sieve: Sieve) -> tuple[s
     else:
         assert config.dataset is not None
         name, subset, revision = config.dataset, config.dataset_config, config.dataset_revision
-    return _named(name, subset, revision, config.eval_split, columns, sieve)
+    return _named(name, subset, revision, config.eval_split, columns, sieve, config.max_data_gib)
 
 
 def _named(
-    name: str, subset: str | None, revision: str | None, split: str, columns: Columns, sieve: Sieve
+    name: str, subset: str | None, revision: str | None, split: str, columns: Columns, sieve: Sieve,
+    gib: float,
 ) -> tuple[str, list[Problem]]:
     """A split of a data set: where it comes from, in words, and its problems, with their places as ids.
 
     Reward functions get something else under the names in `_RESERVED`, and nobody can rename a column on the hub: such
     columns are left out where they are neither prompt nor answer.
     """
-    found = read_dataset(name, subset, revision, split)
+    found = read_dataset(name, subset, revision, split, gib)
     hidden = _RESERVED - {"solution", columns.answer, *(column for column, _ in columns.needed())}
     rows = ({k: v for k, v in row.items() if k not in hidden} for row in found.rows)
     numbered = (_problem(row, f"{found.source}:{i}", columns) for i, row in enumerate(rows, 1))
@@ -165,9 +184,16 @@ def _named(
     return found.source, problems
 
 
-def read_problems(path: Path, columns: Columns | None = None, sieve: Sieve | None = None) -> list[Problem]:
+def given_problems(given: GivenRows, columns: Columns, sieve: Sieve) -> list[Problem]:
+    """The problems of rows that a program gave, with the checks of a file's. Mistakes name the row, counted from 0."""
+    return sieve.take((_problem(row, f"{given.name}[{i}]", columns) for i, row in enumerate(given.rows)), given.name)
+
+
+def read_problems(
+    path: Path, columns: Columns | None = None, sieve: Sieve | None = None, gib: float = MAX_DATA_GIB
+) -> list[Problem]:
     """The problems of a `.jsonl` or `.parquet` file that pass the sieve (None: all). Mistakes name the file and the
-    line (of parquet: the row)."""
+    line (of parquet: the row). `gib`: task.max_data_gib."""
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir() if p.suffix in (".jsonl", ".parquet"))
         hint = f"Give one of its files: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else (
@@ -175,44 +201,15 @@ def read_problems(path: Path, columns: Columns | None = None, sieve: Sieve | Non
         raise UserError(f"{path}: is a folder, not a file. {hint} A whole folder can be task.dataset.")
     if not path.is_file():
         raise UserError(f"{path}: file not found (searched from {Path.cwd()}).")
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
     if path.suffix not in readers:
         raise UserError(f"{path}: its name must end in .jsonl or .parquet.")
     columns = columns or Columns()
-    numbered = (_problem(row, f"{path}:{line}", columns) for line, row in readers[path.suffix](path))
+    numbered = (_problem(row, f"{path}:{line}", columns) for line, row in readers[path.suffix](path, gib))
     problems = (sieve or Sieve()).take(numbered, str(path))
     if not problems:
         raise UserError(f"{path}: the file has no problems.")
     return problems
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON texts may hold U+2028
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error}). Write the file as UTF-8.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: not valid JSON ({error}): {shorten(line)}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: must be a JSON object with the columns, got {shorten(line)}")
-        yield number, row
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(f"{path}: reading parquet needs pyarrow; run: {install('data')}") from error
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except ArrowException as error:
-        raise UserError(f"{path}: cannot be read as parquet: {error}") from error
-    yield from enumerate(rows, 1)
 
 
 def _problem(row: Mapping[str, Any], where: str, columns: Columns) -> Problem:

@@ -13,7 +13,8 @@ from functools import partial
 
 from jetrl.tasks.calls import Background, Call
 from jetrl.tasks.protocol import RewardFunction
-from jetrl.tasks.reward_calls import Scores, reward_name
+from jetrl.tasks.reward_calls import reward_name
+from jetrl.tasks.reward_results import Scores
 from jetrl.tasks.rewards import score_parts
 from jetrl.tasks.user_code import check_unchanged, process_settings, put_back
 from jetrl.types import Group

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, place_of
+from jetrl.tasks.from_python import NOTHING, FromPython, is_given
 from jetrl.tasks.neighbours import add_folder
 from jetrl.tasks.user_code import user_code
 
@@ -21,15 +22,23 @@ Kind = Literal["function", "class"]
 _PLURAL = {"function": "functions", "class": "classes"}
 
 
-def import_attribute(name: str, key: str, kind: Kind) -> Any:
-    """What `name` names, not yet checked to be of this kind. Messages name the config's `key`."""
+def import_attribute(
+    name: str, key: str, kind: Kind, loaded: dict[str, ModuleType] | None = None, own: FromPython = NOTHING
+) -> Any:
+    """What `name` names, not yet checked to be of this kind; `own` has what a program gave. Messages name the config's
+    `key`. Files and modules that are among the `loaded` are not loaded again; others join them."""
+    if is_given(name):
+        return own.find(name, key)
     form = "function" if kind == "function" else "Class"
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise UserError(f"{key} = {name!r}: write module:{form} or path/to/file.py:{form}.")
-    with user_code(f"{key} = {name}", in_threads=key == "environment.name"):
-        is_file = place.endswith(".py")
-        module = _load_file(Path(place).expanduser(), key) if is_file else _load_module(place, key, form)
+    loaded = {} if loaded is None else loaded
+    if place not in loaded:
+        with user_code(f"{key} = {name}", in_threads=key.startswith("environment.")):
+            is_file = place.endswith(".py")
+            loaded[place] = _load_file(Path(place).expanduser(), key) if is_file else _load_module(place, key, form)
+    module = loaded[place]
     found = getattr(module, attribute, None)
     if found is None:
         of_kind = inspect.isfunction if kind == "function" else inspect.isclass
@@ -45,7 +54,8 @@ def _load_module(name: str, key: str, form: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         hint = f" If it is a file here, write {name}.py:{form}." if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"{key}: cannot import {name}: {type(error).__name__}: {error}.{hint}") from error
+        what = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{key}: cannot import {name}: {what}.{hint}") from error
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -61,5 +71,5 @@ def _load_file(path: Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # running the user's code
         del sys.modules[name]
-        raise UserError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise UserError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}{place_of(error)}") from error
     return module

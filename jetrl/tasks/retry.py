@@ -32,20 +32,21 @@ class Retry:
         self.problem = problem
         return problem["prompt"]
 
-    def step(self, action: str) -> tuple[str, float, bool]:
-        """Feedback after a wrong answer that is not the last; else the answer's reward."""
+    def step(self, action: str) -> tuple[str, float | None, bool]:
+        """Feedback, and no reward, after a wrong answer that is not the last; else the answer's reward. An answer that
+        cannot be scored is neither right nor wrong: it ends the conversation, which is then not scored."""
         self.left -= 1
         reward = score_answer(self.reward, self.problem, action)
-        if reward > RIGHT or not self.left:
+        if reward is None or reward > RIGHT or not self.left:
             return "", reward, True
-        return self.feedback, 0.0, False
+        return self.feedback, None, False
 
 
-def score_answer(reward: RewardFunction, problem: Mapping[str, Any], text: str) -> float:
-    """The task's reward for one answer to the problem that `reset` got; 0 where it cannot be scored."""
+def score_answer(reward: RewardFunction, problem: Mapping[str, Any], text: str) -> float | None:
+    """The task's reward for one answer to the problem that `reset` got; None where it cannot be scored."""
     prompt = problem["prompt"] if isinstance(problem["prompt"], str) else tuple(problem["prompt"])
     extra = {k: v for k, v in problem.items() if k not in ("id", "prompt", "answer")}
     item = Problem(id=problem["id"], prompt=prompt, answer=problem["answer"], extra=extra)
     with _scoring:
         (value,) = call_reward(reward, [(item, text, ())])
-    return 0.0 if value is None else value
+    return value

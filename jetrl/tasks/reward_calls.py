@@ -1,8 +1,9 @@
-"""Calling reward functions: the columns that they take, several at once, their weighted sum, the statistics of each.
+"""Calling reward functions: the columns that they take, several at once, their weighted sum.
 
-A function that returns None for a completion does not count for it; a completion that no function scores is None in the
-sum too. Coroutines of all functions run at the same time, on one event loop that lives as long as the program, so that
-a client that a function keeps (its connections belong to a loop) works in every step.
+A function that returns None for a completion does not count for it. A completion that no function with a weight scores
+is None in the sum too: a weight of 0 means that a function is logged, and nothing else. Coroutines of all functions run
+at the same time, on one event loop that lives as long as the program, so that a client that a function keeps (its
+connections belong to a loop) works in every step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 import functools
 import inspect
 import math
-import statistics
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,10 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Call, Loop
 from jetrl.tasks.importing import FILE_MODULE
+from jetrl.tasks.reward_results import Log, as_list, plain_number, split
 from jetrl.tasks.user_code import code_in_thread, user_code
 
 _FOREVER = math.inf  # a reward function takes as long as it takes
-
-Scores = Sequence[float | None]  # of one function, a completion each
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,13 @@ class WeightedReward:
 
     def __call__(self, **columns: list[Any]) -> list[float | None]:
         """For an environment that scores by itself. Raises what a function raises; results are not checked."""
-        calls = call_all([(f, select_columns(f, columns)) for f in self.functions])
+        count = len(columns["completions"])
+        logs = [Log(name, count) for name in self.names]
+        calls = call_all([(f, select_columns(f, columns, log)) for f, log in zip(self.functions, logs, strict=True)])
         for call in calls:
             if call.error is not None:
                 raise call.error
-        return self.summed([list(call.value) for call in calls])
+        return self.summed([[_number(value) for value in as_list(call.value) or ()] for call in calls])
 
     @property
     def gold_template(self) -> str:
@@ -54,31 +55,39 @@ class WeightedReward:
         read = next((f.gold_answer for f in self.functions if hasattr(f, "gold_answer")), str)
         return str(read(answer))
 
-    def summed(self, scores: Sequence[Scores]) -> list[float | None]:
-        """The weighted sum over the functions, completion by completion; None where no function scored it."""
-        sums: list[float | None] = []
-        for row in zip(*scores, strict=True):
-            terms = [w * value for w, value in zip(self.weights, row, strict=True) if value is not None]
-            sums.append(math.fsum(terms) if terms else None)
-        return sums
+    def summed(self, scores: Sequence[Sequence[float | None]]) -> list[float | None]:
+        """The weighted sum over the functions, completion by completion; None where none with a weight scored it."""
+        return [math.fsum(terms) if terms else None for terms in self._terms(scores)]
 
-    def best(self, scores: Sequence[Scores]) -> list[float | None]:
+    def best(self, scores: Sequence[Sequence[float | None]]) -> list[float | None]:
         """The largest weighted score of each completion: for a gold answer it must be positive."""
-        rows = [
-            [w * value for w, value in zip(self.weights, row, strict=True) if value is not None]
+        return [max(terms) if terms else None for terms in self._terms(scores)]
+
+    def _terms(self, scores: Sequence[Sequence[float | None]]) -> list[list[float]]:
+        """Weight times score, of each completion, where there are both."""
+        return [
+            [w * value for w, value in zip(self.weights, row, strict=True) if value is not None and w != 0]
             for row in zip(*scores, strict=True)
         ]
-        return [max(row) if row else None for row in rows]
 
-    def stats(self, scores: Sequence[Scores]) -> dict[str, float]:
-        """`reward/NAME/mean` and `/std` (n - 1; 0 for one value) of each function, without its weight, over what it
-        scored. A function that scored nothing has none."""
-        found = {}
-        for name, own in zip(self.names, scores, strict=True):
-            if values := [value for value in own if value is not None]:
-                found[f"reward/{name}/mean"] = math.fsum(values) / len(values)
-                found[f"reward/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
-        return found
+
+def _number(value: Any) -> Any:
+    """A score as a number; what is none of them stays, for the environment to see."""
+    score = split(value)[0]
+    number = plain_number(score)
+    return score if number is None else number
+
+
+def functions_of(reward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """The functions that a reward consists of."""
+    return reward.functions if isinstance(reward, WeightedReward) else (reward,)
+
+
+def names_of(reward: Callable[..., Any]) -> tuple[str, ...]:
+    """Their names, as in metrics."""
+    if isinstance(reward, WeightedReward):
+        return reward.names
+    return (reward_name(reward).rpartition(":")[2].rpartition(".")[2],)
 
 
 def distinct_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -144,16 +153,20 @@ def reward_name(function: Callable[..., Any]) -> str:
     return f"{file or module}:{name}"
 
 
-def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns that the function names, or all if it takes `**columns`. Raises if one that it needs is missing."""
+def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]], log: Log) -> dict[str, Any]:
+    """The columns that the function names, or all if it takes `**columns`; and of TRL's `log_metric`, `log_extra` and
+    `trainer_state` those that it names, where the data has no such column. Raises if one that it needs is missing."""
     parameters = inspect.signature(function).parameters.values()
+    chosen: dict[str, Any]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         chosen = dict(columns)
     else:
         chosen = {p.name: columns[p.name] for p in parameters if p.name in columns}
+    ours, named = log.arguments(), {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    chosen |= {name: ours[name] for name in ours if name in named and name not in columns}
     missing = [
         p.name for p in parameters
-        if p.name not in columns and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if p.name not in chosen and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if missing:
         raise UserError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
+from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.importing import import_attribute
 from jetrl.tasks.protocol import RewardFunction, completion_text
 from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
@@ -16,21 +17,22 @@ from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
 _VERL = {"data_source", "solution_str", "ground_truth"}  # the parameters by which verl's `compute_score` is recognized
 
 
-def import_reward(config: TaskConfig) -> RewardFunction | None:
-    """What `task.reward` names: one function as it is, or several (or an async one) with their weights."""
+def import_reward(config: TaskConfig, own: FromPython = NOTHING) -> RewardFunction | None:
+    """What `task.reward` names: one function as it is, or several (or an async or verl's one) with their weights."""
     if config.reward is None:
         return None
     names = (config.reward,) if isinstance(config.reward, str) else config.reward
-    functions = tuple(import_function(name) for name in names)
-    if len(functions) == 1 and config.reward_weights is None and not is_async(functions[0]):
+    functions = tuple(import_function(name, own=own) for name in names)
+    plain = not is_async(functions[0]) and not getattr(functions[0], "gives_dicts", False)
+    if len(functions) == 1 and config.reward_weights is None and plain:
         return functions[0]
     weights = config.reward_weights or (1.0,) * len(functions)
     return WeightedReward(functions, weights, distinct_names([name.rpartition(":")[2] for name in names]))
 
 
-def import_function(name: str, key: str = "task.reward") -> Callable[..., Any]:
+def import_function(name: str, key: str = "task.reward", own: FromPython = NOTHING) -> Callable[..., Any]:
     """The function of `module:function` or `path/to/file.py:function`. verl's `compute_score` is adapted."""
-    function = import_attribute(name, key, "function")
+    function = import_attribute(name, key, "function", own=own)
     if not callable(function):
         raise UserError(f"{key}: {name} is of type {type(function).__name__}, not a function.")
     parameters = inspect.signature(function).parameters
@@ -50,8 +52,8 @@ def needs_answer(reward: RewardFunction | None) -> bool:
 
 
 def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's form (one completion per call, and a number or {"score": number} back) as a function over the batch. An
-    async one runs for all completions at the same time."""
+    """verl's form (one completion per call, and a number or {"score": number, ...} back) as a function over the batch.
+    An async one runs for all completions at the same time."""
 
     def calls(
         completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None,
@@ -66,21 +68,19 @@ def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
             for i, (completion, gold) in enumerate(zip(completions, answer, strict=True))
         ]
 
-    def number(score: Any) -> Any:
-        return score["score"] if isinstance(score, Mapping) else score
-
     def reward(
         completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None = None,
         extra_info: Sequence[Any] | None = None,
     ) -> list[Any]:
-        return [number(score) for score in calls(completions, answer, data_source, extra_info)]
+        return calls(completions, answer, data_source, extra_info)
 
     async def async_reward(
         completions: Sequence[Any], answer: Sequence[str], data_source: Sequence[Any] | None = None,
         extra_info: Sequence[Any] | None = None,
     ) -> list[Any]:
-        return [number(score) for score in await asyncio.gather(*calls(completions, answer, data_source, extra_info))]
+        return list(await asyncio.gather(*calls(completions, answer, data_source, extra_info)))
 
     adapted = async_reward if is_async(compute_score) else reward
+    setattr(adapted, "gives_dicts", True)  # noqa: B010 -- an environment that calls it gets numbers
     adapted.__module__, adapted.__qualname__ = compute_score.__module__, reward_name(compute_score).rpartition(":")[2]
     return adapted

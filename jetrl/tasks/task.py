@@ -13,6 +13,7 @@ from jetrl.config import Config, TaskConfig
 from jetrl.tasks.addition import AdditionTask
 from jetrl.tasks.environment_task import EnvironmentTask, problem_seed
 from jetrl.tasks.files import FileTask
+from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.gym import GymTask
 from jetrl.tasks.long import KINDS, LongTask
 from jetrl.tasks.prompts import OverlongPrompt, encode_problem, opened_text
@@ -23,7 +24,7 @@ __all__ = ["TASKS", "RewardFunction", "Task", "build_task", "encode_problem", "e
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a task is built from. `environment` is its name, or empty. The last two are for `FileTask`."""
+    """What a task is built from. `environment` is its name, or empty. The last three are for `FileTask`."""
 
     config: TaskConfig
     seed: int
@@ -31,6 +32,7 @@ class Given:
     environment: str
     needs_answer: bool
     hold_out: bool
+    own: FromPython = NOTHING
 
 
 # task.name -> its builder
@@ -45,13 +47,19 @@ TASKS: Mapping[str, Callable[[Given], Task]] = {
 
 def build_task(
     config: TaskConfig, seed: int, tokenizer: Any, environment: str | None = None, *, needs_answer: bool = True,
-    hold_out: bool = True,
+    hold_out: bool = True, own: FromPython = NOTHING,
 ) -> Task:
     """The task that the config names. The tokenizer decides what addition's `style = "auto"` means.
 
     `needs_answer`: whether the reward reads answers. `hold_out` False: a file's rows are all for training.
+    `own`: rows that a program gave.
     """
-    return TASKS[config.name](Given(config, seed, tokenizer, environment or "", needs_answer, hold_out))
+    return TASKS[config.name](Given(config, seed, tokenizer, environment or "", needs_answer, hold_out, own))
+
+
+def rows_of_epoch(task: Task) -> int | None:
+    """How many problems one pass over the training data has; None: they are made without end."""
+    return task.num_rows if isinstance(task, FileTask) else None
 
 
 def holds_out(config: Config) -> bool:
@@ -85,7 +93,7 @@ def _file_task(given: Given) -> FileTask:
 
     return FileTask(
         given.config, given.seed, needs_answer=given.needs_answer, hold_out=given.hold_out,
-        fits=None if given.environment else fits,
+        fits=None if given.environment else fits, own=given.own,
     )
 
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from jetrl.errors import UserError
 from jetrl.tasks.chat import Message
 from jetrl.tasks.protocol import shorten
+from jetrl.tasks.template_trial import rendered
 
 Fate = Literal["written", "missing", "repeated", "reordered", "rewritten"]
 Path = tuple[str | int, ...]  # of a value in a message or a keyword: keys and places
@@ -132,6 +133,8 @@ class Template:
         """What the template writes for the messages, with the assistant's next turn `opened` or not."""
         try:
             return self._written(messages, opened=opened)
+        except UserError as error:
+            raise UserError(f"Problem {problem_id}: {error}") from error
         except Exception as error:  # jinja's errors: templates raise their own for roles that they do not know
             roles = [m["role"] for m in messages]
             raise UserError(
@@ -141,9 +144,8 @@ class Template:
     def _written(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, opened: bool = True
     ) -> str:
-        copies = [dict(m) for m in messages]  # a template may change what it gets
         given = self.variables if variables is None else variables
-        return self.tokenizer.apply_chat_template(copies, add_generation_prompt=opened, tokenize=False, **given)
+        return rendered(self.tokenizer, messages, given, opened)
 
     def _attempt(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str | None:
         """What it writes; None where it fails on texts that are none of the data's."""

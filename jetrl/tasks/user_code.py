@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from jetrl.errors import UserError
+from jetrl.untrusted import printable
 
 OUR_THREADS = "jetrl-environment"  # prefix of the names of the threads in which environments run
 
@@ -113,6 +114,32 @@ def user_code(name: str, in_threads: bool = False) -> Iterator[None]:
         _refuse({key: value for key, value in changed.items() if key in OF_PROCESS}, name)
 
 
+_FRESH = {  # what a program finds as it starts; the others are set by a run, or are the machine's
+    "torch.set_grad_enabled": True, "torch.set_default_device": None, "torch.set_default_dtype": torch.float32,
+    "torch.set_float32_matmul_precision": "highest",
+}
+
+
+@contextmanager
+def our_code(kept: dict[str, Any]) -> Iterator[None]:
+    """Runs our code inside a program that has settings of its own, and puts those back: the reverse of `user_code`.
+
+    `kept` takes our settings from one call to the next; while it is empty, they are those of a new program. UserError
+    in `torch.inference_mode`, which cannot be put aside.
+    """
+    if torch.is_inference_mode_enabled():
+        raise UserError("Training does not work inside torch.inference_mode. Leave it before calling jetrl.")
+    theirs = _read(SETTINGS)
+    if not kept:
+        _theirs.clear()
+    _write(kept or {**theirs, **_FRESH}, theirs)
+    try:
+        yield
+    finally:
+        kept.update(_read(SETTINGS))
+        _write(theirs, kept)
+
+
 def process_settings() -> dict[str, Any]:
     """The settings that every thread shares, by the function that sets them."""
     return _read(OF_PROCESS)
@@ -184,7 +211,7 @@ def no_silent_exit() -> Iterator[None]:
         if thread is threading.main_thread() or thread.name.startswith(OUR_THREADS):
             raise UserError(f"{what}: it would end the run without a checkpoint. Remove it, or raise an exception.")
         lost = "the program ends here, and steps after the last checkpoint are lost"
-        print(f"jetrl: {what} in the thread {thread.name}: {lost}.", file=sys.stderr, flush=True)
+        print(printable(f"jetrl: {what} in the thread {thread.name}: {lost}."), file=sys.stderr, flush=True)
         _real_exit(status or 1)
 
     os._exit = refuse

@@ -7,12 +7,11 @@ What goes wrong in it ends the run with one message that names the call; the loo
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from jetrl.errors import UserError, as_user_error, disk_full
+from jetrl.errors import UserError, as_user_error, disk_full, place_of
 from jetrl.tasks.user_code import user_code
 from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
 
@@ -30,10 +29,8 @@ def blamed(name: str, call: str, cure: str = _USERS) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, OSError) and disk_full(error):
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
         raise as_user_error(error)(
-            f"rollout.engine = {name}: {call} raised {type(error).__name__}: {error}{place}. {cure}."
+            f"rollout.engine = {name}: {call} raised {type(error).__name__}: {error}{place_of(error)}. {cure}."
         ) from error
 
 

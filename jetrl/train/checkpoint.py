@@ -36,6 +36,7 @@ from jetrl.model.shards import Part
 from jetrl.parallel.together import by_all, by_first, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.train import store
+from jetrl.untrusted import fresh, json_file
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
 _NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
@@ -166,7 +167,7 @@ def _read_meta(path: Path) -> Meta:
     if not (path / _META).is_file():
         raise UserError(f"{path} is not a complete checkpoint: {_META} is missing. Choose another step or a new run.")
     try:
-        record = json.loads((path / _META).read_text())
+        record = json_file(path / _META)
         if not isinstance(record, dict):
             raise ValueError("it must hold a table")
         if record.keys() & {"config_digest", "sha256"}:
@@ -242,7 +243,7 @@ def verify_model(path: Path) -> None:
 
 
 def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name("." + path.name)
+    temporary = fresh(path)
     temporary.write_text(text + "\n")
     sync(temporary)
     os.replace(temporary, path)

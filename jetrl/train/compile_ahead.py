@@ -24,6 +24,7 @@ from jetrl.parallel.together import by_each
 from jetrl.parallel.world import World
 from jetrl.requirements import packages
 from jetrl.spec import ModelSpec
+from jetrl.untrusted import json_file
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("kernels", "model", "rollout", "train", "precision", "rl")  # rooms whose code decides what is launched
@@ -145,8 +146,8 @@ def marker_path(needed: dict[str, Any]) -> Path:
 def is_done(marker: Path) -> bool:
     """Whether the marker is there, and every cache that it counts on still has something in it."""
     try:
-        kept = json.loads(marker.read_text())["caches"]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        kept = json_file(marker)["caches"]
+    except (FileNotFoundError, ValueError, KeyError):
         return False
     return all(_filled(Path(folder)) for folder in kept)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.load import quiet
 from jetrl.config.paths import absolute_paths
 from jetrl.errors import OutOfMemory, UserError, gpu_full
 from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
@@ -162,7 +163,7 @@ def report(recipe: Path, overrides: Sequence[str], spec: ModelSpec, ranks: int, 
 
     That is what counts unless `gpu` names another, or the run is one for a CPU; without any, an H200.
     """
-    given = load_config(recipe, overrides)
+    given = load_config(recipe, overrides, quiet)
     config, is_here = on_gpu(given), not gpu and given.device != "cpu" and torch.cuda.is_available()
     if is_here:
         properties = torch.cuda.get_device_properties(0)

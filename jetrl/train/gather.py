@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jetrl.config import Config
@@ -15,12 +15,17 @@ from jetrl.rl.refill import Refill
 from jetrl.rl.selection import select
 from jetrl.rollout.requests import eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, merged_parts, roll_out, rollout_stats
+from jetrl.tasks.environment import TOOLS
 from jetrl.tasks.group_scores import GroupScores, scores_beside
-from jetrl.tasks.reward_calls import Scores
-from jetrl.tasks.rewards import Scored, nothing_scored, rewards_of, with_rewards
+from jetrl.tasks.reward_results import Scores, tell_state
+from jetrl.tasks.rewards import Scored, nothing_scored, reward_metrics, rewards_of, with_rewards
 from jetrl.tasks.task import eval_prompts, sample
+from jetrl.tasks.tools import tool_stats
+from jetrl.train.evaluation import Evaluation
 from jetrl.train.setup import Session
 from jetrl.types import Group, Prompt, StepReport, Trajectory
+
+_ROUNDING = 1e-3  # of eval.pass_reward
 
 
 class Clock(Protocol):
@@ -37,8 +42,8 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A step's trajectories: all scored groups, those to learn from, and those left out because their environment
-    failed or no reward function scored them.
+    """A step's trajectories: all scored groups, those to learn from, and those left out: because their environment
+    failed, and (in groups without rewards) because they are not scored.
 
     `next_prompt` is the place in the task's stream at which the next step starts to sample.
     """
@@ -46,6 +51,7 @@ class Gathered:
     groups: tuple[Group, ...]
     learnt: tuple[Group, ...]
     failed: tuple[tuple[Prompt, Trajectory], ...]
+    unscored: tuple[Group, ...]
     stats: dict[str, float]
     next_prompt: int
 
@@ -60,6 +66,7 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     rollouts: list[Rollout] = []
     scores: list[Scored] = []
     place, in_turns = session.num_prompts, session.conversations is not None
+    tell_state(session.step, config.train.steps)
 
     def one_round(count: int) -> list[Group]:
         nonlocal place
@@ -84,13 +91,14 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     failed = tuple(f for rollout in rollouts for f in rollout.failed)
     unscored = tuple(u for one in scores for u in one.unscored)
     if not groups:
-        raise common(UserError(_all_failed(step, failed) if not unscored else _none_scored(session, step, unscored)))
+        why = _none_scored(session, f"Step {step}", unscored) if unscored else _all_failed(step, failed)
+        raise common(UserError(why))
     groups_of_all = [group for rollout in rollouts for group in rollout.groups]
     whole = Rollout(groups_of_all, list(failed), in_turns, merged_parts(rollouts))
-    stats = merged([one.stats for one in scores]) | stats | rollout_stats(whole, clock.seconds["rollout"])
-    if session.reward is not None:
-        stats["reward/frac_unscored"] = len(unscored) / sum(len(group.trajectories) for group in whole.groups)
-    return Gathered(groups, learnt, failed + unscored, stats, place)
+    stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
+    if config.environment.name == TOOLS:
+        stats |= tool_stats(groups_of_all)
+    return Gathered(groups, learnt, failed, unscored, stats, place)
 
 
 def _beside(session: Session) -> AbstractContextManager[GroupScores | None]:
@@ -103,16 +111,14 @@ def scored(session: Session, rollout: Rollout, config: Config | None, early: Gro
     Rank 0 scores for all what has not been scored `early`, next to the rollout: a reward function need not give the
     same twice, nor bear to be called by all at once. Only the numbers are shared.
     """
-    at_limit = session.config.environment.at_limit
+    at_limit, signal = session.config.environment.at_limit, session.config.rl.signal
     in_turns = session.conversations is not None
     known = _known(session, rollout, early) if early is not None else {}
     rewards = by_first(session.world, lambda: rewards_of(
-        rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit, known=known
+        rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit, known=known, signal=signal
     ))
     result = with_rewards(rollout.groups, rewards, replaced=session.reward is not None, at_limit=at_limit)
-    if early is not None:
-        result.stats["perf/reward_beside_s"] = early.busy()
-    return result
+    return result if early is None else replace(result, beside=early.busy())
 
 
 def _known(session: Session, rollout: Rollout, early: GroupScores) -> dict[int, list[Scores]]:
@@ -143,21 +149,23 @@ def _refilled(
     return refill.seen, refill.kept, refill.stats()
 
 
-def merged(scores: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The scoring statistics of a step's rounds as one: minima, maxima, sums of counts, and means of the others."""
-    reducers: dict[str, Callable[[Sequence[float]], float]]
-    reducers = {"reward/min": min, "reward/max": max, "reward/num_errors": sum, "perf/reward_beside_s": sum}
-    if len(scores) == 1:
-        return scores[0]
-    keys = dict.fromkeys(key for s in scores for key in s)
-    return {key: reducers.get(key, mean)([s[key] for s in scores if key in s]) for key in keys}
+def scoring_stats(scores: Sequence[Scored]) -> dict[str, float]:
+    """The scoring metrics of a step's rounds: what one scoring of all their completions would have given."""
+    stats = reward_metrics([one.rewards for one in scores])
+    if count := sum(len(one.rewards.values) for one in scores):
+        stats["reward/frac_unscored"] = sum(one.num_unscored for one in scores) / count
+    if beside := [one.beside for one in scores if one.beside is not None]:
+        stats["perf/reward_beside_s"] = sum(beside)
+    return stats
 
 
-def _none_scored(session: Session, step: int, unscored: Sequence[tuple[Prompt, Trajectory]]) -> str:
-    (prompt, trajectory), in_turns = unscored[0], session.conversations is not None
-    assert session.reward is not None, "an environment's rewards always count as scored"
-    first = prompt.problem, trajectory
-    return f"Step {step}: " + nothing_scored(session.reward, len(unscored), first, in_turns)
+def _none_scored(session: Session, where: str, unscored: Sequence[Group]) -> str:
+    group, in_turns = unscored[0], session.conversations is not None
+    first, name = (group.prompt.problem, group.trajectories[0]), f"Environment {session.config.environment.name}"
+    count = sum(len(one.trajectories) for one in unscored)
+    signal = session.config.rl.signal
+    also = f" rl.signal = {signal!r} counts only what this function scores." if signal != "reward" else ""
+    return f"{where}: " + nothing_scored(session.reward, count, first, in_turns, name) + also
 
 
 def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:
@@ -169,15 +177,20 @@ def _all_failed(step: int, failed: Sequence[tuple[Prompt, Trajectory]]) -> str:
 
 
 def evaluate(session: Session, clock: Clock) -> dict[str, float]:
-    """avg@k and pass@k on the held-out problems, in the rollout's precision flow. Failed conversations do not count;
-    what no reward function scores counts as 0, and a metric says how many those are."""
-    config, k, name = session.config, session.config.eval.num_samples, session.task.name
+    """avg@k and pass@k on the held-out problems, in the rollout's precision flow, of what `rl.signal` names; of several
+    reward functions also avg@k of each. Neither failed conversations nor what is not scored counts, and metrics say how
+    many those are: a problem counts in pass@k if one of its completions is scored.
+
+    Raises UserError where nothing is scored.
+    """
+    config, k = session.config, session.config.eval.num_samples
     prompts = eval_prompts(session.task, session.tokenizer, config, session.conversations is not None)
     if not prompts:
         raise common(UserError(
             "There is nothing to evaluate on: with eval.eval_interval = 0 no rows are held out. Give problems that "
             "were not trained on, as task.eval_file or task.eval_split."
         ))
+    tell_state(session.step, config.train.steps)
     with clock("eval", len(prompts) * k):
         with _beside(session) as early:
             rollout = roll_out(
@@ -187,14 +200,27 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
             if not rollout.groups:
                 raise common(UserError("Evaluation: " + _all_failed(session.step, rollout.failed)))
             result = scored(session, rollout, None, early)
-    rewards = [g.rewards for g in result.groups]
-    count = sum(map(len, rewards))
-    session.held_out = {
-        "task": name, "problems": [g.prompt.index for g in result.groups], "rewards": [list(r) for r in rewards],
-    }
+    if not result.groups:
+        raise common(UserError(_none_scored(session, "Evaluation", result.unscored)))
+    session.held_out = Evaluation(session.task.name, tuple(prompts), rollout, result)
+    return _eval_metrics(session, rollout, result)
+
+
+def _eval_metrics(session: Session, rollout: Rollout, result: Scored) -> dict[str, float]:
+    """The first of them is the score of the evaluation, which the console and the report show."""
+    config, k, of = session.config, session.config.eval.num_samples, f"eval/{session.task.name}"
+    found = [g.signals for g in result.groups if g.signals]
+    least = config.eval.pass_reward - _ROUNDING
     metrics = {
-        f"eval/{name}/avg@{k}": sum(map(sum, rewards)) / count,
-        f"eval/{name}/pass@{k}": sum(max(r) > 0.999 for r in rewards) / len(rewards),
+        f"{of}/avg@{k}": sum(map(sum, found)) / sum(map(len, found)),
+        f"{of}/pass@{k}": sum(max(one) >= least for one in found) / len(found),
     }
-    counts = {"num_failed": float(len(rollout.failed)), "num_unscored": result.stats["reward/num_errors"]}
-    return metrics | {f"eval/{name}/{key}": number for key, number in counts.items() if number}
+    parts = result.rewards.parts if len(result.rewards.parts) > 1 else {}
+    for name, part in parts.items():
+        if own := [value for value in part.values if value is not None]:
+            metrics[f"{of}/{name}/avg@{k}"] = mean(own)
+    counts = {"num_failed": len(rollout.failed), "num_unscored": result.num_unscored}
+    if any(counts.values()):
+        metrics |= {f"{of}/{key}": float(number) for key, number in counts.items() if number}
+        metrics[f"{of}/num_completions"] = float(len(result.rewards.values) + len(rollout.failed))
+    return metrics

@@ -63,7 +63,7 @@ def pack(
     - `share_prompts`: trajectories of a micro-batch with the same prompt have its rows together, and are packed so that
       this helps (`share_bins`).
     - `own`: which micro-batches to make; the others are only counted.
-    - Advantages are zeros here; `fill` writes them.
+    - Advantages are NaN here; `fill` writes them.
 
     Raises UserError for a trajectory longer than `max_tokens_per_gpu`; ValueError for one of another precision flow or
     weight version than this trainer's, or in a micro-batch that is made with a log-prob that is no number.
@@ -84,7 +84,8 @@ def pack(
         places = [group.prompt.index for group in groups[start:end] for _ in group.trajectories]
         for index in chain.from_iterable(bins[number] for number in own(len(bins))):
             _check_logprobs(trajectories[index], places[index])
-        batches.append(packed(trajectories, in_loss, bins, flow_digest, weight_version, share_prompts, own))
+        batch = packed(trajectories, in_loss, bins, flow_digest, weight_version, share_prompts, own)
+        batches.append(replace(batch, prompts=tuple(places)))
     return batches
 
 
@@ -108,7 +109,7 @@ def packed(
     """The batch with a micro-batch for each of `bins` that is its `own`; they hold places in `trajectories`.
 
     Row t predicts token t + 1, so the policy's tokens at places a .. b of a trajectory are the targets of its rows
-    a-1 .. b-1; the last row predicts nothing. Rows outside the loss hold zeros in every column.
+    a-1 .. b-1; the last row predicts nothing. Rows outside the loss hold NaN in the columns of the loss.
     """
     sequences = [_Sequence(i, t, kept) for i, (t, kept) in enumerate(zip(trajectories, in_loss, strict=True))]
     numbers, drawn = tuple(own(len(bins))), [t.num_policy_tokens for t in trajectories]
@@ -170,21 +171,22 @@ def rows_saved(batches: Sequence[PackedBatch]) -> dict[str, float]:
 
 
 def fill(
-    batches: Sequence[PackedBatch], column: str, values: Sequence[Advantage | np.ndarray]
+    batches: Sequence[PackedBatch], column: str, values: Sequence[Advantage | np.ndarray | None]
 ) -> list[PackedBatch]:
     """The batches with `column` (such as "advantages") set: one entry of `values` per trajectory, in packing order.
 
-    An entry is one number for all policy tokens, or one for each of them. Trajectories outside the loss keep zeros, and
-    those in no micro-batch that is held are passed by.
+    An entry is one number for all policy tokens, or one for each of them; None outside the loss, and only there. Rows
+    outside the loss hold NaN. Trajectories in no micro-batch that is held are passed by.
     """
     assert len(values) == sum(batch.num_sequences for batch in batches), "one entry a trajectory"
     filled, first = [], 0
     for batch in batches:
-        columns = [torch.zeros(len(m.tokens), dtype=torch.float32) for m in batch.micro_batches]
+        columns = [_absent(len(m.tokens)) for m in batch.micro_batches]
         for number, sequence, rows in _loss_rows(batch):
             if not len(rows):
                 continue
             value = values[first + sequence]
+            assert value is not None, f"{column} of a trajectory in the loss was not computed"
             columns[number][rows] = value if isinstance(value, float) else torch.as_tensor(value, dtype=torch.float32)
         micros = [_with_column(m, column, c) for m, c in zip(batch.micro_batches, columns, strict=True)]
         filled.append(replace(batch, micro_batches=tuple(micros)))
@@ -196,7 +198,7 @@ def with_rows(batch: PackedBatch, column: str, rows: Sequence[Tensor]) -> Packed
     """The batch with `column` set from what a pass computed: one tensor [R] per micro-batch that it holds."""
     micros = []
     for micro, values in zip(batch.micro_batches, rows, strict=True):
-        whole = torch.zeros(len(micro.tokens), dtype=torch.float32)
+        whole = _absent(len(micro.tokens))
         whole[micro.loss_mask > 0] = values.to("cpu", torch.float32)
         micros.append(_with_column(micro, column, whole))
     return replace(batch, micro_batches=tuple(micros))
@@ -215,10 +217,10 @@ def held(batches: Sequence[PackedBatch], column: str) -> dict[int, np.ndarray]:
     return found
 
 
-def by_trajectory(parts: Iterable[Mapping[int, np.ndarray]], lengths: Sequence[int]) -> list[np.ndarray]:
+def by_trajectory(parts: Iterable[Mapping[int, np.ndarray]], lengths: Sequence[int]) -> list[np.ndarray | None]:
     """What ranks have `held` as one float64 array [P] per trajectory, in packing order; `lengths` are their numbers of
-    policy tokens. Trajectories outside the loss give zeros."""
-    found = [np.zeros(length) for length in lengths]
+    policy tokens. None for trajectories outside the loss: nothing was computed for them."""
+    found: list[np.ndarray | None] = [None] * len(lengths)
     for place, values in (entry for part in parts for entry in part.items()):
         assert len(values) == lengths[place], "all policy tokens of a trajectory are in the loss, or none"
         found[place] = values.astype(np.float64)
@@ -283,7 +285,7 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
     tokens = _tensor(chain.from_iterable(part.tokens() for part in parts), np.int64, count)
     targets = tokens.roll(-1)
     targets[edges[1:] - 1] = 0
-    loss_mask, advantages, logprobs = (torch.zeros(count, dtype=torch.float32) for _ in range(3))
+    loss_mask, advantages, logprobs = torch.zeros(count, dtype=torch.float32), _absent(count), _absent(count)
     for part, start in zip(parts, starts.tolist(), strict=True):
         first = start - part.first - 1
         for segment in part.trajectory.segments if part.sequence is not None and part.sequence.in_loss else ():
@@ -308,6 +310,12 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
         lengths=tuple(lengths),
         stems=stems if max(stems) >= 0 else (),
     )
+
+
+def _absent(count: int) -> Tensor:
+    """A column [T] in which nothing is there yet. A number that is read where none was written spoils the loss visibly.
+    """
+    return torch.full((count,), math.nan, dtype=torch.float32)
 
 
 def _tensor(values: Iterable[float], dtype: type[np.generic], count: int) -> Tensor:

@@ -65,7 +65,8 @@ def estimate(
     lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]
     kl = by_trajectory(world.gather(_token_kl(packed, config, unified)), lengths) if kl_in_reward else None
     values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
-    filled, stats, returns = advantages(groups, rl, kl=kl, values=values)
+    in_loss = [count > 0 for batch in packed for count in batch.sequence_tokens]
+    filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
         packed = fill(packed, "returns", returns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from jetrl.config import Config
 from jetrl.model import hub
 from jetrl.tasks.tokenizer import BUILTIN_PREFIX
+from jetrl.untrusted import json_file
 
 # section, key of the name, key of its revision, kind of repository
 _NAMES = (
@@ -73,10 +73,11 @@ def record(pins: Iterable[Pin]) -> dict[str, Any]:
 def pins_of(environment: Path) -> list[Pin]:
     """The pins of a run's env.json; none where it is missing or damaged, as it is only a record."""
     try:
-        found = json.loads(environment.read_text(encoding="utf-8"))
+        found = json_file(environment)
     except (OSError, ValueError):
         return []
     rows = found.get("hub") if isinstance(found, Mapping) else None
     keys = ("key", "name", "asked", "commit")
     rows = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-    return [Pin(*(row[key] for key in keys)) for row in rows if all(key in row for key in keys)]
+    rows = [row for row in rows if all(isinstance(row.get(key, 0), str | None) for key in keys)]
+    return [Pin(*(row[key] for key in keys)) for row in rows]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from jetrl.model.hub import model_folder
 from jetrl.precision.flow import require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
-from jetrl.tasks.environment import Factory, load_environment
+from jetrl.tasks.environment import TOOLS, Factory, load_environment
+from jetrl.tasks.from_python import NOTHING, FromPython
+from jetrl.tasks.reward_calls import names_of
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
-from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, sample
+from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, rows_of_epoch, sample
 from jetrl.tasks.tokenizer import load_tokenizer
+from jetrl.tasks.tools import tools_factory
 from jetrl.train.engines import eos_ids, require_engine
 from jetrl.train.routing import check_routing
 
@@ -38,10 +43,13 @@ class Prepared:
     eos_ids: frozenset[int]  # the tokens that end a completion
 
 
-def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Prepared:
+def prepare(
+    config: Config, *, trains: bool = True, samples: bool = True, own: FromPython = NOTHING
+) -> Prepared:
     """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now.
 
-    Without `samples` no engine will be built, so that none has to be installed or to take the model.
+    Without `samples` no engine will be built, so that none has to be installed or to take the model. `own`:
+    what a program gave as objects.
     """
     require(config.kernels)
     tokenizer, spec, base = load_spec(config)
@@ -56,15 +64,46 @@ def prepare(config: Config, *, trains: bool = True, samples: bool = True) -> Pre
         require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
-    named = import_reward(config.task)
+    named = import_reward(config.task, own)
     task = build_task(
         config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
-        hold_out=holds_out(config),
+        hold_out=holds_out(config), own=own,
     )
-    reward, environment = _scoring(config, task, named)
+    reward, environment = scoring(config, task, named, tokenizer, own)
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends)
+
+
+def in_steps(config: Config, task: Task) -> Config:
+    """The config with the steps that `train.epochs` means for the rows of `task`; without epochs as it is.
+
+    Steps have `rollout.prompts_per_step` prompts, so the last one may go beyond the last epoch. UserError where
+    warm-ups are longer.
+    """
+    epochs, per_step, rows = config.train.epochs, config.rollout.prompts_per_step, rows_of_epoch(task)
+    if epochs is None:
+        return config
+    assert rows is not None, "the config allows epochs of data only"
+    steps = max(1, math.ceil(Fraction(str(epochs)) * rows / per_step))
+    told = f"train.epochs = {epochs:g} of {rows} rows are {steps} steps of {per_step} prompts"
+    if config.train.warmup_steps > steps:
+        raise UserError(f"{told}, but train.warmup_steps = {config.train.warmup_steps}. Lower it.")
+    if config.rl.critic_warmup_steps >= steps:
+        raise UserError(
+            f"{told}, but rl.critic_warmup_steps = {config.rl.critic_warmup_steps}, so the policy would never learn. "
+            "Lower it, or raise train.epochs."
+        )
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def epochs_told(config: Config, task: Task) -> str:
+    """One line on the steps of `train.epochs`, for a config that `in_steps` has made; empty without epochs."""
+    if config.train.epochs is None:
+        return ""
+    rows, steps, per_step = rows_of_epoch(task), config.train.steps, config.rollout.prompts_per_step
+    more = " (more where dynamic sampling refills)" if config.rl.dynamic_sampling == "refill" else ""
+    return f"train.epochs = {config.train.epochs:g} of {rows} rows: {steps} steps of {per_step} prompts{more}"
 
 
 def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: bool) -> None:
@@ -92,14 +131,30 @@ def check_saved(config: Config, spec: ModelSpec) -> None:
         )
 
 
-def _scoring(
-    config: Config, task: Task, named: RewardFunction | None
+def scoring(
+    config: Config, task: Task, named: RewardFunction | None, tokenizer: Any, given: FromPython = NOTHING
 ) -> tuple[RewardFunction | None, Factory | None]:
-    """The reward function and the environment. An environment's own rewards count unless `task.reward` is set."""
+    """The reward function and the environment. An environment's own rewards count unless `task.reward` is set; tools
+    give none."""
     if config.environment.name is None:
-        return required_reward(task, named), None
+        return with_signal(required_reward(task, named), config), None
+    if config.environment.name == TOOLS:
+        return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
+    with_signal(named, config)
     own = named if named is not None else task.reward
-    return named, load_environment(config.environment.name, config.environment.params, own)
+    return named, load_environment(config.environment.name, config.environment.params, own, given)
+
+
+def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:
+    """The reward, if it has the function that `rl.signal` names; UserError otherwise."""
+    signal, names = config.rl.signal, () if reward is None else names_of(reward)
+    if signal != "reward" and signal not in names:
+        known = ", ".join(map(repr, names)) or "none (only an environment gives rewards)"
+        raise UserError(
+            f'rl.signal = {signal!r}: no reward function has this name. Their names are: {known}. Or "reward", the '
+            "weighted sum."
+        )
+    return reward
 
 
 def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:

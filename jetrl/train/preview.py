@@ -9,35 +9,32 @@ from jetrl.config import Config
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.prompts import added_bos, decoded, uses_chat_template
 from jetrl.tasks.task import prompt_of
-from jetrl.train.prepare import Prepared
+from jetrl.train.prepare import Prepared, epochs_told
 
 MAX_TOKENS, MAX_CHARACTERS = 64, 4000  # of the prompt that is shown
 
 
 def preview(config: Config, plan: Prepared) -> Iterator[str]:
-    """The lines, without colours or control characters: data, epochs, the prompt as text and as tokens, BOS and EOS.
+    """The lines, without control characters: data, epochs, the prompt as text and as tokens, BOS and EOS. The config is
+    one in steps (`prepare.in_steps`).
 
     Nothing of the user's runs: where an environment makes the prompts, the data's prompt is shown, or none.
     """
-    yield f"Data: {plan.task.describe()}."
+    yield f"Data: {_visible(plan.task.describe())}."
     if isinstance(plan.task, FileTask):
-        yield from _epochs(config, plan.task)
+        yield _epochs(config, plan.task)
     yield from _prompt(config, plan)
 
 
-def _epochs(config: Config, task: FileTask) -> Iterator[str]:
-    rows, step = task.num_train_rows, config.rollout.prompts_per_step
-    steps, drawn = rows / step, config.train.steps * step
-    read = f"{task.num_rows_read} rows were read from the training data"
-    yield (
-        f"{read}; {rows} are trained on: {_number(steps)} steps of {step} prompts (rollout.prompts_per_step) are one "
-        f"epoch, so train.steps = {config.train.steps} are {_number(drawn / rows)}"
-        + (" (more with rl.dynamic_sampling, which samples further prompts)" if _refills(config) else "") + "."
+def _epochs(config: Config, task: FileTask) -> str:
+    """Rows that were read and are trained on, and the steps of one pass over them, for a config in steps."""
+    rows, step, steps = task.num_rows, config.rollout.prompts_per_step, config.train.steps
+    refills = " (more where dynamic sampling refills)" if config.rl.dynamic_sampling == "refill" else ""
+    run = epochs_told(config, task) or f"train.steps = {steps} are {_number(steps * step / rows)} epochs{refills}"
+    return (
+        f"{task.num_rows_read} rows read from the training data, {rows} trained on. One epoch: {_number(rows / step)} "
+        f"steps of {step} prompts (rollout.prompts_per_step). {run}."
     )
-
-
-def _refills(config: Config) -> bool:
-    return config.rl.dynamic_sampling == "refill"
 
 
 def _prompt(config: Config, plan: Prepared) -> Iterator[str]:
@@ -51,7 +48,7 @@ def _prompt(config: Config, plan: Prepared) -> Iterator[str]:
     chat = uses_chat_template(config.task.chat_template, tokenizer)
     kind = "by the chat template" if chat else "plain text"
     note = f"; {made_by}.reset may begin otherwise" if made_by else ""
-    yield f"The first prompt of the run (problem {problem.id}), {kind}, {len(tokens)} tokens{note}:"
+    yield f"The first prompt of the run (problem {_visible(problem.id)}), {kind}, {len(tokens)} tokens{note}:"
     text = decoded(tokenizer, tokens)
     yield from (f"  | {_visible(line)}" for line in text[:MAX_CHARACTERS].split("\n"))
     if len(text) > MAX_CHARACTERS:
@@ -89,12 +86,12 @@ def _ends(plan: Prepared, tokens: tuple[int, ...]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(_visible(text), ensure_ascii=False)
+    return _visible(json.dumps(text, ensure_ascii=False))
 
 
 def _visible(text: str) -> str:
-    """The text with what would act on a terminal written out; a line break stays one in JSON's quotes only."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """The text with what no reader would see, or what would act on a terminal, written out: controls, odd spaces."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _number(value: float) -> str:

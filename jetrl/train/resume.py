@@ -12,14 +12,15 @@ from jetrl.config.load import NO_BITS, by_full_key
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
+from jetrl.tasks.from_python import MARK, NOTHING, FromPython
 from jetrl.tasks.task import holds_out
 from jetrl.train import store
 from jetrl.train.checkpoint import Meta
 
 MAY_CHANGE = (
-    "train.steps, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout and "
-    "max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate and "
-    "max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
+    "train.steps or epochs, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout "
+    "and max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate "
+    "and max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
     "train.offload_optimizer"
 )
 
@@ -30,7 +31,7 @@ def settings(config: Config) -> dict[str, Any]:
         "output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent", *NO_BITS,
     }
     if config.train.lr_schedule == "constant":
-        free |= {"train.steps"}
+        free |= {"train.steps", "train.epochs"}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
     found = by_full_key(config)
@@ -46,8 +47,12 @@ def paths(config: Config) -> dict[str, Any]:
 
 def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: str) -> None:
     """UserError that names every setting in which this run is not the one that wrote the checkpoint."""
-    if meta.step > given.train.steps:
-        raise UserError(f"{path} is at step {meta.step}, beyond train.steps = {given.train.steps}. Raise train.steps.")
+    if meta.step > absolute.train.steps:
+        epochs = given.train.epochs
+        said = f"train.steps = {given.train.steps}. Raise train.steps"
+        if epochs is not None:
+            said = f"train.epochs = {epochs:g}, which is {absolute.train.steps} steps. Raise it"
+        raise UserError(f"{path} is at step {meta.step}, beyond {said}.")
     found = [*_differences(meta.settings, meta.paths, given, absolute)]
     if not found and meta.flow_digest != flow_digest:
         found = [f"the flow of the model: {meta.flow_digest} there, {flow_digest} here (its config.json, or jetrl's "
@@ -64,17 +69,18 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
 DATA = ("task.train_file", "task.eval_file")
 
 
-def data_digests(config: Config) -> dict[str, str]:
-    """SHA-256 of the local data files that the config names, by key."""
+def data_digests(config: Config, own: FromPython = NOTHING) -> dict[str, str]:
+    """SHA-256 of the local data files that the config names, and of the rows that a program gave, by key."""
     files = {key: Path(value) for key, value in path_values(config).items() if key in DATA}
-    return {key: store.sha256(file) for key, file in files.items() if file.is_file()}
+    return {key: store.sha256(file) for key, file in files.items() if file.is_file()} | own.digests
 
 
 def check_data(path: Path, meta: Meta, config: Config, data: Mapping[str, str]) -> None:
     """UserError if a local data file has another content than when the checkpoint was written."""
     changed = [key for key, digest in meta.data.items() if data.get(key, digest) != digest]
     if changed and not config.checkpoint.allow_changed_data:
-        files = ", ".join(f"{key} ({path_values(config)[key]})" for key in changed)
+        values = path_values(config)
+        files = ", ".join(f"{key} ({'rows from Python' if values[key] == MARK else values[key]})" for key in changed)
         raise UserError(
             f"{files}: the content has changed since {path} was written, so the run would go on with other problems. "
             "Put the file back, or go on with the new one by checkpoint.allow_changed_data=true."

@@ -18,9 +18,8 @@ from jetrl.config.train import TrainConfig
 from jetrl.errors import UserError
 from jetrl.model.block import Routes
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.world import World
 from jetrl.rl.losses import Denominators, Stats
-from jetrl.rl.routing import RoutingCounts, merged, router_losses
+from jetrl.rl.routing import RoutingCounts, router_losses
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch
 
@@ -75,7 +74,3 @@ class Routing:
         self.model(replace(batch, side="rollout"), routes=rollout)
         rows: Sequence[list[Tensor]] = [[x[index] for x in r.chosen.values()] for r in (routes, rollout)]
         self.counts.compare(*rows)
-
-    def metrics(self, world: World) -> dict[str, float]:
-        """Those of all ranks' micro-batches. Collective."""
-        return {} if self.model.spec.experts is None else merged(world.gather(self.counts)).metrics()

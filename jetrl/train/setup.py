@@ -25,12 +25,14 @@ from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.conversations import EnvironmentPool, build_pool
+from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.prompts import decoded
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, keep_cache
+from jetrl.train.evaluation import Evaluation
 from jetrl.train.optim import build_optimizer
-from jetrl.train.prepare import Prepared, check_experts, model_source, prepare
+from jetrl.train.prepare import Prepared, check_experts, in_steps, model_source, prepare
 from jetrl.train.step import Learner
 from jetrl.types import Engine
 
@@ -58,11 +60,12 @@ class Session:
     num_prompts: int = 0  # taken from the task's training stream so far
     initial_accuracy: float | None = None
     first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
-    data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
+    data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
+    own: FromPython = NOTHING  # what a program gave as objects
     saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
     texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
-    held_out: dict[str, Any] | None = None  # the last evaluation problem by problem, until it is recorded
+    held_out: Evaluation | None = None  # the last evaluation problem by problem, until it is recorded
     before: dict[str, float] = field(default_factory=dict)  # metrics of the start, for the first row that is written
 
     @property
@@ -100,7 +103,7 @@ class Session:
             except UserError as cause:
                 raise cause from error
 
-    def take_held_out(self) -> dict[str, Any] | None:
+    def take_held_out(self) -> Evaluation | None:
         """The last evaluation problem by problem, once."""
         taken, self.held_out = self.held_out, None
         return taken
@@ -119,15 +122,17 @@ class Session:
 
 def build(
     config: Config, *, weights: bool = True, evaluates: bool = False, world: World = ALONE,
-    displays: Displays | None = None,
+    displays: Displays | None = None, own: FromPython = NOTHING,
 ) -> Session:
     """Build model, optimizer, engine, task and reward from a resolved config. A collective of the run's `world`.
 
     Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: the model
     is only sampled from, and `model.path` is a folder on every rank's disk; there are no masters and no optimizer then,
     and each rank reads all weights: it needs them whole. `displays`: shows how kernels are compiled ahead of need.
+    `own`: what a program gave as objects.
     """
-    given, (config, plan, before) = config, begin(config, trains=not evaluates, world=world, displays=displays)
+    given = config
+    config, plan, before = begin(config, trains=not evaluates, world=world, displays=displays, own=own)
     if not evaluates:
         model = build_model(config, plan.spec, plan.recipe, weights=weights, world=world)
         learner = build_learner(config, model, world)
@@ -146,14 +151,14 @@ def build(
         learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
-        conversations=build_conversations(config, plan), given=given, before=before,
+        conversations=build_conversations(config, plan), given=given, before=before, own=own,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
     )
 
 
 def begin(
     config: Config, *, trains: bool = True, samples: bool = True, world: World = ALONE,
-    displays: Displays | None = None,
+    displays: Displays | None = None, own: FromPython = NOTHING,
 ) -> tuple[Config, Prepared, dict[str, float]]:
     """What comes before a model: checks, the settings of the process, and kernels that are compiled ahead of need.
 
@@ -168,7 +173,9 @@ def begin(
     torch.use_deterministic_algorithms(True)
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = by_each(world, lambda: prepare(config, trains=trains, samples=samples))
+    plan = by_each(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    if trains:
+        config = in_steps(config, plan.task)
     # before the model: workers need memory of the GPU
     return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
 

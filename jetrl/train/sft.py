@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -31,6 +31,7 @@ from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
 from jetrl.tasks.messages import TurnEncoder, encode_solution
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
+from jetrl.tasks.tools import with_tools
 from jetrl.train import store
 from jetrl.train.engines import eos_ids
 from jetrl.train.optim import build_optimizer, schedule_factor
@@ -49,14 +50,18 @@ _READ = {  # next to the sections sft and task
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
 
-def cache_path(config: Config, model: Transformer, world: World = ALONE) -> Path:
+def cache_path(
+    config: Config, model: Transformer, world: World = ALONE, given: Mapping[str, str] | None = None
+) -> Path:
     """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task
-    and the settings. The initial weights are the masters: the same in every precision flow. Collective."""
+    and the settings. The initial weights are the masters: the same in every precision flow. `given`: digests of
+    rows that a program gave, by key. Collective."""
+    files = {key: (given or {}).get(f"task.{key}") for key in ("train_file", "eval_file")}
     settings = made_of(config) | {
         "version": __version__, "start": digest(model, world),
         "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v},
-        "data": _file_hash(config.task.train_file),
-        "held out": _file_hash(config.task.eval_file),  # its prompts are not trained on
+        "data": files["train_file"] or _file_hash(config.task.train_file),
+        "held out": files["eval_file"] or _file_hash(config.task.eval_file),  # its prompts are not trained on
         "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
         "turns end": "as the chat template ends them",  # once: with the tokenizer's end of sequence
     }
@@ -87,13 +92,16 @@ def starts_from(config: Config) -> dict[str, Any]:
 
 def warm_start(
     model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
-    tell: Callable[[str], None], world: World = ALONE,
+    tell: Callable[[str], None], world: World = ALONE, given: Mapping[str, str] | None = None,
 ) -> Path:
-    """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`.
+    """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`;
+    `given` as in `cache_path`.
 
     The model is cut for `world`; each rank trains, writes and reads its rows. A collective.
     """
-    path = world.share(cache_path(config, model, world))
+    with together(world):
+        config = with_tools(config)
+    path = world.share(cache_path(config, model, world, given))
     if by_first(world, path.is_dir):
         if world.first:
             tell(f"warm start loaded from {path}")
@@ -105,7 +113,7 @@ def warm_start(
         store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
     else:
         if world.first:
-            tell(f"no warm start of this model, task, seed and [sft] in {path.parent} yet: made now, and kept there")
+            tell(f"no cached warm start for this model, task, seed and [sft] in {path.parent}: training one now")
         with together(world):
             require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetrl.config import Config
 from jetrl.kernels.attention import varlen_plan
@@ -15,10 +17,14 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl import losses, mismatch
 from jetrl.rl.objective import Inputs, objective
+from jetrl.rl.routing import RoutingCounts
+from jetrl.rl.routing import merged as merged_counts
+from jetrl.train.merging import Part, merged
 from jetrl.train.optim import lr_at
-from jetrl.train.packing import denominators
+from jetrl.train.packing import denominators, to_device
 from jetrl.train.routing import Routing
-from jetrl.train.trainer import optimizer_step
+from jetrl.train.token_terms import SHARE, TokenTerms, owns
+from jetrl.train.trainer import LossOf, NonFiniteError, optimizer_step
 from jetrl.types import ForwardBatch, MicroBatch, PackedBatch
 
 
@@ -74,46 +80,92 @@ def forward_rows(
     return Rows(index, logprobs, entropy, rows)
 
 
-def update(learner: Learner, batches: list[PackedBatch], config: Config, step: int) -> dict[str, float]:
+Tell = Callable[[str, str], None]
+"""Reports to the user what happened in a step, and the detail (`Display.hint`)."""
+
+
+def update(
+    learner: Learner, batches: list[PackedBatch], config: Config, step: int, tell: Tell | None = None
+) -> dict[str, float]:
     """All optimizer updates of a step, with a publish between two; after the last the caller publishes. Gives metrics.
 
     With one update a step the old policy is the current one, so its log-probs are the ones at hand and no extra pass is
     made. With several, the batches hold the old log-probs, or a unified flow takes the rollout's (the same bits).
+
+    `parity/*` compares every update that begins with the weights that sampled: the first with loss tokens, and in the
+    critic's warm-up all of them. The other metrics are those of `merging.merged`.
     """
-    stats: list[dict[str, float]] = []
-    for i, batch in enumerate(batches):
+    parts: list[Part] = []
+    compared = Compared(learner.model, config)
+    for batch in batches:
         if batch.num_loss_tokens == 0:  # every trajectory dropped or masked: nothing to learn from
             continue
-        if stats:
+        if not compared.weights_sampled:
             learner.model.publish()
-        # only in the first update are the weights still those that sampled
-        stats.append(_one_update(learner, batch, config, step, on_policy=i == 0, single=len(batches) == 1))
+        parts.append(_one_update(learner, batch, config, step, compared, len(batches) == 1, tell))
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
-    if not stats:
+    if not parts:
         return {}
-    merged = {k: sum(s[k] for s in stats) / len(stats) for k in stats[0] if not k.startswith("parity/")}
-    return merged | {k: v for k, v in stats[0].items() if k.startswith("parity/")}
+    return merged(parts, config.rl.loss_agg) | compared.metrics(learner.world)
+
+
+@dataclass(slots=True)
+class Compared:
+    """Learner against rollout over the updates of a step, while the policy's weights are those that sampled."""
+
+    model: Transformer
+    config: Config
+    weights_sampled: bool = True
+    gap: mismatch.MismatchAccumulator = field(default_factory=mismatch.MismatchAccumulator)
+    counts: list[RoutingCounts] = field(default_factory=list)  # of each update of the policy, or comparison
+
+    def add(self, micro: MicroBatch, rows: Rows, routes: Routes | None, routing: Routing) -> None:
+        """The loss rows of a micro-batch, if they can be compared."""
+        if self.weights_sampled:
+            index = rows.index
+            self.gap.add(rows.logprobs, micro.rollout_logprobs[index], sequence_ids=micro.sequence_ids[index])
+            routing.compare(forward_batch(micro), routes, index)
+
+    @torch.no_grad()
+    def add_batch(self, batch: PackedBatch, shares: losses.Denominators) -> None:
+        """A batch with which the policy makes no update."""
+        routing = Routing(self.model, self.config.train, shares)
+        for host in batch.micro_batches:
+            micro = to_device(host, self.model.head_weight.device)
+            rows = forward_rows(self.model, micro, self.config.rollout.temperature, routes := routing.routes())
+            self.add(micro, rows, routes, routing)
+        self.counts.append(routing.counts)
+
+    def metrics(self, world: World) -> dict[str, float]:
+        """`parity/*` and the load of experts, over all ranks and updates. Collective."""
+        gaps, counts = zip(*world.gather((self.gap, self.counts)), strict=True)
+        gap = mismatch.merged(gaps)
+        routed = merged_counts([one for of_rank in counts for one in of_rank]).metrics()
+        return (gap.metrics() if gap.count else {}) | routed
 
 
 def _one_update(
-    learner: Learner, batch: PackedBatch, config: Config, step: int, on_policy: bool, single: bool
-) -> dict[str, float]:
+    learner: Learner, batch: PackedBatch, config: Config, step: int, compared: Compared, single: bool,
+    tell: Tell | None,
+) -> Part:
     shares = denominators(batch, config.rollout.max_response_length, config.rl.masked_sequences)
-    metrics: dict[str, float] = {}
+    stats: dict[str, float] = {}
     if learner.critic_optimizer is not None:
-        metrics |= _critic_update(learner, batch, config, shares)
+        stats |= _critic_update(learner, batch, config, shares)
         if step <= config.rl.critic_warmup_steps:
-            return losses.explained_variance(metrics)
-    metrics |= _policy_update(learner, batch, config, step, shares, on_policy, single)
-    return losses.explained_variance(metrics) if learner.critic is not None else metrics
+            compared.add_batch(batch, shares)
+            return Part(stats, shares)
+    stats |= _policy_update(learner, batch, config, step, shares, compared, single, tell)
+    compared.weights_sampled = False
+    return Part(stats, shares)
 
 
 def _policy_update(
-    learner: Learner, batch: PackedBatch, config: Config, step: int, shares: losses.Denominators, on_policy: bool,
-    single: bool,
+    learner: Learner, batch: PackedBatch, config: Config, step: int, shares: losses.Denominators, compared: Compared,
+    single: bool, tell: Tell | None,
 ) -> dict[str, float]:
-    gap, model, temperature = mismatch.MismatchAccumulator(), learner.model, config.rollout.temperature
+    model, temperature, terms = learner.model, config.rollout.temperature, TokenTerms()
     routing = Routing(model, config.train, shares)
     shared = learner.critic if learner.critic_optimizer is None else None
     parameters = [*model.parameters(), *(shared.parameters() if shared is not None else ())]
@@ -121,25 +173,64 @@ def _policy_update(
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
         rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep)
-        if on_policy:
-            gap.add(
-                rows.logprobs, micro.rollout_logprobs[rows.index], sequence_ids=micro.sequence_ids[rows.index]
-            )
-            routing.compare(forward_batch(micro), routes, rows.index)
+        compared.add(micro, rows, routes, routing)
         values = shared.values(rows.hidden) if shared is not None else None
-        loss, part = objective(inputs_of(micro, rows, values, single), config.rl, shares)
+        inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
+        loss, part = objective(inputs, config.rl, shares, of_tokens)
+        terms.add(of_tokens, micro, rows.index, facts_of(inputs), log_ratio_of(inputs))
         return routing.add_to(loss, part, routes, rows.index, micro.sequence_ids)
 
     lr = lr_at(step - 1, config.train)
-    stats = optimizer_step(
-        parameters, learner.optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
-        world=learner.world, reduction=config.train.reduction,
-        lanes=config.train.reduction_lanes,
+    stats = _named_step(
+        learner, config, batch, terms, loss_of, parameters, learner.optimizer, lr, tell,
     )
-    stats = mismatch.with_sample_size(stats)
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
-    stats |= routing.metrics(learner.world)
-    return stats | (mismatch.merged(learner.world.gather(gap)).metrics() if on_policy else {})
+    compared.counts.append(routing.counts)
+    return stats
+
+
+def _named_step(
+    learner: Learner, config: Config, batch: PackedBatch, terms: TokenTerms, loss_of: LossOf,
+    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, lr: float, tell: Tell | None,
+) -> dict[str, float]:
+    """`optimizer_step`; a NonFiniteError names the token whose term is the largest, and so does `tell` where one token
+    makes more than half of the update. Collective."""
+    whole = config.rl.ratio == "sequence"
+    try:
+        stats = optimizer_step(
+            parameters, optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
+            world=learner.world, reduction=config.train.reduction, lanes=config.train.reduction_lanes,
+        )
+    except NonFiniteError as error:
+        largest = terms.largest(learner.world)
+        if largest is None or (math.isfinite(largest.value) and not owns(largest, batch)):
+            raise  # no token's term is to blame
+        raise NonFiniteError(f"{error}; {largest.named(batch, whole)}") from error
+    largest = terms.largest(learner.world)
+    if largest is None:
+        return stats
+    if tell is not None and owns(largest, batch):
+        tell(
+            "one token owns the update",
+            f"of the sum of all terms' sizes, {largest.share:.0%} is of one token of {batch.num_loss_tokens}: "
+            f"{largest.named(batch, whole)}. Clipping by train.max_grad_norm leaves this token's gradient and little "
+            "else.",
+        )
+    return stats | {SHARE: largest.share}
+
+
+def facts_of(inputs: Inputs) -> dict[str, Tensor | None]:
+    """What a message about a token says of it."""
+    return {
+        "log-prob": inputs.logprobs, "before the step's first update": inputs.old_logprobs,
+        "in the rollout": inputs.rollout_logprobs, "in the reference": inputs.ref_logprobs,
+        "advantage": inputs.advantages, "value": inputs.values, "return": inputs.returns,
+    }
+
+
+def log_ratio_of(inputs: Inputs) -> Tensor | None:
+    """`logprobs - old_logprobs` [R]; None where the old policy is the current one."""
+    return None if inputs.old_logprobs is None else inputs.logprobs.detach() - inputs.old_logprobs
 
 
 def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool) -> Inputs:
@@ -165,22 +256,23 @@ def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool
 def _critic_update(
     learner: Learner, batch: PackedBatch, config: Config, shares: losses.Denominators
 ) -> dict[str, float]:
-    critic, optimizer, rl = learner.critic, learner.critic_optimizer, config.rl
+    critic, optimizer, rl, terms = learner.critic, learner.critic_optimizer, config.rl, TokenTerms()
     assert critic is not None and optimizer is not None
 
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
-        index = micro.loss_mask.nonzero()[:, 0]
+        index, of_tokens = micro.loss_mask.nonzero()[:, 0], losses.Terms()
         assert micro.values is not None and micro.returns is not None, "advantages come before the update"
-        values = critic(forward_batch(micro))[index]
-        return losses.value_loss(
-            values, micro.values[index], micro.returns[index], torch.ones_like(values), micro.sequence_ids[index],
-            value_clip=rl.value_clip, loss_agg=rl.loss_agg, denominators=shares,
+        values, before, returns = critic(forward_batch(micro))[index], micro.values[index], micro.returns[index]
+        loss, part = losses.value_loss(
+            values, before, returns, torch.ones_like(values), micro.sequence_ids[index],
+            value_clip=rl.value_clip, loss_agg=rl.loss_agg, denominators=shares, terms=of_tokens,
         )
+        terms.add(of_tokens, micro, index, {"value": values, "return": returns})
+        return loss, part
 
-    stats = optimizer_step(
-        list(critic.parameters()), optimizer, batch, loss_of, lr=rl.critic_lr,
-        max_grad_norm=config.train.max_grad_norm, world=learner.world, reduction=config.train.reduction,
-        lanes=config.train.reduction_lanes,
+    stats = _named_step(
+        learner, config, batch, terms, loss_of, list(critic.parameters()), optimizer, rl.critic_lr, None
     )
+    stats.pop(SHARE, None)
     stats["critic/loss"], stats["critic/grad_norm"] = stats.pop("loss"), stats.pop("grad_norm")
     return stats

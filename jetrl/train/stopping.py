@@ -35,7 +35,10 @@ _LOST = {
     "start": "no step had begun", "warm start": "the warm start is not saved; next time it is made from its beginning",
     "report": "report.html is not written; `jetrl report` makes it",
 }  # by phase in which a signal stops at once
-_AGAIN = "The signal again stops at once."
+_AGAIN = {
+    signal.SIGINT: "Press Ctrl-C again to stop immediately.",
+    signal.SIGTERM: "A second SIGTERM stops it immediately.",
+}
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -45,6 +48,7 @@ class StopRequest:
     def __init__(self, world: World = ALONE) -> None:
         self.world = world
         self.asked = False  # to stop after the step
+        self.got: int | None = None  # the last signal that asked
         self.saves = True  # whether the run writes checkpoints
         self.phase: Phase = "start"
         self.said = ""  # the answer to the last signal
@@ -81,6 +85,14 @@ class StopRequest:
         finally:
             self.phase = before
 
+    def take(self) -> int | None:
+        """The signal that asked, on this rank or another, once: then the run is not asked to stop any
+        more. Collective."""
+        got = next((number for number in self.world.gather(self.got) if number is not None), None)
+        if got is not None:
+            self.asked, self.got, self._waits = False, None, True
+        return got
+
     def anywhere(self) -> bool:
         """Whether any rank was asked to stop. A collective."""
         return any(self.world.gather(self.asked))
@@ -99,8 +111,8 @@ class StopRequest:
             self._over = self.phase in _LOST
             self._say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
             raise KeyboardInterrupt
-        self.asked, self._waits = True, number == signal.SIGINT
-        self._say(self._answer(), _AGAIN if number in _STOPS else "Ctrl-C or SIGTERM stops at once.")
+        self.asked, self._waits, self.got = True, number == signal.SIGINT, number
+        self._say(self._answer(), _AGAIN.get(signal.Signals(number), "Ctrl-C or SIGTERM stops it immediately."))
         if self.world.alone:
             self.check()
 

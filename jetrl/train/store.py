@@ -36,6 +36,7 @@ from jetrl.model.hf_write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.together import by_all, by_first, together
 from jetrl.parallel.world import ALONE, World
+from jetrl.untrusted import json_file
 
 FILE_BYTES = 1 << 30  # of tensors in a file; a rank's host memory while it writes is that of one file, or one tensor
 _HASHING = 4  # files that a rank reads at once to hash them
@@ -228,7 +229,7 @@ def unseal(
     """
     def listed() -> dict[str, str]:
         try:
-            files = json.loads((folder / _FILES).read_text())["files"]
+            files = json_file(folder / _FILES)["files"]
             return {str(name): str(digest) for name, digest in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder / _FILES} cannot be read ({error}): the folder is damaged. {advice}") from error

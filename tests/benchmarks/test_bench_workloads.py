@@ -75,6 +75,16 @@ def test_merged_prefixes_are_asked_for_and_groups_compared(model: Transformer) -
     assert [(r["work"], r["different"]) for r in measure(model, work, "bf16", 16)] == [("plain", 0), ("merged", 0)]
 
 
+def test_kernels_are_compiled_ahead_for_all_works_together() -> None:
+    config = bench_workloads.config_of(list(WORKS.values()), "fp8 kv8")
+    r = config.rollout
+    assert (r.max_num_seqs, r.group_size, r.page_size, r.max_tokens_per_step) == (256, 16, 128, 8192)
+    assert (r.merge_prefix, r.speculate, r.max_draft_tokens, config.quant.kv_cache) == ("on", "auto", 7, "fp8")
+    assert config.task.max_prompt_length + r.max_response_length >= 32640 + 256
+    few = bench_workloads.config_of([WORKS["unique 256"]], "bf16")
+    assert (few.precision, few.rollout.merge_prefix, few.rollout.speculate) == ("bf16", "off", "off")
+
+
 def test_other_bits_are_counted(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     true, calls = bench_workloads.rollout, []
 

@@ -1,7 +1,8 @@
 """The first step of a run with each option, before any update: samples, log-probs, rewards, advantages and the flow.
 
 All of it is exact arithmetic, so it is equal on every machine. `runs.json` is of commit 107d9e3, from before engines,
-conversations and algorithms were opened. `runs.py` compares whole runs, on one machine.
+conversations and algorithms were opened. Since 2026-11-25 what is outside the loss has null as its advantage, not 0;
+all else in "drop, overlong, truncated" is as before. `runs.py` compares whole runs, on one machine.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from jetrl.train.stopping import StopRequest
 pytestmark = pytest.mark.gpu2
 DEVICE = os.environ.get("JETRL_TEST_RANKS", "cuda")
 SIZE = 2
-WIDE = ARCH | {"hidden_size": 128, "head_dim": 128, "intermediate_size": 200}  # heads that the decode kernel serves
+# heads that the decode kernels serve, and positions enough for a whole page that samples share (link m)
+WIDE = ARCH | {"hidden_size": 128, "head_dim": 128, "intermediate_size": 200, "max_position_embeddings": 256}
 COMMON: dict[str, Any] = {
     "device": DEVICE, "model.arch": ARCH | {"hidden_size": 72, "head_dim": 32}, "train.steps": 3,
     "train.max_tokens_per_gpu": 64, "checkpoint.save_interval": 1, "checkpoint.keep": 9, "rollout.max_num_seqs": 4,

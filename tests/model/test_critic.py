@@ -10,6 +10,7 @@ import torch
 from tiny import numbers, tiny_config, tiny_run, weights_hash
 from tolerances import assert_bitwise_equal
 
+from jetrl.errors import UserError
 from jetrl.kernels.gradient import accumulate_in
 from jetrl.model.critic import Critic
 from jetrl.train.setup import Session, build
@@ -110,3 +111,18 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path: Path, changes: dict[str, Any
     tiny_run(tmp_path / "b", changes | {"train.steps": 2})
     resumed = tiny_run(tmp_path / "b", changes | {"checkpoint.resume": "auto"})
     assert numbers(resumed) == numbers(straight) and weights_hash(resumed, 4) == weights_hash(straight, 4)
+
+
+def test_a_critic_that_has_moved_is_refused(tmp_path: Path) -> None:
+    critic = session_of(tmp_path, PPO).learner.critic
+    assert critic is not None and critic.body is not None
+    batch = batch_of((9,), torch.arange(9))
+    with torch.no_grad():
+        critic.head.weight.add_(1.0)
+    with pytest.raises(UserError, match=r"critic's head has changed .* critic.publish\(\)"):
+        critic(batch)
+    critic.publish()(batch)
+    with torch.no_grad():
+        next(critic.body.parameters()).add_(1.0)
+    with pytest.raises(UserError, match="model.publish"):
+        critic(batch)

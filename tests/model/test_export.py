@@ -14,7 +14,8 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.model import hf
-from jetrl.model.export import export, fp8_weights, quantization_config
+from jetrl.model.export import export, fp8_weights, left_out, quantization_config
+from jetrl.model.hf_files import GENERIC_TOKENIZERS
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
@@ -154,6 +155,89 @@ def test_bf16_export_is_the_rounded_model_with_its_files(tmp_path: Path) -> None
     assert (written["dtype"], written["initializer_range"]) == ("bfloat16", 0.5)
     assert hf.read_generation_config(out) == {"top_k": 5}
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize("name", GENERIC_TOKENIZERS)
+def test_an_export_names_the_tokenizer_class_as_checkpoints_do(tmp_path: Path, name: str) -> None:
+    """transformers 4 does not know TokenizersBackend, the name that transformers 5 writes."""
+    hf.save_model(tmp_path / "m", SPEC, model_of(SPEC, Recipe(name="bf16", num_layers=3)).state_dict())
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, "eos_token": "<eos>"}))
+    out = export(tmp_path / "m", tmp_path / "out", fp8=False)
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    spec = replace(SPEC, hidden_size=40, intermediate_size=72)
+    hf.save_model(tmp_path / "m", spec, model_of(spec, Recipe(name="bf16", num_layers=3)).state_dict())
+    return tmp_path / "m"
+
+
+def test_only_known_files_are_copied(small: Path) -> None:
+    for name in ("tokenizer.json", "chat_template.jinja", "tokenizer_extra.txt", "chat_template.bak", "README.md"):
+        (small / name).write_text("{}")
+    out = export(small, small.parent / "out", fp8=False)
+    names = {path.name for path in out.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert left_out(small) == ["README.md", "chat_template.bak", "tokenizer_extra.txt"]
+
+
+def linked(folder: Path, name: str, target: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", *hf.KNOWN_FILES])
+def test_no_link_leads_out_of_the_folder(small: Path, name: str) -> None:
+    """Whatever an export takes in: a link to any file of the user is refused, one to the inside of the folder taken."""
+    elsewhere, out = small.parent / "elsewhere", small.parent / "out"
+    (small / "inner").mkdir()
+    for place in (elsewhere, small / "inner" / "file"):
+        if (small / name).exists():
+            shutil.copyfile(small / name, place)
+        else:
+            place.write_text("{}")
+    linked(small, name, Path("inner/file"))
+    export(small, out, fp8=False)
+    assert not any(path.is_symlink() for path in out.iterdir())
+    linked(small, name, elsewhere)
+    with pytest.raises(UserError, match=f"'{name}', which leads by a link to .*elsewhere, outside of"):
+        export(small, small.parent / "second", fp8=False)
+    assert not (small.parent / "second").exists()
+
+
+def test_a_checkpoint_whose_model_is_elsewhere_is_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "model").symlink_to(small)
+    with pytest.raises(UserError, match="'model', which leads by a link"):
+        export(tmp_path / "checkpoint", tmp_path / "out", fp8=False)
+
+
+def test_a_snapshot_of_the_hub_is_exported(small: Path, tmp_path: Path) -> None:
+    """Its files are links into the blobs of the same repository."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / ("1" * 40), tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (small / "tokenizer.json").write_text("{}")
+    for path in list(small.iterdir()):
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    out = export(snapshot, tmp_path / "out", fp8=False)
+    assert (out / "tokenizer.json").read_text() == "{}" and not (out / "model.safetensors").is_symlink()
+    linked(snapshot, "vocab.txt", tmp_path / "secret")
+    with pytest.raises(UserError, match="leads by a link to .*secret"):
+        export(snapshot, tmp_path / "out", fp8=False)
+
+
+def test_no_tokenizer_file_is_a_link_elsewhere(tmp_path: Path) -> None:
+    """Checkpoints write what was read of it."""
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "tokenizer.json").write_text("{}")
+    (tmp_path / "secret").write_text("secret")
+    linked(tmp_path / "t", "chat_template.jinja", tmp_path / "secret")
+    with pytest.raises(UserError, match="'chat_template.jinja', which leads by a link"):
+        hf.load_tokenizer_from(tmp_path / "t")
 
 
 def test_partial_blocks_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from tolerances import assert_bitwise_equal, sqnr_db
 from torch import Tensor, nn
 
 from jetrl import api
+from jetrl.errors import UserError
 from jetrl.kernels import gemm, reference
 from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
 from jetrl.model.linear import FlowLinear
@@ -224,7 +228,8 @@ def test_new_weights_count_from_publish_linears_on() -> None:
     before = net(x).detach()
     with torch.no_grad():
         net.body[0].weight.neg_()
-    assert torch.equal(net(x), before)
+    with pytest.raises(UserError, match=r"The weight of an FP8Linear .*publish_linears\(model\) after each optimizer"):
+        net(x)
     api.publish_linears(net)
     assert not torch.equal(net(x), before)
 
@@ -233,10 +238,12 @@ def test_a_bf16_bias_too_counts_from_publish_linears_on() -> None:
     """A BF16 master is its own rounding; the published bias must not change with it before the weight does."""
     net, x = Net().to(torch.bfloat16), torch.randn(5, 72, dtype=torch.bfloat16)
     api.quantize_linears(net)
-    before = net(x).detach()
+    before, first = net(x).detach(), net.body[0].published_bias.clone()
     with torch.no_grad():
         net.body[0].bias.add_(1)
-    assert torch.equal(net(x), before)
+    with pytest.raises(UserError, match="The bias of an FP8Linear"), torch.no_grad():
+        net(x)
+    assert torch.equal(net.body[0].published_bias, first), "it must not change with the master"
     api.publish_linears(net)
     assert not torch.equal(net(x), before)
 
@@ -265,3 +272,51 @@ def test_a_model_without_linears_is_refused() -> None:
         api.quantize_linears(nn.Sequential(nn.ReLU()))
     with pytest.raises(ValueError, match="skipped: .*'0'"):
         api.quantize_linears(nn.Sequential(nn.Linear(8, 8)), skip=("0",))
+
+
+STEPS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False).step(),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True).step(),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True).step(),
+    "adamw": lambda p: torch.optim.AdamW(p, foreach=False).step(),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True).step(),
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True).step(),
+    "decay alone": lambda p: torch._foreach_mul_(p, 0.5),
+    "another storage": lambda p: setattr(p[0], "data", p[0].data.clone()),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_forward_pass_of_weights_that_have_moved_is_refused(name: str) -> None:
+    """Where nothing published the step, the losses would stay what they were."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(5, 72)
+    api.quantize_linears(net)
+    net(x).square().mean().backward()
+    net(x)  # gradients alone move nothing
+    with torch.no_grad():
+        STEPS[name](list(net.parameters()))
+    for grad in (True, False):
+        with pytest.raises(UserError, match="publish_linears"), torch.set_grad_enabled(grad):
+            net(x)
+    api.publish_linears(net)
+    net(x)
+
+
+def test_copies_know_what_was_published_of_them() -> None:
+    net, x = Net(), torch.randn(5, 72)
+    api.quantize_linears(net)
+    expected = net(x)
+    file = io.BytesIO()
+    torch.save(net, file)
+    for twin in (copy.deepcopy(net), torch.load(io.BytesIO(file.getvalue()), weights_only=False)):
+        assert torch.equal(twin(x), expected)
+        with torch.no_grad():
+            twin.body[0].weight.mul_(2)
+        for moved in (twin, copy.deepcopy(twin)):
+            with pytest.raises(UserError, match="publish_linears"):
+                moved(x)
+        assert torch.equal(net(x), expected)
+    net.body[0].weight = nn.Parameter(net.body[0].weight.detach().clone())
+    with pytest.raises(UserError, match="publish_linears"):
+        net(x)

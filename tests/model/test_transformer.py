@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.kernels import reference
 from jetrl.model import hf
 from jetrl.model.transformer import Transformer
@@ -199,3 +201,20 @@ def test_a_cache_of_another_format_is_refused() -> None:
     for recipe in (build_recipe("fp8", 2, kv_cache="fp8", head_dim=32), Recipe("fp8", 2, kv_cache=act_1x128("pow2"))):
         with pytest.raises(AssertionError, match="no kernels for a KV cache in e4m3"):
             Transformer(SPEC, recipe)
+
+
+def test_gradients_of_masters_that_have_moved_are_refused() -> None:
+    """Without gradients the published weights are the model; with them, or in the API, a step was forgotten."""
+    model, batch = model_of("fp8"), batch_of(sequences())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gradients(model, [sequences()])
+    model(batch).float().square().mean().backward()
+    optimizer.step()
+    with pytest.raises(UserError, match=r"master weight \S+ has changed .* model.publish\(\) after each"):
+        model(batch)
+    twin = copy.deepcopy(model)
+    with pytest.raises(UserError, match="has changed"):
+        twin(batch)
+    twin.publish()(batch)
+    model.publish()(batch)
+    copy.deepcopy(model)(batch)

@@ -43,6 +43,12 @@ def test_the_name_follows_from_the_config(task: dict[str, Any], environment: str
     assert held_out_name([name, "accuracy"]) == f"Held-out {name}"
 
 
+def test_of_several_functions_the_deciding_one_may_be_an_accuracy() -> None:
+    task = {"name": "file", "reward": ["jetrl.tasks.gsm8k:gsm8k_reward", "m:f"]}
+    for signal, name in (("gsm8k_reward", "accuracy"), ("f", "reward"), ("reward", "reward")):
+        assert run_with({"task": task, "rl": {"signal": signal}}).held_out == name
+
+
 def test_the_rewards_that_are_called_so_say_right_or_wrong() -> None:
     for name in CORRECTNESS:
         if name.endswith("math_reward"):

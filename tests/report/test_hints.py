@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.report.hints import Hints, without_signal
+from jetrl.report.hints import ConstantRewards, Hints, never_moved, without_signal
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
@@ -52,3 +52,27 @@ def test_any_advantage_is_a_signal() -> None:
     quiet = group((1.0, 1.0), (0.0, 0.0))
     assert without_signal([quiet, quiet], [quiet, group((0.0, 1.0), (0.0, 1e-9))], 1.0) == ""
     assert without_signal([quiet], [group((0.0, 0.0), ((0.0, 0.0), (0.0, 0.5)))], 1.0) == ""
+
+
+def row(**scores: tuple[float, float]) -> dict[str, float]:
+    found = {"reward/min": 0.0, "reward/max": 1.0}
+    for name, (mean, std) in scores.items():
+        found |= {f"reward/{name}/mean": mean, f"reward/{name}/std": std}
+    return found
+
+
+def test_a_function_whose_score_never_moves_is_named_once() -> None:
+    told: list[tuple[int, str]] = []
+    looks = ConstantRewards()
+    for step in range(1, 41):
+        metrics = row(right=(0.5, 0.5), anchored=(0.0, 0.0), late=(float(step > 20), 0.0), now=(float(step % 7), 0.0))
+        looks.look(step, metrics, lambda what, detail, step=step: told.append((step, what)))
+    looks.look(41, {"step": 41}, lambda *_: told.append((41, "")))
+    assert told == [(10, "constant reward anchored"), (10, "constant reward late"), (30, "constant reward late")]
+
+
+def test_the_summary_says_which_rewards_never_moved() -> None:
+    steps = [row(right=(0.5, 0.5), anchored=(0.25, 0.0), one=(float(i), 0.0)) for i in range(3)]
+    assert never_moved([{"eval/x/avg@1": 0.0}, *steps]) == ["anchored: 0.25 in all 3 steps"]
+    alone = [{"reward/min": 0.0, "reward/max": 0.0}] * 2
+    assert never_moved(alone) == ["reward: 0 in all 2 steps"] and never_moved(alone[:1]) == never_moved([]) == []

@@ -137,6 +137,7 @@ def test_token_rewards_of_an_answer_and_of_a_conversation():
     turns = trajectory((2, 0.5), (1, -0.25), (3, 0.125))
     assert token_rewards(turns, 2.0) == [0.0, 0.5, -0.25, 0.0, 0.0, 1.75]
     assert math.fsum(token_rewards(turns, 2.0)) == 2.0
+    assert token_rewards(trajectory((2, None), (1, 0.5)), 0.5) == [0.0, 0.0, 0.5]  # nothing was given for a turn
     # a turn without tokens has no place for its reward: it stays within the rest
     assert token_rewards(trajectory((2, 0.5), (0, 3.0)), 1.0) == [0.0, 1.0]
     assert token_rewards(trajectory((2, 0.0)), 1.0, [-0.25, -0.5]) == [-0.25, 0.5]
@@ -289,12 +290,15 @@ def test_what_is_no_input_is_refused():
         advantages([], config())
     with pytest.raises(UserError, match='rl.adv_estimator is "remax"; use grpo, rloo, reinforce_pp, gae'):
         advantages([group], config("remax"))
-    with pytest.raises(ValueError, match="1 arrays of values for 2 trajectories"):
+    with pytest.raises(ValueError, match="1 entries of values for 2 trajectories"):
         advantages([group], config("gae"), values=[np.zeros(1)])
     with pytest.raises(ValueError, match=r"values of shape \(2,\) for 1 policy tokens"):
         advantages([group], config("gae"), values=[np.zeros(2), np.zeros(1)])
     with pytest.raises(ValueError, match="not all finite"):
         advantages([group], config("rloo", kl_in="reward", kl_coef=0.1), [np.array([math.nan]), np.zeros(1)])
+    for values, kept in (([None, np.zeros(1)], [True, True]), ([np.zeros(1), np.zeros(1)], [False, True])):
+        with pytest.raises(ValueError, match="values of a trajectory: in the loss .*; this is a bug"):
+            advantages([group], config("gae"), values=values, in_loss=kept)
     with pytest.raises(AssertionError, match="kl given: False"):
         advantages([group], config("rloo", kl_in="reward", kl_coef=0.1))
     with pytest.raises(AssertionError, match="gae needs"):

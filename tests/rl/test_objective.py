@@ -34,7 +34,7 @@ def frozen_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 def frozen_policy_loss(logprobs, old_logprobs, advantages, mask, ids, config, den, is_weights):
     low, high, dual = config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c
-    active = mask > 0
+    active = mask > 0 if is_weights is None else is_weights > 0
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
     log_ratio = torch.where(active, logprobs - old, 0.0)
     adv = torch.where(active, advantages, 0.0).to(logprobs.dtype)
@@ -81,6 +81,8 @@ def frozen_objective(inputs: Inputs, config: SimpleNamespace, den: Denominators)
             learned, sampled, mask, ids, config.rollout_rs, config.rollout_rs_threshold
         )
     loss, stats = frozen_policy_loss(logprobs, old, inputs.advantages, mask, ids, config, den, weights)
+    if weights is not None:
+        mask = (weights > 0).float()
     token_entropy = torch.where(mask > 0, inputs.entropy, 0.0)
     bonus = frozen_sum(token_entropy, frozen_weights(mask, ids, config.loss_agg, den))
     stats = stats | {"policy/entropy": token_entropy.detach().double().sum() / den.num_loss_tokens}
@@ -88,6 +90,7 @@ def frozen_objective(inputs: Inputs, config: SimpleNamespace, den: Denominators)
         loss = loss - config.entropy_coef * bonus
     if inputs.ref_logprobs is not None:
         difference = logprobs - inputs.ref_logprobs
+        difference = torch.where(mask > 0, difference, 0.0)
         kl = {"k2": 0.5 * difference.square(), "k3": torch.expm1(-difference) + difference}[config.kl_estimator]
         loss = loss + config.kl_coef * frozen_sum(kl, frozen_weights(mask, ids, config.loss_agg, den))
         stats = stats | {"policy/ref_kl": kl.detach().double().sum() / den.num_loss_tokens}
@@ -159,7 +162,7 @@ def test_the_default_parts_keep_their_bits(loss_agg: str, dual: float | None, co
         loss, stats, grads = run(objective, inputs, config, den)
         old_loss, old_stats, old_grads = run(frozen_objective, inputs, config, den)
         assert torch.equal(loss, old_loss) and loss.dtype == old_loss.dtype == torch.float32
-        corrected = {key: value for key, value in stats.items() if key.startswith("correction/")}
+        corrected = {key: v for key, v in stats.items() if key.startswith("correction/") or key == losses.IN_TERMS}
         assert bool(corrected) == bool({"rollout_is", "rollout_rs"} & set(corrections))
         assert [key for key in stats if key not in corrected] == list(old_stats)
         for key in old_stats:

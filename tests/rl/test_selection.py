@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl.rl.moments import std
+from jetrl.rl.advantage import grpo_advantages, rloo_advantages, whiten
+from jetrl.rl.moments import all_equal, std
 from jetrl.rl.refill import Refill
 from jetrl.rl.selection import has_signal, recorded, reward_stats, select
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
@@ -72,7 +74,7 @@ def test_the_record_holds_all_that_came_in():
     groups = [make_group(i, (0.0, 1.0)) for i in (4, 5, 6)]
     learnt = [Group(groups[1].prompt, groups[1].trajectories, groups[1].rewards, (-1.0, 1.0))]
     rows = recorded(groups, learnt)
-    assert [g.advantages for g in rows] == [(0.0, 0.0), (-1.0, 1.0), (0.0, 0.0)]
+    assert [g.advantages for g in rows] == [(None, None), (-1.0, 1.0), (None, None)], "0 would be an advantage"
     assert [g.prompt.index for g in rows] == [4, 5, 6]
 
 
@@ -152,3 +154,25 @@ def test_refill_ends_repeats_and_never_asks_too_much(wanted: int, rounds: int, s
     assert refill.rounds <= rounds + 1 and len(refill.kept) <= wanted
     assert all(map(has_signal, refill.kept)) and list(refill.kept) == sorted(refill.kept, key=lambda g: g.prompt.index)
     assert len(refill.kept) == wanted or refill.rounds == rounds + 1
+
+
+def test_near_equal_numbers_are_equal():
+    for values in ((0.1 + 0.2, 0.3), (1e9 + 1e-3, 1e9), (-0.7, -(0.1 * 7)), (0.0, -0.0)):
+        assert all_equal(values) and std(values) == 0.0
+        assert not has_signal(make_group(0, values))
+        assert grpo_advantages(values, True, 0.0) == rloo_advantages(values) == (0.0, 0.0)
+        assert whiten([values], 0.0) == [[0.0, 0.0]]
+    for values in ((0.3, 0.3 + 1e-8), (0.0, 1e-300), (1.0, -1.0), (math.nan, 1.0)):
+        assert not all_equal(values)
+
+
+def test_the_overlong_penalty_makes_no_signal():
+    """dapo: lengths 5, 5, 5, 19 of 20, all wrong. Learned from, the penalty would reinforce three wrong answers."""
+    paid = (0.0, 0.0, 0.0, -0.75)
+    wrong = replace(make_group(0, paid), signals=(0.0,) * 4)
+    mixed = replace(make_group(1, (0.0, 1.0, 0.0, 0.25)), signals=(0.0, 1.0, 0.0, 1.0))
+    kept, stats = select([wrong, mixed], DROP)
+    assert kept == (mixed,) and stats["reward/frac_zero_std"] == 0.5
+    refill = Refill(1, 3).add([wrong], 1)
+    assert refill.kept == () and refill.next_count == 1 and refill.add([mixed], 1).kept == (mixed,)
+    assert refill.add([mixed], 1).stats()["reward/mean"] == math.fsum([*paid, 1.25]) / 8  # what is learned from

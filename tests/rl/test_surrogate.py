@@ -258,9 +258,9 @@ def test_a_sequence_does_not_see_its_neighbours(ratio: str):
         assert torch.equal(alone[i], together[i]) and together[i].any()
 
 
-@pytest.mark.parametrize(("ratio", "surrogate"), PAIRS)
-def test_overflow_of_bounded_and_masked_tokens_is_harmless(ratio: str, surrogate: str):
-    """exp overflows float32: bounded where A > 0, cut by the dual clip where A < 0, nothing where A = 0 or masked."""
+def overflow(ratio: str, surrogate: str) -> tuple[float, list[float], dict[str, float]]:
+    """Log-ratios of 199, whose exp overflows float32, with A = 1, -1 (cut by the dual clip, if the surrogate has one)
+    and 0, and a masked row of infinities: loss, gradients and statistics."""
     logprobs = torch.tensor([-1.0, -1.0, -1.0, math.inf], requires_grad=True)
     loss, stats = policy_loss(
         logprobs, torch.tensor([-200.0, -200.0, -200.0, 0.0]), torch.tensor([1.0, -1.0, 0.0, math.nan]),
@@ -269,11 +269,29 @@ def test_overflow_of_bounded_and_masked_tokens_is_harmless(ratio: str, surrogate
         surrogate=surrogate,
     )
     loss.backward()
-    if surrogate == "clip":
-        assert loss.item() == pytest.approx((-1.3 + 3.0) / 3) and logprobs.grad.tolist() == [0.0] * 4
-    else:  # -1.3 * (1 - 1) * -1 = 0; gradients -1.3 * A / 3
-        assert loss.item() == 0 and logprobs.grad.tolist() == pytest.approx([-1.3 / 3, 1.3 / 3, 0.0, 0.0])
-    assert all(v.isfinite() for k, v in stats.items() if k != "policy/ratio_mean")
+    return loss.item(), logprobs.grad.tolist(), {key: float(value) for key, value in stats.items()}
+
+
+@pytest.mark.parametrize(("ratio", "surrogate"), PAIRS)
+def test_overflow_of_bounded_and_masked_tokens_is_harmless(ratio: str, surrogate: str):
+    """What every surrogate must do, whatever its numbers: a ratio beyond float32 leaves loss and gradients finite where
+    it is bounded, and has no part in them where A = 0 or the row is masked."""
+    loss, grad, stats = overflow(ratio, surrogate)
+    assert math.isfinite(loss) and all(map(math.isfinite, grad))
+    assert grad[2:] == [0.0, 0.0], "no advantage, and masked"
+    assert all(math.isfinite(v) for k, v in stats.items() if k != "policy/ratio_mean")
+
+
+# The numbers of those that are bounded: loss and gradients of `overflow`.
+#   clip: (-1.3 + 3.0) / 3, all constant; cispo: -1.3 A log-prob, 1.3 - 1.3 = 0 and gradients -1.3 A / 3
+OVERFLOWS = {"clip": (1.7 / 3, [0.0] * 4), "cispo": (0.0, [-1.3 / 3, 1.3 / 3, 0.0, 0.0])}
+
+
+@pytest.mark.parametrize(("ratio", "surrogate"), [pair for pair in PAIRS if pair[1] in OVERFLOWS])
+def test_bounds_on_a_ratio_that_overflows_by_hand(ratio: str, surrogate: str):
+    loss, grad, _ = overflow(ratio, surrogate)
+    assert loss == pytest.approx(OVERFLOWS[surrogate][0], abs=1e-7)
+    assert grad == pytest.approx(OVERFLOWS[surrogate][1])
 
 
 @pytest.mark.parametrize("ratio", ["sequence_mean", "sequence"])

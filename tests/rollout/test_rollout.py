@@ -325,7 +325,7 @@ def test_refusals_name_the_problem() -> None:
 def test_an_action_that_ends_at_the_last_token_is_still_judged() -> None:
     """Cut off at the limit: the environment is not asked. Complete at the limit: its reward counts."""
     (free,) = make_engine().generate([Request(1, (1, 2), SamplingParams(8, ignore_eos=True))])
-    for stop, acts, reward in ((free.tokens[7], 1, 5.0), (None, 0, 0.0)):
+    for stop, acts, reward in ((free.tokens[7], 1, 5.0), (None, 0, None)):
         assert free.tokens.index(free.tokens[7]) == 7
         script = Script(lambda key, turn: Reply(key, (1, 2), "") if turn == 0 else Reply(key, (3,), reward=5.0))
         sampling = SamplingParams(8, ignore_eos=True, stop_token_ids=() if stop is None else (stop,))

@@ -61,7 +61,7 @@ def test_only_the_last_turn_counts():
     ])]
     assert [(r.reward, r.done) for r in ends] == [(r, True) for r in (1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0)]
     first, reply, _ = play(talks, 9, problem, (call, good))
-    assert (first.text, reply.text, reply.reward) == (problem.prompt, f"={problem.answer}.", 0.0)
+    assert (first.text, reply.text, reply.reward) == (problem.prompt, f"={problem.answer}.", None)
     talks.shutdown()
 
 
@@ -75,7 +75,7 @@ def test_the_warm_start_shows_what_a_rollout_holds():
         texts = [text for author, text in problem.solution if author == "policy"]
         replies = play(talks, i, problem, texts)
         assert replies[1].tokens == parts[1][1] == tuple(VOCABULARY[c] for c in f"={problem.answer}.")
-        assert [r.reward for r in replies] == [0.0, 0.0, 1.0]
+        assert [r.reward for r in replies] == [None, None, 1.0]
         assert parts[0][1] == tuple(TOKENIZER.encode(texts[0]))  # it ends at the stop string, without eos
         assert parts[2][1] == (*TOKENIZER.encode(texts[1]), TOKENIZER.eos_token_id)
     talks.shutdown()
@@ -123,11 +123,12 @@ def test_retry_gives_feedback_and_another_attempt():
     good = f"#{problem.answer}"
     replies = play(talks, 0, problem, ["#1", good])
     assert [(r.text, r.reward, r.done) for r in replies] == [
-        (problem.prompt, 0.0, False), ("?", 0.0, False), ("", 1.0, True)
+        (problem.prompt, None, False), ("?", None, False), ("", 1.0, True)
     ]
     assert [r.done for r in play(talks, 1, problem, [good])] == [False, True]
     replies = play(talks, 2, problem, ["#1", "#2", "#3"])
-    assert [(r.text, r.reward, r.done) for r in replies[1:]] == [("?", 0.0, False), ("?", 0.0, False), ("", 0.0, True)]
+    found = [(r.text, r.reward, r.done) for r in replies[1:]]
+    assert found == [("?", None, False), ("?", None, False), ("", 0.0, True)]
     talks.shutdown()
 
 
@@ -138,7 +139,7 @@ def test_retry_with_the_checkers_of_reasoning_gym():
     asked = {**problem.extra, "id": problem.id, "prompt": problem.prompt, "answer": problem.answer, "seed": 1}
     retry = Retry(task.reward)
     assert retry.reset(asked) == problem.prompt
-    assert retry.step("<answer>no</answer>") == ("This answer is wrong. Try again.", 0.0, False)
+    assert retry.step("<answer>no</answer>") == ("This answer is wrong. Try again.", None, False)
     assert retry.step(f"so <answer>{problem.answer}</answer>") == ("", 1.0, True)
 
 
@@ -150,7 +151,10 @@ def test_answers_are_scored_with_the_columns_of_their_problem():
 
     asked = {"id": "1", "prompt": [{"role": "user", "content": "q"}], "answer": "a", "seed": 3, "level": 2}
     assert score_answer(by_level, asked, "a") == 0.5
-    assert score_answer(by_level, asked | {"level": 0}, "a") == 0.0  # could not be scored
+    assert score_answer(by_level, asked | {"level": 0}, "a") is None  # could not be scored
+    retry = Retry(by_level)
+    retry.reset(asked | {"level": 0})
+    assert retry.step("a") == ("", None, True)  # nor can it be called wrong
 
 
 def test_a_reward_that_cannot_be_used_stops_the_run():

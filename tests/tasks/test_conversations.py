@@ -31,7 +31,7 @@ def said(text):
     return Completion(0, (*ids(text), EOS), (), text, "stop", 0, "")
 
 
-def spoken(key, text, reward=0.0, tokens=None, done=False):
+def spoken(key, text, reward=None, tokens=None, done=False):
     """The reply of an environment that says one text: a message of the user."""
     tokens = ids(text) if tokens is None else tokens
     return Reply(key, tokens, text, reward, done, messages=({"role": "user", "content": text},))

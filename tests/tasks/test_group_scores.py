@@ -21,6 +21,7 @@ from jetrl.parallel.world import World
 from jetrl.report.recorder import read_metrics, read_samples
 from jetrl.tasks import user_code as user_code_module
 from jetrl.tasks.group_scores import GroupScores, scores_beside
+from jetrl.tasks.reward_results import Scores
 from jetrl.tasks.rewards import rewards_of, score_parts
 from jetrl.tasks.user_code import user_code
 
@@ -48,7 +49,7 @@ def test_the_rewards_are_those_of_one_call(reward: Any, known: tuple[int, ...]) 
         for place in reversed(known):
             scores.add(place, GROUPS[place])
         found = rewards_of(GROUPS, reward, RL, conversations=False, at_limit="keep", known=scores.take())
-    assert found == want and None in want[0]
+    assert found == want and None in want.values
 
 
 def test_one_call_at_a_time_in_the_order_of_ends_next_to_the_caller() -> None:
@@ -68,7 +69,7 @@ def test_one_call_at_a_time_in_the_order_of_ends_next_to_the_caller() -> None:
         scores.add(place, GROUPS[place])  # returns while nothing has been scored
     assert not go.is_set()
     go.set()
-    assert scores.take() == {place: [[0.0, 0.0]] for place in range(3)}
+    assert scores.take() == {place: [Scores((0.0, 0.0))] for place in range(3)}
     assert [texts for texts, _ in calls] == [("iou", "x"), ("a", "bcd"), ("eee", "none")]
     assert most == 1 and not any(in_main for _, in_main in calls) and scores.busy() > 0
     scores.stop()
@@ -122,7 +123,7 @@ def test_the_settings_of_an_engine_are_not_the_rewards() -> None:
     with user_code("engine"):
         step()
     try:
-        assert scores.take() == {0: [[0.0, 0.0]]} and torch.get_float32_matmul_precision() == "highest"
+        assert scores.take() == {0: [Scores((0.0, 0.0))]} and torch.get_float32_matmul_precision() == "highest"
     finally:
         scores.stop()
         user_code_module._theirs.clear()
@@ -152,7 +153,7 @@ def test_what_comes_after_the_rollout_has_no_thread() -> None:
     for reward, calls in ((lengths, "step"), (None, "group")):
         with scores_beside(reward, calls, False) as scores:
             assert scores is None and threading.active_count() == before
-    assert score_parts(GROUPS, lengths, False) == [[1.0, 3.0, 3.0, None, 3.0, 1.0]]
+    assert score_parts(GROUPS, lengths, False) == [Scores((1.0, 3.0, 3.0, None, 3.0, 1.0))]
 
 
 def same_runs(run_dir: Path, other: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_run
@@ -19,6 +20,7 @@ from jetrl.tasks.addition import AdditionTask
 from jetrl.tasks.environment import load_environment
 from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
 from jetrl.tasks.reward_loading import import_function, import_reward, needs_answer
+from jetrl.tasks.reward_results import tell_state
 from jetrl.tasks.rewards import call_reward, check_gold, exact_match, score
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
@@ -56,9 +58,9 @@ def test_sums_and_statistics_by_hand():
     assert call_reward(reward, items(*"abcd")) == [2.0 - 0.125, 0.0, 0.25, None]
     found = score([group("a", "b"), group("c", "d", index=1)], reward, RL)
     assert [g.rewards for g in found.groups] == [(1.875, 0.0), (0.25,)]
-    assert [(p.index, t.segments[-1].text, t.error) for p, t in found.unscored] == [
-        (1, "d", "no reward function scored it")
-    ]
+    assert [(g.prompt.index, [t.segments[-1].text for t in g.trajectories]) for g in found.unscored] == [(1, ["d"])]
+    assert found.unscored[0].trajectories[0].error == "no reward function scored it" and not found.unscored[0].rewards
+    assert [g.scores for g in found.groups] == [{"f0": (1.0, 0.0), "f1": (0.5, None)}, {"f0": (None,), "f1": (-1.0,)}]
     assert found.stats == {
         "reward/f0/mean": 0.5, "reward/f0/std": math.sqrt(0.5), "reward/f1/mean": -0.25,
         "reward/f1/std": statistics.stdev([0.5, -1.0]), "reward/num_errors": 1.0, "reward/min": 0.0,
@@ -66,15 +68,15 @@ def test_sums_and_statistics_by_hand():
     }
 
 
-def test_a_group_without_any_score_is_gone_and_an_evaluation_counts_it_as_zero():
+def test_a_group_without_any_score_is_gone_from_training_and_evaluation():
     groups = [group("a", "b"), group("c", index=1)]
     reward = constant(None, None, 1.0)
     trained, evaluated = score(groups, reward, RL), score(groups, reward, None)
-    assert [(g.prompt.index, g.rewards) for g in trained.groups] == [(1, (1.0,))] and len(trained.unscored) == 2
-    assert [g.rewards for g in evaluated.groups] == [(0.0, 0.0), (1.0,)] and not evaluated.unscored
+    for one in (trained, evaluated):
+        assert [(g.prompt.index, g.rewards) for g in one.groups] == [(1, (1.0,))] and one.num_unscored == 2
     assert trained.stats["reward/min"] == 1.0 and evaluated.stats["reward/num_errors"] == 2.0
     empty = score([groups[0]], constant(None, None), RL)
-    assert not empty.groups and len(empty.unscored) == 2 and "reward/min" not in empty.stats
+    assert not empty.groups and empty.num_unscored == 2 and "reward/min" not in empty.stats
 
 
 def test_the_overlong_penalty_is_paid_on_the_sum_and_not_by_what_is_not_scored():
@@ -284,8 +286,11 @@ def test_many_slow_calls_take_the_time_of_one():
 
 def test_what_the_page_on_rewards_prints_runs():
     page = (Path(__file__).parents[2] / "docs" / "REWARDS.md").read_text()
-    first, judge = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    first, logs, judge = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     names = {"asyncio": asyncio}
+    exec(logs, names)  # noqa: S102
+    logged = score([group("a b", "c")], names["reward"], RL)
+    assert logged.stats["reward/mean_words"] == 1.5 and logged.groups[0].extra == {"first_word": ("a", "c")}
     exec(first, names)  # noqa: S102
     assert call_reward(names["reward"], items("xay", "b")) == [1.0, 0.0]
 
@@ -297,3 +302,118 @@ def test_what_the_page_on_rewards_prints_runs():
     exec(judge, names)  # noqa: S102
     both = WeightedReward((names["reward"], names["judge"]), (1.0, 0.5), ("reward", "judge"))
     assert call_reward(both, items("a", "b")) == [1.0, 0.5]
+
+
+def test_a_weight_of_0_scores_nothing():
+    """Its function is logged only: what it says never makes a number of what the others did not score."""
+    reward = weighted((constant(None, 1.0), 1.0), (constant(0.3, 0.3), 0.0))
+    assert call_reward(reward, items("a", "b")) == [None, 1.0]
+    found = score([group("a", "b")], reward, RL)
+    assert found.groups[0].rewards == (1.0,) and found.num_unscored == 1 and found.stats["reward/f1/mean"] == 0.3
+    assert reward(completions=["a", "b"]) == [None, 1.0]  # for an environment that scores by itself
+
+
+def test_what_the_deciding_function_did_not_score_is_not_scored():
+    reward = weighted((constant(None, 1.0, 0.0), 1.0), (constant(0.3, 0.3, 0.5), 0.1))
+    found = score([group("a", "b", "c")], reward, RL, signal="f0")
+    assert found.groups[0].signals == (1.0, 0.0) and found.groups[0].rewards == (1.03, 0.05) and found.num_unscored == 1
+    assert [g.scores for g in found.unscored] == [{"f0": (None,), "f1": (0.3,)}]
+    both = score([group("a", "b", "c")], reward, RL)
+    assert both.groups[0].signals == both.groups[0].rewards == (0.03, 1.03, 0.05)
+    shaped = weighted((constant(0.0, 0.0), 1.0), (constant(0.2, 0.23), 0.1))
+    (one,) = score([group("a", "b")], shaped, RL, signal="f0").groups
+    assert one.deciding == (0.0, 0.0) and one.rewards[0] != one.rewards[1]
+
+
+def test_signals_are_the_sums_before_the_overlong_penalty():
+    (one,) = score([group("a", "b", length=18)], constant(1.0, 0.0), RL).groups
+    assert one.rewards == (0.5, -0.5) and one.signals == (1.0, 0.0)
+
+
+def test_the_name_of_the_deciding_function_is_checked(tmp_path):
+    (tmp_path / "two.py").write_text("def right(completions):\n    pass\n\ndef short(completions):\n    pass\n")
+    reward = tuple(f"{tmp_path}/two.py:{name}" for name in ("right", "short"))
+    with pytest.raises(UserError, match=r"rl.signal = 'rigth': no reward function has this name.*'right', 'short'"):
+        tiny_run(tmp_path, {"task.reward": reward, "rl.signal": "rigth"})
+
+
+def test_verls_dicts_are_scores_and_metrics():
+    def rows(completions):
+        return [{"score": 0.5, "acc": True, "pred": "42"}, {"score": None, "acc": 0}, 1.0]
+
+    found = score([group("a", "b", "c")], rows, RL)
+    assert found.groups[0].rewards == (0.5, 1.0) and found.stats["reward/rows/acc"] == 0.5
+    assert "reward/rows/pred" not in found.stats
+    assert found.groups[0].extra == {"acc": (True, None), "pred": ("42", None)}
+    assert found.unscored[0].extra == {"acc": (0,), "pred": (None,)}
+    with pytest.raises(UserError, match="returned a dict without 'score'"):
+        call_reward(lambda completions: [{"acc": 1}], items("a"))
+    with pytest.raises(UserError, match="uses the name 'mean', which is one of jetrl's own"):
+        call_reward(lambda completions: [{"score": 1, "mean": 1}], items("a"))
+
+
+def test_trls_parameters_are_given_to_functions_that_name_them():
+    seen = []
+
+    def logs(completions, trainer_state, log_metric, log_extra, **columns):
+        seen.append((trainer_state.global_step, trainer_state.max_steps, sorted(columns)))
+        log_metric("accuracy", 0.25)
+        log_metric("accuracy", np.float32(0.75))
+        log_extra("thought", [c.upper() for c in completions])
+        log_extra("odd", [math.nan, {1: (2, None)}])
+        return [1.0, 2.0]
+
+    tell_state(3, 10)
+    found = score([group("a", "b")], logs, RL)
+    assert seen == [(3, 10, ["answer", "completion_ids", "prompts"])] and found.stats["reward/accuracy"] == 0.5
+    assert found.groups[0].extra == {"thought": ("A", "B"), "odd": ("nan", {"1": [2, None]})}
+
+    def everything(**columns):
+        assert "log_metric" not in columns
+        return [0.0] * len(columns["completions"])
+
+    assert call_reward(everything, items("a")) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda log_metric, log_extra: log_metric("mean", 1), "log_metric uses the name 'mean'"),
+        (lambda log_metric, log_extra: log_metric("x", math.inf), "needs a finite number, got inf"),
+        (lambda log_metric, log_extra: log_metric("x", "1"), "needs a finite number, got '1'"),
+        (lambda log_metric, log_extra: log_metric(3, 1.0), "needs a name as a text, got 3"),
+        (lambda log_metric, log_extra: log_extra("x", ["a", "b"]), "for each of 1 completions, got 2 values"),
+        (lambda log_metric, log_extra: log_extra("x", "a"), "for each of 1 completions, got no list"),
+    ],
+)
+def test_what_is_logged_is_checked(wrong, message):
+    def logs(completions, log_metric, log_extra):
+        wrong(log_metric, log_extra)
+        return [1.0]
+
+    with pytest.raises(UserError, match=message):
+        call_reward(logs, items("a"))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [np.array(1.0), torch.tensor(0.5), np.float64(1.0), {0.1, 0.2}, frozenset([1.0, 2.0]), {"score": 1.0}, {},
+     (x for x in (1.0, 2.0)), "12", b"12", None, 1, object(), zip([1], [2], strict=True), {1.0: 2.0}.keys()],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_result_that_is_no_list_has_one_message(result):
+    with pytest.raises(UserError, match=rf"must return a list of numbers, got {type(result).__name__}"):
+        call_reward(lambda completions: result, items("a", "b"))
+
+
+@pytest.mark.parametrize("result", [[1, 2], (1, 2), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), range(1, 3)])
+def test_results_in_an_order_are_lists(result):
+    assert call_reward(lambda completions: result, items("a", "b")) == [1.0, 2.0]
+
+
+def test_an_error_names_the_users_line_and_not_the_librarys(tmp_path):
+    file = tmp_path / "parses.py"
+    file.write_text("import json\n\ndef help(text):\n    return json.loads(text)\n\ndef f(completions):\n"
+                    "    return [help(c) for c in completions]\n")
+    with pytest.raises(UserError, match=rf"raised JSONDecodeError: .* \({file}, line 4\)\. Fix it"):
+        call_reward(import_function(f"{file}:f"), items("a"))

@@ -25,6 +25,8 @@ from jetrl.tasks.rewards import (
 from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
+RL = parse_config({"name": "t", "device": "cpu", "model": {"path": "m"}, "task": {"name": "addition"}})
+
 
 def group(texts, prompt="p", answer="a", lengths=None, **extra):
     lengths = lengths or [3] * len(texts)
@@ -124,6 +126,19 @@ def test_what_ran_into_a_limit_may_get_nothing():
     assert (keep, zero) == ([(1.0,)] * 3, [(1.0,), (0.0,), (0.0,)])
 
 
+def test_what_an_environment_did_not_score_has_no_reward():
+    """None is not 0: not in training, and not at a limit either, unless `at_limit` says that such a one earns 0."""
+    groups = [
+        conversation(("a", None), "go on", ("b", None)), conversation(("a", 0.0), "go on", ("b", None)),
+        conversation(("a", None), end="length"), conversation(("a", None), "more", ("b", 0.5), end="turns"),
+    ]
+    keep, zero = (score(groups, None, RL, conversations=True, at_limit=limit) for limit in ("keep", "zero"))
+    assert [g.rewards for g in keep.groups] == [(0.0,), (0.5,)] and len(keep.unscored) == 2
+    assert keep.stats["reward/num_errors"] == 2.0
+    assert [g.rewards for g in zero.groups] == [(0.0,), (0.0,), (0.0,)] and len(zero.unscored) == 1
+    assert all(t.given == () for g in zero.groups[1:] for t in g.trajectories)
+
+
 def test_groups_that_lost_trajectories_keep_their_places():
     lost = group(["x"])
     groups = [group(["1", "2"]), Group(lost.prompt, ()), group(["3"])]
@@ -132,12 +147,11 @@ def test_groups_that_lost_trajectories_keep_their_places():
     assert found(score([Group(lost.prompt, ())], None, None)) == ([Group(lost.prompt, ())], {"reward/num_errors": 0.0})
 
 
-def test_none_counts_as_an_error_and_as_zero():
-    scored, stats = found(score([group(["1", "2", "3"])], constant(None, 0.0, 1.0), None))
-    assert scored[0].rewards == (0.0, 0.0, 1.0)
-    assert stats["reward/num_errors"] == 1.0
-    with pytest.raises(UserError, match="not one of 2 completions could be scored"):
-        score([group(["1", "2"])], constant(None, None), None)
+def test_none_counts_as_an_error_and_not_as_zero():
+    """In an evaluation (without a config) as in training."""
+    scored = score([group(["1", "2", "3"])], constant(None, 0.0, 1.0), None)
+    assert scored.groups[0].rewards == (0.0, 1.0) and scored.num_unscored == 1
+    assert scored.stats["reward/num_errors"] == 1.0
 
 
 def test_functions_get_the_columns_that_they_name():
@@ -350,3 +364,16 @@ def test_a_reward_may_be_zero_for_right_and_less_for_wrong() -> None:
     assert check_gold(task, penalty, arithmetic_tokenizer()) == 8
     with pytest.raises(UserError, match="earns no reward"):
         check_gold(task, lambda completions, **_: [-1.0] * len(completions), arithmetic_tokenizer())
+
+
+def test_check_gold_gives_a_conversations_reward_what_the_run_gives_it() -> None:
+    """A function that reads messages would fail on a text, and stop the run before its first step."""
+    task = AdditionTask({"digits": [2]}, 0, arithmetic_tokenizer())
+
+    def last(completions, answer, **_):  # type: ignore[no-untyped-def]
+        return [float(talk[-1]["content"].endswith(a)) for talk, a in zip(completions, answer, strict=True)]
+
+    assert check_gold(task, last, arithmetic_tokenizer(), conversations=True) == 8
+    with pytest.raises(UserError, match=r"(?s)gold text: '.*score: 0\.0"):
+        check_gold(task, lambda completions, **_: [0.0 for talk in completions if talk[0]["role"]],
+                   arithmetic_tokenizer(), conversations=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tasks.test_reward_calls import RL, group, weighted
 from tiny import numbers, tiny_run, weights_hash
 
 from jetrl.errors import UserError
-from jetrl.report.recorder import read_samples
+from jetrl.report.recorder import read_eval_samples, read_held_out, read_samples
+from jetrl.rl.selection import reward_stats
+from jetrl.tasks.rewards import score
 from jetrl.train import checkpoint
-from jetrl.train.gather import merged
+from jetrl.train.evaluation import _evenly
+from jetrl.train.gather import scoring_stats
 
 # Rewards differ within a group only for problems whose answer is a multiple of N.
 REWARD = """\
@@ -83,13 +88,91 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert list(read_samples(resumed)) == list(read_samples(straight))
 
 
-def test_scores_of_rounds_as_one() -> None:
-    first = {"reward/min": 0.0, "reward/max": 1.0, "reward/num_errors": 2.0, "reward/overlong_penalty_mean": -0.5}
-    second = {"reward/min": -1.0, "reward/max": 0.5, "reward/num_errors": 1.0, "reward/overlong_penalty_mean": 0.0}
-    assert merged([first, second]) == {
-        "reward/min": -1.0, "reward/max": 1.0, "reward/num_errors": 3.0, "reward/overlong_penalty_mean": -0.25,
-    }
-    assert merged([first]) == first
+def _logging(completions: list[str], log_metric: Any) -> list[Any]:
+    log_metric("lengths", sum(map(len, completions)) / len(completions))
+    return [None if c == "none" else {"score": float(len(c)), "acc": len(c) > 1} for c in completions]
+
+
+def test_metrics_of_rounds_are_those_of_one_scoring_of_all() -> None:
+    """Every key: a mean of the rounds' means would differ, as they have 16, 1 and 2 completions."""
+    texts = ["a"] * 16, ["bcdef"], ["none", "gh"]
+    groups = [group(*some, index=i, length=17 + i) for i, some in enumerate(texts)]
+    reward = weighted((_logging, 1.0), (lambda completions: [float("e" in c) for c in completions], 0.5))
+    rounds = [score([one], reward, RL) for one in groups]
+    together = scoring_stats([score(groups, reward, RL)])
+    found = scoring_stats(rounds)
+    assert found == pytest.approx(together, rel=1e-12) and found.keys() == together.keys()
+    assert found["reward/f1/mean"] == 2 / 19 and found["reward/frac_unscored"] == 0.0  # "none" has a score by f1
+    assert found["reward/f0/acc"] == 2 / 18 and found["reward/lengths"] == (16 * 1 + 5 + 2 * 3) / 19
+    assert {"reward/f0/std", "reward/overlong_penalty_mean", "reward/num_errors", "reward/min"} <= found.keys()
+    one = [score([group(*["a"] * 16)], lambda completions: [0.5] * 16, RL), score([group("b")], lambda **_: [0.0], RL)]
+    both = [replace(g, rewards=g.rewards) for s in one for g in s.groups]
+    assert reward_stats(both)["reward/mean"] == 8 / 17
+
+
+def test_seconds_next_to_rollouts_add_up() -> None:
+    one = score([group("a")], lambda completions: [1.0], RL)
+    assert scoring_stats([replace(one, beside=1.5), replace(one, beside=2.0)])["perf/reward_beside_s"] == 3.5
+    assert "perf/reward_beside_s" not in scoring_stats([one])
+
+
+def evaluated(folder: Path, reward: str, **more: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "some.py").write_text(reward)
+    return tiny_run(folder, {
+        "task.reward": f"{folder}/some.py:some", "task.params.check_gold": False, "train.steps": 1, "task.num_eval": 8,
+    } | {key.replace("__", "."): value for key, value in more.items()})
+
+
+SOME = """
+def some(completions, answer, **_):
+    return [None if int(a) % 3 else float(int(a) % 2) for a in answer]
+
+def other(completions, **_):
+    return [0.25] * len(completions)
+"""
+
+
+def test_what_is_not_scored_does_not_count_in_an_evaluation(tmp_path: Path) -> None:
+    run_dir = evaluated(tmp_path, SOME)
+    row, held = numbers(run_dir)[0], read_held_out(run_dir)[0]
+    rewards = [value for values in held["rewards"] for value in values]
+    given = [value for value in rewards if value is not None]
+    assert len(rewards) == 8 and 0 < len(given) < 8
+    assert row["eval/addition/avg@1"] == row["eval/addition/pass@1"] == sum(given) / len(given)
+    assert row["eval/addition/num_unscored"] == 8 - len(given) and row["eval/addition/num_completions"] == 8
+    kept = list(read_eval_samples(run_dir))
+    assert len(kept) == 16 and {s["step"] for s in kept} == {0, 1}  # two evaluations, of 8 problems each
+    assert [s["reward"] for s in kept if s["step"] == 0] == rewards
+    assert all(s["advantage"] is None and len(s["tokens"]) == len(s["logprobs"]) for s in kept)
+
+
+def test_an_evaluation_without_any_score_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Evaluation: Reward function .*some: not one of 8 completions could be scored"):
+        evaluated(tmp_path, "def some(completions):\n    return [None] * len(completions)\n")
+
+
+def test_what_decides_is_one_function_of_several(tmp_path: Path) -> None:
+    """Its score is the evaluation's, what it does not score is not scored, and each function is told apart."""
+    run_dir = evaluated(
+        tmp_path, SOME, rl__signal="some", eval__num_samples_kept=3, eval__pass_reward=0.5,
+        task__reward=(f"{tmp_path}/some.py:some", f"{tmp_path}/some.py:other"), task__reward_weights=(0.2, 1.0),
+    )
+    row = numbers(run_dir)[0]
+    given = [v for values in read_held_out(run_dir)[0]["rewards"] for v in values if v is not None]
+    assert set(given) <= {0.0, 1.0} and len(given) < 8
+    assert row["eval/addition/avg@1"] == row["eval/addition/pass@1"] == row["eval/addition/some/avg@1"]
+    assert row["eval/addition/other/avg@1"] == 0.25
+    kept = list(read_eval_samples(run_dir))
+    assert [s["step"] for s in kept] == [0] * 3 + [1] * 3 and [s["group"] for s in kept] == [0, 2, 5] * 2
+    for sample in (*kept, *read_samples(run_dir)):
+        assert set(sample["rewards"]) == {"some", "other"} and sample["rewards"]["other"] == 0.25
+        assert (sample["reward"] is None) == (sample["rewards"]["some"] is None)
+
+
+def test_completions_are_kept_evenly_over_the_problems() -> None:
+    assert _evenly(8, 0) == ([], 0) and _evenly(0, 4) == ([], 0)
+    assert _evenly(8, 3) == ([0, 2, 5], 1) and _evenly(4, 3) == ([0, 1, 2], 1) and _evenly(3, 8) == ([0, 1, 2], 2)
 
 
 def test_a_mistake_in_an_evaluation_keeps_the_step_before_it(tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ def packed(groups, limit: int = 64, **options) -> list[PackedBatch]:
     return fill(batches, "advantages", [a for g in groups for a in g.advantages])
 
 
+def there(column: Tensor) -> list[float | None]:
+    """A column's numbers; None where there is none."""
+    return [None if math.isnan(value) else value for value in column.tolist()]
+
+
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 SHORT = answer(policy((30,), (-0.5,)))
 LONG = answer(policy((31, 32, 33), (-1.0, -2.0, -3.0)), "length")
@@ -89,8 +94,8 @@ def test_layout_by_hand():
     assert first.targets.tolist() == [11, 30, 0, 11, 31, 32, 33, 0]
     assert first.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert first.loss_mask.tolist() == [0, 1, 0, 0, 1, 1, 1, 0]
-    assert first.advantages.tolist() == [0, 1.5, 0, 0, -1.5, -1.5, -1.5, 0]
-    assert first.rollout_logprobs.tolist() == [0, -0.5, 0, 0, -1, -2, -3, 0]
+    assert there(first.advantages) == [None, 1.5, None, None, -1.5, -1.5, -1.5, None]
+    assert there(first.rollout_logprobs) == [None, -0.5, None, None, -1, -2, -3, None]
     assert first.sequence_ids.tolist() == [0] * 3 + [1] * 5 and second.sequence_ids.tolist() == [2, 2, 3, 3]
     assert first.cu_seqlens.tolist() == [0, 3, 8] and second.cu_seqlens.tolist() == [0, 2, 4]
     assert (batch.num_sequences, batch.num_loss_tokens) == (4, 6)
@@ -131,7 +136,7 @@ def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncate
             shared = [tuple(parts[i]) for i in set(stems) - {-1}]
             assert len(set(shared)) == len(shared), "a prompt twice in a micro-batch"
             off = micro.loss_mask == 0
-            assert not micro.advantages[off].any() and not micro.rollout_logprobs[off].any()
+            assert micro.advantages[off].isnan().all() and micro.rollout_logprobs[off].isnan().all()
         assert sorted(here) == list(range(batch.num_sequences))
         assert batch.num_loss_tokens == num_loss_tokens
         found += [here[number] for number in sorted(here)]
@@ -153,8 +158,8 @@ def test_shared_prompts_by_hand():
     assert micro.positions.tolist() == [0, 1, 2, 1, 2, 3, 4, 0, 1, 0, 1]
     assert micro.targets.tolist() == [0, 30, 0, 31, 32, 33, 0, 30, 0, 30, 0]
     assert micro.loss_mask.tolist() == [0, 1, 0, 1, 1, 1, 0, 1, 0, 1, 0]
-    assert micro.advantages.tolist() == [0, 1.5, 0, -1.5, -1.5, -1.5, 0, 0.25, 0, 0.75, 0]
-    assert micro.rollout_logprobs.tolist() == [0, -0.5, 0, -1, -2, -3, 0, -0.5, 0, -0.5, 0]
+    assert there(micro.advantages) == [None, 1.5, None, -1.5, -1.5, -1.5, None, 0.25, None, 0.75, None]
+    assert there(micro.rollout_logprobs) == [None, -0.5, None, -1, -2, -3, None, -0.5, None, -0.5, None]
     assert micro.sequence_ids.tolist() == [-1, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
     assert micro.cu_seqlens.tolist() == [0, 1, 3, 7, 9, 11]
     assert (batch.num_sequences, batch.num_loss_tokens) == (4, 6)
@@ -359,10 +364,10 @@ def test_a_conversation_by_hand():
     assert micro.tokens.tolist() == [10, 30, 31, 40, 41, 32, 10, 30]
     assert micro.targets.tolist() == [30, 31, 40, 41, 32, 0, 30, 0]
     assert micro.loss_mask.tolist() == [1, 1, 0, 0, 1, 0, 1, 0]
-    assert micro.rollout_logprobs.tolist() == [-1, -2, 0, 0, -3, 0, -0.5, 0]
+    assert there(micro.rollout_logprobs) == [-1, -2, None, None, -3, None, -0.5, None]
     assert batch.num_loss_tokens == 4
     (filled,) = fill([batch], "advantages", [(1.0, 2.0, 3.0), -4.0])
-    assert filled.micro_batches[0].advantages.tolist() == [1, 2, 0, 0, 3, 0, -4, 0]
+    assert there(filled.micro_batches[0].advantages) == [1, 2, None, None, 3, None, -4, None]
     (masked,) = packed([group(0, (10,), (talk, SHORT), (0.5, -0.5))], limit=8, mask_truncated=True)
     assert masked.micro_batches[0].loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 0]
 
@@ -379,10 +384,23 @@ def test_columns_of_passes_come_back_by_trajectory(
     trajectories = [t for g in groups for t in g.trajectories]
     found = by_trajectory([held(batches, "values")], [t.num_policy_tokens for t in trajectories])
     for values, t in zip(found, trajectories, strict=True):
-        expected = [0.0 if mask and t.end != "stop" else 2 * lp for s in t.turns for lp in s.logprobs]
-        assert values.tolist() == expected
+        if mask and t.end != "stop":
+            assert values is None, "nothing was computed for it"
+        else:
+            assert values.tolist() == [2 * lp for s in t.turns for lp in s.logprobs]
     for b in fill(batches, "returns", found):
-        assert all(torch.equal(m.returns, m.values) for m in b.micro_batches)
+        assert all(there(m.returns) == there(m.values) for m in b.micro_batches)
+
+
+def test_a_loss_row_without_its_number_is_refused():
+    """What was not computed is None, for `fill` as well: it cannot become a 0 in the loss."""
+    (batch,) = pack(EXAMPLE, max_tokens_per_gpu=64, flow_digest="flow", weight_version=3)
+    assert all(micro.advantages.isnan().all() for micro in batch.micro_batches), "pack has none to give"
+    with pytest.raises(AssertionError, match="advantages of a trajectory in the loss was not computed"):
+        fill([batch], "advantages", [1.0, None, 1.0, 1.0])
+    (batch,) = pack(EXAMPLE, max_tokens_per_gpu=64, flow_digest="flow", weight_version=3, mask_truncated=True)
+    (filled,) = fill([batch], "advantages", [1.0, None, 2.0, 3.0])
+    assert [a for a in there(filled.micro_batches[0].advantages) if a is not None] == [1.0, 2.0, 3.0]
 
 
 def assert_equal(one: PackedBatch, other: PackedBatch) -> None:
@@ -393,7 +411,7 @@ def assert_equal(one: PackedBatch, other: PackedBatch) -> None:
         for field in fields(MicroBatch):
             x, y = getattr(a, field.name), getattr(b, field.name)
             if isinstance(x, Tensor):
-                assert x.dtype == y.dtype and torch.equal(x, y), field.name
+                assert x.dtype == y.dtype and torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0)), field.name
             else:
                 assert x == y, field.name
 
@@ -434,7 +452,7 @@ def test_a_rank_packs_its_share_of_the_whole(groups, limit, updates, mask, share
     lengths = [len(column) for column in columns]
     found = by_trajectory([held(part, "values") for part in parts], lengths)
     for a, b in zip(found, by_trajectory([held(whole, "values")], lengths), strict=True):
-        assert a.tolist() == b.tolist()
+        assert (a is None) == (b is None) and (a is None or a.tolist() == b.tolist())
 
 
 def test_a_log_prob_that_is_no_number_is_refused_by_the_rank_that_packs_it():
@@ -451,6 +469,7 @@ def test_in_order_by_hand():
     assert [m.lengths for m in batch.micro_batches] == [(4, 3), (5, 2)] and batch.num_loss_tokens == 4
     assert batch.micro_batches[1].sequence_ids.tolist() == [2] * 5 + [3] * 2
     assert batch.micro_batches[0].loss_mask.tolist() == [0, 0, 1, 0, 0, 1, 0]
+    assert batch.micro_batches[0].rollout_logprobs.isnan().all(), "nobody has sampled a worked solution"
     second = pack_in_order(solved, 7, lambda count: [1])
     assert_equal(second, replace(batch, numbers=(1,), micro_batches=batch.micro_batches[1:]))
 
@@ -461,4 +480,4 @@ def test_to_device_keeps_everything():
     moved = to_device(micro, "meta")
     assert moved.tokens.device.type == moved.cu_seqlens.device.type == "meta" and moved.lengths == micro.lengths
     same = to_device(micro, "cpu")
-    assert torch.equal(same.advantages, micro.advantages) and torch.equal(same.targets, micro.targets)
+    assert there(same.advantages) == there(micro.advantages) and torch.equal(same.targets, micro.targets)

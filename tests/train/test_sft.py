@@ -41,7 +41,7 @@ def test_it_learns_and_the_second_time_it_is_cached(tmp_path: Path) -> None:
     first = session_of(tmp_path, {})
     path, losses = train(first, told)
     assert len(losses) == 6 and losses[-1] < 0.85 * losses[0]
-    assert [line.split(" in ")[0] for line in told] == ["no warm start of this model, task, seed and [sft]"]
+    assert [line.split(" in ")[0] for line in told] == ["no cached warm start for this model, task, seed and [sft]"]
     told.clear()
     second = session_of(tmp_path, {})
     again, nothing = train(second, told)

@@ -224,8 +224,9 @@ def test_a_second_signal_stops_at_once(kind: str, capfd: pytest.CaptureFixture[s
         with pytest.raises(KeyboardInterrupt):
             send("SIGTERM" if kind == "SIGHUP" else kind)()
     err = capfd.readouterr().err
-    again = "Ctrl-C or SIGTERM" if kind == "SIGHUP" else "The signal again"
-    assert f"Stopping after this step, with a checkpoint. {again} stops at once." in err
+    again = {"SIGHUP": "Ctrl-C or SIGTERM stops it", "SIGTERM": "A second SIGTERM stops it"}.get(
+        kind, "Press Ctrl-C again to stop")
+    assert f"Stopping after this step, with a checkpoint. {again} immediately." in err
     assert "Interrupted: the step under way is not saved." in err
 
 

@@ -1,0 +1,90 @@
+"""Callbacks of a `Trainer`: what a program does between the steps of a run, checked and called."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jetrl.errors import UserError, as_user_error
+
+
+class Callback:
+    """What happens between the steps of a run. Override what you need; a class of yours need not inherit from this.
+
+    Each method gets the `jetrl.Trainer`, which may evaluate, generate and save; `trainer.stop()` ends the run after
+    this step. Return nothing. With several ranks, each rank calls its callbacks.
+    """
+
+    def on_start(self, trainer: Any) -> None:
+        """Before the first step: the model is there, and so is the warm start."""
+
+    def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """After a step, which is in metrics.jsonl then. `metrics` is its row."""
+
+    def on_evaluation(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation of the run, that of step 0 included. `metrics` holds its `eval/*` only."""
+
+    def on_end(self, trainer: Any) -> None:
+        """After the last step, or the one after which `stop` was called. Not after an error."""
+
+
+_METHODS = {"on_start": 0, "on_step": 2, "on_evaluation": 2, "on_end": 0}  # and the arguments after `trainer`
+_FORM = (
+    "Write a class with any of on_start(self, trainer), on_step(self, trainer, step, metrics), on_evaluation(self, "
+    "trainer, step, metrics), on_end(self, trainer), and give an instance."
+)
+
+
+def checked(callbacks: Any) -> tuple[Any, ...]:
+    """The callbacks as a tuple; UserError where one has not the form of `Callback`."""
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        raise UserError(f"callbacks = {callbacks!r}: give a list of callbacks. {_FORM}")
+    for i, one in enumerate(callbacks):
+        where = f"callbacks[{i}]"
+        if inspect.isclass(one):
+            raise UserError(f"{where} is the class {one.__name__}: give an instance, {one.__name__}().")
+        own = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name))]
+        if not set(own) & set(_METHODS):
+            raise UserError(f"{where} ({type(one).__name__}) has no method that is called. {_FORM}")
+        for name in own:
+            if name not in _METHODS:
+                near = difflib.get_close_matches(name, _METHODS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"called are {', '.join(_METHODS)}."
+                raise UserError(f"{where}: {type(one).__name__}.{name} is never called; {hint}")
+            try:
+                inspect.signature(getattr(one, name)).bind(*range(1 + _METHODS[name]))
+            except TypeError as error:
+                raise UserError(f"{where}: {type(one).__name__}.{name} cannot be called: {error}. {_FORM}") from error
+    return tuple(callbacks)
+
+
+def tell(callbacks: Sequence[Any], method: str, *arguments: Any) -> None:
+    """Call `method` of all callbacks that have it. UserError, naming the user's line, where one raises or returns
+    something."""
+    for callback in callbacks:
+        if (call := getattr(callback, method, None)) is None:
+            continue
+        name = f"Callback {type(callback).__name__}.{method}"
+        try:
+            answer = call(*arguments)
+        except UserError:
+            raise
+        except Exception as error:  # a user's method may raise anything
+            told = f"{name} raised {type(error).__name__}: {error} ({_place(error, call)})."
+            raise as_user_error(error)(told) from error
+        if answer is not None:
+            raise UserError(
+                f"{name} returned {answer!r}, which means nothing. Return nothing; trainer.stop() ends the run."
+            )
+
+
+def _place(error: BaseException, call: Any) -> str:
+    """The innermost line of the error in the file of `call`, else of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(getattr(call, "__func__", call)), "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

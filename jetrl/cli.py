@@ -132,7 +132,7 @@ def train(
     nproc: Ranks = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option(
-        "--dry-run", help="Check config, model, data, memory of the GPU; print the config.")] = False,
+        "--dry-run", help="Check config, model, data and memory; print the config, the rows and one prompt.")] = False,
     gpu: Annotated[str, typer.Option(help="The GPU of --dry-run: h100, h200, or GiB (default: this machine's).")] = "",
 ) -> None:
     """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""

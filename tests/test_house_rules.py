@@ -68,7 +68,6 @@ REACHED_THROUGH = {
     "kernels/backends/triton_launch": "kernels/backends/triton_pointwise",
     "model/attention": "model/blocks",
     "model/mlp": "model/blocks",
-    "model/hf_files": "model/hf",
     "model/hf_tokenizer": "model/hf",
     "model/hf_write": "model/hf",
     "model/names": "model/hf",

@@ -73,7 +73,7 @@ def test_a_rendered_prompt_is_shown_with_what_the_template_made(
     assert lines[at + 1 : at + 3] == ["  | <0>#|<1>1+1=", "  | |<2>_???"]
     assert '3:"1" 12:"+" 3:"1" 16:"=" 23:"\\n"' in lines[at + 3]
     assert lines[at + 4] == 'The tokenizer has no BOS token. Tokens that end a completion: 1:"<eos>".'
-    assert 'opened the policy\'s turn with "???"' in lines[at + 5] and "prefilled" in lines[at + 5]
+    assert 'opened the policy\'s turn with "_???"' in lines[at + 5] and "prefilled" in lines[at + 5]
 
 
 def test_long_prompts_are_bounded_and_odd_characters_written_out(

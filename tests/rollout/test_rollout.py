@@ -167,7 +167,7 @@ def test_a_group_is_told_of_when_its_last_trajectory_has_ended(talking: bool) ->
 def test_plain_answers_are_those_of_generate() -> None:
     asked = Asked(SamplingParams(9, top_k=12, stop_token_ids=(1, 2, 3, 4)), 3, 500)
     chat = Problem("chat", ({"role": "system", "content": "be kind"}, {"role": "user", "content": "a + b?"}), "")
-    asked_of = [*prompts(3), Prompt(3, chat, (7, 8))]
+    asked_of = [*prompts(3), Prompt(3, chat, (7, 8), "<think>")]
     engine, reports, plain = make_engine(max_num_seqs=4), [], []
     rollout = roll_out(engine, asked_of, asked, on_step=reports.append)
     requests = [Request(500 + i, asked_of[i // 3].tokens, asked.sampling) for i in range(12)]
@@ -180,7 +180,8 @@ def test_plain_answers_are_those_of_generate() -> None:
     assert [len(g.trajectories) for g in rollout.groups] == [3] * 4 and rollout.failed == []
     texts = ["text 0", "text 1", "text 2", "system: be kind\nuser: a + b?"]
     for i, (t, c) in enumerate(zip([t for g in rollout.groups for t in g.trajectories], completions, strict=True)):
-        prompt = Segment("environment", asked_of[i // 3].tokens, texts[i // 3])
+        asked_now = asked_of[i // 3]
+        prompt = Segment("environment", asked_now.tokens, texts[i // 3], opened="<think>" if i >= 9 else "")
         answer = Segment("policy", c.tokens, c.text, c.logprobs)
         assert t == Trajectory((prompt, answer), c.finish_reason, 3, "flow")
     assert {t.end for g in rollout.groups for t in g.trajectories} == {"stop", "length"}

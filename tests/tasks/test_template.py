@@ -171,6 +171,19 @@ def test_a_system_prompt_without_a_system_role_is_refused_as_for_plain_text() ->
         encode_problem(Problem("p", "1+1=", ""), Chars(TEMPLATES["no system"]), config)
 
 
+HOW = [
+    ("backwards", "in another order than the messages'"), ("repeats", "more than once"),
+    ("system again", "more than once"), ("upper", "in other words"), ("escapes", "in other words"),
+    ("cuts", "in other words"), ("trims", "takes white space off the ends"),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), HOW, ids=str)
+def test_what_becomes_of_a_text_is_said(name: str, how: str) -> None:
+    prompt, config = tuple(PROMPTS["system"]), TaskConfig(name="addition", max_prompt_length=999)
+    assert how in told(lambda: encode_problem(Problem("p", prompt, ""), Chars(TEMPLATES[name]), config))[1]
+
+
 def test_a_whole_message_that_is_lost_is_refused_with_its_keys() -> None:
     prompt = tuple(PROMPTS["calls"])
     with pytest.raises(UserError, match=r"nothing of this message of role 'assistant': neither tool_calls\[\].id nor "

@@ -87,7 +87,8 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     from jetrl.report.track import TrackSettings, check_trackers
     from jetrl.train.fitting import gpu_named, on_gpu, report
     from jetrl.train.pin import pinned, weights_to_come
-    from jetrl.train.prepare import epochs_told, in_steps, prepare
+    from jetrl.train.prepare import in_steps, prepare
+    from jetrl.train.preview import preview
 
     if gpu:
         gpu_named(gpu)
@@ -99,8 +100,8 @@ def dry_run(recipe: str, overrides: list[str], ranks: int, gpu: str, echo: Calla
     on_cpu = {"device": "cpu", "kernels": "reference"}
     plan = prepare(config.model_copy(update=on_cpu) if elsewhere else config)
     echo(to_toml(config))
-    if text := epochs_told(in_steps(config, plan.task), plan.task):
-        echo(text, err=True)
+    for line in preview(in_steps(config, plan.task), plan):
+        echo(line, err=True)
     if text := weights_to_come(config):
         echo(text, err=True)
     if elsewhere:

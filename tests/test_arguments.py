@@ -149,3 +149,32 @@ def test_logprobs_raises_user_errors_only(policy: Policy, tokens: Any, temperatu
 def test_values_in_messages_are_cut() -> None:
     assert len(arguments.shown("x" * 1000)) == 80
     assert arguments.shown(10**10000) == "a number of 33220 bits"
+
+
+def test_texts_and_messages_become_tokens_as_in_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama base model is trained with BOS in front: a text without it would be another prompt than a run's."""
+    from tokenizers.processors import TemplateProcessing
+
+    policy = load_model(folder)
+    policy.tokenizer.add_special_tokens({"bos_token": "<pad>"})
+    policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<pad> $A", None, [("<pad>", 0)])
+    policy.tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '#' if add_generation_prompt }}"
+    )
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(type(policy.engine), "generate", lambda self, given: asked.extend(r.tokens for r in given))
+    plain = tuple(policy.tokenizer("12=").input_ids)
+    rendered = (0, *policy.tokenizer.encode("12=#", add_special_tokens=False))
+    talk = [{"role": "user", "content": "12="}]
+    for prompts in ("12=", ["12=", talk, list(plain[1:])], talk):
+        policy.generate(prompts, max_tokens=4)
+    assert asked == [plain, plain, rendered, plain[1:], rendered] and plain[0] == 0
+    for wrong, message in (
+        ([[{"role": "user"}]], r"prompts\[0\]: a chat message needs the texts 'role' and 'content'.*Write {'role'"),
+        ([talk, [talk[0], 3]], r"prompts\[1\]\[0\] = .*a token id is a whole number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            policy.generate(wrong)
+    policy.tokenizer.chat_template = None
+    with pytest.raises(UserError, match=r"prompts\[0\]: is a list of chat messages, and the tokenizer has no"):
+        policy.generate(talk)

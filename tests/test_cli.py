@@ -313,6 +313,8 @@ def test_dry_run_prints_the_config_and_runs_nothing(jetrl: Cli, recipe: Path, tm
     assert status == 0 and "lr = 2e-05" in out and not (tmp_path / "runs").exists()
     assert 'kv_cache = "bf16"' in out
     assert 'kv_cache = "fp8"' in jetrl("train", recipe, "quant.kv_cache=fp8", "--dry-run")[1]
+    err = jetrl("train", recipe, "--dry-run")[2]
+    assert "The first prompt of the run" in err and "Its tokens: " in err and "Data: " in err
     status, out, err = jetrl("train", recipe, "precision=bf16", "--dry-run", "--nproc", "2", "--gpu", "h100")
     assert status == 0 and "\nkv_cache =" not in out
     assert "Memory of each of 2 GPUs, predicted, in GiB, for H100" in err and "It fits" in err, err

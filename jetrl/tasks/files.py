@@ -77,7 +77,6 @@ class FileTask:
             parts.append(f"{_rows(shared, 'more ')} left out of training: their prompts are {of}")
         parts += [t for s, n in zip(sieves, (source, where), strict=True) if (t := s.describe(n))]
         self._description = "; ".join(parts)
-        self.num_train_rows = len(self._train)
         self.num_rows_read = len(problems) + sieves[0].overlong + sieves[0].repeated  # of the training data
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 

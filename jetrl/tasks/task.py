@@ -20,7 +20,7 @@ from jetrl.tasks.prompts import OverlongPrompt, encode_problem, opened_text
 from jetrl.tasks.protocol import RewardFunction, Task
 from jetrl.types import Problem, Prompt
 
-__all__ = ["TASKS", "RewardFunction", "Task", "build_task", "encode_problem", "eval_prompts", "sample"]
+__all__ = ["TASKS", "RewardFunction", "Task", "build_task", "encode_problem", "eval_prompts", "prompt_of", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -108,7 +108,7 @@ def sample(
     indices = range(first, first + count)
     if conversations:
         return [_opening(i, task.problem(i), config.seed) for i in indices]
-    return [_prompt(i, task.problem(i), tokenizer, config.task) for i in indices]
+    return [prompt_of(i, task.problem(i), tokenizer, config.task) for i in indices]
 
 
 def eval_prompts(task: Task, tokenizer: Any, config: Config, conversations: bool = False) -> list[Prompt]:
@@ -116,10 +116,11 @@ def eval_prompts(task: Task, tokenizer: Any, config: Config, conversations: bool
     problems = list(enumerate(task.eval_problems(config.task.num_eval)))
     if conversations:
         return [_opening(i, problem, None) for i, problem in problems]
-    return [_prompt(i, problem, tokenizer, config.task) for i, problem in problems]
+    return [prompt_of(i, problem, tokenizer, config.task) for i, problem in problems]
 
 
-def _prompt(index: int, problem: Problem, tokenizer: Any, config: TaskConfig) -> Prompt:
+def prompt_of(index: int, problem: Problem, tokenizer: Any, config: TaskConfig) -> Prompt:
+    """The problem as the prompt of number `index`. UserError where it cannot be encoded."""
     tokens = tuple(encode_problem(problem, tokenizer, config))
     return Prompt(index, problem, tokens, opened_text(problem, tokenizer, config))
 

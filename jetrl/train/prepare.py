@@ -40,6 +40,7 @@ class Prepared:
     task: Task
     reward: RewardFunction | None
     environment: Factory | None
+    eos_ids: frozenset[int]  # the tokens that end a completion
 
 
 def prepare(
@@ -54,7 +55,7 @@ def prepare(
     tokenizer, spec, base = load_spec(config)
     check_lengths(config, spec)
     check_experts(config, spec)
-    eos_ids(tokenizer, model_source(config), spec.vocab_size)
+    ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
     if trains:  # a recipe may evaluate models of other kinds than it trains
         check_routing(config.train, spec)
         check_saved(config, spec)
@@ -71,7 +72,7 @@ def prepare(
     reward, environment = scoring(config, task, named, tokenizer, own)
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
-    return Prepared(tokenizer, spec, base, recipe, task, reward, environment)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends)
 
 
 def in_steps(config: Config, task: Task) -> Config:

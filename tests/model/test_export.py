@@ -15,6 +15,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.model import hf
 from jetrl.model.export import export, fp8_weights, left_out, quantization_config
+from jetrl.model.hf_files import GENERIC_TOKENIZERS
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
@@ -154,6 +155,16 @@ def test_bf16_export_is_the_rounded_model_with_its_files(tmp_path: Path) -> None
     assert (written["dtype"], written["initializer_range"]) == ("bfloat16", 0.5)
     assert hf.read_generation_config(out) == {"top_k": 5}
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize("name", GENERIC_TOKENIZERS)
+def test_an_export_names_the_tokenizer_class_as_checkpoints_do(tmp_path: Path, name: str) -> None:
+    """transformers 4 does not know TokenizersBackend, the name that transformers 5 writes."""
+    hf.save_model(tmp_path / "m", SPEC, model_of(SPEC, Recipe(name="bf16", num_layers=3)).state_dict())
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, "eos_token": "<eos>"}))
+    out = export(tmp_path / "m", tmp_path / "out", fp8=False)
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
 
 
 @pytest.fixture

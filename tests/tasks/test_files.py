@@ -185,7 +185,7 @@ def test_split_by_hash_is_disjoint_also_for_repeated_prompts(tmp_path):
         f"{path}: 60 training rows, 10 held out for evaluation (the same data, chosen by hash of the prompt); 10 more "
         "rows left out of training: their prompts are among the held-out ones"
     )
-    assert (both.num_rows_read, both.num_train_rows) == (80, 60)
+    assert (both.num_rows_read, both.num_rows) == (80, 60)
     plain = task(write(tmp_path / "b.jsonl", rows(40)), num_eval=10)
     assert plain.describe() == (
         f"{tmp_path}/b.jsonl: 30 training rows, 10 held out for evaluation (the same data, chosen by hash of the "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hub_server import ONE, TWO, Hub, Repo, serving, use
 
-from jetrl.config import Config, parse_config, to_toml
+from jetrl.config import Config, parse_config, resolve, to_toml
 from jetrl.errors import UserError
 from jetrl.train.pin import Pin, pinned, pins_of, record
 
@@ -53,6 +53,17 @@ def test_every_name_is_bound_to_a_commit(server: Hub, tmp_path: Path) -> None:
     file = tmp_path / "env.json"
     file.write_text(json.dumps({"date": "", **record(pins)}))
     assert pins_of(file) == pins
+
+
+def test_a_tokenizer_from_the_models_own_repository_has_the_models_revision(server: Hub) -> None:
+    """With model.revision alone, the template would come from main and the weights from the pin."""
+    def bound(**more: str) -> Config:
+        asked = config({"path": "acme/tiny", "revision": "v2", "tokenizer": "acme/tiny", **more})
+        return pinned(resolve(asked, cuda_available=False))[0]
+
+    assert (bound().model.revision, bound().model.tokenizer_revision) == (TWO, TWO)
+    assert bound(tokenizer_revision="main").model.tokenizer_revision == ONE, "what is given stays"
+    assert bound(tokenizer="acme/words").model.tokenizer_revision == TWO, "another repository's main"
 
 
 def test_folders_and_builtin_tokenizers_stay(server: Hub, tmp_path: Path) -> None:

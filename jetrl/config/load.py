@@ -194,7 +194,7 @@ NO_BITS = frozenset({
     "eval.num_samples_kept",
 })
 # Settings that came later, each with the value at which a run is what it was before: digests of then stay.
-SINCE = {
+SINCE: dict[str, Any] = {
     "rl.signal": "reward", "environment.tools": None, "train.epochs": None, "track.project": None,
     "track.entity": None, "track.group": None, "track.tags": [], "track.run_name": None, "track.num_samples": 8,
 }

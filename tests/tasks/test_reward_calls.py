@@ -366,7 +366,8 @@ def test_trls_parameters_are_given_to_functions_that_name_them():
 
     tell_state(3, 10)
     found = score([group("a", "b")], logs, RL)
-    assert seen == [(3, 10, ["answer", "completion_ids", "prefilled", "prompts"])] and found.stats["reward/accuracy"] == 0.5
+    assert seen == [(3, 10, ["answer", "completion_ids", "prefilled", "prompts"])]
+    assert found.stats["reward/accuracy"] == 0.5
     assert found.groups[0].extra == {"thought": ("A", "B"), "odd": ("nan", {"1": [2, None]})}
 
     def everything(**columns):

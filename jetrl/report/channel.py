@@ -63,7 +63,8 @@ def within(name: str, seconds: float, call: Callable[[], object]) -> None:
     thread.start()
     thread.join(seconds)
     if not result:
-        raise UserError(f"{name} (track.backends) has not answered in {seconds:g} s: is its server within reach? {_CURE}")
+        within_reach = "is its server within reach?"
+        raise UserError(f"{name} (track.backends) has not answered in {seconds:g} s: {within_reach} {_CURE}")
     error = result[0]
     if isinstance(error, UserError):
         raise error

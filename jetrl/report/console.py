@@ -139,13 +139,15 @@ class Display:
         step = int(metrics["step"])
         if step > self.current:  # the row of step 0 is an evaluation: no measure of a step's time
             self._durations.append((now - self._step_started) / (step - self.current))
+            # What this row lacks was not measured in it; the last evaluation stays in view.
+            self._metrics = {key: value for key, value in self._metrics.items() if key.startswith("eval/")}
         self.current, self._step_started = step, now
         self._metrics.update(metrics)
         shown = metrics.get("reward/mean", metrics.get("policy/loss"))
         if shown is not None:
             self._curve.append(float(shown))
-        gap = float(metrics.get("parity/logprob_abs_diff_max", 0.0))
-        if not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN counts as the worst and stays
+        gap = metrics.get("parity/logprob_abs_diff_max")
+        if gap is not None and not (math.isnan(self._worst_gap) or gap <= self._worst_gap):  # NaN is the worst: it stays
             self._worst_gap = gap
         accuracy = accuracy_of(metrics)
         if accuracy is not None and self._first_accuracy is None:
@@ -349,12 +351,12 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
         before = "" if run.accuracy_before is None else f"{run.accuracy_before:.3f} -> "
         accuracy = "" if run.accuracy_after is None else f"{before}{run.accuracy_after:.3f}"
         gap = "" if run.parity_max is None else parity_text(run.parity_max)
-        style = "green" if run.parity_max == 0.0 else "red"
-        steps = f"{run.parity_nonzero_steps}/{run.parity_steps}"
+        style = "" if run.parity_max is None else "green" if run.parity_max == 0.0 else "red"
+        steps = f"{run.parity_nonzero_steps}/{run.parity_steps}" if run.parity_steps else ""
         cells: list[str | Text] = [name, accuracy, Text(gap, style=style), Text(steps, style=style)]
         if routed:
             share = run.routing_mean
             cells.append("" if share is None else Text("0" if share == 0.0 else f"{share:.2%}", style=style))
-        table.add_row(*cells, duration(run.seconds or 0.0))
+        table.add_row(*cells, "" if run.seconds is None else duration(run.seconds))
     console.print()
     console.print(table, highlight=False)

@@ -335,7 +335,12 @@ def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     for row in read_rows(path):
         if missing := [key for key in SAMPLE_KEYS if key not in row]:
             raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
-        yield _with_numbers(row, _decode)
+        yield decoded(row)
+
+
+def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of samples as it was before it became JSON."""
+    return _with_numbers(row, _decode)
 
 
 def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:

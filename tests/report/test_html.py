@@ -198,7 +198,7 @@ def test_conversations_go_by_turns_and_failed_ones_join_their_group(make_run, tm
         policy = [turn for turn in shown["turns"] if turn["by"] == "policy"]
         assert [turn["by"] for turn in shown["turns"]] == [turn["author"] for turn in row["turns"]]
         assert [token for turn in policy for token in turn["t"]] == row["tokens"]
-        assert [turn["r"] for turn in shown["turns"]] == [turn.get("reward", 0.0) for turn in row["turns"]]
+        assert [turn["r"] for turn in shown["turns"]] == [turn.get("reward") for turn in row["turns"]]
         if "advantages" in row:
             assert [v for turn in policy for v in turn["v"]] == [round(v, 5) for v in row["advantages"]]
         texts = [turn["c"] for turn in shown["turns"] if turn["by"] == "environment"]

@@ -223,6 +223,12 @@ def _recorded(
             save_once(session, run_dir)
         except FloatingPointError as error:  # the sampler met NaN or infinite logits
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
+        except Exception as error:
+            if world.alone or isinstance(error, UserError):  # which all ranks raise
+                state.finish(session)
+            raise
+        with clock("checkpoint"):
+            state.finish(session)
     stop.phase = "report"
     if world.first and recorder.last_step >= 0:  # one from elsewhere may stop before its first step
         write_report([run_dir], run_dir / "report.html")
@@ -279,6 +285,9 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
             own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
         )
+    if session.writing is not None:
+        with clock("checkpoint"):
+            state.release(session)
     WAITS.start()
     with clock("update", len(batches)):
         learnt, batches, advantage_stats = estimate(
@@ -308,6 +317,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
+    state.look(session)
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)

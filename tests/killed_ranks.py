@@ -73,9 +73,10 @@ def parts_of(world: World, step: int) -> dict[str, Part]:
 
 
 def save(world: World, folder: Path, step: int) -> Path:
-    def write_model(target: Path, told: checkpoint.Told) -> None:
+    def write_model(target: Path, state: Path, parts: Any, told: checkpoint.Told) -> list[Path]:
         (target / "config.json").write_text("{}")
         hf_write._write_file(target / NAMES[world.rank], {"x": torch.ones(2)})
+        return [target / NAMES[world.rank]]
 
     meta = checkpoint.Meta(step, step, "flow", {}, {})
     return checkpoint.save(folder, meta, parts_of(world, step), write_model, keep=9, world=world)

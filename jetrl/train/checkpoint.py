@@ -15,32 +15,40 @@ there is never half of one under its name.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from jetrl.errors import UserError
 from jetrl.model.hf_write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.together import by_all, by_first, together
-from jetrl.parallel.world import ALONE, World
+from jetrl.parallel.world import ALONE, World, connect
 from jetrl.train import store
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
 _NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
 _WRITING, _REMOVED = ".writing_", ".removed_"
+_PAUSE = 0.05  # seconds between two looks at what other ranks have told
 Told = Callable[[], AbstractContextManager[None]]
+WriteModel = Callable[[Path, Path, Mapping[str, Part], Told], Iterable[Path]]
+"""model folder, state folder, this rank's parts, what is around writes -> this rank's safetensors files."""
 _ANOTHER = "Resume from another step of the run (checkpoint.resume = PATH)."
 
 
@@ -62,60 +70,214 @@ class Meta:
 
 
 def save(
-    folder: Path, meta: Meta, parts: Mapping[str, Part], write_model: Callable[[Path, Told], None], keep: int,
-    world: World = ALONE,
+    folder: Path, meta: Meta, parts: Mapping[str, Part], write_model: WriteModel, keep: int, world: World = ALONE,
 ) -> Path:
     """Write `folder/step_NNNNNN` atomically, point `folder/latest` at it, and remove all but the newest `keep`.
 
     What an old checkpoint or a killed writer left and cannot be removed is warned of. Every rank gives its `parts`.
-    `write_model(folder, told)`, with `told()` around what writes, is a collective, and so is this.
+    `write_model(model, state, parts, told)` writes this rank's files of the model's folder, with `told()` around what
+    writes; by then the state of all ranks is in its folder. Collective.
+    """
+    return begin(folder, meta, parts, write_model, keep, world).finish()
+
+
+def begin(
+    folder: Path, meta: Meta, parts: Mapping[str, Part], write_model: WriteModel, keep: int, world: World = ALONE,
+    background: bool = False,
+) -> Writing:
+    """`save` up to where its files are written: `finish` makes it a checkpoint.
+
+    In the `background`, a thread of each rank copies its parts to host memory and writes them; they may change once
+    `release` has returned. Nothing there is a collective. Else `finish` writes, from the parts themselves. Collective.
     """
     final = folder / f"step_{meta.step:06d}"
     told = partial(store.told_if_full, f"the checkpoint {final}", folder, lambda: (
         f"{left(folder)} Free some space, then continue with --resume."
     ))
 
-    def begin() -> Path:
+    def make() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-        return _free(folder / f"{_WRITING}{final.name}")
-
-    def make() -> None:
+        temporary = _free(folder / f"{_WRITING}{final.name}")
         with told():
             (temporary / _MODEL).mkdir(parents=True)
+        return temporary
 
-    def write_state() -> None:
-        with told():
-            store.write(temporary / _STATE, parts, world)
+    temporary = by_first(world, make)
+    job = _Job(temporary, final, meta, dict(parts), write_model, keep, world, told, Posts(world))
+    return Writing(job, background)
 
-    def end() -> None:
-        record = asdict(replace(meta, files=files))
-        with told():
-            (temporary / _META).write_text(json.dumps(record | {"digest": _digest(record)}, indent=1) + "\n")
-            for path in (temporary / _META, temporary / _STATE, temporary / _MODEL, temporary):
+
+@dataclass(slots=True)
+class _Job:
+    """What one rank does for a checkpoint, in a thread or not. Not collective: ranks tell each other by `posts`."""
+
+    temporary: Path
+    final: Path
+    meta: Meta
+    parts: dict[str, Part]
+    write_model: WriteModel
+    keep: int
+    world: World
+    told: Told
+    posts: Posts
+
+    def write(self) -> None:
+        """This rank's files, and on the first rank the end of it all."""
+        try:
+            self.posts.put("hashes", self._write())
+            if self.world.first:
+                self._end({name: digest for own in self.posts.all("hashes") for name, digest in own.items()})
+        except Exception:
+            self.posts.fail()
+            raise
+
+    def _write(self) -> dict[str, str]:
+        """This rank's files with their hashes."""
+        state, model = self.temporary / _STATE, self.temporary / _MODEL
+        with self.told():
+            store.write(state, self.parts, self.world)
+        self.posts.put("state", None)
+        self.posts.all("state")
+        written = [*store.own_files(state, self.world), *self.write_model(model, state, self.parts, self.told)]
+        return store.sha256_of(self.temporary, sorted(str(path.relative_to(self.temporary)) for path in written))
+
+    def _end(self, files: dict[str, str]) -> None:
+        folder = self.final.parent
+        record = asdict(replace(self.meta, files=dict(sorted(files.items()))))
+        with self.told():
+            (self.temporary / _META).write_text(json.dumps(record | {"digest": _digest(record)}, indent=1) + "\n")
+            for path in (self.temporary / _META, *(self.temporary / n for n in (_STATE, _MODEL)), self.temporary):
                 sync(path)
-        if final.exists():  # a run resumed from an earlier step writes this one again
-            _hide(final)
-        os.replace(temporary, final)
-        with told():
-            _replace_text(folder / "latest", final.name)
-        others = [p for p in complete(folder) if p != final]  # as there, later ones may be here
-        for old in others[: max(0, len(others) - keep + 1)]:
+        if self.final.exists():  # a run resumed from an earlier step writes this one again
+            _hide(self.final)
+        os.replace(self.temporary, self.final)
+        with self.told():
+            _replace_text(folder / "latest", self.final.name)
+        others = [p for p in complete(folder) if p != self.final]  # as there, later ones may be here
+        for old in others[: max(0, len(others) - self.keep + 1)]:
             with _warned(old):
                 _hide(old)
         _sweep(folder)
 
-    temporary = by_first(world, begin)
-    try:
-        by_first(world, make)
-        write_model(temporary / _MODEL, told)
-        by_all(world, write_state)
-        files = store.hashes(temporary, world)
-        by_first(world, end)
-    finally:
-        if world.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return final
+
+class Writing:
+    """A checkpoint that has begun."""
+
+    def __init__(self, job: _Job, background: bool) -> None:
+        self.path, self._job, self._background = job.final, job, background
+        self._copied, self._over = threading.Event(), Future[None]()
+        if background:
+            self._here = _mark(job.parts)
+            threading.Thread(target=self._carry, name=f"jetrl-{job.final.name}", daemon=True).start()
+        else:
+            self._copied.set()
+
+    def _carry(self) -> None:
+        """In the thread."""
+        try:
+            self._job.parts = host_copies(self._job.parts, self._here)
+            self._copied.set()
+            self._job.write()
+        except BaseException as error:  # raised by `finish`, in the main thread
+            self._copied.set()
+            self._over.set_exception(error)
+        else:
+            self._over.set_result(None)
+
+    def release(self) -> None:
+        """Returns once the parts may change. Not collective."""
+        self._copied.wait()
+
+    def done(self) -> bool:
+        """Whether `finish` would not wait. Collective."""
+        return all(self._job.world.gather(self._over.done()))
+
+    def finish(self) -> Path:
+        """Returns once the checkpoint is on the disk; raises what kept it from that. Collective."""
+        job = self._job
+
+        def wait() -> None:
+            with suppress(Abandoned):  # the other rank says why
+                if not self._background:
+                    return job.write()
+                while not self._over.done():  # in short waits, so that signals are heard
+                    with suppress(TimeoutError):
+                        self._over.exception(_PAUSE)
+                self._over.result()
+
+        try:
+            by_all(job.world, wait)
+        finally:
+            if job.world.first:  # nobody writes there any more
+                shutil.rmtree(job.temporary, ignore_errors=True)
+        return self.path
+
+
+class Posts:
+    """What the ranks of a world tell each other about one checkpoint, through the store of the run: no collective, so a
+    thread may use it. The ranks make these objects in the same order."""
+
+    _made = itertools.count()
+
+    def __init__(self, world: World) -> None:
+        self._world, self._name = world, f"checkpoint/{next(Posts._made)}"
+        self._own: dict[str, Any] = {}
+        self._store = None
+
+    def _connected(self) -> Any:
+        """A connection of this thread's."""
+        if self._store is None:
+            self._store = connect()
+        return self._store
+
+    def put(self, key: str, value: Any) -> None:
+        """This rank's value of `key`, which JSON can hold."""
+        self._own[key] = value
+        if not self._world.alone:
+            self._connected().set(f"{self._name}/{key}/{self._world.rank}", json.dumps(value))
+
+    def all(self, key: str) -> list[Any]:
+        """The values of all ranks, in their order, once they are there."""
+        if self._world.alone:
+            return [self._own[key]]
+        found = []
+        for rank in range(self._world.size):
+            name = f"{self._name}/{key}/{rank}"
+            while not self._connected().check([name]):
+                if self._connected().check([f"{self._name}/failed"]):
+                    raise Abandoned
+                time.sleep(_PAUSE)
+            found.append(json.loads(self._connected().get(name)))
+        return found
+
+    def fail(self) -> None:
+        """The others need not wait for this rank."""
+        if not self._world.alone:
+            self._connected().set(f"{self._name}/failed", "")
+
+
+class Abandoned(Exception):
+    """Another rank could not write its part of a checkpoint."""
+
+
+def _mark(parts: Mapping[str, Part]) -> Any:
+    """The point in the work of this GPU up to which the parts are as they are to be copied; None without a GPU."""
+    device = next((part.value.device for part in parts.values() if part.value.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device).record_event()
+
+
+def host_copies(parts: Mapping[str, Part], here: Any = None) -> dict[str, Part]:
+    """The parts in host memory, apart from what they were. A GPU copies beside its other work, after the event `here`.
+    """
+    if here is None:
+        return {name: part._replace(value=part.value.to("cpu", copy=True)) for name, part in parts.items()}
+    stream = torch.cuda.Stream(here.device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(here)
+        copies = {name: part._replace(value=part.value.to("cpu", copy=True)) for name, part in parts.items()}
+    stream.synchronize()
+    return copies
 
 
 def complete(folder: Path) -> list[Path]:

@@ -27,6 +27,7 @@ from jetrl.tasks.conversations import EnvironmentPool, build_pool
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.compile_ahead import Displays, compile_ahead
 from jetrl.train.engines import build_engine, check_engine, keep_cache
+from jetrl.train.checkpoint import Writing
 from jetrl.train.optim import build_optimizer
 from jetrl.train.prepare import Prepared, check_experts, model_source, prepare
 from jetrl.train.step import Learner
@@ -58,6 +59,8 @@ class Session:
     first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
     saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
+    writing: Writing | None = None  # the checkpoint that is being written
+    told_of_host: bool = False  # that host memory is short for checkpoints beside the run
     texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
     held_out: dict[str, Any] | None = None  # the last evaluation problem by problem, until it is recorded

@@ -6,15 +6,20 @@ Every rank writes and reads its own rows (`train/store.py`): a run may go on wit
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.model import hf
-from jetrl.model.sharding import parts_of, whole_value
+from jetrl.model.sharding import parts_of
 from jetrl.model.shards import Part
+from jetrl.parallel import host
 from jetrl.parallel.together import by_first, common, together
 from jetrl.train import checkpoint, resume, store
 from jetrl.train.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
@@ -26,6 +31,7 @@ from jetrl.train.trainer import NonFiniteError, not_by_an_update
 from jetrl.types import PackedBatch
 
 _REFERENCE = "reference"
+_HOST_SHARE = 0.6  # of the free host memory, for a copy of what a checkpoint holds
 _TERMS = ("rl.kl_coef", "rl.entropy_coef", *(f"train.{key}" for key in LOSSES))  # of the loss, by their weights
 
 
@@ -53,8 +59,10 @@ def begin(session: Session, run_dir: Path) -> None:
         _keep_reference(session, run_dir)
 
 
-def save(session: Session, run_dir: Path) -> Path:
-    """Write the checkpoint of the current step. Collective."""
+def save(session: Session, run_dir: Path) -> None:
+    """Begin the checkpoint of the current step, after the one before has ended. It is written beside the run where
+    `checkpoint.background` says so; `release`, `look` and `finish` see to that. Collective."""
+    finish(session)
     learner = session.learner
     parts = prefixed("model", parts_of(learner.model)) | prefixed("optimizer", optimizer_parts(learner.optimizer))
     if learner.critic is not None:
@@ -66,20 +74,69 @@ def save(session: Session, run_dir: Path) -> Path:
         resume.paths(session.config), session.initial_accuracy, session.num_prompts,
         session.first_row, session.data,
     )
-    path = checkpoint.save(
-        run_dir / "checkpoints", meta, parts, lambda folder, told: save_hf(session, folder, told),
-        session.config.checkpoint.keep, session.world,
+    background = beside(session, parts)
+    session.writing = checkpoint.begin(
+        run_dir / "checkpoints", meta, parts, partial(write_hf, session), session.config.checkpoint.keep,
+        session.world, background,
     )
     session.saved_step = session.step
-    return path
+    if not background:
+        finish(session)
 
 
-def save_hf(session: Session, folder: Path, told: checkpoint.Told) -> None:
-    """Fill `folder` with the policy in BF16 as a Hugging Face folder, tokenizer included. Collective."""
-    params = dict(session.model.named_parameters())
-    hf.save_shards(
-        folder, session.model.spec, lambda name: whole_value(params[name], torch.bfloat16), session.world,
-        tokenizer=session.tokenizer, base_config=session.base_config, generation_config=session.generation_config,
+def release(session: Session) -> None:
+    """Before masters or optimizer states change: returns once the checkpoint that is being written needs them no more.
+    """
+    if session.writing is not None:
+        session.writing.release()
+
+
+def look(session: Session) -> None:
+    """Raise what kept a checkpoint from the disk, if one has ended. Collective."""
+    if session.writing is not None and session.writing.done():
+        finish(session)
+
+
+def finish(session: Session) -> None:
+    """Returns once the last checkpoint is on the disk; raises what kept it from that. Collective."""
+    writing, session.writing = session.writing, None
+    if writing is not None:
+        writing.finish()
+
+
+def beside(session: Session, parts: Mapping[str, Part]) -> bool:
+    """Whether a checkpoint of these parts is written beside the run. Collective."""
+    asked = session.config.checkpoint.background
+    if asked != "auto":
+        return asked == "on"
+    own = sum(part.value.nbytes for part in parts.values())
+    every = session.world.gather((own, host.local_ranks(), host.free_memory()))
+    short = [(own * ranks, free) for own, ranks, free in every if own * ranks > _HOST_SHARE * free]
+    if short and not session.told_of_host:
+        session.told_of_host = True
+        need, free = max(short)
+        warnings.warn(
+            f"Checkpoints are written while the run waits: a copy of their {need / 2**30:.1f} GiB does not fit into "
+            f"the {free / 2**30:.1f} GiB of host memory that are free. checkpoint.background = \"on\" makes it all "
+            "the same; \"off\" hides this warning.", stacklevel=2,
+        )
+    return not short
+
+
+def write_hf(
+    session: Session, folder: Path, state: Path, parts: Mapping[str, Part], told: checkpoint.Told
+) -> list[Path]:
+    """This rank's files of the policy in BF16 as a Hugging Face folder, tokenizer included. Not collective: with
+    several ranks, whole weights are read from the `state` that all have written."""
+    world, reader = session.world, None if session.world.alone else store.Reader(state)
+
+    def whole(name: str) -> Tensor:
+        key = f"model.{name}"
+        return parts[key].value if reader is None else reader.whole(key)
+
+    return hf.write_shards(
+        folder, session.model.spec, whole, world.rank, world.size, tokenizer=session.tokenizer,
+        base_config=session.base_config, generation_config=session.generation_config,
         trained_with=session.model.recipe, around=told,
     )
 
@@ -126,6 +183,7 @@ def move_in(session: Session, path: Path, run_dir: Path) -> None:
         _keep_reference(session, run_dir)
     if session.config.checkpoint.save_interval:
         save(session, run_dir)
+        finish(session)  # before anything of the other folder may go
 
 
 def _is_of(path: Path, run_dir: Path) -> bool:
@@ -161,6 +219,7 @@ def stop_non_finite(
 
     `failed/step_NNNNNN/` holds batches.pt, and the masters in weights/ (`store.whole` reads them).
     """
+    finish(session)
     folder = run_dir / "failed" / f"step_{step:06d}"
     parts = session.world.collect(batches)  # each rank holds its own micro-batches
 

@@ -78,36 +78,63 @@ def write(folder: Path, parts: Mapping[str, Part], world: World = ALONE) -> None
         sync(path)
 
 
-def read(folder: Path, parts: Mapping[str, Part]) -> None:
-    """Fill the parts' values in place, this rank's rows only, from a folder by any number of ranks. Not collective.
+def own_files(folder: Path, world: World) -> list[Path]:
+    """The files that `write` has made for this rank."""
+    return sorted(folder.glob(f"shard-{world.rank + 1:05}-model-*.safetensors"))
 
-    Raises ValueError for a name, shape or type that the folder does not have. Verify the files first.
-    """
-    reader = HuggingFaceStorageReader(str(folder))
-    metadata = reader.read_metadata()
-    items: list[ReadItem] = []
-    for name, part in parts.items():
-        held = metadata.state_dict_metadata.get(name)
-        if not isinstance(held, TensorStorageMetadata):
-            raise ValueError(f"{folder} lacks {name}")
-        if (tuple(held.size), held.properties.dtype) != (part.size, part.value.dtype):
-            found = f"{tuple(held.size)} in {held.properties.dtype}"
-            raise ValueError(f"{folder} holds {found} as {name}, not {part.size} in {part.value.dtype}")
-        new = create_read_items_for_chunk_list(name, held, [_chunk(part)]) if part.value.numel() else []
-        if sum(prod(item.lengths) for item in new) != part.value.numel():
-            raise ValueError(f"{folder} does not hold all of {name}")
-        items += new
-    reader.set_up_storage_reader(metadata, True)
-    reader.read_data(LoadPlan(items), _Reads(parts)).wait()
+
+class Reader:
+    """A folder that any number of ranks has written. Verify its files first. Not collective."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, True)
+
+    @property
+    def stored(self) -> Stored:
+        """What it holds."""
+        return {
+            name: (tuple(one.size), one.properties.dtype)
+            for name, one in sorted(self._metadata.state_dict_metadata.items())
+            if isinstance(one, TensorStorageMetadata)
+        }
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor, with the rows of all ranks, in host memory."""
+        size, dtype = self.stored[name]
+        value = torch.empty(size, dtype=dtype)
+        self.read({name: Part(value, size, 0)})
+        return value
+
+    def read(self, parts: Mapping[str, Part]) -> None:
+        """Fill the parts' values in place, this rank's rows only.
+
+        Raises ValueError for a name, shape or type that the folder does not have.
+        """
+        items: list[ReadItem] = []
+        for name, part in parts.items():
+            held = self._metadata.state_dict_metadata.get(name)
+            if not isinstance(held, TensorStorageMetadata):
+                raise ValueError(f"{self.folder} lacks {name}")
+            if (tuple(held.size), held.properties.dtype) != (part.size, part.value.dtype):
+                found = f"{tuple(held.size)} in {held.properties.dtype}"
+                raise ValueError(f"{self.folder} holds {found} as {name}, not {part.size} in {part.value.dtype}")
+            new = create_read_items_for_chunk_list(name, held, [_chunk(part)]) if part.value.numel() else []
+            if sum(prod(item.lengths) for item in new) != part.value.numel():
+                raise ValueError(f"{self.folder} does not hold all of {name}")
+            items += new
+        self._reader.read_data(LoadPlan(items), _Reads(parts)).wait()
+
+
+def read(folder: Path, parts: Mapping[str, Part]) -> None:
+    """`Reader.read` of a folder."""
+    Reader(folder).read(parts)
 
 
 def stored(folder: Path) -> Stored:
     """What a folder holds."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(one.size), one.properties.dtype)
-        for name, one in sorted(found.items()) if isinstance(one, TensorStorageMetadata)
-    }
+    return Reader(folder).stored
 
 
 def whole(folder: Path) -> dict[str, Tensor]:
@@ -139,7 +166,7 @@ def hashes(folder: Path, world: World = ALONE) -> dict[str, str]:
     """SHA-256 of every safetensors file below `folder`, by path in it. Ranks divide the files. Collective."""
     def own() -> dict[str, str]:
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.safetensors"))
-        return _sha256_of(folder, names[world.rank :: world.size])
+        return sha256_of(folder, names[world.rank :: world.size])
 
     return dict(sorted((name, digest) for part in by_all(world, own) for name, digest in part.items()))
 
@@ -157,7 +184,7 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
         for name in names:
             if name not in found:
                 raise UserError(f"{folder / name} is missing: the file was removed or renamed. {advice}")
-        for name, digest in _sha256_of(folder, names).items():
+        for name, digest in sha256_of(folder, names).items():
             if digest != expected[name]:
                 raise UserError(
                     f"{folder / name} does not have the hash that was written down ({expected[name][:16]}...): the "
@@ -246,7 +273,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sha256_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """By name, in the order of `names`."""
+def sha256_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of files below `folder`, by name, in the order of `names`."""
     with ThreadPoolExecutor(_HASHING) as pool:  # hashing lets other threads run
         return dict(zip(names, pool.map(lambda name: sha256(folder / name), names), strict=True))

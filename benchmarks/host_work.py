@@ -26,7 +26,7 @@ from common import table
 
 from jetrl.parallel.world import World
 from jetrl.rollout.exchange import dumps
-from jetrl.tasks.rewards import with_rewards
+from jetrl.tasks.rewards import Rewards, with_rewards
 from jetrl.train.packing import Own, denominators, fill, pack
 from jetrl.train.reduction import own_numbers
 from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
@@ -67,8 +67,8 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     lap("receive")
     prompts = [Prompt(i, Problem(str(i), "q", "a"), ()) for i in range(0, len(every), GROUP)]
     groups = [Group(prompt, tuple(every[prompt.index : prompt.index + GROUP])) for prompt in prompts]
-    rewards: list[float | None] = [float(i % 2) for i in range(len(every))]
-    kept = with_rewards(groups, (rewards, {}), replaced=True).groups
+    rewards = tuple(float(i % 2) for i in range(len(every)))
+    kept = with_rewards(groups, Rewards(rewards, rewards), replaced=True).groups
     if args.every and ranks > 1:
         kept = pickle.loads(pickle.dumps(kept))
     lap("reward")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetrl.errors import UserError, as_user_error
+from jetrl.errors import UserError, as_user_error, place_of
 
 
 class Callback:
@@ -73,18 +72,9 @@ def tell(callbacks: Sequence[Any], method: str, *arguments: Any) -> None:
         except UserError:
             raise
         except Exception as error:  # a user's method may raise anything
-            told = f"{name} raised {type(error).__name__}: {error} ({_place(error, call)})."
+            told = f"{name} raised {type(error).__name__}: {error}{place_of(error)}."
             raise as_user_error(error)(told) from error
         if answer is not None:
             raise UserError(
                 f"{name} returned {answer!r}, which means nothing. Return nothing; trainer.stop() ends the run."
             )
-
-
-def _place(error: BaseException, call: Any) -> str:
-    """The innermost line of the error in the file of `call`, else of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(inspect.unwrap(getattr(call, "__func__", call)), "__code__", None)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}, line {frame.lineno}"

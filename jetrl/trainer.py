@@ -17,8 +17,6 @@ from signal import raise_signal
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from jetrl import callbacks as calls
 from jetrl import loop
 from jetrl.api import Policy
@@ -29,6 +27,7 @@ from jetrl.model.export import HF_SUBFOLDER
 from jetrl.parallel.launch import world_of_program
 from jetrl.parallel.together import by_first, together
 from jetrl.program import Program, placed, program
+from jetrl.report.console import Output
 from jetrl.report.recorder import group_rows, read_metrics
 from jetrl.rl.selection import recorded
 from jetrl.rollout.engine import PagedEngine
@@ -110,7 +109,7 @@ class Trainer:
                 overrides=overrides, run_dir=run_dir, resume=resume,
             )
         require_alike(self._world, found.config, **{f"the rows of {k}": v for k, v in found.own.digests.items()})
-        self._console = None if verbose else Console(file=io.StringIO(), quiet=True)
+        self._console = None if verbose else Output(file=io.StringIO(), quiet=True)
         say: Callable[[str], object] = print if verbose else str
         config = by_first(self._world, lambda: placed(found, run_dir is not None, resume is True, say).config)
         found = Program(config, found.own, Path(config.output_dir) / config.name)

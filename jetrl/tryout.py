@@ -6,7 +6,6 @@ replies into a trajectory, limits of turns and of length, and the task's reward.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from jetrl.tasks.tools import tools_factory
 from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train.prepare import scoring
 from jetrl.types import Completion, Group, Problem, Prompt, Reply, Request, SamplingParams, StepReport, Trajectory
+from jetrl.untrusted import json_value
 
 Say = Callable[[str], object]
 _UNBOUNDED = 1 << 40  # without a model's tokenizer, no length is one of a run
@@ -147,7 +147,7 @@ def read_script(path: Path) -> list[str]:
     if not text.lstrip().startswith("["):
         return text.splitlines()
     try:
-        turns = json.loads(text)
+        turns = json_value(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"--script {path}: it begins as a JSON list, but is no JSON: {error}.") from error
     if not all(isinstance(turn, str) for turn in turns):

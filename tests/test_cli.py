@@ -19,6 +19,7 @@ from tiny import numbers, tiny_config, tiny_run
 
 from jetrl import cli, loop
 from jetrl.config import to_toml
+from jetrl.report.recorder import read_eval_samples
 from jetrl.train import checkpoint
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -452,9 +453,13 @@ def test_flow(jetrl: Cli, recipe: Path, tmp_path: Path) -> None:
     assert_refused(jetrl("flow", tmp_path / "none.toml"), "none.toml")
 
 
-def test_eval_equals_the_last_evaluation_of_the_run(jetrl: Cli, finished: Path) -> None:
-    status, out, err = jetrl("eval", finished)
+def test_eval_equals_the_last_evaluation_of_the_run(jetrl: Cli, finished: Path, tmp_path: Path) -> None:
+    file = tmp_path / "some" / "kept.jsonl"
+    status, out, err = jetrl("eval", finished, "--samples", file, "eval.num_samples_kept=2")
     assert " step" not in out + err, "it takes none"
+    last = max(row["step"] for row in read_eval_samples(finished))
+    texts = [row["completion"] for row in read_eval_samples(finished) if row["step"] == last]
+    assert [row["completion"] for row in map(json.loads, file.read_text().splitlines())] == [texts[0], texts[2]]
     assert status == 0, err
     value = float(re.search(r"eval/addition/avg@1\s+([0-9.]+)", out).group(1))
     assert value == pytest.approx(numbers(finished)[-1]["eval/addition/avg@1"], abs=1e-4)

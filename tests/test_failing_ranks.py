@@ -65,7 +65,8 @@ TRACE = r"\nTraceback (.*\n)+"
         ("a reward that is wrong", {1, 2}, r"Reward function .*bad\.py:reward returned 7 scores for 8 completions\."),
         ("a bug in scoring", {1}, r"rank 0: KeyError: 'a part of the reward'" + TRACE + r"KeyError: 'a part of .*"),
         ("an environment that is absent", {1, 2},
-         r"rank 1: environment\.name: .*absent\.py cannot be loaded: OSError: no such game server"),
+         r"rank 1: environment\.name: .*absent\.py cannot be loaded: OSError: no such game server \(.*absent\.py, "
+         r"line \d+\)"),
     ],
 )
 def test_one_message_and_a_status(

@@ -138,7 +138,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("quant.weight_scale", "pow2", "logprobs"), ("quant.activation_scale", "pow2", "logprobs"),
         ("quant.num_first_layers_in_bf16", 1, "logprobs"), ("rl.overlong_buffer_len", 4, "reward"),
         ("rl.norm_adv_by_std", False, "advantage"), ("rl.loss_agg", "seq_mean_token_mean", "gradient"),
-        ("rl.entropy_coef", 0.01, "gradient"), ("rl.mask_truncated", True, "gradient"),
+        ("rl.entropy_coef", 0.01, "gradient"), ("rl.mask_truncated", True, "advantage"),
         ("train.share_prompts", True, "gradient"), ("quant.wgrad", "row", "gradient"),
         ("train.master_dtype", "bfloat16", "weights"), ("train.lr", 1e-3, "weights"),
     ],

@@ -25,6 +25,7 @@ from jetrl.config.sections import Config, RolloutConfig, dapo_buffer_len
 from jetrl.config.toml import read_toml, set_override, split_override, toml_key, toml_literal
 from jetrl.errors import UserError
 from jetrl.presets import PRESETS
+from jetrl.untrusted import printable
 
 
 def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
@@ -47,7 +48,7 @@ def _refused(error: ValidationError, source: str, notes: Sequence[str] = ()) -> 
 def tell(note: str) -> None:
     """One line on standard error, from the first of several ranks."""
     if os.environ.get("RANK", "0") == "0":
-        print(note, file=sys.stderr, flush=True)
+        print(printable(note), file=sys.stderr, flush=True)
 
 
 def quiet(note: str) -> None:
@@ -193,7 +194,10 @@ NO_BITS = frozenset({
     "eval.num_samples_kept",
 })
 # Settings that came later, each with the value at which a run is what it was before: digests of then stay.
-SINCE = {"rl.signal": "reward"}
+SINCE: dict[str, Any] = {
+    "rl.signal": "reward", "environment.tools": None, "train.epochs": None, "track.project": None,
+    "track.entity": None, "track.group": None, "track.tags": [], "track.run_name": None, "track.num_samples": 8,
+}
 
 
 def digest(config: Config, leave_out: Collection[str] = ()) -> str:

@@ -339,8 +339,8 @@ class TrackConfig(Section):
         Rule(("entity", "num_samples"), "backends", ((),)),
     )
     backends: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        default=(), description="Trackers that also receive the metrics: docs/TRACKING.md. Checked before the model is "
-        "loaded; one that fails later does not end the run.")
+        default=(), description="Trackers that also receive the metrics (docs/TRACKING.md). Checked before the model "
+        "is loaded; one that fails later does not end the run.")
     project: str | None = Field(
         default=None, description="Project (wandb, trackio) or experiment (mlflow). Default: the tracker's own "
         'variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME), else "jetrl".')

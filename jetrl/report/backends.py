@@ -19,6 +19,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.report.channel import Backend, cause
+from jetrl.untrusted import json_value
 
 PROJECT = "jetrl"
 
@@ -228,7 +229,7 @@ class MLflow:
         new = [param(key, value) for key, value in self.params_of(config).items() if key not in there]
         for part in _parts(new, self.PARAMS):
             client.log_batch(self._id, params=part)
-        client.log_dict(self._id, json.loads(json.dumps(config, default=str)), "config.json")
+        client.log_dict(self._id, json_value(json.dumps(config, default=str)), "config.json")
 
     @classmethod
     def params_of(cls, config: Mapping[str, Any]) -> dict[str, str]:

@@ -73,7 +73,7 @@ def within(name: str, seconds: float, call: Callable[[], object]) -> None:
         raise UserError(f"{name} (track.backends) cannot be used: {cause(error)}. {_CURE}") from error
 
 
-_CURE = "See docs/TRACKING.md for what it needs, or take it out of track.backends."
+_CURE = "Install, log in or start what it needs, or take it out of track.backends."
 
 
 class Channel:

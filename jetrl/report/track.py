@@ -19,6 +19,7 @@ from jetrl.errors import UserError
 from jetrl.report.backends import BACKENDS, Opening
 from jetrl.report.channel import Channel, Limits, within
 from jetrl.report.files import write_whole
+from jetrl.untrusted import json_value
 
 TRACK_FILE = "track.json"
 MAX_TEXT = 4000  # characters of a text in a table
@@ -74,7 +75,7 @@ def read_kept(run_dir: Path) -> dict[str, dict[str, str]]:
     """The tracker's run of each backend, as `track.json` keeps it; empty if there is none, or it is damaged."""
     path = run_dir / TRACK_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = json_value(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError:  # it holds nothing that the run needs: the tracker gets a new run
         found = {}
     return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
@@ -85,7 +86,7 @@ def table_rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
     One column for each reward function. What was not scored is None, long texts are cut.
     """
-    rows = [json.loads(line) for line in lines]
+    rows = [json_value(line) for line in lines]
     names = {part: list(dict.fromkeys(k for row in rows for k in row.get(part) or {})) for part in ("rewards", "extra")}
     columns = [key for key in _COLUMNS if any(key in row for row in rows)]
     table = []

@@ -146,8 +146,8 @@ def _tool(function: Callable[..., Any], owner: type | None, where: str) -> Tool:
         schema = get_json_schema(bound)
     except Exception as error:  # the library's own, and what broken docstrings give
         raise UserError(
-            f"{KEY}: {where}: {str(error).strip()} Describe the function and each argument in a Google-style docstring "
-            "(docs/ENVIRONMENTS.md)."
+            f"{KEY}: {where}: {str(error).strip()} Describe the function and each argument in a Google-style "
+            "docstring."
         ) from error
     required = frozenset(key for key, p in parameters.items() if p.default is p.empty)
     return Tool(schema["function"]["name"], function, owner, schema, arguments, required)

@@ -136,9 +136,11 @@ def _refilled(
     if not refill.seen:  # every conversation failed
         return (), (), {}
     if not refill.kept:
+        signal = config.rl.signal
+        differ = "rewards" if signal == "reward" else f"scores by rl.signal = {signal!r}"
         raise common(UserError(
             f'rl.dynamic_sampling = "refill": none of {refill.num_sampled} prompts in {refill.rounds} rounds gave a '
-            "group whose rewards differ, so there is nothing to learn from. Make the task easier or harder, raise "
+            f"group whose {differ} differ, so there is nothing to learn from. Make the task easier or harder, raise "
             "rollout.group_size or rollout.temperature, or rl.max_refill_rounds."
         ))
     if len(refill.kept) < refill.wanted:

@@ -252,3 +252,24 @@ def test_the_panel_shows_failures_in_red_and_forgets_them() -> None:
     sheet = plain_console()
     sheet.print(display.render())
     assert "failed    0" in text_of(sheet)
+
+
+def test_what_an_evaluation_could_not_score_stands_next_to_its_score() -> None:
+    row = {"eval/a/avg@1": 0.125, "eval/a/num_unscored": 6.0, "eval/a/num_completions": 8.0}
+    console = plain_console()
+    with Display(1, "run", console=console) as display:
+        display.step({"step": 0} | row)
+        display.step({"step": 1} | row | {"eval/a/num_failed": 1.0})
+    assert "held-out 0.125 (6 of 8 not scored)" in text_of(console)
+    assert "held-out 0.125 (6 of 8 not scored, 1 of 8 failed)" in text_of(console)
+
+
+def test_a_reward_that_never_moves_is_told_of_once_and_at_the_end() -> None:
+    console = plain_console()
+    with Display(30, "run", console=console) as display:
+        for step in range(1, 31):
+            display.step({"step": step, "reward/anchored/mean": 0.0, "reward/anchored/std": 0.0})
+    assert text_of(console).count("constant reward anchored: it gave 0 to every completion of 10 steps") == 1
+    console = plain_console()
+    summary(run_dir="r", steps=30, seconds=1.0, constant=["anchored: 0 in all 30 steps"], console=console)
+    assert "never moved" in text_of(console) and "anchored: 0 in all 30 steps" in text_of(console)

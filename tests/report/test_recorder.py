@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.report import recorder as module
 from jetrl.report.environment import git_commit
-from jetrl.report.recorder import Recorder, failed_rows, group_rows, read_held_out, read_metrics, read_samples
+from jetrl.report.recorder import (
+    Recorder,
+    failed_rows,
+    group_rows,
+    read_eval_samples,
+    read_held_out,
+    read_metrics,
+    read_samples,
+    unscored_rows,
+)
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
@@ -354,3 +364,42 @@ def test_held_out_rows_are_kept_with_their_steps(tmp_path):
     with Recorder(tmp_path / "run", resume=True) as recorder:
         recorder.drop_after(1)
     assert sorted(read_held_out(tmp_path / "run")) == [0] and read_held_out(tmp_path) == {}
+
+
+def test_completions_of_evaluations_are_kept_with_their_steps(tmp_path: Path, make_rows) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (0, 1, 2):
+            recorder.write_eval_samples(step, make_rows(step, 2))
+            recorder.write(step, {"x": 1.0})
+        recorder.write_eval_samples(5, [])
+    before = list(read_eval_samples(tmp_path / "run"))
+    assert {one["step"] for one in before} == {0, 1, 2}
+    with Recorder(tmp_path / "run", resume=True) as recorder:
+        recorder.drop_after(1)
+    assert list(read_eval_samples(tmp_path / "run")) == [one for one in before if one["step"] <= 1]
+    assert list(read_eval_samples(tmp_path)) == []
+
+
+def test_null_scores_of_the_held_out_are_read(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write_held_out(0, {"task": "t", "problems": [4], "rewards": [[None, 1.0]]})
+    assert read_held_out(tmp_path / "run")[0]["rewards"] == [[None, 1.0]]
+
+
+def test_rows_tell_functions_apart() -> None:
+    opening = Segment("environment", (1,), "p")
+    answers = [Trajectory((opening, Segment("policy", (i,), "x", (-1.0,))), "stop", 0, "", "e") for i in (2, 3)]
+    scores, extra = {"right": (1.0, None), "short": (0.0, 0.5)}, {"note": ("a", None)}
+    group = Group(Prompt(3, Problem("i", "p", "a"), (1,)), tuple(answers), (1.0, 0.5), (0.5, -0.5), scores, (), extra)
+    rows = group_rows([group], str)
+    assert [row["rewards"] for row in rows] == [{"right": 1.0, "short": 0.0}, {"right": None, "short": 0.5}]
+    assert [row["extra"] for row in rows] == [{"note": "a"}, {"note": None}]
+    left = unscored_rows([replace(group, rewards=(), advantages=())], str, conversations=False)
+    assert [(row["reward"], row["advantage"], row["error"]) for row in left] == [(None, None, "e")] * 2
+    assert [row["rewards"] for row in left] == [row["rewards"] for row in rows] and "turns" not in left[0]
+    plain = group_rows([replace(group, scores={}, extra={})], str)
+    assert not any(key in row for row in plain for key in ("rewards", "extra"))
+    assert group.first(1) == replace(
+        group, trajectories=group.trajectories[:1], rewards=(1.0,), advantages=(0.5,),
+        scores={"right": (1.0,), "short": (0.0,)}, extra={"note": ("a",)},
+    )

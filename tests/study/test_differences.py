@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jetrl.study.collect import _differences, scores
+from jetrl.report.recorder import Recorder
+from jetrl.study.collect import _differences, _held_out, scores
 from jetrl.study.figures import interval
 from jetrl.study.plan import Arm, Study, find_study, load_study
 
@@ -82,3 +84,16 @@ def test_nothing_is_compared_before_an_evaluation_after_the_start(study: Study) 
     assert not found(study, a_run("a", 0, "started", 0, 5), a_run("b", 1, "started", 0, 5)), "no seed in common"
     whole = a_run("a", 0, "finished", 0, 5), a_run("b", 0, "finished", 0, 5)
     assert scores([whole], "last")[0].shape == (1, PROBLEMS)
+
+
+def test_what_an_evaluation_did_not_score_counts_in_no_mean(tmp_path: Path) -> None:
+    rows = [[[1.0, None], [None, None], [0.0, 0.0]], [[0.5, 0.5], [1.0, None], [None, 0.0]]]
+    with Recorder(tmp_path / "run") as recorder:
+        for step, rewards in enumerate(rows):
+            recorder.write_held_out(step, {"task": "t", "problems": [0, 1, 2], "rewards": rewards})
+    found = _held_out(tmp_path / "run", {0, 1})
+    assert found["scores"] == [{"0": 1.0, "2": 0.0}, {"0": 0.5, "1": 1.0, "2": 0.0}]
+    assert found["mean"] == [0.5, 0.5] and found["solved"] == [0.5, 0.333333] and not found["binary"]
+    run = {"held_out": found}
+    mine, theirs = scores([(run, run)], "last")
+    assert mine.tolist() == theirs.tolist() == [[0.5, 0.0]]  # the problems that every evaluation has a score of

@@ -269,7 +269,7 @@ def test_an_environment_that_raises_fails_its_conversation_alone(pool, kind, whe
     assert talks.poll(True) == []
     if where == "step":
         talks.act(1, said("1"))
-        assert one(talks) == spoken(1, "1")
+        assert one(talks) == spoken(1, "1", 0.0)
 
 
 class Wrong:
@@ -359,7 +359,7 @@ def test_a_call_that_hangs_is_given_up_and_holds_nobody_back(pool, kind):
     assert time.monotonic() - start < 5
     name = kind.__name__
     late = f"{name}.step took longer than environment.timeout = 0.3 seconds"
-    assert replies == [Reply(0, failure="timeout", error=late), spoken(1, "1")]
+    assert replies == [Reply(0, failure="timeout", error=late), spoken(1, "1", 0.0)]
     Hangs.gate.set()  # the late answer comes
     time.sleep(0.1)
     assert talks.poll(True) == []
@@ -375,7 +375,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_stop_new_conversations(pool):
     talks.start(1, problem())
     one(talks)
     talks.act(1, said("1"))
-    assert one(talks) == spoken(1, "1")
+    assert one(talks) == spoken(1, "1", 0.0)
     Blocks.gate.set()
     time.sleep(0.1)
     Blocks.gate.clear()
@@ -396,7 +396,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_stop_the_others(pool):
     told = r"Blocks.step took longer .*0.3 seconds and blocked the event loop.*one after the other: .*or write def"
     assert re.search(told, replies[0].error)
     talks.act(2, said("1"))  # its own loop is the blocked one still
-    assert one(talks) == spoken(2, "1")
+    assert one(talks) == spoken(2, "1", 0.0)
     Blocks.gate.set()
     time.sleep(0.1)
     assert talks.poll(False) == [], "what waited on the blocked loop did not run there as well"

@@ -63,7 +63,7 @@ from jetrl.train.setup import Session, begin, build, build_model
 from jetrl.train.sft import warm_start
 from jetrl.train.step import update
 from jetrl.train.stopping import GivenUp, StopRequest
-from jetrl.train.trainer import NonFiniteError
+from jetrl.train.trainer import Midway, NonFiniteError
 from jetrl.types import Group, StepReport
 
 
@@ -307,11 +307,12 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         )
     WAITS.start()
     with clock("update", len(batches)):
-        learnt, batches, advantage_stats = estimate(
-            gathered.learnt, batches, session.learner, session.reference, config, session.unified
-        )
         try:
-            stats = update(session.learner, batches, config, step, clock.display.hint)
+            with saved_on_mistake(session, run_dir):
+                learnt, batches, advantage_stats = estimate(
+                    gathered.learnt, batches, session.learner, session.reference, config, session.unified
+                )
+                stats = update(session.learner, batches, config, step, clock.display.hint)
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
@@ -402,6 +403,8 @@ def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
     """A user's mistake that stops the run in the middle of a step loses no finished step: the last one is saved."""
     try:
         yield
+    except Midway:
+        raise
     except UserError:
         save_once(session, run_dir)
         raise

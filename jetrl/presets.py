@@ -14,6 +14,19 @@ from types import MappingProxyType
 from typing import Any
 
 
+class _Own:
+    """Equal to every name of a function of the user's (`module:function`, `path/to/file.py:function`)."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and ":" in other
+
+    def __hash__(self) -> int:
+        return 0
+
+
+OWN = _Own()
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
     """One algorithm. `values` are keys of `[rl]`; `why` has one sentence for each of them."""
@@ -135,7 +148,8 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored(("adv_epsilon",), "adv_estimator", ("rloo",)),
     Ignored(("adv_epsilon",), "norm_adv_by_std", (False,)),
     Ignored(("gamma",), "adv_estimator", ("grpo", "rloo")),
-    Ignored(("gae_lambda", "value_clip", "value_coef"), "adv_estimator", ("grpo", "rloo", "reinforce_pp")),
+    # a function of the user's gets no values: it has no critic
+    Ignored(("gae_lambda", "value_clip", "value_coef"), "adv_estimator", ("grpo", "rloo", "reinforce_pp", OWN)),
     Ignored(("clip_ratio_c",), "surrogate", ("cispo",)),
     Ignored(("kl_estimator", "kl_in"), "kl_coef", (0,)),
     Ignored(("max_refill_rounds",), "dynamic_sampling", ("off", "drop")),
@@ -143,7 +157,7 @@ IGNORED: tuple[Ignored, ...] = (
 
 REQUIRED: tuple[Required, ...] = (
     Required(
-        "ratio", ("sequence_mean", "sequence"), "adv_estimator", ("grpo", "rloo"),
+        "ratio", ("sequence_mean", "sequence"), "adv_estimator", ("grpo", "rloo", OWN),
         "a ratio of the whole sequence needs one advantage for the whole sequence",
     ),
     Required(

@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from jetrl.config import Config, sections
 from jetrl.config.base import Section
-from jetrl.config.errors import describe_bounds, describe_type
+from jetrl.config.errors import describe_bounds, describe_type, union_members
 from jetrl.config.peers import SAME, peers
 from jetrl.config.toml import toml_literal
+from jetrl.presets import OWN
 
 INTRO = """# Configuration
 
@@ -82,7 +83,11 @@ def _is_on(switch: str, off: tuple[Any, ...]) -> str:
         return f"`{switch}` is set"
     home, _, key = switch.rpartition(".")
     annotation = (sections()[home] if home else Config).model_fields[key].annotation
-    known = (True, False) if annotation is bool else get_args(annotation) if get_origin(annotation) is Literal else ()
+    members = [member for member in union_members(annotation) if get_origin(member) is not Annotated]
+    named = all(get_origin(member) is Literal for member in members)
+    choices = [value for member in members for value in get_args(member)] if named else []
+    known = (True, False) if annotation is bool else choices
+    off = tuple(value for value in off if value is not OWN)
     left = [value for value in known if value not in off]
     taken, verb = (left, "is") if 0 < len(left) <= len(off) else (off, "is not")
     values = [f"`{toml_literal(value)}`" for value in taken]

@@ -31,7 +31,8 @@ def describe_type(annotation: Any, bounds: str = "") -> str:
     for member in union_members(annotation):
         arguments = get_args(member)
         if get_origin(member) is Annotated:
-            parts.append(describe_type(arguments[0]))
+            pattern = any(getattr(of, "pattern", None) for of in get_args(member)[1].metadata)
+            parts.append('"path/to/file.py:function"' if pattern else describe_type(arguments[0]))
         elif get_origin(member) is Literal:
             parts += [toml_literal(value) for value in arguments]
         elif member is bool:

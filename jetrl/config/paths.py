@@ -20,7 +20,10 @@ FILES = (
     "checkpoint.resume",
 )
 # path/to/file.py:name, or a list of them
-CODE = ("task.reward", "environment.name", "environment.tools", "rollout.engine")
+CODE = (
+    "task.reward", "environment.name", "environment.tools", "rollout.engine", "rl.surrogate", "rl.adv_estimator",
+    "rl.loss_agg",
+)
 
 
 def absolute_paths(config: Config) -> Config:
@@ -61,7 +64,9 @@ def in_own_folder(config: Config, recipe: str, overrides: Sequence[str]) -> Conf
 def path_values(config: Config) -> dict[str, Any]:
     """The values of the keys that may hold paths, by full key."""
     values = {key: _value(config, key) for key in (*PLACES, *FILES, *CODE)}
-    return {key: value for key, value in values.items() if value is not None}
+    named = (key for key, value in values.items() if key.startswith("rl.") and ":" not in value)  # a part of jetrl's
+    left_out = {key for key, value in values.items() if value is None}.union(named)
+    return {key: value for key, value in values.items() if key not in left_out}
 
 
 def _value(config: Config, key: str) -> Any:

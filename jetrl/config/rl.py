@@ -22,7 +22,10 @@ from jetrl.choices import (
 )
 from jetrl.config.base import Problem, Rule, Section
 from jetrl.config.toml import toml_literal
-from jetrl.presets import IGNORED, PRESETS, REQUIRED
+from jetrl.presets import IGNORED, OWN, PRESETS, REQUIRED
+
+OwnFunction = Annotated[str, Field(pattern=r"^[^:\s].*:[A-Za-z_]\w*$")]
+"""A function of the user's: `module:function` or `path/to/file.py:function`."""
 
 
 class RLConfig(Section):
@@ -32,7 +35,7 @@ class RLConfig(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         *(Rule(ignored.keys, ignored.switch, ignored.off) for ignored in IGNORED),
         Rule(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "value_clip"), "updates_per_step", (1,)),
-        Rule(("critic", "critic_lr", "critic_warmup_steps"), "adv_estimator", ("grpo", "rloo", "reinforce_pp")),
+        Rule(("critic", "critic_lr", "critic_warmup_steps"), "adv_estimator", ("grpo", "rloo", "reinforce_pp", OWN)),
         Rule(("value_coef",), "critic", ("separate",)),
         Rule(("critic_lr", "critic_warmup_steps"), "critic", ("shared",)),
         Rule(("rollout_is_threshold",), "rollout_is", ("none",)),
@@ -42,9 +45,9 @@ class RLConfig(Section):
     )
     algo: Algo = Field(
         default="grpo", description="The algorithm: a preset of the keys below.")
-    adv_estimator: AdvEstimator = Field(
+    adv_estimator: AdvEstimator | OwnFunction = Field(
         default="grpo", description="Advantages: relative to the group (grpo), to the others of the group (rloo), "
-        "normalized over the step (reinforce_pp), or from a critic (gae).",
+        "normalized over the step (reinforce_pp), from a critic (gae), or by your function (docs/ALGORITHMS.md).",
     )
     norm_adv_by_std: bool = Field(
         default=True, description="Divide advantages by the standard deviation of the group (grpo) or step (gae).")
@@ -58,12 +61,14 @@ class RLConfig(Section):
         default="token", description="Policy ratio. token: of the token. sequence_mean: the geometric mean over its "
         "sequence (GSPO). sequence: the product over its sequence (RLOO).",
     )
-    surrogate: Surrogate = Field(
-        default="clip", description="clip: PPO's clipped ratio. cispo: the ratio is clipped, the gradient is not.")
-    loss_agg: LossAgg = Field(
+    surrogate: Surrogate | OwnFunction = Field(
+        default="clip", description="clip: PPO's clipped ratio. cispo: the ratio is clipped, the gradient is not. Or "
+        "your function (docs/ALGORITHMS.md).",
+    )
+    loss_agg: LossAgg | OwnFunction = Field(
         default="token_mean", description="token_mean: mean over all tokens. seq_mean_token_mean: mean over each "
         "sequence, then over sequences. seq_mean_token_sum: sum over each sequence, mean over sequences. "
-        "seq_mean_token_sum_norm: that, divided by max_response_length.",
+        "seq_mean_token_sum_norm: that, divided by max_response_length. Or your function (docs/ALGORITHMS.md).",
     )
     clip_ratio_low: float = Field(
         default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")
@@ -143,7 +148,8 @@ class RLConfig(Section):
         for rule in REQUIRED:
             value, other = getattr(self, rule.key), getattr(self, rule.other)
             if value in rule.values and other not in rule.allowed and rule.key not in self.without_effect():
-                allowed = " or ".join(map(toml_literal, rule.allowed))
+                known = ["a function of yours" if value is OWN else toml_literal(value) for value in rule.allowed]
+                allowed = " or ".join(known)
                 whose = f" (of rl.algo = {toml_literal(self.algo)})" if rule.key in PRESETS[self.algo].values else ""
                 text = f"{toml_literal(value)}{whose} needs rl.{rule.other} = {allowed}: {rule.why}"
                 yield Problem(f"rl.{rule.key}", f"{text}; change one of the two", (f"rl.{rule.other}",))

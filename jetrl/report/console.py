@@ -161,6 +161,8 @@ class Display:
         shown = metrics.get("reward/mean", metrics.get("policy/loss"))
         if shown is not None:
             self._curve.append(float(shown))
+        if "parity/logprob_abs_diff_max" not in metrics:  # this step compared nothing: an earlier gap is not its own
+            self._metrics.pop("parity/logprob_abs_diff_max", None)
         gap, worst = metrics.get("parity/logprob_abs_diff_max"), self._worst_gap
         if gap is not None and (worst is None or not (math.isnan(worst) or gap <= worst)):  # NaN is the worst and stays
             self._worst_gap = float(gap)

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jetrl.errors import UserError
+from jetrl.rl import own
 from jetrl.rl.gae import gae, rewards_to_go, whiten
 from jetrl.rl.moments import all_equal, mean, std
 from jetrl.rl.selection import check_scored
@@ -75,7 +76,8 @@ def advantages(
     state in which the token was drawn (needed by gae); None for a trajectory that is not `in_loss` (None: all are). The
     returns have that layout.
 
-    grpo and rloo give one number per trajectory, reinforce_pp and gae a tuple of P; None outside the loss.
+    grpo and rloo give one number per trajectory, reinforce_pp and gae a tuple of P, a function of the user's either;
+    None outside the loss.
 
     Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories in the loss of
     -kl_coef * sum_t kl_t; absent where there is none. Those of the rewards themselves are in `selection.reward_stats`.
@@ -93,7 +95,9 @@ def advantages(
     items = list(_items(groups, kl, values, in_loss, config.kl_coef))
     by_group, by_token = BY_GROUP.get(config.adv_estimator), BY_TOKEN.get(config.adv_estimator)
     returns = None
-    if by_group is not None:
+    if own.is_own(config.adv_estimator):
+        result = _users(groups, items, config)
+    elif by_group is not None:
         result = _grouped(groups, items, by_group, config)
     elif by_token is not None:
         result, returns = _tokenwise(items, by_token, config)
@@ -251,6 +255,20 @@ def _grouped(
         found = [None if item.score is None else next(numbers) for item in members]
         result += [a if item.in_loss else None for a, item in zip(found, members, strict=True)]
     return result
+
+
+def _users(groups: Sequence[Group], items: list[_Item], config: AdvantageConfig) -> list[Advantage | None]:
+    """By a function of the user's, which gets what has a score; an advantage goes to those in the loss."""
+    rest, members = iter(items), []
+    for group in groups:
+        members.append([item for item in (next(rest) for _ in group.trajectories) if item.score is not None])
+    shown = [
+        [own.Scored(i.trajectory, i.score, tuple(i.rewards), i.in_loss) for i in each if i.score is not None]
+        for each in members
+    ]
+    found = own.advantages(config.adv_estimator, shown, config)
+    by_item = {id(item): a for each, of in zip(members, found, strict=True) for item, a in zip(each, of, strict=True)}
+    return [by_item[id(item)] if item.in_loss else None for item in items]
 
 
 def _tokenwise(

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.choices import KLEstimator, LossAgg, Ratio, Surrogate
-from jetrl.rl.surrogate import RATIOS, SURROGATES, Clip
+from jetrl.choices import KLEstimator, Ratio
+from jetrl.rl import own, own_terms
+from jetrl.rl.surrogate import RATIOS, SURROGATES, Clip, token_loss
 
 Stats = dict[str, Tensor]
 Terms = dict[str, Tensor]
@@ -62,7 +63,7 @@ class Denominators:
             )
 
 
-def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: LossAgg, denominators: Denominators) -> Tensor:
+def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: str, denominators: Denominators) -> Tensor:
     """Weight [T] of each token in a loss, float64: `loss = sum_t weight_t * value_t`. Zero where masked.
 
     token_mean              w_t = 1 / (N + M)           N = loss tokens of the update   (DAPO, arXiv 2503.14476)
@@ -72,8 +73,12 @@ def token_weights(loss_mask: Tensor, sequence_ids: Tensor, loss_agg: LossAgg, de
 
     S counts the sequences with loss tokens and M is 0, so a trajectory masked out for truncation leaves the average
     altogether. With `masked_sequences = "count"`, S counts all sequences and M the tokens of those masked out (TRL).
+
+    A function of the user's (`module:function`, `path/to/file.py:function`) gets sequence ids and denominators.
     """
     mask = loss_mask.double()
+    if own.is_own(loss_agg):
+        return mask * own_terms.token_weights(loss_agg, sequence_ids, denominators) if len(mask) else mask
     if loss_agg == "token_mean":
         return mask / (denominators.num_loss_tokens + denominators.masked_tokens)
     if loss_agg == "seq_mean_token_mean":
@@ -98,11 +103,11 @@ def policy_loss(
     clip_ratio_low: float,
     clip_ratio_high: float,
     clip_ratio_c: float | None,
-    loss_agg: LossAgg,
+    loss_agg: str,
     denominators: Denominators,
     is_weights: Tensor | None = None,
     ratio: Ratio = "token",
-    surrogate: Surrogate = "clip",
+    surrogate: str = "clip",
     terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:
     """`loss = sum_t w_t * is_weights_t * l_t`, with the weights w_t of `token_weights` and the token losses
@@ -131,14 +136,16 @@ def policy_loss(
     `policy/kl` (mean of old - new log-probs of tokens, Schulman's k1), `policy/logprob_abs_change_mean` (mean of their
     |new - old|: with quantized weights an update also moves codes), `policy/clip_frac_high` (A > 0 and the bound cuts
     the gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`; under cispo the first two
-    count the weights that were clipped from above and from below, whatever A is. Those but the loss are sums over the
+    count the weights that were clipped from above and from below, whatever A is; a surrogate of the user's has none of
+    the three. Those but the loss are sums over the
     tokens of weight above 0, divided by the number of all loss tokens: `over_terms` makes means of them.
 
     Sources: PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3; clip-higher, DAPO, arXiv 2503.14476 section 3.1;
     dual clip, arXiv 1912.09729; CISPO, arXiv 2506.13585 section 3.1; GSPO, arXiv 2507.18071; RLOO, arXiv 2402.14740.
     """
     clip = Clip(clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    if ratio not in RATIOS or surrogate not in SURROGATES or (ratio, surrogate) == ("sequence", "cispo"):
+    known = surrogate in SURROGATES or own.is_own(surrogate)
+    if ratio not in RATIOS or not known or (ratio, surrogate) == ("sequence", "cispo"):
         raise ValueError(f'ratio "{ratio}" with surrogate "{surrogate}": unknown, or no definition of the two together')
     active, scale = loss_mask > 0, None
     if is_weights is not None:
@@ -148,22 +155,20 @@ def policy_loss(
     token_log_ratio = torch.where(active, logprobs - old, 0.0)
     adv = torch.where(active, advantages, 0.0).to(logprobs.dtype)
     log_ratio = RATIOS[ratio](token_log_ratio, active, sequence_ids)
-    tokens = SURROGATES[surrogate](log_ratio, logprobs, adv, active, clip)
-    token_loss = tokens.loss if scale is None else tokens.loss * scale
-    loss = _weighted_sum(token_loss, token_weights(loss_mask, sequence_ids, loss_agg, denominators), "policy", terms)
+    tokens = token_loss(surrogate, log_ratio, logprobs, adv, active, clip)
+    weighted = tokens.loss if scale is None else tokens.loss * scale
+    loss = _weighted_sum(weighted, token_weights(loss_mask, sequence_ids, loss_agg, denominators), "policy", terms)
 
     def share(values: Tensor) -> Tensor:
         return (values.detach().double() * active).sum() / denominators.num_loss_tokens
 
+    clipped = {"low": tokens.clipped_low, "high": tokens.clipped_high, "dual": tokens.clipped_dual}
     return loss, {
         "policy/loss": loss.detach(),
         "policy/ratio_mean": share(log_ratio.detach().exp()),
         "policy/kl": share(-token_log_ratio),
         "policy/logprob_abs_change_mean": share(token_log_ratio.detach().abs()),
-        "policy/clip_frac_low": share(tokens.clipped_low),
-        "policy/clip_frac_high": share(tokens.clipped_high),
-        "policy/clip_frac_dual": share(tokens.clipped_dual),
-    }
+    } | {f"policy/clip_frac_{name}": share(cut) for name, cut in clipped.items() if cut is not None}
 
 
 def over_terms(stats: Mapping[str, float]) -> dict[str, float]:
@@ -217,7 +222,7 @@ def kl_loss(
     sequence_ids: Tensor,
     *,
     estimator: KLEstimator,
-    loss_agg: LossAgg,
+    loss_agg: str,
     denominators: Denominators,
     terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:
@@ -233,7 +238,7 @@ def kl_loss(
 
 
 def entropy_bonus(
-    entropy: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, loss_agg: LossAgg, denominators: Denominators,
+    entropy: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, loss_agg: str, denominators: Denominators,
     terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:
     """`sum_t w_t H_t` with H_t [T] the entropy of the next-token distribution, aggregated like the policy loss.
@@ -255,7 +260,7 @@ def value_loss(
     sequence_ids: Tensor,
     *,
     value_clip: float | None,
-    loss_agg: LossAgg,
+    loss_agg: str,
     denominators: Denominators,
     terms: Terms | None = None,
 ) -> tuple[Tensor, Stats]:

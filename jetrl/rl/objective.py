@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from jetrl.choices import KLEstimator, KLIn, LossAgg, Ratio, RolloutIS, RolloutRS, Surrogate
+from jetrl.choices import KLEstimator, KLIn, Ratio, RolloutIS, RolloutRS
 from jetrl.rl import losses, mismatch
 from jetrl.rl.losses import Denominators, Stats, Terms
 
@@ -23,10 +23,10 @@ class ObjectiveConfig(Protocol):
     def ratio(self) -> Ratio: ...
 
     @property
-    def surrogate(self) -> Surrogate: ...
+    def surrogate(self) -> str: ...
 
     @property
-    def loss_agg(self) -> LossAgg: ...
+    def loss_agg(self) -> str: ...
 
     @property
     def clip_ratio_low(self) -> float: ...

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.choices import Ratio, Surrogate
+from jetrl.choices import Ratio
+from jetrl.rl.own import is_own
+from jetrl.rl.own_terms import token_losses
 from jetrl.rl.sequences import per_sequence
 
 
@@ -39,12 +41,27 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token [T], with gradient, and which tokens were clipped [T] bool."""
+    """Loss of each token [T], with gradient, and which tokens were clipped [T] bool; None where nobody can say."""
 
     loss: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    clipped_dual: Tensor
+    clipped_low: Tensor | None
+    clipped_high: Tensor | None
+    clipped_dual: Tensor | None
+
+
+def token_loss(
+    surrogate: str, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, active: Tensor, clip: Clip
+) -> TokenLoss:
+    """By the entry of `SURROGATES`, or by a function of the user's, which gets the active tokens alone."""
+    if not is_own(surrogate):
+        return SURROGATES[surrogate](log_ratio, logprobs, advantages, active, clip)
+    loss = torch.zeros_like(logprobs)
+    if bool(active.any()):
+        part = token_losses(surrogate, log_ratio[active], logprobs[active], advantages[active], clip)
+        loss = loss.masked_scatter(active, part)
+    else:
+        loss = loss + 0.0 * torch.where(active, logprobs, 0.0)  # so that the micro-batch has a backward pass
+    return TokenLoss(loss, None, None, None)
 
 
 def _token(log_ratio: Tensor, active: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -110,7 +127,7 @@ def _cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, active: Tens
     return TokenLoss(loss, low, high, torch.zeros_like(low))
 
 
-SURROGATES: dict[Surrogate, Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]] = {
+SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]] = {
     "clip": _clip,
     "cispo": _cispo,
 }

@@ -31,6 +31,7 @@ from jetrl.rollout.speculate import Speculator, build_speculator
 from jetrl.spec import ModelSpec
 from jetrl.train import setup
 from jetrl.train.optim import build_optimizer
+from jetrl.train.own_parts import built_in
 from jetrl.train.packing import packed
 from jetrl.train.passes import estimate
 from jetrl.train.prepare import recipe_of
@@ -216,6 +217,7 @@ def parts(total: int, most: int) -> list[int]:
 
 def train(learner: Learner, config: Config) -> None:
     """One update with a micro-batch of each kind, the passes before it, and publishing."""
+    config = built_in(config)
     groups = list(groups_of(config, learner.model.spec))
     trajectories = [t for group in groups for t in group.trajectories]
     ends = list(accumulate((len(group.trajectories) for group in groups), initial=0))

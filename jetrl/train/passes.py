@@ -16,6 +16,7 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.together import together
 from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import kl_penalty
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
@@ -66,7 +67,8 @@ def estimate(
     kl = by_trajectory(world.gather(_token_kl(packed, config, unified)), lengths) if kl_in_reward else None
     values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
     in_loss = [count > 0 for batch in packed for count in batch.sequence_tokens]
-    filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
+    with together(world):  # an estimator may be the user's
+        filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])
     if returns is not None:
         packed = fill(packed, "returns", returns)

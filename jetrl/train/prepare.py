@@ -26,6 +26,7 @@ from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, hol
 from jetrl.tasks.tokenizer import load_tokenizer
 from jetrl.tasks.tools import tools_factory
 from jetrl.train.engines import eos_ids, require_engine
+from jetrl.train.own_parts import load_own_parts
 from jetrl.train.routing import check_routing
 
 
@@ -59,6 +60,7 @@ def prepare(
     if trains:  # a recipe may evaluate models of other kinds than it trains
         check_routing(config.train, spec)
         check_saved(config, spec)
+        load_own_parts(config)
     recipe = recipe_of(config, spec)
     if samples:
         require_engine(config, spec, recipe)

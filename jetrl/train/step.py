@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.config import Config
+from jetrl.errors import UserError
 from jetrl.kernels.attention import varlen_plan
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
@@ -24,7 +25,7 @@ from jetrl.train.optim import lr_at
 from jetrl.train.packing import denominators, to_device
 from jetrl.train.routing import Routing
 from jetrl.train.token_terms import SHARE, TokenTerms, owns
-from jetrl.train.trainer import LossOf, NonFiniteError, optimizer_step
+from jetrl.train.trainer import LossOf, Midway, NonFiniteError, optimizer_step
 from jetrl.types import ForwardBatch, MicroBatch, PackedBatch
 
 
@@ -94,6 +95,8 @@ def update(
 
     `parity/*` compares every update that begins with the weights that sampled: the first with loss tokens, and in the
     critic's warm-up all of them. The other metrics are those of `merging.merged`.
+
+    A UserError comes before any weight changes, or is a `Midway`.
     """
     parts: list[Part] = []
     compared = Compared(learner.model, config)
@@ -102,7 +105,12 @@ def update(
             continue
         if not compared.weights_sampled:
             learner.model.publish()
-        parts.append(_one_update(learner, batch, config, step, compared, len(batches) == 1, tell))
+        try:
+            parts.append(_one_update(learner, batch, config, step, compared, len(batches) == 1, tell))
+        except UserError as error:  # of a function of the user's
+            if not compared.stepped and learner.world.alone:
+                raise
+            raise Midway(f"{error} The step under way is lost; --resume goes on from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:
@@ -117,6 +125,7 @@ class Compared:
     model: Transformer
     config: Config
     weights_sampled: bool = True
+    stepped: bool = False  # whether an optimizer has made a step, the policy's or the critic's
     gap: mismatch.MismatchAccumulator = field(default_factory=mismatch.MismatchAccumulator)
     counts: list[RoutingCounts] = field(default_factory=list)  # of each update of the policy, or comparison
 
@@ -153,11 +162,12 @@ def _one_update(
     stats: dict[str, float] = {}
     if learner.critic_optimizer is not None:
         stats |= _critic_update(learner, batch, config, shares)
+        compared.stepped = True
         if step <= config.rl.critic_warmup_steps:
             compared.add_batch(batch, shares)
             return Part(stats, shares)
     stats |= _policy_update(learner, batch, config, step, shares, compared, single, tell)
-    compared.weights_sampled = False
+    compared.weights_sampled, compared.stepped = False, True
     return Part(stats, shares)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jetrl.choices import Reduction
 from jetrl.config import Config
+from jetrl.errors import UserError
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl.losses import Stats
 from jetrl.train.optim import clipped_step, set_lr
@@ -26,6 +27,10 @@ LossOf = Callable[[MicroBatch], tuple[Tensor, Stats]]
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient norm that is no finite number; the weights were not changed."""
+
+
+class Midway(UserError):
+    """A user's mistake after weights of the step under way have changed: there is no finished step to save."""
 
 
 def not_by_an_update(config: Config, warm_started: bool, terms: Sequence[str]) -> str:

@@ -149,6 +149,21 @@ def test_parity_is_green_only_when_exactly_zero_and_remembers_the_worst() -> Non
     assert "nan" in styled_parity(math.nan, 0.0)
 
 
+def test_a_step_that_compared_nothing_shows_no_parity() -> None:
+    """Not the last step's 0, in the panel and in plain lines."""
+    console = terminal()
+    display = Display(2, "run", console=console)
+    display.step({"step": 1, "reward/mean": 0.5, "parity/logprob_abs_diff_max": 0.0})
+    display.step({"step": 2, "reward/mean": 0.5})
+    console.print(display.render())
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text_of(console))
+    assert re.search(r"parity +-", shown) and not re.search(r"parity +0", shown)
+    console = plain_console()
+    with Display(2, "run", console=console) as display:
+        display.step({"step": 1, "reward/mean": 0.5})
+    assert "parity" not in text_of(console)
+
+
 def test_an_exception_shows_the_cursor_again_and_passes() -> None:
     console = terminal()
     with pytest.raises(KeyboardInterrupt), Display(5, "run", console=console) as display:
@@ -191,7 +206,10 @@ def test_summary_says_what_happened_and_what_to_do() -> None:
     assert f"    {long_command}\n" in out  # not wrapped: it is there to be copied
     console = plain_console()
     summary(run_dir="r", steps=1, seconds=1.0, parity_max=1e-7, console=console)
-    assert "1e-07 (largest log-prob gap)" in text_of(console) and "accuracy" not in text_of(console)
+    assert "1e-07 (largest log-prob gap)\n" in text_of(console) and "accuracy" not in text_of(console)
+    console = plain_console()
+    summary(run_dir="r", steps=3, seconds=1.0, parity_max=0.0, parity_missing=2, console=console)
+    assert "agreed bit for bit; 2 steps had nothing to compare" in " ".join(text_of(console).split())
 
 
 CONVERSATION = {

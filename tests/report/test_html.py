@@ -90,6 +90,21 @@ def test_nan_parity_is_never_called_exact(tmp_path: Path) -> None:
     assert page.data["runs"][0]["series"]["parity/logprob_abs_diff_max"] == [[1, 2], [0.0, None]]
 
 
+def test_steps_without_parity_are_counted_apart(tmp_path: Path) -> None:
+    """Step 0 is no training step; step 2 made no update."""
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(4):
+            recorder.write(step, {"parity/logprob_abs_diff_max": 0.0} if step in (1, 3) else {"reward/mean": 0.5})
+    page = Page(write_report([tmp_path / "run"], tmp_path / "report.html"))
+    assert "exactly 0 in all 2 steps; 1 step had nothing to compare" in page.text
+    numbers = headline(load_runs([tmp_path / "run"])[0])
+    assert (numbers.parity_steps, numbers.parity_missing) == (2, 1)
+    with Recorder(tmp_path / "never") as recorder:
+        recorder.write(1, {"reward/mean": 0.5})
+    numbers = headline(load_runs([tmp_path / "never"])[0])
+    assert (numbers.parity_max, numbers.parity_missing) == (None, 0), "not measured at all"
+
+
 def test_samples_cannot_break_out_of_the_page(make_run, tmp_path: Path) -> None:
     run = make_run("<img src=x onerror=alert(1)>", steps=10)
     page = Page(write_report([run], tmp_path / "report.html"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from jetrl.cli import app
+from jetrl.report.recorder import Recorder
+from jetrl.study import collect
 from jetrl.study.command import study as study_command
 from jetrl.study.figures import figures, interval
 from jetrl.study.page import failure_rows, table, write_page
@@ -156,3 +159,17 @@ def test_the_command_lists_studies_and_refuses_nonsense() -> None:
     ]:
         found = CliRunner().invoke(app, ["study", *arguments])
         assert message in str(found.exception), arguments
+
+
+def test_what_has_no_score_is_in_no_mean(tmp_path: Path) -> None:
+    """heldout.jsonl with completions that nobody scored, and numbers that are none: not 0."""
+    with Recorder(tmp_path) as recorder:
+        for step in (0, 1):
+            recorder.write(step, {"reward/mean": 0.5})
+    rows = [
+        {"step": 0, "task": "t", "problems": [1, 2, 3], "rewards": [[1.0, None], [None, None], ["NaN", 0.5]]},
+        {"step": 1, "task": "t", "problems": [1], "rewards": [[None]]},
+    ]
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = collect._held_out(tmp_path, {0, 1})
+    assert found["steps"] == [0] and found["scores"] == [{"1": 1.0, "3": 0.5}] and found["mean"] == [0.75]

@@ -1,0 +1,122 @@
+"""Parts of the objective that a user wrote: `rl.surrogate`, `rl.adv_estimator` and `rl.loss_agg` may each name a
+function, as `module:function` or `path/to/file.py:function`. docs/ALGORITHMS.md has their signatures.
+
+`train/own_parts.py` loads them and puts them here, by key and name; the rooms that need one ask for it. What they
+return is checked in every call, here and, if it is a tensor, in `own_terms.py`. UserErrors name the key, the function
+and, where it raised, the user's line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jetrl.errors import UserError, as_user_error, place_of
+from jetrl.types import Trajectory
+
+KEYS = ("rl.surrogate", "rl.adv_estimator", "rl.loss_agg")
+
+_functions: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def is_own(name: str) -> bool:
+    """Whether a value of one of `KEYS` names a function of the user's."""
+    return ":" in name
+
+
+def put(key: str, name: str, function: Callable[..., Any]) -> None:
+    """Make `function` what `key = name` means from now on."""
+    _functions[key, name] = function
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A trajectory as an estimator of the user's sees it.
+
+    `score` is its reward with its KL penalties, where the KL is in the reward; `rewards` [P] are those of its policy
+    tokens and add up to the score; `length` is P. `in_loss`: whether its advantage will be used (`rl.mask_truncated`).
+    """
+
+    trajectory: Trajectory
+    score: float
+    rewards: tuple[float, ...]
+    in_loss: bool
+
+    @property
+    def length(self) -> int:
+        return self.trajectory.num_policy_tokens
+
+
+def advantages(
+    name: str, groups: Sequence[Sequence[Scored]], config: Any
+) -> list[list[float | tuple[float, ...]]]:
+    """`rl.adv_estimator`: for each trajectory of each group one number, or one for each of its policy tokens."""
+    key = "rl.adv_estimator"
+    found = call(key, name, [list(group) for group in groups], config)
+    if not _is_list(found) or len(found) != len(groups):
+        refuse(key, name, f"returned {described(found)} for {len(groups)} groups; it must return one list for each")
+    result = []
+    for number, (values, group) in enumerate(zip(found, groups, strict=True)):
+        if not _is_list(values) or len(values) != len(group):
+            refuse(key, name, f"returned {described(values)} for the {len(group)} trajectories of group {number}")
+        result.append([_advantage(key, name, v, one, config) for v, one in zip(values, group, strict=True)])
+    return result
+
+
+def _advantage(key: str, name: str, value: Any, one: Scored, config: Any) -> float | tuple[float, ...]:
+    if _is_list(value):
+        if len(value) != one.length:
+            refuse(key, name, f"returned {len(value)} advantages for a trajectory of {one.length} policy tokens")
+        if config.ratio != "token":
+            refuse(key, name, f'returned an advantage for each token, and rl.ratio = "{config.ratio}" needs one '
+                               "number for the whole trajectory")
+        return tuple(_number(key, name, each) for each in value)
+    return _number(key, name, value)
+
+
+def _number(key: str, name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, (str, bytes)) or not math.isfinite(number):
+        refuse(key, name, f"returned {described(value)} as an advantage; it must be a finite number")
+    return number
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value has entries in an order; a tensor or array of no dimension is a number."""
+    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0
+
+
+def call(key: str, name: str, *given: Any) -> Any:
+    """What the function returns; a UserError where it raises."""
+    assert (key, name) in _functions, f"{key} = {name} was not loaded"
+    try:
+        return _functions[key, name](*given)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code
+        raise as_user_error(error)(
+            f"{key}: {name} raised {type(error).__name__}: {error}{place_of(error)}. Fix it; --debug shows the whole "
+            "traceback."
+        ) from error
+
+
+def described(value: Any) -> str:
+    """A value in words, for a message."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r}"[:60] + f" (type {type(value).__name__})"
+
+
+def refuse(key: str, name: str, what: str) -> NoReturn:
+    """The UserError about what the function did, with the line where it is defined."""
+    code = getattr(_functions[key, name], "__wrapped__", _functions[key, name])
+    code = getattr(code, "__code__", None)
+    line = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+    raise UserError(f"{key}: {name}{line} {what}.")

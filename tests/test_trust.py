@@ -36,6 +36,7 @@ def config_with(folder: Path, **changes: object) -> Config:
 # A value that names code, for each key of CODE: a new key needs one.
 EXAMPLES = {
     "task.reward": ("subprocess:getoutput", {}), "rollout.engine": ("mine.py:Engine", {}),
+    **{f"rl.{key}": ("mine.py:part", {}) for key in ("surrogate", "adv_estimator", "loss_agg")},
     "environment.name": ("mine:Env", {}), "environment.tools": (["mine.py:search"], {"environment.name": "tools"}),
 }
 

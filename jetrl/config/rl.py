@@ -47,7 +47,8 @@ class RLConfig(Section):
         default="grpo", description="The algorithm: a preset of the keys below.")
     adv_estimator: AdvEstimator | OwnFunction = Field(
         default="grpo", description="Advantages: relative to the group (grpo), to the others of the group (rloo), "
-        "normalized over the step (reinforce_pp), from a critic (gae), or by your function (docs/ALGORITHMS.md).",
+        "normalized over the step (reinforce_pp), from a critic (gae). Or yours, as path/to/file.py:function "
+        "(docs/ALGORITHMS.md).",
     )
     norm_adv_by_std: bool = Field(
         default=True, description="Divide advantages by the standard deviation of the group (grpo) or step (gae).")
@@ -63,12 +64,13 @@ class RLConfig(Section):
     )
     surrogate: Surrogate | OwnFunction = Field(
         default="clip", description="clip: PPO's clipped ratio. cispo: the ratio is clipped, the gradient is not. Or "
-        "your function (docs/ALGORITHMS.md).",
+        "yours, as path/to/file.py:function (docs/ALGORITHMS.md).",
     )
     loss_agg: LossAgg | OwnFunction = Field(
         default="token_mean", description="token_mean: mean over all tokens. seq_mean_token_mean: mean over each "
         "sequence, then over sequences. seq_mean_token_sum: sum over each sequence, mean over sequences. "
-        "seq_mean_token_sum_norm: that, divided by max_response_length. Or your function (docs/ALGORITHMS.md).",
+        "seq_mean_token_sum_norm: that, divided by max_response_length. Or yours, as "
+        "path/to/file.py:function (docs/ALGORITHMS.md).",
     )
     clip_ratio_low: float = Field(
         default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")

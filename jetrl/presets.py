@@ -23,6 +23,9 @@ class _Own:
     def __hash__(self) -> int:
         return 0
 
+    def __repr__(self) -> str:
+        return "OWN"
+
 
 OWN = _Own()
 

@@ -18,7 +18,7 @@ from jetrl.config.sections import LONG
 from jetrl.config.shipped import shipped
 from jetrl.config.toml import read_toml, set_override, toml_literal
 from jetrl.errors import UserError
-from jetrl.presets import PRESETS
+from jetrl.presets import OWN, PRESETS
 from jetrl.subject import _chosen, config_for
 
 FILE: dict[str, Any] = {"name": "file", "train_file": "t.jsonl"}
@@ -32,6 +32,7 @@ BASES: dict[str, dict[str, Any]] = {
     "plain": BASE,
     **{algo: {**BASE, "rl": {"algo": algo}} for algo in PRESETS},
     **{f"{algo}, off-policy": {**BASE, "rl": {"algo": algo, "updates_per_step": 2}} for algo in PRESETS},
+    "own estimator": {**BASE, "rl": {"adv_estimator": "mine.py:f"}},
     **{precision: {**BASE, "precision": precision} for precision in ("bf16", "fp8_rollout")},
     "row": {**BASE, "quant": {"wgrad": "row"}},
     "random": {**BASE, "model": ARCH},
@@ -70,7 +71,14 @@ def all_fields() -> Iterator[tuple[str, Any]]:
 
 FIELDS = dict(all_fields())
 RULES = [(section, rule) for section in SECTIONS for rule in section.rules]
-PAIRS = sorted({(section.full_key(rule.switch), value, section.full_key(key))
+
+
+def example(off: Any) -> Any:
+    """A value that switches off: where every function of the user's does, one of them."""
+    return "mine.py:f" if off is OWN else off
+
+
+PAIRS = sorted({(section.full_key(rule.switch), example(value), section.full_key(key))
                 for section, rule in RULES for value in rule.off for key in rule.keys}, key=str)
 
 
@@ -373,7 +381,7 @@ def test_a_switch_edited_in_a_copied_recipe_drops_what_depends_on_it(recipe: str
     data = read_toml(shipped()[recipe])
     for section, rule in RULES:
         switch = section.full_key(rule.switch)
-        for off in rule.off:
+        for off in map(example, rule.off):
             if switch.startswith("model.") or switch in ("task.dataset", "task.name") or off == "vllm":
                 continue  # those need another key in their place
             edited = in_file(merged(data, **{switch: off}), tmp_path / "copy.toml")

@@ -155,6 +155,8 @@ class Display:
         step = int(metrics["step"])
         if step > self.current:  # the row of step 0 is an evaluation: no measure of a step's time
             self._durations.append((now - self._step_started) / (step - self.current))
+            # What this row lacks was not measured in it; the last evaluation stays in view.
+            self._metrics = {key: value for key, value in self._metrics.items() if key.startswith("eval/")}
         self.current, self._step_started = step, now
         self._metrics.update(metrics)
         self._constant.look(step, metrics, self.hint)
@@ -376,12 +378,12 @@ def comparison(rows: Sequence[tuple[str, Headline]], console: Console | None = N
         before = "" if run.accuracy_before is None else f"{run.accuracy_before:.3f} -> "
         accuracy = "" if run.accuracy_after is None else f"{before}{run.accuracy_after:.3f}"
         gap = "" if run.parity_max is None else parity_text(run.parity_max)
-        style = "green" if run.parity_max == 0.0 else "red"
+        style = "" if run.parity_max is None else "green" if run.parity_max == 0.0 else "red"
         steps = f"{run.parity_nonzero_steps}/{run.parity_steps}" if run.parity_steps else ""
         cells: list[str | Text] = [name, accuracy, Text(gap, style=style), Text(steps, style=style)]
         if routed:
             share = run.routing_mean
             cells.append("" if share is None else Text("0" if share == 0.0 else f"{share:.2%}", style=style))
-        table.add_row(*cells, duration(run.seconds or 0.0))
+        table.add_row(*cells, "" if run.seconds is None else duration(run.seconds))
     console.print()
     console.print(table, highlight=False)

@@ -20,28 +20,40 @@ import numpy as np
 from markupsafe import Markup
 
 from jetrl.errors import UserError
-from jetrl.report.recorder import read_samples
+from jetrl.report.recorder import SAMPLES_FILE
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, Headline, Run, headline, held_out_name, load_runs
-from jetrl.report.samples import MAX_SAMPLES, choose_samples, finite, sample_note
+from jetrl.report.samples import MAX_SAMPLES, SampleFile, finite, sample_note
 from jetrl.report.text import duration, parity_note
 from jetrl.untrusted import fresh
 
 MAX_POINTS = 1500  # per curve; longer ones are binned
 FLOW_FILE = "flow.svg"
+EVAL_SAMPLES_FILE = "eval_samples.jsonl"
+MAX_EVAL_SAMPLES = 200  # rows on the page, over all runs, beside MAX_SAMPLES of training
 SCRIPTS = ("report.js", "samples.js", "page.js")
 _LARGEST = re.compile(r"parity/.*|.*[/_]max")  # metrics whose bins keep the largest value
 _HERE = Path(__file__).parent
 
 
-def write_report(run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, str] | None = None) -> Path:
-    """Write the page of these runs to `out` and return its path.
+def write_report(
+    run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, str] | None = None,
+    files: dict[Path, SampleFile] | None = None,
+) -> Path:
+    """Write the page of these runs to `out`, whole or not at all, and return its path.
 
     `flow_svgs` maps a caption to the SVG text of a precision flow; if it is empty, each run's `flow.svg` is used if it
-    has one. Raises `UserError` if a folder holds no run.
+    has one. `files` keeps what is known of files of samples for the next call. Raises `UserError` if a folder holds no
+    run.
     """
     runs = load_runs(run_dirs)
     flows = dict(flow_svgs or {}) or _flows_of(runs)
-    samples = [choose_samples(read_samples(run.path), MAX_SAMPLES // len(runs)) for run in runs]
+    known = {} if files is None else files
+
+    def chosen(name: str, most: int) -> list[dict[str, Any]]:
+        paths = [run.path / name for run in runs]
+        return [known.setdefault(path, SampleFile(path)).choose(most // len(runs)) for path in paths]
+
+    samples, held_out = chosen(SAMPLES_FILE, MAX_SAMPLES), chosen(EVAL_SAMPLES_FILE, MAX_EVAL_SAMPLES)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -52,17 +64,18 @@ def write_report(run_dirs: Sequence[Path], out: Path, flow_svgs: Mapping[str, st
         differences=config_differences(runs) if len(runs) > 1 else [],
         flows=[(name, _image(svg), "prefers-color-scheme" in svg) for name, svg in flows.items()],
         sample_note=sample_note(samples),
+        held_out_note=sample_note(held_out, "recorded held-out samples", EVAL_SAMPLES_FILE),
         binned=any(len(run.rows) > MAX_POINTS for run in runs),
         max_points=MAX_POINTS,
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         js=Markup("\n".join((_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)),
-        data=script_json(_payload(runs, samples)),
+        data=script_json(_payload(runs, samples, held_out)),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = fresh(out)
+        temporary = fresh(out)  # a browser may be reading the old one
         temporary.write_text(page, encoding="utf-8", errors="replace")
         temporary.replace(out)
     except OSError as error:
@@ -78,7 +91,9 @@ def script_json(data: Any) -> Markup:
     return Markup(text)
 
 
-def _payload(runs: Sequence[Run], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _payload(
+    runs: Sequence[Run], samples: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     return {
         "runs": [
             {
@@ -87,10 +102,12 @@ def _payload(runs: Sequence[Run], samples: Sequence[Mapping[str, Any]]) -> dict[
                 "series": {key: thin(key, *run.series(key)) for key in run.keys()},
                 "accuracy": run.accuracy_keys(),
                 "phases": run.phases(),
-                "parity": {"steps": numbers.parity_steps, "nonzero": numbers.parity_nonzero_steps},
+                "rewards": run.reward_keys(),
+                "parity": _measured(numbers := headline(run)) + parity_note(numbers.parity_missing),
                 "samples": chosen,
+                "evaluations": evaluated,
             }
-            for run, numbers, chosen in zip(runs, map(headline, runs), samples, strict=True)
+            for run, chosen, evaluated in zip(runs, samples, held_out, strict=True)
         ],
         "parityKey": PARITY_KEY,
         "heldOut": held_out_name(run.held_out for run in runs),
@@ -116,13 +133,7 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         before = "" if numbers.accuracy_before is None else f"{shown(numbers.accuracy_before)} → "
         accuracy = before + shown(numbers.accuracy_after)
     exact = numbers.parity_steps > 0 and numbers.parity_nonzero_steps == 0
-    if numbers.parity_max is None:
-        parity, note = "not measured", ""
-    elif exact:
-        parity, note = "0", f"exactly 0 in all {numbers.parity_steps:,} steps"
-    else:
-        parity = f"{numbers.parity_max:.3g}"
-        note = f"not 0 in {numbers.parity_nonzero_steps:,} of {numbers.parity_steps:,} steps"
+    parity = "not measured" if numbers.parity_max is None else "0" if exact else f"{numbers.parity_max:.3g}"
     commit = run.env.get("git_commit")
     return {
         "label": run.label,
@@ -133,14 +144,14 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "hardware": run.hardware,
         "throughput_name": "Tokens/s per GPU" if run.on_gpu else "Tokens/s",
         "kernels": str(run.config.get("kernels", "")),
-        "steps": f"{numbers.steps:,}",
+        "steps": steps_of(run, numbers),
         "date": str(run.env.get("date", ""))[:10],
         "commit": f"{commit[:10]}{' + changes' if run.env.get('git_dirty') else ''}" if commit else "",
         "accuracy": accuracy,
         "held_out": held_out_name([numbers.held_out]),
         "accuracy_note": numbers.accuracy_key or "",
         "parity": parity,
-        "parity_note": note + parity_note(numbers.parity_missing),
+        "parity_note": _measured(numbers) + parity_note(numbers.parity_missing),
         "parity_class": "" if numbers.parity_max is None else "good" if exact else "bad",
         "time": "not measured" if numbers.seconds is None else duration(numbers.seconds),
         "throughput": "not measured" if numbers.tokens_per_s is None else f"{numbers.tokens_per_s:,.0f}",
@@ -148,6 +159,23 @@ def _describe(run: Run, numbers: Headline) -> dict[str, Any]:
         "config_text": run.config_text,
         "env_text": json.dumps(run.env, indent=2) if run.env else "",
     }
+
+
+def steps_of(run: Run, numbers: Headline) -> str:
+    """`40 steps`, `1 step`, or `16 of 40 steps` of a run that has not reached its last one."""
+    planned = run.config.get("train", {}).get("steps")
+    of = f" of {planned:,}" if isinstance(planned, int) and planned > numbers.steps else ""
+    return f"{numbers.steps:,}{of} step{'s' * ((planned if of else numbers.steps) != 1)}"
+
+
+def _measured(numbers: Headline) -> str:
+    """In how many of the steps that measured the gap it is 0 or not; empty if none did."""
+    measured, nonzero = numbers.parity_steps, numbers.parity_nonzero_steps
+    if not measured:
+        return ""
+    if nonzero:
+        return f"not 0 in {nonzero:,} of {measured:,} step{'s' * (measured != 1)}"
+    return f"exactly 0 in all {measured:,} steps" if measured > 1 else "exactly 0 in its only step"
 
 
 def percent(value: float) -> str:

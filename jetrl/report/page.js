@@ -1,30 +1,34 @@
 // ---- the page -------------------------------------------------------------------------------------------------------
 const everNonZero = (key) => RUNS.some((run) => run.series[key]?.[1].some((value) => value !== 0));
 function start() {
+  const rewards = [...new Set(RUNS.flatMap((run) => run.rewards))], heldOutUnit = DATA.heldOut.replace("Held-out ", "");
   const accuracy = [...new Set(RUNS.flatMap((run) => run.accuracy))];
   const wanted = [
-    ["reward/mean", "Reward", { sub: "mean over the completions of a step" }],
-    ...accuracy.slice(0, 2).map((key) => [key, DATA.heldOut, { sub: key, smoothable: false }]),
-    [DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
-    ["policy/entropy", "Entropy", { sub: "of the policy, nats per token" }],
-    ["response_length/mean", "Response length", { sub: "mean, tokens" }],
-    ["response_length/frac_truncated", "Cut off", { sub: "share of completions that hit the length limit" }],
-    ["environment/turns_mean", "Turns", { sub: "policy turns per conversation, mean" }],
-    ["environment/frac_max_turns", "Out of turns", { sub: "share of conversations that hit environment.max_turns" }],
-    ["rollout/num_prompts_sampled", "Prompts sampled", { sub: "per step, refill included" }],
-    ["policy/ref_kl", "KL to the reference policy", { sub: "mean, nats per token" }],
+    ["reward/mean", "Reward", { sub: "mean over the completions of a step", unit: "reward" }],
+    ...accuracy.slice(0, 2).map((key) => [key, DATA.heldOut, { sub: key, unit: heldOutUnit, smoothable: false }]),
+    ...rewards.slice(0, 6).map((key) => [key, `Reward: ${key.slice(7, -5)}`, { sub: `${key}, of this function alone`, unit: "reward" }]),
+    ...accuracy.slice(2, 8).map((key) => [key, DATA.heldOut, { sub: key, unit: heldOutUnit, smoothable: false }]),
+    [DATA.parityKey, "Parity", { unit: "log-prob gap", sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
+    ["policy/entropy", "Entropy", { sub: "of the policy", unit: "nats per token" }],
+    ["response_length/mean", "Response length", { sub: "mean", unit: "tokens" }],
+    ["response_length/frac_truncated", "Cut off", { sub: "completions that hit the length limit", unit: "share" }],
+    ["environment/turns_mean", "Turns", { sub: "policy turns per conversation, mean", unit: "turns" }],
+    ["environment/frac_max_turns", "Out of turns", { sub: "conversations that hit environment.max_turns", unit: "share" }],
+    ["rollout/num_prompts_sampled", "Prompts sampled", { sub: "per step, refill included", unit: "prompts" }],
+    ["policy/ref_kl", "KL to the reference policy", { sub: "mean", unit: "nats per token" }],
     ["critic/explained_variance", "Explained variance", { sub: "share of the returns' variance that the critic explains" }],
     ["critic/loss", "Critic loss", { sub: "of its predicted returns" }],
-    ["perf/memory_peak_gib_max", "GPU memory", { sub: "peak so far of the fullest rank, GiB", smoothable: false }],
-    ["perf/communication_s", "Communication", { sub: "seconds a step that a rank waits in exchanges of update and publish, mean" }],
-    ["perf/rank_idle_max_s", "Idle ranks", { sub: "seconds that the first rank to end a rollout waits for the last" }],
+    ["perf/memory_peak_gib_max", "GPU memory", { sub: "peak so far of the fullest rank", unit: "GiB", smoothable: false }],
+    ["perf/communication_s", "Communication", { sub: "time per step that a rank waits in exchanges of update and publish, mean", unit: "seconds" }],
+    ["perf/rank_idle_max_s", "Idle ranks", { sub: "time that the first rank to end a rollout waits for the last", unit: "seconds" }],
     ...["error", "timeout"].map((kind) => [`environment/num_${kind}s`, kind === "error" ? "Environment errors" : "Environment time-outs",
-      { sub: "conversations of a step that are left out of training", smoothable: false }]).filter(([key]) => everNonZero(key)),
+      { sub: "conversations of a step that are left out of training", unit: "conversations", smoothable: false }]).filter(([key]) => everNonZero(key)),
   ];
   const main = [...wanted.map(([key, ...rest]) => lineChart(key, ...rest)), timeChart()].filter(Boolean);
   const drawn = new Set(wanted.map(([key]) => key));
   charts.push(...main);
   $("charts").append(...main.map((chart) => chart.node));
+  $("zoom-reset").addEventListener("click", () => zoom());
   const longest = Math.max(0, ...RUNS.map((run) => run.series["reward/mean"]?.[0].length ?? 0));
   smoothing = longest > 60 ? 0.7 : 0;
   $("smoothing").value = smoothing;
@@ -48,7 +52,7 @@ function start() {
   $("more").hidden = !rest.length;
   $("more").addEventListener("toggle", () => {
     if ($("more-charts").children.length) return;
-    const more = rest.map((key) => lineChart(key, key, { height: 150, symlog: key.startsWith("parity/") && !key.includes("frac_") })).filter(Boolean);
+    const more = rest.map((key) => lineChart(key, key, { height: 172, symlog: key.startsWith("parity/") && !key.includes("frac_") })).filter(Boolean);
     charts.push(...more);
     $("more-charts").append(...more.map((chart) => chart.node));
     more.forEach((chart) => chart.draw());

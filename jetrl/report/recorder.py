@@ -430,10 +430,15 @@ def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
         if missing := [key for key in SAMPLE_KEYS if key not in row]:
             raise UserError(f"{path}: a row lacks {', '.join(missing)}. Remove that row.")
         try:
-            numbers = _with_numbers(row, _decode)
+            numbers = decoded(row)
         except (TypeError, AttributeError) as error:
             raise UserError(f"{path}: a row of step {row['step']} has another form ({error}). Remove it.") from error
         yield numbers
+
+
+def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of samples as it was before it became JSON."""
+    return _with_numbers(row, _decode)
 
 
 def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ const PHASE_ORDER = ["rollout", "update", "eval", "reward", "pack", "publish", "
 const hidden = new Set();
 const charts = [];
 let smoothing = 0;
+let view = null; // the steps that all curves show, [from, to]; null: all of them
 
 const $ = (id) => document.getElementById(id);
 function el(name, props = {}, ...children) {
@@ -56,6 +57,33 @@ function showTip(event, ...rows) {
   tip.style.top = `${Math.max(y, 4)}px`;
 }
 const hideTip = () => { tip.hidden = true; };
+
+// ---- files ----------------------------------------------------------------------------------------------------------
+function download(name, type, text) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name.replace(/[^\w.@-]+/g, "_") });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+const csvCell = (value) => value === null || value === undefined ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : String(value);
+const csv = (rows) => rows.map((row) => row.map(csvCell).join(",")).join("\n") + "\n";
+function svgFile(picture) { // a picture without this page: its colours and fonts go along
+  const copy = picture.cloneNode(true), style = getComputedStyle(document.documentElement);
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.setAttribute("width", picture.clientWidth || 500);
+  copy.setAttribute("font-family", "sans-serif");
+  copy.prepend(svg("style", {}, "text { fill: var(--soft); font-size: 11.5px; } text.exact { fill: var(--good); font-size: 19px; }"),
+    svg("rect", { width: "100%", height: "100%", fill: "var(--card)" }));
+  return copy.outerHTML.replace(/var\((--[\w-]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
+}
+function exports(head, name, rows, picture) {
+  const one = (kind, make) => {
+    const node = el("button", { type: "button", textContent: kind, title: `save this curve as ${kind}`, "aria-label": `${name}: save as ${kind}` });
+    node.addEventListener("click", make);
+    return node;
+  };
+  head.append(el("span", { className: "exports" }, one("CSV", () => download(`${name}.csv`, "text/csv", csv(rows()))),
+    one("SVG", () => download(`${name}.svg`, "image/svg+xml", svgFile(picture)))));
+}
 
 // ---- scales ---------------------------------------------------------------------------------------------------------
 function niceTicks(low, high, wanted) {
@@ -109,10 +137,10 @@ function frame(node, height, label) {
   node.append(picture);
   return picture;
 }
-// Grid and axes; returns the two scales in pixels.
-function axes(picture, height, xMax, xMin, scale, format) {
+// Grid and axes with their names; returns the two scales in pixels.
+function axes(picture, height, xMax, xMin, scale, format, unit = "") {
   const width = picture.clientWidth || 500, labels = scale.ticks.map((tick) => format(tick));
-  const left = 14 + 6.7 * Math.max(...labels.map((t) => t.length)), right = width - 12, top = 8, foot = height - 24;
+  const left = 14 + 6.7 * Math.max(...labels.map((t) => t.length)), right = width - 12, top = 22, foot = height - 38;
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
   picture.replaceChildren();
   const x = (v) => left + (xMax === xMin ? 0.5 : (v - xMin) / (xMax - xMin)) * (right - left);
@@ -122,7 +150,9 @@ function axes(picture, height, xMax, xMin, scale, format) {
     picture.append(svg("text", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, labels[i]));
   });
   const steps = xMax === xMin ? [xMin] : niceTicks(xMin, xMax, Math.max(2, Math.min(8, (right - left) / 75))).filter(Number.isInteger);
-  steps.forEach((tick) => picture.append(svg("text", { x: x(tick), y: height - 6, "text-anchor": "middle" }, tick.toLocaleString("en-US"))));
+  steps.forEach((tick) => picture.append(svg("text", { x: x(tick), y: height - 21, "text-anchor": "middle" }, tick.toLocaleString("en-US"))));
+  picture.append(svg("text", { x: (left + right) / 2, y: height - 5, "text-anchor": "middle", class: "axis" }, "step"));
+  picture.append(svg("text", { x: 0, y: 11, class: "axis" }, unit));
   picture.append(svg("line", { x1: left, x2: right, y1: foot, y2: foot, stroke: "var(--line)" }));
   return { x, y, left, right, top, foot, invert: (px) => xMin + (px - left) / (right - left) * (xMax - xMin) };
 }
@@ -141,21 +171,48 @@ function nearest(steps, wanted) {
   return best;
 }
 const lastStep = Math.max(...RUNS.map((run) => run.steps));
+const range = () => view ?? [0, lastStep];
+function zoom(from, to) { // to these steps; without arguments to all
+  view = null;
+  if (from !== undefined) {
+    let low = Math.max(0, Math.round(Math.min(from, to))), high = Math.min(lastStep, Math.round(Math.max(from, to)));
+    if (high - low < 2) { low = Math.max(0, Math.min(low, lastStep - 2)); high = Math.min(lastStep, low + 2); }
+    if (low > 0 || high < lastStep) view = [low, high];
+  }
+  const node = $("zoom-reset");
+  node.hidden = view === null;
+  node.textContent = view ? `steps ${view[0]} to ${view[1]} · show all` : "";
+  charts.forEach((chart) => chart.draw());
+}
+let clips = 0;
 const hoverAll = (step) => charts.forEach((chart) => chart.mark(step));
 
-function lineChart(key, title, { sub, symlog = false, smoothable = true, height = 210, wide = false } = {}) {
+function lineChart(key, title, { sub, unit = "", symlog = false, smoothable = true, height = 232, wide = false } = {}) {
   const present = RUNS.map((run, i) => ({ i, run, data: run.series[key] })).filter((one) => one.data && one.data[0].length);
   if (!present.length) return null;
   const box = card(title, sub, wide), picture = frame(box.node, height, title);
-  const share = /\/avg@|\/pass@|frac_/.test(key) && present.every((one) => one.data[1].every((v) => v === null || (v >= 0 && v <= 1)));
+  const kind = DATA.heldOut.endsWith("accuracy") ? /\/avg@|\/pass@|frac_/ : /\/pass@|frac_/; // a reward is a plain number
+  const share = kind.test(key) && present.every((one) => one.data[1].every((v) => v === null || (v >= 0 && v <= 1)));
   let geometry = null, marks = null;
+  const clip = `clip${clips++}`;
+  const all = () => {
+    const steps = [...new Set(present.flatMap((one) => one.data[0]))].sort((a, b) => a - b);
+    const at = present.map(({ data: [xs, ys] }) => new Map(xs.map((x, k) => [x, ys[k]])));
+    return [["step", ...present.map((one) => RUNS.length > 1 ? `${key} ${one.run.label}` : key)], ...steps.map((x) => [x, ...at.map((one) => one.get(x))])];
+  };
+  exports(box.head, key, all, picture);
   function draw() {
-    const seen = present.filter((one) => !hidden.has(one.i));
-    const values = seen.flatMap((one) => one.data[1]).filter((v) => v !== null);
+    const seen = present.filter((one) => !hidden.has(one.i)), [from, to] = range();
+    const within = ({ data: [xs, ys] }) => ys.filter((v, k) => v !== null && xs[k] >= from && xs[k] <= to);
+    const values = seen.flatMap(within);
     const fixed = share && Math.max(...values) > 0.3 ? [0, 1] : null;
     const scale = symlog ? symlogScale(values) : linearScale(values.length ? values : [0, 1], fixed);
     const format = symlog ? (v) => v === 0 ? "0" : v.toExponential(0).replace("e+0", "") : (v) => share ? `${Number((100 * v).toPrecision(4))}%` : number(v);
-    geometry = axes(picture, height, lastStep, 0, scale, format);
+    geometry = axes(picture, height, to, from, scale, format, unit);
+    const { left, right, top, foot } = geometry, curves = svg("g", { "clip-path": `url(#${clip})` });
+    const clipping = svg("clipPath", { id: clip });
+    clipping.append(svg("rect", { x: left - 4, y: top - 6, width: right - left + 8, height: foot - top + 12 }));
+    picture.append(clipping, curves);
     const zeros = symlog ? seen.filter((one) => one.data[1].every((v) => v === 0)) : [];
     for (const { i, data: [steps, ys] } of seen) {
       const turn = zeros.findIndex((one) => one.i === i);
@@ -165,18 +222,18 @@ function lineChart(key, title, { sub, symlog = false, smoothable = true, height 
         stroke["stroke-dashoffset"] = -12 * turn;
       }
       const alpha = smoothable && !symlog && steps.length > 20 ? smoothing : 0;
-      if (alpha) picture.append(svg("path", { ...stroke, d: path(steps, ys, geometry.x, geometry.y), "stroke-width": 1, opacity: 0.28 }));
+      if (alpha) curves.append(svg("path", { ...stroke, d: path(steps, ys, geometry.x, geometry.y), "stroke-width": 1, opacity: 0.28 }));
       const shown = alpha ? smooth(ys, alpha) : ys;
-      picture.append(svg("path", { ...stroke, d: path(steps, shown, geometry.x, geometry.y), "stroke-width": 2 }));
-      if (steps.length <= 25) steps.forEach((step, k) => {
-        if (ys[k] !== null) picture.append(svg("circle", { cx: geometry.x(step), cy: geometry.y(ys[k]), r: 2.8, fill: colour(i) }));
+      curves.append(svg("path", { ...stroke, d: path(steps, shown, geometry.x, geometry.y), "stroke-width": 2 }));
+      if (steps.length <= 25 || steps.filter((x) => x >= from && x <= to).length <= 25) steps.forEach((step, k) => {
+        if (ys[k] !== null) curves.append(svg("circle", { cx: geometry.x(step), cy: geometry.y(ys[k]), r: 2.8, fill: colour(i) }));
       });
     }
     if (symlog && zeros.length && zeros.length === seen.length) {
       const middle = { x: (geometry.left + geometry.right) / 2, "text-anchor": "middle" };
       picture.append(svg("text", { ...middle, y: height / 2 - 4, class: "exact" }, "exactly 0"));
       const most = Math.max(...zeros.map((one) => one.run.series[key][0].length));
-      picture.append(svg("text", { ...middle, y: height / 2 + 16 }, key === DATA.parityKey ? "sampler and learner agree bit for bit" : `in all ${most} rows`));
+      picture.append(svg("text", { ...middle, y: height / 2 + 16 }, key === DATA.parityKey ? "sampler and learner agree bit for bit" : most > 1 ? `in all ${most} rows` : "in its only row"));
     }
     marks = svg("g", {});
     picture.append(marks);
@@ -188,10 +245,12 @@ function lineChart(key, title, { sub, symlog = false, smoothable = true, height 
     for (const { i, run, data: [steps, ys] } of present) {
       if (hidden.has(i)) continue;
       const k = nearest(steps, step);
+      if (steps[k] < range()[0] || steps[k] > range()[1]) continue;
       rows.push({ i, run, step: steps[k], value: ys[k] });
       if (ys[k] !== null) marks.append(svg("circle", { cx: geometry.x(steps[k]), cy: geometry.y(ys[k]), r: 4, fill: colour(i), stroke: "var(--card)", "stroke-width": 1.5 }));
     }
-    const x = geometry.x(rows.length ? rows[0].step : step);
+    if (!rows.length) return [];
+    const x = geometry.x(rows[0].step);
     marks.prepend(svg("line", { x1: x, x2: x, y1: geometry.top, y2: geometry.foot, stroke: "var(--soft)", "stroke-width": 1, "stroke-dasharray": "3 3" }));
     return rows;
   }
@@ -201,11 +260,14 @@ function lineChart(key, title, { sub, symlog = false, smoothable = true, height 
   const chart = { draw, mark, node: box.node };
   return chart;
 }
-// Pointer, touch and arrow keys move one read-out; the other charts show the same step.
+// Pointer, touch and arrow keys move one read-out; the other charts show the same step. Dragging with a mouse or pen, and
+// the keys + and -, show fewer steps; a double click, 0 and Escape show all again.
 function interact(picture, geometry, mark, tell) {
-  let at = null;
+  let at = null, start = null, frame = null;
+  const inside = (step) => Math.max(range()[0], Math.min(range()[1], Math.round(step)));
+  const px = (event) => event.clientX - picture.getBoundingClientRect().left;
   const show = (event, step) => {
-    at = Math.max(0, Math.min(lastStep, Math.round(step)));
+    at = inside(step);
     hoverAll(at);
     const rows = mark(at);
     if (!rows.length) { hideTip(); return; }
@@ -216,18 +278,43 @@ function interact(picture, geometry, mark, tell) {
     const box = picture.getBoundingClientRect();
     return { clientX: box.left + geometry().x(at), clientY: box.top + 20 };
   };
-  const move = (event) => show(event, geometry().invert(event.clientX - picture.getBoundingClientRect().left));
+  const move = (event) => {
+    if (!geometry()) return;
+    show(event, geometry().invert(px(event)));
+    if (start === null || Math.abs(px(event) - start) < 6) return;
+    frame?.remove();
+    const { left, right, top, foot } = geometry(), [a, b] = [start, px(event)].map((x) => Math.max(left, Math.min(right, x))).sort((x, y) => x - y);
+    frame = svg("rect", { x: a, width: b - a, y: top, height: foot - top, class: "frame" });
+    picture.append(frame);
+  };
   picture.addEventListener("pointermove", move);
-  picture.addEventListener("pointerdown", move);
+  picture.addEventListener("pointerdown", (event) => {
+    move(event);
+    if (event.pointerType === "touch" || event.button !== 0) return;
+    start = px(event);
+    try { picture.setPointerCapture(event.pointerId); } catch { /* a pointer that is gone already */ }
+  });
+  picture.addEventListener("pointerup", (event) => {
+    const from = start, drawn = frame !== null;
+    start = null; frame?.remove(); frame = null;
+    if (from !== null && drawn) zoom(geometry().invert(from), geometry().invert(px(event)));
+  });
+  picture.addEventListener("pointercancel", () => { start = null; frame?.remove(); frame = null; });
+  picture.addEventListener("dblclick", () => zoom());
   const leave = () => { at = null; hoverAll(null); hideTip(); };
   picture.addEventListener("pointerleave", leave);
   picture.addEventListener("blur", leave);
   picture.addEventListener("keydown", (event) => {
+    const [from, to] = range(), middle = at ?? (from + to) / 2, half = { "+": 0.25, "=": 0.25, "-": 1 }[event.key];
+    if (half || event.key === "0" || event.key === "Escape") {
+      event.preventDefault();
+      if (half) zoom(middle - half * (to - from), middle + half * (to - from)); else zoom();
+      return;
+    }
     const by = { ArrowLeft: -1, ArrowRight: 1, PageDown: -10, PageUp: 10 }[event.key];
     if (!by) return;
     event.preventDefault();
-    const next = (at ?? 0) + by;
-    at = Math.max(0, Math.min(lastStep, next));
+    at = inside((at ?? from) + by);
     show(place(), at);
   });
 }
@@ -235,7 +322,7 @@ function interact(picture, geometry, mark, tell) {
 function timeChart() {
   const present = RUNS.map((run, i) => ({ i, run })).filter(({ run }) => run.phases.length);
   if (!present.length) return null;
-  const height = 220, box = card("Time by phase", "seconds a step", true), picture = frame(box.node, height, "Time by phase");
+  const height = 244, box = card("Time by phase", "of each step, in seconds", true), picture = frame(box.node, height, "Time by phase");
   const names = [...new Set(present.flatMap(({ run }) => run.phases))];
   const rank = (name) => PHASE_ORDER.includes(name) ? PHASE_ORDER.indexOf(name) : PHASE_ORDER.length;
   names.sort((a, b) => rank(a) - rank(b));
@@ -243,6 +330,7 @@ function timeChart() {
   const totals = el("div", { className: "phases" });
   box.note.after(totals);
   let shown = present[0], bins = [], geometry = null, marks = null;
+  exports(box.head, "time by phase", () => [["from step", "to step", ...names], ...bins.map((bin) => [bin.from, bin.to, ...names.map((name) => bin.mean[name])])], picture);
   if (present.length > 1) {
     const choose = el("select", { "aria-label": "run" }, ...present.map(({ run }, k) => el("option", { value: k, textContent: run.label })));
     choose.addEventListener("change", () => { shown = present[choose.value]; draw(); });
@@ -253,6 +341,7 @@ function timeChart() {
     for (const name of shown.run.phases) {
       const [xs, ys] = shown.run.series[`time/${name}`];
       xs.forEach((x, k) => {
+        if (x < range()[0] || x > range()[1]) return;
         if (x === 0 && shown.run.steps > 0) return;  // the warm start would flatten the rest; its time is in the legend
         if (!steps.has(x)) steps.set(x, {});
         steps.get(x)[name] = ys[k] ?? 0;
@@ -268,9 +357,10 @@ function timeChart() {
   }
   function draw() {
     bins = binned();
+    if (!bins.length) { picture.replaceChildren(); geometry = null; marks = null; totals.replaceChildren(); return; }
     const sum = (bin) => names.reduce((s, name) => s + bin.mean[name], 0);
     const from = bins[0].from, to = bins[bins.length - 1].to;
-    geometry = axes(picture, height, to + 0.5, from - 0.5, linearScale([0, ...bins.map(sum)]), number);
+    geometry = axes(picture, height, to + 0.5, from - 0.5, linearScale([0, ...bins.map(sum)]), number, "seconds per step");
     for (const bin of bins) {
       const x1 = geometry.x(bin.from - 0.5), width = Math.max(geometry.x(bin.to + 0.5) - x1 - 0.8, 0.8);
       let base = 0;
@@ -306,11 +396,9 @@ function parityNote() {
   RUNS.forEach((run, i) => {
     const data = run.series[DATA.parityKey];
     if (!data) return;
-    const { steps, nonzero } = run.parity;
     parts.push(el("br"));
     if (RUNS.length > 1) parts.push(swatch(i), `${run.label}: `);
-    parts.push(nonzero ? el("b", { className: "bad", textContent: `not 0 in ${nonzero} of ${steps} steps` })
-      : el("b", { className: "good", textContent: `exactly 0 in all ${steps} steps` }));
+    parts.push(el("b", { className: run.parity.startsWith("not 0") ? "bad" : "good", textContent: run.parity }));
   });
   return parts;
 }

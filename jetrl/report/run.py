@@ -18,6 +18,7 @@ PARITY_KEY = "parity/logprob_abs_diff_max"
 ROUTING_KEY = "parity/frac_routing_different"
 THROUGHPUT_KEY = "perf/tokens_per_s_per_gpu"
 _ACCURACY = re.compile(r"eval/.+/avg@\d+")
+_REWARD = re.compile(r"reward/.+/mean")
 # Rewards that are 1 for a right answer and 0 otherwise, so that their mean is an accuracy.
 CORRECTNESS = frozenset((
     "jetrl.tasks.rewards:exact_match", "jetrl.tasks.rewards:last_integer", "jetrl.tasks.gsm8k:gsm8k_reward",
@@ -57,6 +58,10 @@ class Run:
     def accuracy_keys(self) -> list[str]:
         """Held-out accuracies, the run's first set first."""
         return [key for key in self.keys() if _ACCURACY.fullmatch(key)]
+
+    def reward_keys(self) -> list[str]:
+        """The mean rewards of single functions, `reward/NAME/mean`."""
+        return [key for key in self.keys() if _REWARD.fullmatch(key)]
 
     @property
     def held_out(self) -> str:

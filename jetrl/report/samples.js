@@ -52,36 +52,52 @@ const brief = (text) => { // the first line, if short
   return first.length > 80 ? `${first.slice(0, 80)}…` : first;
 };
 const ending = (row) => (row.f === "timeout" ? "time-out" : row.f) + (row.e ? `: ${brief(row.e)}` : "");
+const scored = (value) => value === null ? "not scored" : number(value);
 function facts(row) {
-  const advantage = row.a === null ? "–" : signed(row.a), shown = [];
-  if (!failed(row)) shown.push(fact("reward", number(row.r)), fact("advantage", advantage, row.a > 0 ? "good" : row.a < 0 ? "bad" : ""));
+  const shown = [];
+  if (!failed(row)) {
+    shown.push(fact("reward", scored(row.r)));
+    for (const [name, value] of Object.entries(row.rs ?? {})) shown.push(el("span", { className: "part" }, `${name} `, el("b", { textContent: scored(value) })));
+    if (row.a !== undefined) shown.push(fact("advantage", row.a === null ? "–" : signed(row.a), row.a > 0 ? "good" : row.a < 0 ? "bad" : ""));
+  }
   shown.push(fact("end", ending(row), row.f === "stop" ? "" : "bad"));
   if (row.turns) shown.push(fact("turns", row.turns.filter((part) => part.by === "policy").length));
   return [...shown, fact("tokens", row.n.toLocaleString("en-US"))];
 }
+// What a reward has logged about the completion, and the prompt as the policy read it where it is this row's own.
+function extras(row) {
+  const logged = Object.entries(row.x ?? {}).map(([name, text]) => el("span", {}, `${name}: `, el("code", { textContent: text })));
+  return [...(logged.length ? [el("div", { className: "facts extra" }, ...logged)] : []), ...(row.pr === undefined ? [] : [rendered(row.pr)])];
+}
+function rendered(text) {
+  return el("details", { className: "rendered" }, el("summary", { textContent: "Prompt as the policy reads it" }), el("pre", { textContent: text }));
+}
 function sampleNode(row, plain, open) {
-  if (!row.turns) return el("div", { className: "completion" }, el("div", { className: "facts" }, ...facts(row)), policyText(row, plain));
+  if (!row.turns) return el("div", { className: "completion" }, el("div", { className: "facts" }, ...facts(row)), policyText(row, plain), ...extras(row));
   const node = el("details", { className: "completion", open }, el("summary", { className: "facts" }, ...facts(row)));
   if (row.p !== undefined) node.append(el("h3", { textContent: "Its prompt" }), el("p", { className: "text prompt", textContent: row.p }));
+  node.append(...extras(row));
   let turn = 0;
   for (const part of row.turns) node.append(turnNode(part, part.by === "policy" ? ++turn : turn, plain));
   if (row.e && row.e.trim() !== brief(row.e)) node.append(el("p", { className: "failure", textContent: row.e.trim() }));
   return node;
 }
 function sampleBrowser() {
-  const having = RUNS.filter((run) => run.samples.steps.length);
+  const sets = { samples: "training", evaluations: "held-out" };
+  const having = RUNS.filter((run) => run.samples.steps.length || run.evaluations.steps.length);
   if (!having.length) return;
   $("samples").hidden = false;
-  const runBox = $("sample-run"), stepBox = $("sample-step"), failedBox = $("failed-only");
+  const setBox = $("sample-set"), runBox = $("sample-run"), stepBox = $("sample-step"), failedBox = $("failed-only");
   runBox.append(...having.map((run, k) => el("option", { value: k, textContent: run.label })));
   $("sample-run-box").hidden = having.length < 2;
   $("failed-box").hidden = !having.some((run) => run.samples.steps.some((one) => one.groups.some((group) => group.rows.some(failed))));
-  let steps = [], at = 0, group = 0;
+  let steps = [], at = 0, group = 0, set = "samples";
   const flat = (text) => text.replace(/\s+/g, " ").trim();
   const worth = (row) => failed(row) ? -Infinity : row.r ?? -Number.MAX_VALUE; // best reward first, failed ones last
   function describe(one) {
-    const scored = one.rows.filter((row) => row.r !== null), broken = one.rows.filter(failed).length;
-    const parts = [scored.length ? `mean reward ${number(scored.reduce((sum, row) => sum + row.r, 0) / scored.length)}` : "no reward"];
+    const counted = one.rows.filter((row) => row.r !== null), broken = one.rows.filter(failed).length;
+    const parts = [counted.length ? `mean reward ${number(counted.reduce((sum, row) => sum + row.r, 0) / counted.length)}` : "no reward"];
+    if (one.rows.length > counted.length + broken) parts.push(`${one.rows.length - counted.length - broken} not scored`);
     if (broken) parts.push(`${broken} failed`);
     if (one.answer) parts.push(`answer ${flat(one.answer).slice(0, 24)}`);
     return parts.join(" · ");
@@ -93,7 +109,7 @@ function sampleBrowser() {
     const legend = el("div", { className: "heat-legend" }, "token probability 0", el("i"), "1");
     const part = (title, text) => [el("h3", { textContent: title }), el("p", { className: "text prompt", textContent: text })];
     const kind = best.some((row) => row.turns) ? "Conversations" : "Completions";
-    $("group").replaceChildren(...(one.prompt ? part("Prompt", one.prompt) : []), ...(one.answer ? part("Answer", one.answer) : []),
+    $("group").replaceChildren(...(one.prompt ? part("Prompt", one.prompt) : []), ...(one.rendered === undefined ? [] : [rendered(one.rendered)]), ...(one.answer ? part("Answer", one.answer) : []),
       el("h3", { textContent: `${kind} (${best.length}, best reward first)` }), ...(plain ? [] : [legend]),
       ...best.map((row, k) => sampleNode(row, plain, k === 0 || failedBox.checked)));
   }
@@ -102,9 +118,12 @@ function sampleBrowser() {
     $("step-back").disabled = at === 0;
     $("step-on").disabled = at === steps.length - 1;
     group = Math.min(group, steps[at].groups.length - 1);
+    const rewards = steps[at].groups.flatMap((one) => one.rows).map((row) => row.r).filter((r) => r !== null);
+    const low = Math.min(0, ...rewards), high = Math.max(1, ...rewards), part = (v) => 100 * v / (high - low);
+    const bar = (r) => el("b", { className: r < 0 ? "below" : "", style: `left:${part(Math.min(r, 0) - low)}%;width:${part(Math.abs(r))}%` });
     $("groups").replaceChildren(...steps[at].groups.map((one, k) => {
       const bars = el("span", { className: "bar" }, ...one.rows.map((row) => failed(row) ? el("i", { className: "failed" })
-        : el("i", {}, el("b", { style: `width:${100 * Math.max(0, Math.min(1, row.r ?? 0))}%` }))));
+        : row.r === null ? el("i", { className: "unscored", title: "not scored" }) : el("i", {}, bar(row.r))));
       const node = el("button", { type: "button" }, el("span", { className: "one", textContent: flat(one.prompt) || "no prompt" }), bars,
         el("small", { textContent: describe(one) }));
       node.addEventListener("click", () => { group = k; showGroup(); });
@@ -116,7 +135,13 @@ function sampleBrowser() {
     .map((one) => ({ ...one, groups: one.groups.map((held) => ({ ...held, rows: held.rows.filter(failed) })).filter((held) => held.rows.length) }))
     .filter((one) => one.groups.length);
   function showRun() {
-    const all = having[runBox.value || 0].samples.steps;
+    const run = having[runBox.value || 0];
+    setBox.replaceChildren(...Object.entries(sets).filter(([key]) => run[key].steps.length).map(([key, name]) => el("option", { value: key, textContent: name, selected: key === set })));
+    set = setBox.value;
+    $("sample-set-box").hidden = setBox.children.length < 2 && set === "samples";
+    $("sample-note").hidden = set !== "samples";
+    $("held-out-note").hidden = set !== "evaluations";
+    const all = run[set].steps;
     steps = failedBox.checked ? onlyFailed(all) : all;
     $("no-failed").hidden = steps.length > 0;
     $("browser").hidden = !steps.length;
@@ -126,6 +151,7 @@ function sampleBrowser() {
     else for (const id of ["step-back", "step-on"]) $(id).disabled = true;
   }
   runBox.addEventListener("change", showRun);
+  setBox.addEventListener("change", () => { set = setBox.value; showRun(); });
   failedBox.addEventListener("change", showRun);
   stepBox.addEventListener("change", () => { at = Number(stepBox.value); showStep(); });
   $("step-back").addEventListener("click", () => { at = Math.max(at - 1, 0); showStep(); });

@@ -1,18 +1,34 @@
-"""`choose_samples`: which part of `samples.jsonl` the report's sample browser shows, small enough for one page."""
+"""Which part of `samples.jsonl` and `eval_samples.jsonl` the report's sample browser shows, small enough for one page.
+
+`SampleFile` knows where each row of such a file is, and reads only those that are shown: the file may be far larger
+than memory, and a run in progress asks for it again and again.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
+from jetrl.errors import UserError
+from jetrl.report.files import parse_row
+from jetrl.report.recorder import decoded
+from jetrl.untrusted import json_value
+
 MAX_SAMPLES = 400  # rows on the page, over all runs
 MAX_TOKENS = 1500  # the policy's tokens in a row
-MAX_CHARACTERS = 8000  # the environment's text in a row, without the prompt
+MAX_CHARACTERS = 8000  # the environment's text in a row, without the prompt; a rendered prompt
+MAX_EXTRA = 300  # characters of what a reward logs about one completion
+SHOWN_KEYS = ("prompt", "answer", "completion", "tokens", "logprobs", "reward", "finish_reason")
+_START = re.compile(rb'\{"step": (\d+), (?:"task": ("(?:[^"\\]|\\.)*"), )?"group": (\d+)[,}]')
 
 Row = Mapping[str, Any]
+Item = TypeVar("Item")
 
 
 def choose_samples(rows: Iterable[Row], max_rows: int) -> dict[str, Any]:
@@ -20,40 +36,122 @@ def choose_samples(rows: Iterable[Row], max_rows: int) -> dict[str, Any]:
 
     Returns `steps` (each with its groups) and the counts `kept`, `total` and `cut` (rows that lost tokens or text).
     """
-    by_step: dict[int, dict[tuple[Any, ...], list[Row]]] = {}
+    by_step: dict[int, dict[Hashable, list[Row]]] = {}
     total = 0
     for row in rows:
-        key = ("group", row["group"]) if "group" in row else (row["prompt"], row["answer"])
-        by_step.setdefault(row["step"], {}).setdefault(key, []).append(row)
+        by_step.setdefault(row["step"], {}).setdefault(_key(row), []).append(row)
         total += 1
+    return _payload(_choose(by_step, max_rows), total)
+
+
+class SampleFile:
+    """The places of a file's rows by step and group. `choose` looks at what was added since it was last asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reset()
+
+    def _reset(self) -> None:
+        self._end = self._total = 0
+        self._places: dict[int, dict[Hashable, list[tuple[int, int]]]] = {}  # (offset, length)
+        self._kept: dict[int, int] = {}  # rows by step of which the place is known
+
+    def choose(self, max_rows: int) -> dict[str, Any]:
+        """As `choose_samples`. No file: no samples. UserError if a line is not a row."""
+        self._update(max_rows)
+        places = _choose(self._places, max_rows)
+        if not places:
+            return _payload({}, self._total)
+        with self.path.open("rb") as file:
+            rows = {step: [[self._row(file, *at) for at in group] for group in held] for step, held in places.items()}
+        return _payload(rows, self._total)
+
+    def _update(self, max_rows: int) -> None:
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < self._end:  # rows past a checkpoint were dropped
+            self._reset()
+        if size == self._end:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n") and parse_row(line) is None:
+                    break  # torn, or being written
+                step, key = self._place(line)
+                if self._kept.get(step, 0) < max_rows:  # no more are ever shown of a step
+                    self._kept[step] = self._kept.get(step, 0) + 1
+                    self._places.setdefault(step, {}).setdefault(key, []).append((self._end, len(line)))
+                self._total += 1
+                self._end += len(line)
+
+    def _place(self, line: bytes) -> tuple[int, Hashable]:
+        """Step and group, from the first characters of the line where they are as `Recorder` writes them."""
+        if found := _START.match(line):
+            return int(found[1]), (json_value(found[2] or b"null"), int(found[3]))
+        row = parse_row(line)
+        if row is None:
+            raise UserError(f"{self.path} has a line that is not a row: {line[:80]!r}. Remove that line.")
+        return row["step"], _key(row)
+
+    def _row(self, file: Any, offset: int, length: int) -> Row:
+        file.seek(offset)
+        line = file.read(length)
+        row = parse_row(line)
+        if row is None:
+            raise UserError(f"{self.path} has a line that is not a row: {line[:80]!r}. Remove that line.")
+        if missing := [key for key in SHOWN_KEYS if key not in row]:
+            raise UserError(f"{self.path}: a row lacks {', '.join(missing)}. Remove that row.")
+        try:
+            return decoded(row)
+        except (TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.path}: a row of step {row['step']} has another form ({error}). Remove it."
+            ) from error
+
+
+def _key(row: Row) -> Hashable:
+    return (row.get("task"), row["group"]) if "group" in row else (row["prompt"], str(row["answer"]))
+
+
+def _choose(
+    by_step: Mapping[int, Mapping[Hashable, Sequence[Item]]], max_rows: int
+) -> dict[int, list[Sequence[Item]]]:
+    """At most `max_rows` items, evenly over the steps."""
     groups = {step: list(by_step[step].values()) for step in sorted(by_step)}
-    chosen: dict[int, list[list[Row]]] = {step: [] for step in _evenly(groups, max_rows)}
+    chosen: dict[int, list[Sequence[Item]]] = {step: [] for step in _evenly(groups, max_rows)}
     left = max_rows
     for turn in range(max((len(groups[step]) for step in chosen), default=0)):
         for step in chosen:
             if turn < len(groups[step]) and left > 0 and (turn == 0 or len(groups[step][turn]) <= left):
                 chosen[step].append(groups[step][turn][:left])
                 left -= len(chosen[step][-1])
+    return chosen
+
+
+def _payload(chosen: Mapping[int, Sequence[Sequence[Row]]], total: int) -> dict[str, Any]:
     payload = [{"step": step, "groups": [_group(group) for group in held]} for step, held in chosen.items() if held]
     cut = sum(_is_cut(row) for held in chosen.values() for group in held for row in group)
-    return {"steps": payload, "kept": max_rows - left, "total": total, "cut": cut}
+    kept = sum(len(group) for held in chosen.values() for group in held)
+    return {"steps": payload, "kept": kept, "total": total, "cut": cut}
 
 
-def sample_note(samples: Sequence[Mapping[str, Any]]) -> str:
+def sample_note(
+    samples: Sequence[Mapping[str, Any]], what: str = "recorded samples", file: str = "samples.jsonl"
+) -> str:
     """What the page says about the choice, for the results of `choose_samples`; empty if there are no samples."""
     kept, total, cut = (sum(one[key] for one in samples) for key in ("kept", "total", "cut"))
     if not total:
         return ""
-    note = f"All {total:,} recorded samples."
+    note = f"All {total:,} {what}."
     if kept < total:
-        note = f"{kept:,} of the {total:,} recorded samples, chosen evenly over the steps; all are in samples.jsonl."
+        note = f"{kept:,} of the {total:,} {what}, chosen evenly over the steps; all are in {file}."
     if cut:
         limits = f"{MAX_TOKENS:,} tokens of the policy or {MAX_CHARACTERS:,} characters of the environment"
         note += f" {cut:,} of them are cut after {limits}."
     return note
 
 
-def _evenly(groups: Mapping[int, Sequence[Sequence[Row]]], max_rows: int) -> list[int]:
+def _evenly(groups: Mapping[int, Sequence[Sequence[Any]]], max_rows: int) -> list[int]:
     """The steps to show: as many as there is room for, with one group each."""
     steps = list(groups)
     if not steps:
@@ -64,14 +162,27 @@ def _evenly(groups: Mapping[int, Sequence[Sequence[Row]]], max_rows: int) -> lis
 
 
 def _group(rows: Sequence[Row]) -> dict[str, Any]:
-    prompt = rows[0]["prompt"]
-    return {"prompt": prompt, "answer": rows[0]["answer"], "rows": [_sample(row, prompt) for row in rows]}
+    prompt, rendered = rows[0]["prompt"], rows[0].get("prompt_rendered")
+    group = {"prompt": prompt, "answer": rows[0]["answer"], "rows": [_sample(row, prompt, rendered) for row in rows]}
+    if rows[0].get("task") is not None:
+        group["task"] = rows[0]["task"]
+    if rendered is not None:
+        group["rendered"] = str(rendered)[:MAX_CHARACTERS]
+    return group
 
 
-def _sample(row: Row, prompt: str) -> dict[str, Any]:
-    """A row with short keys: n tokens, r reward, a advantage, f finish, e error, p own prompt; then as `_policy`."""
-    sample = {"n": len(row["tokens"]), "r": finite(row["reward"]), "a": finite(row["advantage"])}
-    sample["f"] = row["finish_reason"]
+def _sample(row: Row, prompt: str, rendered: str | None) -> dict[str, Any]:
+    """A row with short keys: n tokens, r reward, rs rewards by function, a advantage (if there is such a thing), x what
+    a reward logged, f finish, e error, p own prompt, pr that as rendered; then as `_policy`. None: not scored."""
+    sample = {"n": len(row["tokens"]), "r": finite(row["reward"]), "f": row["finish_reason"]}
+    if "advantage" in row:
+        sample["a"] = finite(row["advantage"])
+    if row.get("rewards"):
+        sample["rs"] = {str(name): finite(value) for name, value in row["rewards"].items()}
+    if row.get("extra"):
+        sample["x"] = {str(name): _brief(value) for name, value in row["extra"].items()}
+    if row.get("prompt_rendered", rendered) != rendered:
+        sample["pr"] = str(row["prompt_rendered"])[:MAX_CHARACTERS]
     if "error" in row:
         sample["e"] = row["error"]
     if row["prompt"] != prompt:  # an environment may begin each conversation in its own way
@@ -114,6 +225,11 @@ def _is_cut(row: Row) -> bool:
     return len(row["tokens"]) > MAX_TOKENS or theirs > MAX_CHARACTERS
 
 
-def finite(value: float | None) -> float | None:
-    """The value, or None for numbers that JSON does not have."""
-    return value if value is not None and math.isfinite(value) else None
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_EXTRA else text[:MAX_EXTRA] + " ..."
+
+
+def finite(value: Any) -> float | None:
+    """The value, or None where there is none, and for numbers that JSON does not have."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

@@ -266,7 +266,7 @@ def test_the_panel_shows_failures_in_red_and_forgets_them() -> None:
     display.step({"step": 1, **CONVERSATION})
     console.print(display.render())
     assert "\x1b[1;31m2 errors, 1 time-out" in text_of(console)
-    display.step({"step": 2, "environment/num_errors": 0.0, "environment/num_timeouts": 0.0})
+    display.step({"step": 2, **CONVERSATION, "environment/num_errors": 0.0, "environment/num_timeouts": 0.0})
     sheet = plain_console()
     sheet.print(display.render())
     assert "failed    0" in text_of(sheet)

@@ -91,6 +91,7 @@ class SampleFile:
         row = parse_row(line)
         if row is None:
             raise UserError(f"{self.path} has a line that is not a row: {line[:80]!r}. Remove that line.")
+        self._require(row)
         return row["step"], _key(row)
 
     def _row(self, file: Any, offset: int, length: int) -> Row:
@@ -99,14 +100,17 @@ class SampleFile:
         row = parse_row(line)
         if row is None:
             raise UserError(f"{self.path} has a line that is not a row: {line[:80]!r}. Remove that line.")
-        if missing := [key for key in SHOWN_KEYS if key not in row]:
-            raise UserError(f"{self.path}: a row lacks {', '.join(missing)}. Remove that row.")
+        self._require(row)
         try:
             return decoded(row)
         except (TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.path}: a row of step {row['step']} has another form ({error}). Remove it."
             ) from error
+
+    def _require(self, row: Row) -> None:
+        if missing := [key for key in SHOWN_KEYS if key not in row]:
+            raise UserError(f"{self.path}: a row lacks {', '.join(missing)}. Remove that row.")
 
 
 def _key(row: Row) -> Hashable:

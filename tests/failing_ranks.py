@@ -138,7 +138,8 @@ CASES: dict[str, Case] = {
     "a reward that is wrong": Case(FIXED | {"task.reward": "{folder}/bad.py:reward"}),
     "a bug in scoring": Case(fails={0: lambda: setattr(gather, "rewards_of", our_bug)}),
     "an environment that is absent": Case(TALKING | {"environment.name": "{folder}/absent.py:OneTurn"}),
-    "an environment that fails": Case(TALKING | {"train.steps": 1}),
+    # an untrained policy does not come to an end, and at a limit the environment has given nothing
+    "an environment that fails": Case(TALKING | {"train.steps": 1, "environment.at_limit": "zero"}),
 }
 
 

@@ -13,9 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
+
 from jetrl.errors import UserError, as_user_error, place_of
+from jetrl.values import entries_of, is_single, value_of
 from jetrl.types import Trajectory
 
+MAX_ADVANTAGE = float(np.finfo(np.float32).max)
 KEYS = ("rl.surrogate", "rl.adv_estimator", "rl.loss_agg")
 
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -54,11 +58,11 @@ def advantages(
 ) -> list[list[float | tuple[float, ...]]]:
     """`rl.adv_estimator`: for each trajectory of each group one number, or one for each of its policy tokens."""
     key = "rl.adv_estimator"
-    found = call(key, name, [list(group) for group in groups], config)
+    found = _listed(call(key, name, [list(group) for group in groups], config))
     if not _is_list(found) or len(found) != len(groups):
         refuse(key, name, f"returned {described(found)} for {len(groups)} groups; it must return one list for each")
     result = []
-    for number, (values, group) in enumerate(zip(found, groups, strict=True)):
+    for number, (values, group) in enumerate(zip(map(_listed, found), groups, strict=True)):
         if not _is_list(values) or len(values) != len(group):
             refuse(key, name, f"returned {described(values)} for the {len(group)} trajectories of group {number}")
         result.append([_advantage(key, name, v, one, config) for v, one in zip(values, group, strict=True)])
@@ -66,7 +70,7 @@ def advantages(
 
 
 def _advantage(key: str, name: str, value: Any, one: Scored, config: Any) -> float | tuple[float, ...]:
-    if _is_list(value):
+    if _is_list(value := _listed(value)):
         if len(value) != one.length:
             refuse(key, name, f"returned {len(value)} advantages for a trajectory of {one.length} policy tokens")
         if config.ratio != "token":
@@ -77,13 +81,26 @@ def _advantage(key: str, name: str, value: Any, one: Scored, config: Any) -> flo
 
 
 def _number(key: str, name: str, value: Any) -> float:
+    one = value_of(value)
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if one is None or isinstance(one, (str, bytes)) else float(one)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
-    if isinstance(value, (str, bytes)) or not math.isfinite(number):
-        refuse(key, name, f"returned {described(value)} as an advantage; it must be a finite number")
+    if not math.isfinite(number):
+        shown = f"a missing value, {value}," if one is None else described(one)
+        refuse(key, name, f"returned {shown} as an advantage; it must be a finite number")
+    if abs(number) > MAX_ADVANTAGE:  # a micro-batch holds it as float32
+        refuse(key, name, f"returned {number:g} as an advantage; float32, in which a loss holds it, has no number beyond "
+                           f"{MAX_ADVANTAGE:g}")
     return number
+
+
+def _listed(value: Any) -> Any:
+    """An array or tensor with entries as a list of them, None where they are masked; anything else as it is."""
+    try:
+        return value if is_single(value) or isinstance(value, (list, tuple)) else entries_of(value)
+    except (RuntimeError, TypeError, ValueError):  # nested, or another tensor that has no entries
+        return None
 
 
 def _is_list(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,11 +16,19 @@ if TYPE_CHECKING:
 _FAR = 20.0  # log-ratios above may overflow without the function's fault: the message then names the token
 
 
+def _is_plain(found: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with all its entries: not a masked, nested or sparse one."""
+    return (
+        isinstance(found, Tensor) and not found.is_nested and found.layout is torch.strided
+        and not hasattr(found, "get_mask")
+    )
+
+
 def token_losses(name: str, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
     """`rl.surrogate`: the loss of each token [T], from log-ratios and log-probs with gradient, and advantages."""
     key = "rl.surrogate"
     found = call(key, name, log_ratio, logprobs, advantages, clip)
-    if not isinstance(found, Tensor) or found.shape != log_ratio.shape or not found.is_floating_point():
+    if not _is_plain(found) or found.shape != log_ratio.shape or not found.is_floating_point():
         refuse(key, name, f"returned {described(found)}; it must return a tensor of floats of the shape "
                            f"{tuple(log_ratio.shape)}, the loss of each token")
     if torch.is_grad_enabled() and logprobs.requires_grad and not found.requires_grad:
@@ -40,7 +48,7 @@ def token_weights(name: str, sequence_ids: Tensor, denominators: Denominators) -
     """`rl.loss_agg`: the weight [T] of each loss token, float64."""
     key = "rl.loss_agg"
     found = call(key, name, sequence_ids, denominators)
-    if not isinstance(found, Tensor) or found.shape != sequence_ids.shape:
+    if not _is_plain(found) or found.shape != sequence_ids.shape:
         refuse(key, name, f"returned {described(found)}; it must return a tensor of the shape "
                            f"{tuple(sequence_ids.shape)}, the weight of each token")
     found = found.detach().double()

@@ -33,6 +33,7 @@ from jetrl.tasks.importing import import_attribute
 from jetrl.tasks.protocol import RewardFunction, shorten, stable_hash
 from jetrl.tasks.retry import Retry
 from jetrl.types import Problem
+from jetrl.values import value_of
 
 BUILTIN: Mapping[str, type] = {"calculator": Calculator, "retry": Retry}
 TOOLS = "tools"  # built in as well, and made of `environment.tools` by `tasks/tools.py`
@@ -180,12 +181,13 @@ def opening_of(value: Any, where: str) -> list[Message]:
 
 
 def step_of(value: Any, where: str) -> tuple[list[Message], float | None, bool]:
-    """What `step` returned, checked: messages, reward (None: none is given for this turn), done."""
+    """What `step` returned, checked: messages, reward (None, or another missing value: none is given for this turn),
+    done."""
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         raise BadReply(f"{where} must return three values: messages, reward, done; got {_shown(value)}")
-    said, reward, done = (_plain(part) if i else part for i, part in enumerate(value))
+    said, reward, done = value[0], value_of(value[1]), value_of(value[2])
     if not isinstance(done, bool):
-        raise BadReply(f"{where}: done (the third value) must be True or False, got {_shown(done)}")
+        raise BadReply(f"{where}: done (the third value) must be True or False, got {_shown(value[2])}")
     if reward is not None and not isinstance(reward, (int, float)):
         raise BadReply(f"{where}: the reward (the second value) must be a number or None, got {_shown(reward)}")
     if reward is not None and not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
@@ -204,11 +206,6 @@ def _message(value: Any, where: str) -> Message:
         return message_of(value)
     except ValueError as error:
         raise BadReply(f"{where}: {error}; got {_shown(value)}") from error
-
-
-def _plain(value: Any) -> Any:
-    """A scalar of numpy or torch as Python's number; anything else as it is."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _shown(value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.protocol import shorten
+from jetrl.values import entries_of, value_of
 
 MAX_REWARD = 1e30
 # What jetrl itself writes as reward/NAME, and as reward/FUNCTION/NAME.
@@ -80,6 +81,10 @@ def tell_state(step: int, max_steps: int) -> None:
     _STATE.global_step, _STATE.max_steps = step, max_steps
 
 
+class Misused(UserError):
+    """A reward function called `log_metric` or `log_extra` wrongly; the traceback says where."""
+
+
 class Log:
     """TRL's `log_metric` and `log_extra` for one call of the function `name` with `count` completions."""
 
@@ -94,13 +99,17 @@ class Log:
         return {"log_metric": self.log_metric, "log_extra": self.log_extra, "trainer_state": state}
 
     def log_metric(self, name: str, value: Any) -> None:
-        """A number of the step, `reward/NAME` in metrics.jsonl; from several calls their mean over completions."""
+        """A number of the step, `reward/NAME` in metrics.jsonl; from several calls their mean over completions. A
+        missing value (None, NaN, masked) is not logged: it says nothing of these completions."""
         _check_key(name, OWN_METRICS, f"Reward function {self.name}: log_metric")
-        number = plain_number(value)
-        if number is None or not math.isfinite(number):
-            raise UserError(f"Reward function {self.name}: log_metric({name!r}, ...) needs a finite number, got "
-                            f"{shorten(repr(value))}.")
-        self._metrics.append((name, number))
+        if (one := value_of(value)) is None:
+            return
+        number = plain_number(one)
+        if number is None or math.isinf(number):
+            raise Misused(f"Reward function {self.name}: log_metric({name!r}, ...) needs a finite number, got "
+                          f"{shorten(repr(value))}; None or NaN, where there is none, is not logged.")
+        if not math.isnan(number):
+            self._metrics.append((name, number))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """A column with a value for each completion: `extra` in samples.jsonl."""
@@ -108,7 +117,7 @@ class Log:
         listed = as_list(values)
         if listed is None or len(listed) != self.count:
             got = "no list" if listed is None else f"{len(listed)} values"
-            raise UserError(
+            raise Misused(
                 f"Reward function {self.name}: log_extra({column!r}, ...) needs a list with a value for each of "
                 f"{self.count} completions, got {got}."
             )
@@ -120,7 +129,7 @@ class Log:
         extra: dict[str, tuple[Any, ...]] = {}
         for key in dict.fromkeys(key for one in dicts for key in one):
             _check_key(key, OWN_OF_FUNCTION, f"Reward function {self.name}: a dict")
-            column = [one.get(key) for one in dicts]
+            column = [value_of(one.get(key)) for one in dicts]
             extra[key] = tuple(map(plain, column))
             found = [plain_number(value) for value in column]
             if all(n is not None or v is None for n, v in zip(found, column, strict=True)):
@@ -133,10 +142,12 @@ class Log:
 
 
 def split(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A score, and what verl's dict holds besides; {} for a plain score. KeyError for a dict without a score."""
+    """A score, None where it is missing, and what verl's dict holds besides; {} for a plain score. KeyError for a dict
+    without a score."""
+    value = value_of(value)
     if not isinstance(value, Mapping):
         return value, {}
-    return value["score"], {key: one for key, one in value.items() if key != "score"}
+    return value_of(value["score"]), {key: one for key, one in value.items() if key != "score"}
 
 
 def as_list(value: Any) -> list[Any] | None:
@@ -145,22 +156,25 @@ def as_list(value: Any) -> list[Any] | None:
     if isinstance(value, (str, bytes, Mapping, set, frozenset)) or not hasattr(value, "__getitem__"):
         return None
     try:
-        return list(value) if len(value) >= 0 else None
-    except TypeError:  # numpy and torch give single numbers a length that raises
+        return entries_of(value) if len(value) >= 0 else None
+    except (RuntimeError, TypeError, ValueError):  # a length that raises: single numbers of arrays, nested tensors
         return None
 
 
 def plain_number(value: Any) -> float | None:
-    """A number of Python, numpy or torch as a float; None for anything else."""
+    """A number of Python, numpy, torch or Arrow as a float; None for anything else, and where it is missing."""
+    value = value_of(value)
     try:
-        one = value.item() if hasattr(value, "item") else value
+        one = value.item() if hasattr(value, "item") else value  # an array with one entry
         return float(one) if isinstance(one, (int, float)) else None
     except (ValueError, RuntimeError, TypeError, OverflowError):  # an array; an integer beyond a float
         return None
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: numbers, texts, lists and dicts; anything else, NaN too, as its text."""
+    """The value as JSON has it: numbers, texts, lists, dicts, and null where it is missing; anything else, NaN too, as
+    its text."""
+    value = value_of(value)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Mapping):
@@ -175,6 +189,6 @@ def plain(value: Any) -> Any:
 
 def _check_key(key: Any, taken: frozenset[str], where: str) -> None:
     if not isinstance(key, str) or not key.strip():
-        raise UserError(f"{where} needs a name as a text, got {key!r}.")
+        raise Misused(f"{where} needs a name as a text, got {key!r}.")
     if key in taken:
-        raise UserError(f"{where} uses the name {key!r}, which is one of jetrl's own metrics. Choose another.")
+        raise Misused(f"{where} uses the name {key!r}, which is one of jetrl's own metrics. Choose another.")

@@ -34,7 +34,7 @@ from jetrl.tasks.reward_calls import (
     reward_name,
     select_columns,
 )
-from jetrl.tasks.reward_results import MAX_REWARD, Log, Scores, as_list, joined, plain_number, split
+from jetrl.tasks.reward_results import MAX_REWARD, Log, Misused, Scores, as_list, joined, plain_number, split
 from jetrl.types import Group, Problem, Trajectory
 
 Completion = str | list[dict[str, str]]  # a text; for conversations, messages
@@ -321,6 +321,8 @@ def _call_parts(reward: RewardFunction, items: Sequence[Item]) -> list[Scores]:
 
 def _checked(function: RewardFunction, call: Call, log: Log, items: Sequence[Item]) -> Scores:
     name, result, error = reward_name(function), call.value, call.error
+    if isinstance(error, Misused):
+        raise UserError(f"{str(error).removesuffix('.')}{place_of(error)}.") from error
     if isinstance(error, UserError):
         raise error
     if error is not None:  # a user's function may raise anything

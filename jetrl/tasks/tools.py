@@ -29,6 +29,7 @@ from jetrl.tasks.tool_calls import CallFormat, ToolCall, format_of, read_calls
 from jetrl.tasks.tool_schemas import KEY, Tool, load_tools
 from jetrl.tasks.user_code import OUR_THREADS
 from jetrl.types import Group, Problem
+from jetrl.values import value_of
 
 FORMATS = get_args(CallFormat)
 FAILED = "Error: "  # how the result of a call that failed begins
@@ -118,7 +119,7 @@ class Tools:
 
 def _text_of(value: Any, name: str) -> str:
     """A result as the model reads it: a text as it is, anything else as JSON."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+    value = value_of(value)
     if isinstance(value, str):
         return value
     try:

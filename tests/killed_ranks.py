@@ -54,12 +54,13 @@ def after(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     return wrapped
 
 
-def half(folder: Path, parts: Any, world: World) -> None:
-    write(folder, parts, world)
+def half(folder: Path, parts: Any, world: World, check: Callable[[], None]) -> list[Path]:
+    written = write(folder, parts, world, check)
     if "step_000002" in str(folder):
         for file in folder.glob("shard-00002*"):
             os.truncate(file, file.stat().st_size // 2)
         die()
+    return written
 
 
 write = store.write
@@ -73,9 +74,10 @@ def parts_of(world: World, step: int) -> dict[str, Part]:
 
 
 def save(world: World, folder: Path, step: int) -> Path:
-    def write_model(target: Path, told: checkpoint.Told) -> None:
+    def write_model(target: Path, state: Path, parts: Any, check: Callable[[], None]) -> list[Path]:
         (target / "config.json").write_text("{}")
         hf_write._write_file(target / NAMES[world.rank], {"x": torch.ones(2)})
+        return [target / NAMES[world.rank]]
 
     meta = checkpoint.Meta(step, step, "flow", {}, {})
     return checkpoint.save(folder, meta, parts_of(world, step), write_model, keep=9, world=world)

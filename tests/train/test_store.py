@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from jetrl.errors import UserError
 from jetrl.model import hf
-from jetrl.model.sharding import digest, fill, shard_model, whole_value
+from jetrl.model.sharding import digest, fill, shard_model
 from jetrl.model.sharding import parts_of as model_parts
 from jetrl.model.shards import Part, shard
 from jetrl.model.transformer import Transformer
@@ -143,12 +144,11 @@ def test_files_are_those_of_torchs_own_writer(tmp_path: Path, monkeypatch: pytes
 def written(world: World, folder: Path) -> dict[str, Any]:
     """A model by all ranks: Hugging Face folder, sealed folder and checkpoint; then errors that one rank meets."""
     model, found = made(world, 0), {"digest": digest(made(world, 0), world)}
-    params = dict(model.named_parameters())
 
-    def write_model(target: Path, told: checkpoint.Told) -> None:
-        hf.save_shards(
-            target, SPEC, lambda name: whole_value(params[name], torch.bfloat16), world, max_shard_bytes=LIMIT,
-            generation_config={"top_k": 5}, around=told,
+    def write_model(target: Path, state: Path, parts: Any, check: Callable[[], None]) -> list[Path]:
+        return hf.write_shards(
+            target, SPEC, store.Reader(state).whole, hf.small_files(SPEC, generation_config={"top_k": 5}),
+            world.rank, world.size, max_shard_bytes=LIMIT, check=check,
         )
 
     meta = checkpoint.Meta(1, 1, "flow", {}, {})
@@ -216,7 +216,7 @@ def test_one_process_writes_the_same_folder_one_tensor_at_a_time(limit: int, tmp
     model = made(ALONE, 0)
     hf.save_model(tmp_path / "whole", SPEC, model.state_dict(), max_shard_bytes=limit)
     (tmp_path / "model").mkdir()
-    hf.save_shards(tmp_path / "model", SPEC, model.get_parameter, ALONE, max_shard_bytes=limit)
+    hf.write_shards(tmp_path / "model", SPEC, model.get_parameter, hf.small_files(SPEC), max_shard_bytes=limit)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "model" / file.name).read_bytes(), file.name
     assert len(list((tmp_path / "model").iterdir())) == len(list((tmp_path / "whole").iterdir()))

@@ -444,18 +444,18 @@ def wait_for_checkpoint(session: Session, clock: Clock) -> None:
 
     def show(written: int) -> None:
         nonlocal shown
-        clock.display.advance(written // 2**20 - shown)
-        shown = written // 2**20
+        clock.display.advance(max(0, written // 2**20 - shown))
+        shown = max(shown, written // 2**20)
 
     with clock("checkpoint", session.beside.size // 2**20 or None):
         session.beside.finish(show)
 
 
 def finish_after(session: Session, clock: Clock) -> None:
-    """After an error that ends the run: what kept the checkpoint from the disk is told next to that error. Collective.
-    """
+    """After an error that ends the run: the checkpoint that is being written is waited for, and what keeps it from the
+    disk is told next to that error. The phase stays that of the error. Collective."""
     try:
-        wait_for_checkpoint(session, clock)
+        session.beside.finish()
     except UserError as other:
         clock.message(str(other))
 

@@ -316,6 +316,7 @@ class Trainer:
         if (run := self._run) is not None:
             with self._ours():
                 loop.save_once(run.session, self.run_dir)
+                run.session.beside.finish()
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

@@ -79,7 +79,7 @@ def write_shards(
     files = _layout(sizes, max_shard_bytes)
     if rank == 0:
         for name, content in small.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
             sync(folder / name)
         if _write_index(folder, files, sizes):

@@ -115,11 +115,11 @@ def _told(temporary: Path, final: Path) -> Iterator[None]:
         )):
             yield
     except (OSError, SafetensorError) as error:
-        if temporary.is_dir() or final.is_dir():
+        if not isinstance(error, FileNotFoundError) and temporary.is_dir():
             raise
         raise UserError(
-            f"{temporary} was removed while the checkpoint {final.name} was written there ({error}). {left(folder)} "
-            "Keep a run's folder in place while it runs, then continue with --resume."
+            f"{temporary} was removed, at least in part, while the checkpoint was written there ({error}). "
+            f"{left(folder)} Keep the folder of a run in place while it runs, then continue with --resume."
         ) from error
 
 
@@ -262,8 +262,8 @@ class Writing:
 def _size(folder: Path) -> int:
     """Bytes in the files of a folder that changes meanwhile."""
     total = 0
-    for path in folder.glob("*/*"):
-        with suppress(OSError):
+    with suppress(OSError):  # it got its name
+        for path in folder.glob("*/*"):
             total += path.stat().st_size
     return total
 

@@ -59,16 +59,22 @@ def begin(session: Session, run_dir: Path) -> None:
         _keep_reference(session, run_dir)
 
 
-def save(session: Session, run_dir: Path) -> None:
-    """Begin the checkpoint of the current step, after the one before has ended. Beside the run it goes on from here
-    (`Session.beside` ends it); else it is on the disk. Collective."""
-    session.beside.finish()
-    learner, world = session.learner, session.world
+def parts_of_run(session: Session) -> dict[str, Part]:
+    """What this rank has of the tensors in a checkpoint, by their names there."""
+    learner = session.learner
     parts = prefixed("model", parts_of(learner.model)) | prefixed("optimizer", optimizer_parts(learner.optimizer))
     if learner.critic is not None:
         parts |= prefixed("critic", parts_of(learner.critic))
     if learner.critic_optimizer is not None:
         parts |= prefixed("critic_optimizer", optimizer_parts(learner.critic_optimizer))
+    return parts
+
+
+def save(session: Session, run_dir: Path) -> None:
+    """Begin the checkpoint of the current step, after the one before has ended. Beside the run it goes on from here
+    (`Session.beside` ends it); else it is on the disk. Collective."""
+    session.beside.finish()
+    parts, world = parts_of_run(session), session.world
     meta = checkpoint.Meta(
         session.step, session.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), session.initial_accuracy, session.num_prompts,

@@ -72,7 +72,7 @@ def write(
     called before each file, and may raise.
     """
     own = {name: part for name, part in parts.items() if part.value.numel() and (world.first or part.start)}
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     files, written = _files(own), []
     for number, names in enumerate(files, 1):
         check()
@@ -274,5 +274,10 @@ def sha256(path: Path) -> str:
 
 def sha256_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """SHA-256 of files below `folder`, by name, in the order of `names`."""
-    with ThreadPoolExecutor(_HASHING) as pool:  # hashing lets other threads run
-        return dict(zip(names, pool.map(lambda name: sha256(folder / name), names), strict=True))
+    paths = [folder / name for name in names]
+    try:
+        with ThreadPoolExecutor(_HASHING) as pool:  # hashing lets other threads run
+            found = list(pool.map(sha256, paths))
+    except RuntimeError:  # Python ends, and starts no more threads: a program's last checkpoint is waited for then
+        found = list(map(sha256, paths))
+    return dict(zip(names, found, strict=True))

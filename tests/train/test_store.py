@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from killed_ranks import CASES, NAMES, parts_of, save
+from killed_ranks import ALL, NAMES, parts_of, save
 from ranks import run_ranks
+from tiny import files_of
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -31,6 +33,7 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.train import checkpoint, store
+from jetrl.train.beside import HostCopy
 
 HERE = Path(__file__).parents[1]
 SPEC = ModelSpec(  # o and down have one block of rows: fewer than ranks
@@ -159,10 +162,21 @@ def written(world: World, folder: Path) -> dict[str, Any]:
     found["read"] = digest(other, world)
     found["verified"] = checkpoint.load(path, world).step
 
+    parts = model_parts(model)
+    writing = checkpoint.begin(
+        folder, replace(meta, step=2), parts, write_model, 2, world, HostCopy().after(parts)
+    )
+    writing.release()
+    for part in parts.values():
+        part.value.zero_()
+    found["beside"] = checkpoint.load(writing.finish(), world).step, writing.done()
+
     write = store.write
     if world.rank == 1:
         store.write = full
-    found["full"] = error_of(lambda: checkpoint.save(folder, meta, model_parts(model), write_model, 2, world))
+    for name, copy in (("full", None), ("full beside", HostCopy().after(parts))):
+        writing = checkpoint.begin(folder, meta, parts, write_model, 2, world, copy)
+        found[name] = error_of(writing.finish)
     store.write = write
     found["left"] = checkpoint.load(path, world).step
     found["rubbish"] = [p.name for p in folder.glob(".writing*")]
@@ -199,7 +213,12 @@ def test_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
     assert all(one == found[0] for one in found)
     assert found[0]["digest"] == found[0]["read"] == digest(model, ALONE) and found[0]["verified"] == 1
     assert found[0]["full"].startswith("rank 1: No disk space for the checkpoint")
-    assert "step_000001 is intact" in found[0]["full"]
+    assert all("step_000002 is intact" in found[0][name] for name in ("full", "full beside"))
+    assert found[0]["full beside"].startswith("rank 1: No disk space for the checkpoint")
+    assert found[0]["beside"] == (2, True)
+    one, other = (files_of(tmp_path / "ranks" / f"step_00000{step}") for step in (1, 2))
+    assert one.pop("state.json")["step"] + 1 == other.pop("state.json")["step"]
+    assert one == other and one, "the same files beside the run"
     assert found[0]["left"] == 1 and found[0]["rubbish"] == []
     assert "does not have the hash" in found[0]["damaged"] and found[0]["damaged"].endswith("Cure.")
     want, have = tmp_path / "whole", tmp_path / "ranks" / "step_000001" / "model"
@@ -232,12 +251,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return root, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_killed_rank_leaves_the_last_checkpoint(name: str, killed: tuple[Path, dict[str, list[int]]]) -> None:
     root, ends = killed
-    assert ends[name] == [CASES[name][0], -9], "the rank was not killed as meant"
+    assert ends[name] == [ALL[name][0], -9], "the rank was not killed as meant"
     folder = root / name
-    renamed = name == "renamed, latest not"
+    renamed = name.endswith("renamed, latest not")
     assert [p.name for p in checkpoint.complete(folder)] == ["step_000001", "step_000002"][: 1 + renamed]
     newest = checkpoint.newest(folder)
     assert newest == folder / "step_000001" and (folder / ".writing_step_000002").is_dir() != renamed

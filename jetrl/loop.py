@@ -287,7 +287,8 @@ def start(
         record_evaluation(session, recorder, 0)
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
-        state.save(session, run_dir)
+        with clock("checkpoint"):
+            state.save(session, run_dir)
     return metrics
 
 

@@ -105,7 +105,8 @@ def main() -> None:
     rows = []
     for name, runs in found.items():
         numbers = {key: median([one[key] for one in runs]) for key in runs[0] if key != "environment"}
-        rows.append({**case, "background": name, **numbers, "rounds": len(runs), "environment": runs[-1]["environment"]})
+        origin = {"rounds": len(runs), "environment": runs[-1]["environment"]}
+        rows.append({**case, "background": name, **numbers, **origin})
     print(table(rows, COLUMNS))
     if args.device == "cpu":  # says nothing about a GPU
         return

@@ -71,8 +71,8 @@ class Beside:
             self.size = 0
             try:
                 writing.finish(show)
-            except KeyboardInterrupt:
-                self._writing = writing  # to be abandoned
+            except BaseException:
+                writing.abandon()
                 raise
             self._seconds = writing.seconds
 

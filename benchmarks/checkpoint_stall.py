@@ -65,7 +65,7 @@ def summary(rows: list[dict[str, Any]], checkpoints: int) -> dict[str, Any]:
     steps = sum(row["time/step"] for row in rows)
     beside = [row["perf/checkpoint_beside_s"] for row in rows if "perf/checkpoint_beside_s" in row]
     return {
-        "stall s": stall, "share": stall / steps, "write s": median(beside) if beside else stall / checkpoints,
+        "stall s": stall, "share": stall / steps, "write s": sum(beside) / len(beside) if beside else stall / checkpoints,
         "step s": median([row["time/step"] - row.get("time/checkpoint", 0.0) for row in rows[2:]]),
         "checkpoints": checkpoints,
     }

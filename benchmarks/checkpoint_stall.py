@@ -64,8 +64,9 @@ def summary(rows: list[dict[str, Any]], checkpoints: int) -> dict[str, Any]:
     stall = sum(row.get("time/checkpoint", 0.0) for row in rows)
     steps = sum(row["time/step"] for row in rows)
     beside = [row["perf/checkpoint_beside_s"] for row in rows if "perf/checkpoint_beside_s" in row]
+    write = sum(beside) / len(beside) if beside else stall / checkpoints
     return {
-        "stall s": stall, "share": stall / steps, "write s": sum(beside) / len(beside) if beside else stall / checkpoints,
+        "stall s": stall, "share": stall / steps, "write s": write,
         "step s": median([row["time/step"] - row.get("time/checkpoint", 0.0) for row in rows[2:]]),
         "checkpoints": checkpoints,
     }

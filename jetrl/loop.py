@@ -436,7 +436,7 @@ def finish(session: Session, recorder: Recorder, clock: Clock) -> None:
         return
     wait_for_checkpoint(session, clock)
     if recorder.last_step == session.step:
-        recorder.amend(clock.take() | session.beside.take_metrics())
+        recorder.amend(clock.take() | session.beside.take_metrics(), tracked=False)
 
 
 def wait_for_checkpoint(session: Session, clock: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from jetrl import loop
 from jetrl.errors import UserError
 from jetrl.parallel import host
 from jetrl.parallel.world import ALONE
+from jetrl.report.console import Display, Output
 from jetrl.report.recorder import read_metrics
 from jetrl.train import checkpoint, store
 from jetrl.train.beside import Beside, HostCopy, _short, beside
@@ -175,6 +178,22 @@ def test_a_second_signal_does_not_wait_for_the_last_checkpoint(
     newest = checkpoint.newest(tmp_path / "runs" / "tiny" / "checkpoints")
     assert newest is not None and newest.name == "step_000002"
     assert_goes_on(tmp_path, straight)
+
+
+def test_the_wait_at_the_end_is_shown_in_mib() -> None:
+    class Three:
+        size = 3 << 20
+
+        def finish(self, show: Callable[[int], None]) -> None:
+            for mib in (0, 1, 0, 3):  # a file that is renamed is missed for a moment
+                show(mib << 20)
+
+    out = io.StringIO()
+    display = Display(4, "run", console=Output(file=out), interval=0.0)
+    clock = loop.Clock(display)
+    loop.wait_for_checkpoint(SimpleNamespace(beside=Three()), clock)  # type: ignore[arg-type]
+    counts = [line.split()[1] for line in out.getvalue().splitlines()]
+    assert counts == ["0/3", "1/3", "1/3", "3/3"] and list(clock.seconds) == ["checkpoint"]
 
 
 def test_an_error_of_the_run_waits_for_the_checkpoint_and_stays_the_error(

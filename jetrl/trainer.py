@@ -234,11 +234,13 @@ class Trainer:
         checkpoints, `checkpoint.keep` are kept. Collective."""
         run = self._opened()
 
-        def write() -> Path:
-            kept = newest(self.run_dir / "checkpoints") if run.session.saved_step == run.session.step else None
-            if kept is not None:
-                return kept
-            return state.save(run.session, self.run_dir)
+        def write() -> Path | None:
+            session, folder = run.session, self.run_dir / "checkpoints"
+            session.beside.finish()
+            if session.saved_step != session.step or newest(folder) is None:
+                state.save(session, self.run_dir)
+                session.beside.finish()
+            return newest(folder)
 
         written = self._within(write)
         assert written is not None
@@ -294,6 +296,7 @@ class Trainer:
             if self._run is not None and self._run.session.config.checkpoint.save_interval:
                 with self._ours():
                     loop.save_once(self._run.session, self.run_dir)
+                    self._run.session.beside.finish()
             raise_signal(number)
 
     def _tell_evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -313,6 +316,7 @@ class Trainer:
         if (run := self._run) is not None:
             with self._ours():
                 loop.save_once(run.session, self.run_dir)
+                run.session.beside.finish()
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

@@ -191,7 +191,7 @@ NO_BITS = frozenset({
     "task.max_data_gib",
     "rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens",
     "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights", "eval.pass_reward",
-    "eval.num_samples_kept",
+    "eval.num_samples_kept", "checkpoint.background",
 })
 # Settings that came later, each with the value at which a run is what it was before: digests of then stay.
 SINCE: dict[str, Any] = {

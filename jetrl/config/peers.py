@@ -111,6 +111,7 @@ eval.temperature | verl: val_kwargs.temperature
 eval.temperature, eval.num_samples and eval.max_response_length | verl: val_kwargs
 checkpoint.save_interval | verl: save_freq; TRL: save_steps; NeMo RL: save_period; SkyRL: ckpt_interval
 checkpoint.save_interval (0: never) | TRL: save_strategy
+checkpoint.background | verl: async_save
 checkpoint.keep | TRL: save_total_limit; verl: max_actor_ckpt_to_keep max_critic_ckpt_to_keep
 checkpoint.resume | verl, SkyRL: resume_mode; verl: resume_from_path; TRL: resume_from_checkpoint; slime: load
 precision (one key for both sides) | verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe
@@ -146,7 +147,7 @@ train.offload_optimizer (the moments only) | verl: optimizer_offload; slime: opt
 - jetrl brings its own kernels | TRL: use_liger_kernel torch_compile; verl: use_liger
   use_torch_compile use_fused_kernels
 - jetrl packs and deals micro-batches by itself | verl: balance_batch use_shm dataloader_num_workers
-- checkpoints hold all that an exact resume needs | verl: save_contents load_contents async_save
+- checkpoints hold all that an exact resume needs | verl: save_contents load_contents
 - jetrl profiles nothing, metrics.jsonl has the seconds of each part of a step | verl: profiler global_profiler
 - train.min_lr_ratio is the only argument of a schedule | TRL: lr_scheduler_kwargs; verl: num_cycles
 - jetrl frees memory by itself | TRL: torch_empty_cache_steps

@@ -28,8 +28,9 @@ from jetrl.model.hf_tokenizer import check_vocab as check_vocab
 from jetrl.model.hf_tokenizer import has_tokenizer as has_tokenizer
 from jetrl.model.hf_tokenizer import load_tokenizer_from as load_tokenizer_from
 from jetrl.model.hf_write import save_model as save_model
-from jetrl.model.hf_write import save_shards as save_shards
+from jetrl.model.hf_write import small_files as small_files
 from jetrl.model.hf_write import write_folder as write_folder
+from jetrl.model.hf_write import write_shards as write_shards
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
 from jetrl.spec import ModelSpec

@@ -115,8 +115,9 @@ class Recorder:
         rows = read_metrics(self.run_dir)
         return rows[-1] if rows else {}
 
-    def amend(self, metrics: Mapping[str, float]) -> None:
-        """Add to the last row what it lacks: an evaluation that was given up. Times add up."""
+    def amend(self, metrics: Mapping[str, float], tracked: bool = True) -> None:
+        """Add to the last row what it lacks: an evaluation that was given up, the end of a run. Times add up. What is
+        not `tracked` goes to no tracker, where the step is logged already."""
         row = self.last_row()
         assert row.get("step") == self.last_step, "no row to amend"
         times = {k: v + row.get(k, 0.0) for k, v in metrics.items() if k.startswith("time/")}
@@ -124,7 +125,7 @@ class Recorder:
         os.close(file)
         replace_row(self.run_dir / METRICS_FILE, {k: _encode(v) for k, v in {**row, **metrics, **times}.items()})
         self._metrics = self._open(self.run_dir / METRICS_FILE)
-        for tracker in self.trackers:
+        for tracker in self.trackers if tracked else ():
             tracker.log(self.last_step, metrics)
 
     def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
@@ -239,7 +240,7 @@ class NoRecorder(Recorder):
     def last_row(self) -> dict[str, Any]:
         return {}
 
-    def amend(self, metrics: Mapping[str, float]) -> None:
+    def amend(self, metrics: Mapping[str, float], tracked: bool = True) -> None:
         pass
 
 

@@ -1,4 +1,4 @@
-"""What a single value of the user's code is, whichever library made it: Python's own value, or None where it is missing.
+"""What a single value of the user's code is, whichever library made it: Python's own, or None where it is missing.
 
 Missing is None, and what libraries write in its place: a masked value of numpy, torch or another array (an attribute
 `mask`, or `get_mask`), NA and NaT of pandas, NaT of numpy, a null of Arrow. The number under a mask is never looked at.

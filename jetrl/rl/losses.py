@@ -32,8 +32,11 @@ Terms = dict[str, Tensor]
 
 K3_BOUND = 20.0  # nats
 IN_TERMS = "policy/frac_in_terms"  # the share of loss tokens that no correction leaves out; absent without corrections
+RATIO_MEAN = "policy/ratio_mean"
+_ROUNDING = 1e-12  # of shares that are sums over micro-batches; one token's is far above
+BEYOND = "policy/frac_ratio_beyond"  # the share of loss tokens whose ratio overflows, and whose loss does not
 OVER_TERMS = (
-    "policy/ratio_mean", "policy/kl", "policy/logprob_abs_change_mean", "policy/clip_frac_low", "policy/clip_frac_high",
+    RATIO_MEAN, "policy/kl", "policy/logprob_abs_change_mean", "policy/clip_frac_low", "policy/clip_frac_high",
     "policy/clip_frac_dual", "policy/ref_kl", "policy/entropy",
 )  # the statistics that `over_terms` makes means over those tokens
 
@@ -138,7 +141,8 @@ def policy_loss(
     the gradient), `policy/clip_frac_low` (A < 0 likewise), `policy/clip_frac_dual`; under cispo the first two
     count the weights that were clipped from above and from below, whatever A is; a surrogate of the user's has none of
     the three. Those but the loss are sums over the
-    tokens of weight above 0, divided by the number of all loss tokens: `over_terms` makes means of them.
+    tokens of weight above 0, divided by the number of all loss tokens: `over_terms` makes means of them. A ratio that
+    overflows where the loss does not (no advantage, the dual clip) is not in `policy/ratio_mean`; `BEYOND` counts it.
 
     Sources: PPO, arXiv 1707.06347 eq. 7; GRPO, arXiv 2402.03300 eq. 3; clip-higher, DAPO, arXiv 2503.14476 section 3.1;
     dual clip, arXiv 1912.09729; CISPO, arXiv 2506.13585 section 3.1; GSPO, arXiv 2507.18071; RLOO, arXiv 2402.14740.
@@ -159,13 +163,17 @@ def policy_loss(
     weighted = tokens.loss if scale is None else tokens.loss * scale
     loss = _weighted_sum(weighted, token_weights(loss_mask, sequence_ids, loss_agg, denominators), "policy", terms)
 
+    ratios = log_ratio.detach().exp()
+    beyond = active & ratios.isinf() & tokens.loss.detach().isfinite()  # no advantage, or the dual clip
+
     def share(values: Tensor) -> Tensor:
         return (values.detach().double() * active).sum() / denominators.num_loss_tokens
 
     clipped = {"low": tokens.clipped_low, "high": tokens.clipped_high, "dual": tokens.clipped_dual}
     return loss, {
         "policy/loss": loss.detach(),
-        "policy/ratio_mean": share(log_ratio.detach().exp()),
+        RATIO_MEAN: share(ratios.masked_fill(beyond, 0.0)),
+        BEYOND: share(beyond),
         "policy/kl": share(-token_log_ratio),
         "policy/logprob_abs_change_mean": share(token_log_ratio.detach().abs()),
     } | {f"policy/clip_frac_{name}": share(cut) for name, cut in clipped.items() if cut is not None}
@@ -173,12 +181,16 @@ def policy_loss(
 
 def over_terms(stats: Mapping[str, float]) -> dict[str, float]:
     """The summed statistics with those of `OVER_TERMS` as means over the tokens that no correction left out, and
-    without `IN_TERMS`, the share of these. Where every token was left out, there is nothing to take a mean of: absent.
+    without `IN_TERMS`, the share of these; `policy/ratio_mean` also without those that `BEYOND` counts. Where every
+    token was left out, there is nothing to take a mean of: absent.
     """
-    if (share := stats.get(IN_TERMS)) is None:
-        return dict(stats)
-    found = {key: value for key, value in stats.items() if key != IN_TERMS and (share > 0 or key not in OVER_TERMS)}
-    return {key: value / share if key in OVER_TERMS else value for key, value in found.items()}
+    share = stats.get(IN_TERMS, 1.0)
+    shares = {key: share for key in OVER_TERMS} | {RATIO_MEAN: share - stats.get(BEYOND, 0.0)}
+    found = {
+        key: value for key, value in stats.items()
+        if key not in (IN_TERMS, BEYOND) and (key not in shares or shares[key] > _ROUNDING)
+    }
+    return {key: value / shares[key] if key in shares else value for key, value in found.items()}
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:

@@ -72,6 +72,7 @@ class MismatchAccumulator:
     sum_k3: ExactSum = field(default_factory=ExactSum)
     sum_mult_error: ExactSum = field(default_factory=ExactSum)
     by_position: dict[int, tuple[int, ExactSum]] = field(default_factory=dict)  # bucket -> tokens, sum of |d|
+    num_beyond: int = 0  # tokens whose exp(|d|) no float64 holds
 
     def add(
         self, trainer_logprobs: Values, rollout_logprobs: Values, loss_mask: Values | None = None,
@@ -101,17 +102,17 @@ class MismatchAccumulator:
                 raise ValueError(f"{num_bad} of {values.size} {side} log-probs are NaN or infinite; this is a bug")
         diff = trainer - rollout
         abs_diff = np.abs(diff)
-        with np.errstate(over="ignore"):  # reported below, with the value that caused it
+        with np.errstate(over="ignore"):  # such tokens are counted, and their means are not computed
             k3, mult_error = np.expm1(diff) - diff, np.exp(abs_diff)
-        if not np.isfinite(mult_error).all():
-            raise ValueError(f"log-probs differ by {abs_diff.max()}, beyond what exp can hold; this is a bug")
+        held = np.isfinite(mult_error)
+        self.num_beyond += int((~held).sum())
         self.count += trainer.size
         self.num_different += int((diff != 0).sum())
         self.max_abs_diff = max(self.max_abs_diff, float(abs_diff.max()))
         self.max_probs_diff = max(self.max_probs_diff, float(np.abs(np.exp(trainer) - np.exp(rollout)).max()))
         self.sum_abs_diff.add(abs_diff)
-        self.sum_k3.add(k3)
-        self.sum_mult_error.add(mult_error)
+        self.sum_k3.add(k3[held])
+        self.sum_mult_error.add(mult_error[held])
         if ids is not None:
             self._add_by_position(abs_diff, ids)
 
@@ -128,6 +129,7 @@ class MismatchAccumulator:
     def merge(self, other: MismatchAccumulator) -> None:
         self.count += other.count
         self.num_different += other.num_different
+        self.num_beyond += other.num_beyond
         self.max_abs_diff = max(self.max_abs_diff, other.max_abs_diff)
         self.max_probs_diff = max(self.max_probs_diff, other.max_probs_diff)
         self.sum_abs_diff.merge(other.sum_abs_diff)
@@ -139,15 +141,19 @@ class MismatchAccumulator:
             self.by_position[bucket] = count + more, total
 
     def metrics(self) -> dict[str, float]:
-        """The `parity/*` metrics; definitions in `mismatch_metrics`, and `BY_POSITION`."""
+        """The `parity/*` metrics; definitions in `mismatch_metrics`, and `BY_POSITION`. Those that are means of an
+        exponential are absent where that of one token is beyond float64 (|d| > 709): a policy that diverges."""
         if self.count == 0:
             raise ValueError("no tokens to compare: every row was masked")
+        exponential = {} if self.num_beyond else {
+            "parity/k3_kl": self.sum_k3.mean(self.count),
+            "parity/token_mult_prob_error": self.sum_mult_error.mean(self.count),
+        }
         return {
             "parity/logprob_abs_diff_mean": self.sum_abs_diff.mean(self.count),
             "parity/logprob_abs_diff_max": self.max_abs_diff,
             "parity/frac_tokens_different": self.num_different / self.count,
-            "parity/k3_kl": self.sum_k3.mean(self.count),
-            "parity/token_mult_prob_error": self.sum_mult_error.mean(self.count),
+            **exponential,
             "parity/rollout_probs_diff_max": self.max_probs_diff,
         } | {
             f"{BY_POSITION}{bucket}": total.mean(count)
@@ -173,6 +179,8 @@ def mismatch_metrics(
     parity/k3_kl                         mean of exp(d) - 1 - d: KL(rollout || trainer), sampled from the rollout
     parity/token_mult_prob_error         mean of exp(|d|), 1 when equal (the definition of NeMo RL)
     parity/rollout_probs_diff_max        largest difference of the *probabilities* (the definition of verl)
+
+    k3_kl and token_mult_prob_error are absent where a token's |d| is above 709: no float64 holds their terms.
 
     Source of k3: J. Schulman, "Approximating KL divergence" (2020).
     """

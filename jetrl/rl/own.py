@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jetrl.errors import UserError, as_user_error, place_of
-from jetrl.values import entries_of, is_single, value_of
 from jetrl.types import Trajectory
+from jetrl.values import entries_of, is_single, value_of
 
 MAX_ADVANTAGE = float(np.finfo(np.float32).max)
 KEYS = ("rl.surrogate", "rl.adv_estimator", "rl.loss_agg")
@@ -87,11 +87,11 @@ def _number(key: str, name: str, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        shown = f"a missing value, {value}," if one is None else described(one)
+        shown = described(one) if one is not None or value is None else f"a missing value ({type(value).__name__})"
         refuse(key, name, f"returned {shown} as an advantage; it must be a finite number")
     if abs(number) > MAX_ADVANTAGE:  # a micro-batch holds it as float32
-        refuse(key, name, f"returned {number:g} as an advantage; float32, in which a loss holds it, has no number beyond "
-                           f"{MAX_ADVANTAGE:g}")
+        refuse(key, name, f"returned {number:g} as an advantage; float32, in which the loss holds it, has no number "
+                           f"beyond {MAX_ADVANTAGE:g}")
     return number
 
 
@@ -124,6 +124,8 @@ def call(key: str, name: str, *given: Any) -> Any:
 
 def described(value: Any) -> str:
     """A value in words, for a message."""
+    if getattr(value, "is_nested", False):
+        return "a nested tensor"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (list, tuple)):

@@ -21,6 +21,7 @@ from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import kl_penalty
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
 from jetrl.train.step import Learner, forward_batch, forward_rows
+from jetrl.train.trainer import NonFiniteError
 from jetrl.types import Group, MicroBatch, PackedBatch
 
 
@@ -51,7 +52,8 @@ def estimate(
     """Run the passes that the algorithm needs, fill in the advantages of groups and batches; returns statistics.
 
     The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`); else the
-    learner makes its own pass, if there are several updates or the reward holds a KL penalty. Collective.
+    learner makes its own pass, if there are several updates or the reward holds a KL penalty. NonFiniteError where what
+    the advantages are made of is not finite. Collective.
     """
     rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world
     if not groups:  # dynamic sampling may keep none
@@ -66,6 +68,8 @@ def estimate(
     lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]
     kl = by_trajectory(world.gather(_token_kl(packed, config, unified)), lengths) if kl_in_reward else None
     values = by_trajectory(world.gather(held(packed, "values")), lengths) if learner.critic is not None else None
+    _check_finite("KL to the reference policy", kl, groups)
+    _check_finite("value", values, groups)
     in_loss = [count > 0 for batch in packed for count in batch.sequence_tokens]
     with together(world):  # an estimator may be the user's
         filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
@@ -73,6 +77,17 @@ def estimate(
     if returns is not None:
         packed = fill(packed, "returns", returns)
     return filled, packed, stats
+
+
+def _check_finite(what: str, columns: Sequence[np.ndarray | None] | None, groups: Sequence[Group]) -> None:
+    """Of the policy's tokens of each trajectory, in order; None outside the loss. The same on every rank."""
+    places = [(group.prompt.index, number) for group in groups for number in range(len(group.trajectories))]
+    for (prompt, number), column in zip(places, columns or (), strict=columns is not None):
+        if column is not None and not np.isfinite(column).all():
+            token = int(np.flatnonzero(~np.isfinite(column))[0])
+            raise NonFiniteError(
+                f"the {what} at token {token} of completion {number} of prompt {prompt} is {column[token]}"
+            )
 
 
 def _token_kl(batches: Sequence[PackedBatch], config: Config, unified: bool) -> dict[int, np.ndarray]:

@@ -129,21 +129,33 @@ class Compared:
     gap: mismatch.MismatchAccumulator = field(default_factory=mismatch.MismatchAccumulator)
     counts: list[RoutingCounts] = field(default_factory=list)  # of each update of the policy, or comparison
 
-    def add(self, micro: MicroBatch, rows: Rows, routes: Routes | None, routing: Routing) -> None:
-        """The loss rows of a micro-batch, if they can be compared."""
-        if self.weights_sampled:
-            index = rows.index
-            self.gap.add(rows.logprobs, micro.rollout_logprobs[index], sequence_ids=micro.sequence_ids[index])
-            routing.compare(forward_batch(micro), routes, index)
+    @torch.no_grad()
+    def add(self, micro: MicroBatch, rows: Rows, routes: Routes | None, routing: Routing) -> losses.Terms:
+        """The loss rows of a micro-batch, if they can be compared. Log-probs that are not finite are not: there is then
+        a term [R] that is NaN at these rows. It ends the step as any term that is not finite does, also where a
+        correction leaves them out of the loss."""
+        if not self.weights_sampled:
+            return {}
+        index = rows.index
+        sampled, ids = micro.rollout_logprobs[index], micro.sequence_ids[index]
+        finite = rows.logprobs.isfinite() & sampled.isfinite()
+        routing.compare(forward_batch(micro), routes, index)
+        if bool(finite.all()):
+            self.gap.add(rows.logprobs, sampled, sequence_ids=ids)
+            return {}
+        return {"parity": torch.where(finite, 0.0, math.nan).double()}
 
     @torch.no_grad()
-    def add_batch(self, batch: PackedBatch, shares: losses.Denominators) -> None:
-        """A batch with which the policy makes no update."""
-        routing = Routing(self.model, self.config.train, shares)
+    def add_batch(self, batch: PackedBatch, shares: losses.Denominators, world: World) -> None:
+        """A batch with which the policy makes no update. NonFiniteError where log-probs are not finite. Collective."""
+        routing, terms = Routing(self.model, self.config.train, shares), TokenTerms()
         for host in batch.micro_batches:
             micro = to_device(host, self.model.head_weight.device)
             rows = forward_rows(self.model, micro, self.config.rollout.temperature, routes := routing.routes())
-            self.add(micro, rows, routes, routing)
+            facts = {"log-prob": rows.logprobs, "in the rollout": micro.rollout_logprobs[rows.index]}
+            terms.add(self.add(micro, rows, routes, routing), micro, rows.index, facts)
+        if (largest := terms.largest(world)) is not None:
+            raise NonFiniteError(f"log-probs; {largest.named(batch, False)}")
         self.counts.append(routing.counts)
 
     def metrics(self, world: World) -> dict[str, float]:
@@ -164,7 +176,7 @@ def _one_update(
         stats |= _critic_update(learner, batch, config, shares)
         compared.stepped = True
         if step <= config.rl.critic_warmup_steps:
-            compared.add_batch(batch, shares)
+            compared.add_batch(batch, shares, learner.world)
             return Part(stats, shares)
     stats |= _policy_update(learner, batch, config, step, shares, compared, single, tell)
     compared.weights_sampled, compared.stepped = False, True
@@ -183,10 +195,12 @@ def _policy_update(
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
         rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep)
-        compared.add(micro, rows, routes, routing)
+        unread = compared.add(micro, rows, routes, routing)
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
         loss, part = objective(inputs, config.rl, shares, of_tokens)
+        loss = loss if not unread else loss * math.nan
+        of_tokens |= unread
         terms.add(of_tokens, micro, rows.index, facts_of(inputs), log_ratio_of(inputs))
         return routing.add_to(loss, part, routes, rows.index, micro.sequence_ids)
 

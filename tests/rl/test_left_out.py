@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.rl.losses import IN_TERMS, K3_BOUND, OVER_TERMS, Denominators, kl_penalty, over_terms, policy_loss
+from jetrl.rl.losses import BEYOND, IN_TERMS, K3_BOUND, OVER_TERMS, Denominators, kl_penalty, over_terms, policy_loss
 from jetrl.rl.objective import Inputs, objective
 from jetrl.rl.surrogate import RATIOS, SURROGATES
 
@@ -161,3 +161,22 @@ def test_a_token_far_below_the_reference_neither_overflows_nor_vanishes(nats: fl
     assert list(terms) == ["policy", "KL"] and terms["KL"][0] == 0 and terms["KL"][1].item() == pytest.approx(
         loss.item(), rel=1e-6
     )
+
+
+@pytest.mark.parametrize(("advantage", "dual"), [(0.0, None), (-1.0, 3.0)], ids=["no advantage", "dual clip"])
+def test_the_mean_ratio_leaves_out_what_the_loss_bounds(advantage: float, dual: float | None) -> None:
+    """A ratio of exp(200) has no part in a loss that is finite, and none in the mean; the others' mean by hand."""
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    loss, stats = policy_loss(
+        logprobs, torch.tensor([-201.0, -1.5, -1.0]), torch.tensor([advantage, 1.0, 1.0]), torch.ones(3),
+        torch.tensor([0, 1, 1]), clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=dual, loss_agg="token_mean",
+        denominators=Denominators(3, 2, (1, 2), 4),
+    )
+    assert loss.isfinite()
+    found = over_terms({key: float(value) for key, value in stats.items()})
+    assert found["policy/ratio_mean"] == pytest.approx((math.exp(0.5) + 1) / 2) and BEYOND not in found
+
+
+def test_a_mean_ratio_of_nothing_is_absent() -> None:
+    found = over_terms({"policy/ratio_mean": 0.0, "policy/kl": -200.0, BEYOND: 1 / 3 + 1 / 3 + 1 / 3})
+    assert found == {"policy/kl": -200.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from jetrl.parallel.world import ALONE
+from jetrl.train import passes
+from jetrl.train.passes import value_pass
 from jetrl.train.step import update
 from jetrl.train.token_terms import TokenTerms
 from jetrl.train.trainer import NonFiniteError
@@ -75,6 +78,54 @@ def test_an_overflow_names_token_term_and_number(tmp_path: Path, ratio: str) -> 
     assert "before the step's first update -" in told and "advantage -1" in told
     assert (f"ratio of its {count} tokens exp(90" in told) == (ratio == "sequence")
     assert all(torch.equal(value, before[name]) for name, value in session.model.state_dict().items())
+
+
+def in_the_rollout(batch: PackedBatch, number: int, value: float) -> PackedBatch:
+    """With this log-prob of the sampler at the third token of a sequence."""
+    def put(sampled: Tensor, micro: MicroBatch) -> Tensor:
+        sampled = sampled.clone()
+        sampled[of(micro, number)[2:3]] = value
+        return sampled
+
+    return changed(batch, "rollout_logprobs", put)
+
+
+CORRECTED = {
+    "precision": "fp8_rollout", "rl.rollout_rs": "token", "rl.rollout_veto": 1e-4, "rollout.prompts_per_step": 8,
+}
+
+
+def test_a_rejected_token_far_beyond_exp_costs_two_metrics(tmp_path: Path) -> None:
+    session, batches = sampled(tmp_path, CORRECTED)
+    far = in_the_rollout(batches[0], longest(batches[0])[0], -5000.0)
+    found = update(session.learner, [far], session.config, 1)
+    assert found["parity/logprob_abs_diff_max"] > 4900 and found["correction/frac_rejected"] > 0
+    assert "parity/k3_kl" not in found and "parity/token_mult_prob_error" not in found
+    assert all(math.isfinite(value) for value in found.values())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_log_prob_that_is_not_finite_names_its_token_though_rejected(tmp_path: Path, value: float) -> None:
+    session, batches = sampled(tmp_path, CORRECTED)
+    number, prompt, completion = longest(batches[0])
+    before = {name: weight.clone() for name, weight in session.model.state_dict().items()}
+    where = rf"term of token 2 \(id \d+\) of completion {completion} of prompt {prompt} .*in the rollout {value}"
+    with pytest.raises(NonFiniteError, match=where):
+        update(session.learner, [in_the_rollout(batches[0], number, value)], session.config, 1)
+    assert all(torch.equal(weight, before[name]) for name, weight in session.model.state_dict().items())
+
+
+def test_log_probs_are_finite_in_the_critics_warm_up(tmp_path: Path) -> None:
+    session, batches = sampled(tmp_path, {"rl.algo": "ppo", "rl.critic_warmup_steps": 1})
+    number, prompt, completion = longest(batches[0])
+    with pytest.raises(NonFiniteError, match=rf"log-probs; .* of completion {completion} of prompt {prompt} is nan"):
+        update(session.learner, [in_the_rollout(batches[0], number, math.nan)], session.config, 1)
+
+
+def test_a_critic_that_diverged_is_named_before_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "value_pass", lambda *given: [values * math.nan for values in value_pass(*given)])
+    with pytest.raises(NonFiniteError, match=r"^the value at token 0 of completion 0 of prompt \d+ is nan$"):
+        sampled(tmp_path, {"rl.algo": "ppo"})
 
 
 def test_a_token_that_owns_the_update_is_reported(tmp_path: Path) -> None:

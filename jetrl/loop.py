@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from jetrl.report.channel import Channel
 from jetrl.report.compiling import Compiling
 from jetrl.report.console import Display
 from jetrl.report.files import write_whole
-from jetrl.report.hints import without_signal
+from jetrl.report.hints import NO_SIGNAL
 from jetrl.report.html import write_report
 from jetrl.report.recorder import (
     ENV_FILE,
@@ -53,6 +54,7 @@ from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train import state
 from jetrl.train.fitting import told_when_out_of_memory
 from jetrl.train.gather import Gathered, evaluate, gather
+from jetrl.train.no_signal import without_gradient, without_signal
 from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
 from jetrl.train.pin import Pin, pinned, pins_of, record
@@ -324,7 +326,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
                 learnt, batches, advantage_stats = estimate(
                     gathered.learnt, batches, session.learner, session.reference, config, session.unified
                 )
-                stats = update(session.learner, batches, config, step, clock.display.hint)
+                stats = update(session.learner, batches, config, step, partial(clock.display.hint, step))
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
@@ -343,8 +345,10 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             metrics |= clock.take() | session.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt)
     clock.display.step({"step": step} | metrics)
-    if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):
-        clock.display.hint("nothing to learn from", reason)
+    if reason := without_signal(gathered.groups, learnt, config):
+        clock.display.hint(step, NO_SIGNAL, reason)
+    elif reason := without_gradient(metrics, config):
+        clock.display.hint(step, "nothing was learned", reason)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
@@ -405,7 +409,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
             "False (the learner then computes what it needs itself), or fix the engine; then continue with --resume."
         ))
     display.hint(
-        "PARITY IS NOT ZERO",
+        session.step, "PARITY IS NOT ZERO",
         f"{found}, and in this flow there should be none. Training continues, but this is a bug in jetrl: please "
         f"report it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
     )

@@ -240,8 +240,10 @@ class Group:
     An advantage is None where there is none: the trajectory, or its group, is not learned from.
     `rewards` are what is learned from: the weighted sum and the overlong penalty. `signals`, one for each trajectory,
     are the numbers that `rl.signal` names: dynamic sampling, `reward/frac_zero_std` and evaluations look at them
-    (empty: at the rewards). `scores` are those of each reward function by name, without weights (None: it did not score
-    that one); empty where there is one function, or only an environment.
+    (empty: at the rewards). `sizes` and `signal_sizes`: of each such number the sum of the absolute values of the terms
+    that it was summed from, to which its rounding is relative (empty: its own absolute value). `scores` are those of
+    each reward function by name, without weights (None: it did not score that one); empty where there is one function,
+    or only an environment.
     """
 
     prompt: Prompt
@@ -251,6 +253,8 @@ class Group:
     scores: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     signals: tuple[float, ...] = ()
     extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # columns that reward functions have logged
+    sizes: tuple[float, ...] = ()
+    signal_sizes: tuple[float, ...] = ()
 
     def first(self, count: int) -> Group:
         """Only its first trajectories, with what belongs to them."""
@@ -259,13 +263,25 @@ class Group:
 
         return Group(
             self.prompt, self.trajectories[:count], self.rewards[:count], self.advantages[:count], cut(self.scores),
-            self.signals[:count], cut(self.extra),
+            self.signals[:count], cut(self.extra), self.sizes[:count], self.signal_sizes[:count],
         )
 
     @property
     def deciding(self) -> tuple[float, ...]:
         """The numbers that say whether its trajectories differ, and which of them are right."""
         return self.signals or self.rewards
+
+    @property
+    def reward_sizes(self) -> tuple[float, ...]:
+        """Of each reward the sum of its terms' absolute values."""
+        return self.sizes or tuple(map(abs, self.rewards))
+
+    @property
+    def deciding_sizes(self) -> tuple[float, ...]:
+        """The same of `deciding`."""
+        if self.signals:
+            return self.signal_sizes or tuple(map(abs, self.signals))
+        return self.reward_sizes
 
 
 @dataclass(frozen=True, slots=True)

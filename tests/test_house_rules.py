@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
-    ("errors", "types", "spec", "choices", "presets", "ending", "values", "__init__"),
+    ("errors", "types", "spec", "choices", "presets", "ending", "values", "rounding", "__init__"),
     ("untrusted",),
     ("config", "requirements"),
     ("precision",),
@@ -33,10 +33,10 @@ RANKS = [
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Rooms of one rank that may be imported by another of it: train/ is the builder of everything.
 WITHIN = {"train": {"rollout", "rl", "tasks"}}
-REPORT_MAY = {"types", "errors", "untrusted", "report", "__init__"}
+REPORT_MAY = {"types", "errors", "untrusted", "rounding", "report", "__init__"}
 NO_TORCH = [
     "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
-    "untrusted.py", "values.py",
+    "untrusted.py", "values.py", "rounding.py",
     "rollout/scheduler.py", "rollout/pages.py", "rollout/plan.py", "rollout/slots.py", "rollout/prompts.py",
     "rollout/turns.py", "rollout/limits.py", "rollout/depth.py", "rollout/texts.py", "rollout/sharing.py",
     "rl/advantage.py",

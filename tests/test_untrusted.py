@@ -71,7 +71,7 @@ def test_no_text_steers_the_display(kind: type[Console]) -> None:
         display.phase(EVIL, 2)
         display.advance()
         display.message(EVIL)
-        display.hint(EVIL, EVIL)
+        display.hint(1, EVIL, EVIL)
         display.step({"step": 2, "reward/mean": 0.0})
     with Compiling(1, console=console) as compiling:
         compiling.message(EVIL)

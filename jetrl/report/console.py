@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jetrl.errors import UserError
-from jetrl.report.hints import ConstantRewards, Hints
+from jetrl.report.hints import NO_SIGNAL, ConstantRewards, Hints
 from jetrl.report.run import Headline, held_out_name
 from jetrl.report.text import (
     ASCII_BLOCKS,
@@ -159,7 +160,7 @@ class Display:
             self._metrics = {key: value for key, value in self._metrics.items() if key.startswith("eval/")}
         self.current, self._step_started = step, now
         self._metrics.update(metrics)
-        self._constant.look(step, metrics, self.hint)
+        self._constant.look(metrics, partial(self.hint, step), known=self._hints.counts[NO_SIGNAL] > 0)
         shown = metrics.get("reward/mean", metrics.get("policy/loss"))
         if shown is not None:
             self._curve.append(float(shown))
@@ -179,9 +180,9 @@ class Display:
             for line in _joined([f"{name}: {text}" for name, text in notes(metrics) if name != "no signal"]):
                 self._line(line)  # steps without a signal are reported by `hint`, and not every time
 
-    def hint(self, what: str, detail: str) -> None:
-        """Report what happened in this step, the first time in full."""
-        self._hints.hint(self.current, what, detail)
+    def hint(self, step: int, what: str, detail: str) -> None:
+        """Report what happened in a step, the first time in full."""
+        self._hints.hint(step, what, detail)
 
     def message(self, text: str) -> None:
         """Print a line above the display."""

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from jetrl.errors import UserError
 from jetrl.rl import own
 from jetrl.rl.gae import gae, rewards_to_go, whiten
-from jetrl.rl.moments import all_equal, mean, std
+from jetrl.rl.moments import mean, std
 from jetrl.rl.selection import check_scored
+from jetrl.rounding import all_equal
 from jetrl.types import Advantage, Group, Trajectory
 
 Column = NDArray[np.float64]  # [P]
@@ -110,7 +111,9 @@ def advantages(
     return filled, stats, returns
 
 
-def grpo_advantages(rewards: Sequence[float], norm_by_std: bool, eps: float) -> tuple[float, ...]:
+def grpo_advantages(
+    rewards: Sequence[float], norm_by_std: bool, eps: float, size: float = 0.0
+) -> tuple[float, ...]:
     """Advantage of each trajectory of one group relative to the group, for every one of its tokens.
 
     GRPO (`norm_by_std`): A_i = (r_i - mean(r)) / (std(r) + eps)
@@ -118,22 +121,23 @@ def grpo_advantages(rewards: Sequence[float], norm_by_std: bool, eps: float) -> 
 
     `std` is the sample deviation (S - 1), as in verl and TRL; the papers leave it open. A group whose rewards are all
     equal gets exact zeros, even if the rounded mean would differ from the rewards; a group of one is such a group.
+    `size` is that of `moments.all_equal`.
     Source: GRPO, arXiv 2402.03300 section 4.1; Dr.GRPO, arXiv 2503.20783 section 3.
     """
-    if all_equal(rewards):
+    if all_equal(rewards, size):
         return (0.0,) * len(rewards)
     center = mean(rewards)
     scale = 1.0 / (std(rewards) + eps) if norm_by_std else 1.0
     return tuple((reward - center) * scale for reward in rewards)
 
 
-def rloo_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
+def rloo_advantages(rewards: Sequence[float], size: float = 0.0) -> tuple[float, ...]:
     """REINFORCE leave-one-out: `A_i = r_i - mean of r_j over j != i`, for one group.
 
     Equal rewards give exact zeros. So does a group of one, which has no others to compare with; TRL refuses it, verl
-    gives it its whole reward. Source: arXiv 2402.14740 section 3.
+    gives it its whole reward. `size` is that of `moments.all_equal`. Source: arXiv 2402.14740 section 3.
     """
-    if all_equal(rewards):
+    if all_equal(rewards, size):
         return (0.0,) * len(rewards)
     return tuple(r - mean([*rewards[:i], *rewards[i + 1 :]]) for i, r in enumerate(rewards))
 
@@ -160,7 +164,8 @@ def token_rewards(trajectory: Trajectory, reward: float, penalties: Sequence[flo
 class _Item:
     """One trajectory with what its advantages are made from. `penalties` [P]: empty where the reward holds no KL.
 
-    `penalties` and `values` are None where they were not computed: outside the loss.
+    `penalties` and `values` are None where they were not computed: outside the loss. `size`: the sum of the absolute
+    values of the terms of its reward.
     """
 
     trajectory: Trajectory
@@ -168,6 +173,12 @@ class _Item:
     in_loss: bool
     penalties: list[float] | None
     values: list[float] | None
+    size: float
+
+    @property
+    def whole_size(self) -> float:
+        """The same of its score and of its values."""
+        return self.size + math.fsum(map(abs, self.penalties or ())) + max(map(abs, self.values or ()), default=0.0)
 
     @property
     def score(self) -> float | None:
@@ -181,14 +192,14 @@ class _Item:
         return token_rewards(self.trajectory, self.reward, self.penalties)
 
 
-ByGroup = Callable[[list[float], AdvantageConfig], tuple[float, ...]]
+ByGroup = Callable[[list[float], AdvantageConfig, float], tuple[float, ...]]
 ByToken = Callable[[list[_Item], AdvantageConfig], tuple[list[list[float]], list[list[float]] | None]]
 
 
 def _reinforce_pp(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], None]:
     """`A_t = (G_t - mean) / (std + eps)`, over the step's tokens in the loss. Source: arXiv 2501.03262 section 3."""
     rows = [rewards_to_go(item.rewards, config.gamma) for item in items]
-    return whiten(rows, config.adv_epsilon), None
+    return whiten(rows, config.adv_epsilon, _largest(items)), None
 
 
 def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]], list[list[float]]]:
@@ -199,14 +210,18 @@ def _gae(items: list[_Item], config: AdvantageConfig) -> tuple[list[list[float]]
         row, targets = gae(item.rewards, item.values, config.gamma, config.gae_lambda)
         rows.append(row)
         returns.append(targets)
-    return whiten(rows, config.adv_epsilon) if config.norm_adv_by_std else rows, returns
+    return whiten(rows, config.adv_epsilon, _largest(items)) if config.norm_adv_by_std else rows, returns
 
 
-# One entry per estimator of `rl.adv_estimator`: from the scores of one group, or from the step's trajectories in the
-# loss. Neither sees what was not computed.
+def _largest(items: Sequence[_Item]) -> float:
+    return max((item.whole_size for item in items), default=0.0)
+
+
+# One entry per estimator of `rl.adv_estimator`: from the scores of one group and the size of their terms, or from the
+# step's trajectories in the loss. Neither sees what was not computed.
 BY_GROUP: dict[str, ByGroup] = {
-    "grpo": lambda scores, config: grpo_advantages(scores, config.norm_adv_by_std, config.adv_epsilon),
-    "rloo": lambda scores, config: rloo_advantages(scores),
+    "grpo": lambda scores, config, size: grpo_advantages(scores, config.norm_adv_by_std, config.adv_epsilon, size),
+    "rloo": lambda scores, config, size: rloo_advantages(scores, size),
 }
 BY_TOKEN: dict[str, ByToken] = {"reinforce_pp": _reinforce_pp, "gae": _gae}
 
@@ -220,15 +235,15 @@ def _items(
     for name, columns in (("kl", kl), ("values", values), ("in_loss", kept)):
         if columns is not None and len(columns) != count:
             raise ValueError(f"{len(columns)} entries of {name} for {count} trajectories")
-    pairs = (pair for group in groups for pair in zip(group.trajectories, group.rewards, strict=True))
-    for index, (trajectory, reward) in enumerate(pairs):
+    rows = (row for g in groups for row in zip(g.trajectories, g.rewards, g.reward_sizes, strict=True))
+    for index, (trajectory, reward, terms) in enumerate(rows):
         size = trajectory.num_policy_tokens
         penalties: list[float] | None = []
         if kl is not None:
             tokens = _column("kl", kl[index], size, kept[index])
             penalties = None if tokens is None else [-kl_coef * value for value in tokens]
         row = None if values is None else _column("values", values[index], size, kept[index])
-        yield _Item(trajectory, float(reward), kept[index], penalties, row)
+        yield _Item(trajectory, float(reward), kept[index], penalties, row, terms)
 
 
 def _column(name: str, values: Column | None, size: int, in_loss: bool) -> list[float] | None:
@@ -251,7 +266,8 @@ def _grouped(
     for group in groups:
         members = [next(rest) for _ in group.trajectories]
         scores = [item.score for item in members if item.score is not None]
-        numbers = iter(estimator(scores, config) if scores else ())
+        largest = _largest([item for item in members if item.score is not None])
+        numbers = iter(estimator(scores, config, largest) if scores else ())
         found = [None if item.score is None else next(numbers) for item in members]
         result += [a if item.in_loss else None for a, item in zip(found, members, strict=True)]
     return result

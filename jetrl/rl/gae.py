@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jetrl.rl.moments import all_equal, mean, std
+from jetrl.rl.moments import mean, std
+from jetrl.rounding import all_equal
 
 
 def rewards_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
@@ -40,14 +41,14 @@ def gae(
     return result, [a + v for a, v in zip(result, values, strict=True)]
 
 
-def whiten(rows: Sequence[Sequence[float]], eps: float) -> list[list[float]]:
+def whiten(rows: Sequence[Sequence[float]], eps: float, size: float = 0.0) -> list[list[float]]:
     """`(x - mean) / (std + eps)` over all numbers of all rows together; `std` is the sample deviation.
 
     The deviation and `eps` are those of the group-relative advantages. verl divides by `sqrt(var + 1e-8)` instead,
-    which is the same except for `eps`. Equal numbers (or a single one) give exact zeros.
+    which is the same except for `eps`. Equal numbers (or a single one) give exact zeros; `size` is that of `all_equal`.
     """
     flat = [value for row in rows for value in row]
-    if not flat or all_equal(flat):
+    if not flat or all_equal(flat, size):
         return [[0.0] * len(row) for row in rows]
     center, scale = mean(flat), 1.0 / (std(flat) + eps)
     return [[(value - center) * scale for value in row] for row in rows]

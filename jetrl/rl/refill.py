@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jetrl.rl.selection import has_signal, reward_stats
+from jetrl.rl.selection import SelectionConfig, has_signal, reward_stats
 from jetrl.types import Group
 
 
@@ -19,7 +19,7 @@ class Refill:
 
     `wanted` is `rollout.prompts_per_step`. The first round samples that many; at most `max_refill_rounds` follow.
 
-        refill = Refill(wanted, max_refill_rounds)
+        refill = Refill(wanted, max_refill_rounds, config.rl)
         while count := refill.next_count:
             refill = refill.add(scored groups of the next `count` prompts of the stream, count)
 
@@ -30,6 +30,7 @@ class Refill:
 
     wanted: int
     max_refill_rounds: int
+    config: SelectionConfig
     seen: tuple[Group, ...] = ()
     rounds: int = 0
     num_sampled: int = 0  # prompts
@@ -37,7 +38,7 @@ class Refill:
     @property
     def kept(self) -> tuple[Group, ...]:
         """The first `wanted` groups with signal. There may be fewer, or none, when the rounds are used up."""
-        return tuple(group for group in self.seen if has_signal(group))[: self.wanted]
+        return tuple(group for group in self.seen if has_signal(group, self.config))[: self.wanted]
 
     @property
     def next_count(self) -> int:
@@ -46,7 +47,7 @@ class Refill:
         `min(wanted, ceil(missing / rate))` where rate is the share of groups with signal so far; `wanted` while there
         was none.
         """
-        with_signal = sum(map(has_signal, self.seen))
+        with_signal = sum(has_signal(group, self.config) for group in self.seen)
         missing = self.wanted - with_signal
         if missing <= 0 or self.rounds > self.max_refill_rounds:
             return 0

@@ -9,40 +9,67 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from jetrl.rl.moments import all_equal, mean, std
+from jetrl.rl.moments import mean, std
+from jetrl.rounding import all_equal
 from jetrl.types import Group
 
 
 class SelectionConfig(Protocol):
-    """The field of `[rl]` that this module reads."""
+    """The fields of `[rl]` that this module reads."""
 
     @property
     def dynamic_sampling(self) -> str: ...
 
+    @property
+    def mask_truncated(self) -> bool: ...
 
-def has_signal(group: Group) -> bool:
-    """Whether the numbers that decide (`rl.signal`) differ within a group. By default these are its rewards before the
-    overlong penalty: what only length tells apart says nothing about right and wrong.
+    @property
+    def kl_coef(self) -> float: ...
+
+    @property
+    def kl_in(self) -> str: ...
+
+
+def differs(group: Group, places: Sequence[int] | None = None) -> bool:
+    """Whether the numbers that decide (`rl.signal`) differ within a group, up to the rounding of their sums; only those
+    of the trajectories at `places`, if given. By default these are its rewards before the overlong penalty: what only
+    length tells apart says nothing about right and wrong."""
+    check_scored(group)
+    chosen = range(len(group.rewards)) if places is None else places
+    numbers, sizes = ([column[i] for i in chosen] for column in (group.deciding, group.deciding_sizes))
+    return bool(numbers) and not all_equal(numbers, max(sizes))
+
+
+def in_loss(group: Group, config: SelectionConfig) -> list[int]:
+    """The trajectories of a group that the loss has, by their places: `rl.mask_truncated` leaves out the others."""
+    return [i for i, one in enumerate(group.trajectories) if not (config.mask_truncated and one.truncated)]
+
+
+def has_signal(group: Group, config: SelectionConfig) -> bool:
+    """Whether there is something to learn from a group: a trajectory that the loss has, and numbers that differ among
+    those that it is compared with. These are all of the group; with the KL in the reward, those in the loss, as the
+    others have no such reward.
 
     Where all rewards are equal, grpo and rloo give zero advantages: there is nothing to learn.
     reinforce_pp and gae compare with other groups or with a critic; for them this is a choice of data.
     Source: dynamic sampling of DAPO, arXiv 2503.14476 section 3.2.
     """
-    check_scored(group)
-    return not all_equal(group.deciding)
+    kept = in_loss(group, config)
+    penalized = config.kl_in == "reward" and config.kl_coef > 0
+    return bool(kept) and differs(group, kept if penalized else None)
 
 
 def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
     """`reward/mean`, `reward/std` (sample deviation over all trajectories) and `reward/frac_zero_std` (share of groups
-    without signal), over all groups that came in, learned from or not.
+    in which the numbers that decide are all equal), over all groups that came in, learned from or not.
     """
     for group in groups:
         check_scored(group)
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         "reward/mean": mean(rewards),
-        "reward/std": std(rewards),
-        "reward/frac_zero_std": sum(not has_signal(group) for group in groups) / len(groups),
+        "reward/std": std(rewards, max(size for group in groups for size in group.reward_sizes)),
+        "reward/frac_zero_std": sum(not differs(group) for group in groups) / len(groups),
     }
 
 
@@ -55,7 +82,7 @@ def select(groups: Sequence[Group], config: SelectionConfig) -> tuple[tuple[Grou
     if not groups:
         raise ValueError("select() got no groups")
     assert config.dynamic_sampling in ("off", "drop"), f"{config.dynamic_sampling}: see rl.refill"
-    kept = tuple(g for g in groups if has_signal(g)) if config.dynamic_sampling == "drop" else tuple(groups)
+    kept = tuple(g for g in groups if config.dynamic_sampling == "off" or has_signal(g, config))
     return kept, reward_stats(groups) | {"reward/num_groups_dropped": float(len(groups) - len(kept))}
 
 

@@ -24,6 +24,7 @@ from jetrl.tasks.importing import FILE_MODULE
 from jetrl.tasks.reward_results import Log, as_list, plain_number, split
 from jetrl.tasks.user_code import code_in_thread, user_code
 
+SUM = "reward"  # what `rl.signal` calls the weighted sum
 _FOREVER = math.inf  # a reward function takes as long as it takes
 
 
@@ -59,6 +60,11 @@ class WeightedReward:
         """The weighted sum over the functions, completion by completion; None where none with a weight scored it."""
         return [math.fsum(terms) if terms else None for terms in self._terms(scores)]
 
+    def sizes(self, scores: Sequence[Sequence[float | None]]) -> list[float]:
+        """The sum of the absolute values of what `summed` adds, completion by completion: its rounding is relative to
+        this."""
+        return [math.fsum(map(abs, terms)) for terms in self._terms(scores)]
+
     def best(self, scores: Sequence[Sequence[float | None]]) -> list[float | None]:
         """The largest weighted score of each completion: for a gold answer it must be positive."""
         return [max(terms) if terms else None for terms in self._terms(scores)]
@@ -91,15 +97,17 @@ def names_of(reward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def distinct_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, with `_2`, `_3`, ... appended to repeated ones."""
-    taken: list[str] = []
+    """The names, with `_2`, `_3`, ... appended to repeated ones. One called `reward` among others is `reward_1`:
+    `rl.signal = "reward"` is their sum."""
+    taken = [SUM] if len(names) > 1 else []
+    whole = len(taken)
     for name in names:
-        number, free = 1, name
+        number, free = 0 if name == SUM else 1, name
         while free in taken:
             number += 1
             free = f"{name}_{number}"
         taken.append(free)
-    return tuple(taken)
+    return tuple(taken[whole:])
 
 
 def call_all(calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> list[Call]:

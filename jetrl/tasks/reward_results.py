@@ -20,7 +20,7 @@ MAX_REWARD = 1e30
 # What jetrl itself writes as reward/NAME, and as reward/FUNCTION/NAME.
 OWN_METRICS = frozenset((
     "mean", "std", "min", "max", "num_errors", "frac_unscored", "frac_zero_std", "num_groups_dropped",
-    "overlong_penalty_mean", "kl_penalty_mean",
+    "overlong_penalty_mean", "kl_penalty_mean", "before_penalty_min", "before_penalty_max",
 ))
 OWN_OF_FUNCTION = frozenset(("mean", "std"))
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from jetrl.config import Config
 from jetrl.errors import UserError, as_user_error, place_of
+from jetrl.rounding import all_equal
 from jetrl.tasks.calls import Call
 from jetrl.tasks.messages import solution_turns
 from jetrl.tasks.prompts import encode_text
@@ -61,18 +62,32 @@ def required_reward(task: Task, named: RewardFunction | None) -> RewardFunction:
 class Rewards:
     """Of trajectories in the order of their groups: the reward (the weighted sum, or what the environment gave), the
     number that `rl.signal` names, both None where a trajectory is not scored; the overlong penalties (empty: there are
-    none); and what each reward function gave, by name."""
+    none); and what each reward function gave, by name. `sizes` and `signal_sizes`: of each such number the sum of the
+    absolute values of its terms (`Group`)."""
 
     values: tuple[float | None, ...]
     signals: tuple[float | None, ...]
     penalties: tuple[float, ...] = ()
     parts: Mapping[str, Scores] = field(default_factory=dict)
+    sizes: tuple[float, ...] = ()
+    signal_sizes: tuple[float, ...] = ()
 
     @property
     def paid(self) -> list[float | None]:
         """The rewards with their penalties: what is learned from."""
         penalties = self.penalties or (0.0,) * len(self.values)
         return [None if v is None else v + p for v, p in zip(self.values, penalties, strict=True)]
+
+    @property
+    def paid_sizes(self) -> list[float]:
+        """The same as `sizes`, with the penalties."""
+        penalties = self.penalties or (0.0,) * len(self.sizes)
+        return [size + abs(p) for size, p in zip(self.sizes, penalties, strict=True)]
+
+    @staticmethod
+    def scored(values: Sequence[float | None], sizes: Sequence[float]) -> list[tuple[float, float]]:
+        """Those of the numbers that there are, with their sizes."""
+        return [(value, size) for value, size in zip(values, sizes, strict=True) if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +140,20 @@ def rewards_of(
     values: list[float | None]
     if reward is None:
         values = [math.fsum(t.given) if t.given else None for t in trajectories]
+        sizes = [math.fsum(map(abs, t.given)) for t in trajectories]
     else:
         parts = dict(zip(names_of(reward), _all_parts(groups, reward, conversations, known or {}), strict=True))
         values = _summed(reward, list(parts.values()))
+        sizes = _sizes(reward, list(parts.values()))
     deciding = list(parts[signal].values) if signal != "reward" else values
+    deciding_sizes = list(map(_size, deciding)) if signal != "reward" else sizes
     if at_limit == "zero":
         cut = [t.truncated for t in trajectories]
         values, deciding = (
             [0.0 if c else v for v, c in zip(column, cut, strict=True)] for column in (values, deciding)
+        )
+        sizes, deciding_sizes = (
+            [0.0 if c else v for v, c in zip(column, cut, strict=True)] for column in (sizes, deciding_sizes)
         )
     scored = [v is not None and d is not None for v, d in zip(values, deciding, strict=True)]
     penalties: tuple[float, ...] = ()
@@ -140,7 +161,12 @@ def rewards_of(
         longest, factor = config.rollout.max_response_length, config.rl.overlong_penalty_factor
         penalties = tuple(overlong_penalty(t.response_length, longest, buffer, factor) for t in trajectories)
     kept = tuple(v if yes else None for v, yes in zip(values, scored, strict=True))
-    return Rewards(kept, tuple(d if yes else None for d, yes in zip(deciding, scored, strict=True)), penalties, parts)
+    named = tuple(d if yes else None for d, yes in zip(deciding, scored, strict=True))
+    return Rewards(kept, named, penalties, parts, tuple(sizes), tuple(deciding_sizes))
+
+
+def _size(value: float | None) -> float:
+    return abs(value or 0.0)
 
 
 def reward_metrics(rounds: Sequence[Rewards]) -> dict[str, float]:
@@ -148,7 +174,8 @@ def reward_metrics(rounds: Sequence[Rewards]) -> dict[str, float]:
 
     Of several functions `reward/NAME/mean` and `/std` (n - 1; 0 for one value), without weights, over what each scored;
     `reward/NAME/KEY`, the mean of a number of its dicts; what `log_metric` logged; `num_errors`, the completions that
-    are not scored; `min` and `max` of the others' rewards, and the mean of their `overlong_penalty`.
+    are not scored; `min` and `max` of the others' rewards (one number where they are equal up to rounding), and the
+    mean of their `overlong_penalty`, with `before_penalty_min` and `before_penalty_max`.
     """
     found: dict[str, float] = {}
     names = list(dict.fromkeys(name for one in rounds for name in one.parts))
@@ -157,7 +184,7 @@ def reward_metrics(rounds: Sequence[Rewards]) -> dict[str, float]:
         columns = {key: [n for n in column if n is not None] for key, column in part.numbers.items()}
         if len(names) > 1 and (own := [value for value in part.values if value is not None]):
             found[f"reward/{name}/mean"] = fmean(own)
-            found[f"reward/{name}/std"] = stdev(own) if len(own) > 1 else 0.0
+            found[f"reward/{name}/std"] = 0.0 if all_equal(own) else stdev(own)
         found |= {f"reward/{name}/{key}": fmean(column) for key, column in columns.items() if column}
         for key, (total, count) in part.logged.items():
             if f"reward/{key}" in found:
@@ -167,15 +194,23 @@ def reward_metrics(rounds: Sequence[Rewards]) -> dict[str, float]:
     pairs = [(v, p) for one in rounds for v, p in zip(one.values, one.penalties, strict=bool(one.penalties))]
     if penalties := [p for v, p in pairs if v is not None]:
         found["reward/overlong_penalty_mean"] = fmean(penalties)
-    if numbers := [value for one in rounds for value in one.paid if value is not None]:
-        found |= {"reward/min": min(numbers), "reward/max": max(numbers)}
-    return found
+        found |= _ends("reward/before_penalty_", [pair for one in rounds for pair in one.scored(one.values, one.sizes)])
+    return found | _ends("reward/", [pair for one in rounds for pair in one.scored(one.paid, one.paid_sizes)])
+
+
+def _ends(prefix: str, pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The smallest and the largest of numbers, which have the sizes of their terms with them; of none nothing."""
+    if not pairs:
+        return {}
+    numbers, sizes = zip(*pairs, strict=True)
+    least, most = min(numbers), max(numbers)
+    return {f"{prefix}min": least, f"{prefix}max": least if all_equal(numbers, max(sizes)) else most}
 
 
 def with_rewards(groups: Sequence[Group], rewards: Rewards, *, replaced: bool, at_limit: str = "keep") -> Scored:
     """The groups with these rewards. Rewards of single turns are gone where something else takes their place: a
     function (`replaced`), or the 0 of a limit."""
-    paid, columns = rewards.paid, _extra_columns(rewards.parts)
+    paid, sizes, columns = rewards.paid, rewards.paid_sizes, _extra_columns(rewards.parts)
     parts = {name: part.values for name, part in rewards.parts.items()} if len(rewards.parts) > 1 else {}
     scored: list[Group] = []
     unscored: list[Group] = []
@@ -201,6 +236,8 @@ def with_rewards(groups: Sequence[Group], rewards: Rewards, *, replaced: bool, a
                 signals=among(places, rewards.signals) if into is scored else (),
                 scores={name: among(places, values) for name, values in parts.items()},
                 extra={name: among(places, values) for name, values in columns.items()},
+                sizes=among(places, sizes) if into is scored else (),
+                signal_sizes=among(places, rewards.signal_sizes) if into is scored else (),
             ))
     said = _UNSCORED if replaced else _NOT_GIVEN
     unscored = [replace(g, trajectories=tuple(replace(t, error=said) for t in g.trajectories)) for g in unscored]
@@ -309,6 +346,12 @@ def _summed(reward: RewardFunction, parts: Sequence[Scores]) -> list[float | Non
     """The scores of the reward."""
     values = [part.values for part in parts]
     return reward.summed(values) if isinstance(reward, WeightedReward) else list(values[0])
+
+
+def _sizes(reward: RewardFunction, parts: Sequence[Scores]) -> list[float]:
+    """Of each score the sum of its terms' absolute values."""
+    values = [part.values for part in parts]
+    return reward.sizes(values) if isinstance(reward, WeightedReward) else list(map(_size, values[0]))
 
 
 def _call_parts(reward: RewardFunction, items: Sequence[Item]) -> list[Scores]:

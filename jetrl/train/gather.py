@@ -22,6 +22,7 @@ from jetrl.tasks.rewards import Scored, nothing_scored, reward_metrics, rewards_
 from jetrl.tasks.task import eval_prompts, sample
 from jetrl.tasks.tools import tool_stats
 from jetrl.train.evaluation import Evaluation
+from jetrl.train.no_signal import no_signal_in
 from jetrl.train.setup import Session
 from jetrl.types import Group, Prompt, StepReport, Trajectory
 
@@ -130,19 +131,13 @@ def _known(session: Session, rollout: Rollout, early: GroupScores) -> dict[int, 
 def _refilled(
     one_round: Callable[[int], list[Group]], config: Config, clock: Clock
 ) -> tuple[tuple[Group, ...], tuple[Group, ...], dict[str, float]]:
-    refill = Refill(config.rollout.prompts_per_step, config.rl.max_refill_rounds)
+    refill = Refill(config.rollout.prompts_per_step, config.rl.max_refill_rounds, config.rl)
     while count := refill.next_count:
         refill = refill.add(one_round(count), count)
     if not refill.seen:  # every conversation failed
         return (), (), {}
     if not refill.kept:
-        signal = config.rl.signal
-        differ = "rewards" if signal == "reward" else f"scores by rl.signal = {signal!r}"
-        raise common(UserError(
-            f'rl.dynamic_sampling = "refill": none of {refill.num_sampled} prompts in {refill.rounds} rounds gave a '
-            f"group whose {differ} differ, so there is nothing to learn from. Make the task easier or harder, raise "
-            "rollout.group_size or rollout.temperature, or rl.max_refill_rounds."
-        ))
+        raise common(UserError(no_signal_in(refill, config)))
     if len(refill.kept) < refill.wanted:
         clock.message(
             f"refill: {len(refill.kept)} of {refill.wanted} groups carry a signal after {refill.rounds} rounds "

@@ -1,20 +1,8 @@
-"""Hints: told once in full, then counted; and what a step without a signal is told as."""
+"""Hints: told once in full, then counted; and rewards that never move."""
 
 from __future__ import annotations
 
-import pytest
-
-from jetrl.report.hints import ConstantRewards, Hints, never_moved, without_signal
-from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
-
-
-def group(rewards: tuple[float, ...], advantages: tuple[float | tuple[float, ...], ...], same: bool = False) -> Group:
-    opening = Segment("environment", (5,), "p")
-    trajectories = tuple(
-        Trajectory((opening, Segment("policy", (7 if same else 7 + i,), "x", (-1.0,))), "stop", 0, "")
-        for i in range(len(rewards))
-    )
-    return Group(Prompt(0, Problem("p", "p", "a"), (5,)), trajectories, rewards, advantages)
+from jetrl.report.hints import ConstantRewards, Hints, never_moved
 
 
 def test_told_once_in_full_and_then_at_powers_of_ten() -> None:
@@ -29,31 +17,6 @@ def test_told_once_in_full_and_then_at_powers_of_ten() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("groups", "temperature", "said", "unsaid"),
-    [
-        ([group((0.0, 0.0), (0.0, 0.0))], 1.0, ["all 2 rewards are 0.", "warm start"], ["temperature"]),
-        ([group((1.0, 1.0), (0.0, 0.0))] * 3, 1.0, ["all 6 rewards are 1", "harder"], ["warm start"]),
-        ([group((1.0, 1.0), (0.0, 0.0)), group((0.0, 0.0), (0.0, 0.0))], 1.0, ["each of 2 groups"], ["temperature"]),
-        ([group((1.0, 1.0), ((0.0, 0.0), (0.0,)), True)], 1e-6, ["all the same", "rollout.temperature, which is 1e-06"],
-         ["warm start"]),
-    ],
-)
-def test_what_a_step_without_a_signal_is_told(
-    groups: list[Group], temperature: float, said: list[str], unsaid: list[str]
-) -> None:
-    for learnt in (groups, []):  # dynamic sampling drops such groups
-        text = without_signal(groups, learnt, temperature)
-        assert all(part in text for part in said) and not any(part in text for part in unsaid), text
-        assert "samples.jsonl" in text
-
-
-def test_any_advantage_is_a_signal() -> None:
-    quiet = group((1.0, 1.0), (0.0, 0.0))
-    assert without_signal([quiet, quiet], [quiet, group((0.0, 1.0), (0.0, 1e-9))], 1.0) == ""
-    assert without_signal([quiet], [group((0.0, 0.0), ((0.0, 0.0), (0.0, 0.5)))], 1.0) == ""
-
-
 def row(**scores: tuple[float, float]) -> dict[str, float]:
     found = {"reward/min": 0.0, "reward/max": 1.0}
     for name, (mean, std) in scores.items():
@@ -66,8 +29,8 @@ def test_a_function_whose_score_never_moves_is_named_once() -> None:
     looks = ConstantRewards()
     for step in range(1, 41):
         metrics = row(right=(0.5, 0.5), anchored=(0.0, 0.0), late=(float(step > 20), 0.0), now=(float(step % 7), 0.0))
-        looks.look(step, metrics, lambda what, detail, step=step: told.append((step, what)))
-    looks.look(41, {"step": 41}, lambda *_: told.append((41, "")))
+        looks.look(metrics, lambda what, detail, step=step: told.append((step, what)))
+    looks.look({"step": 41}, lambda *_: told.append((41, "")))
     assert told == [(10, "constant reward anchored"), (10, "constant reward late"), (30, "constant reward late")]
 
 
@@ -76,3 +39,39 @@ def test_the_summary_says_which_rewards_never_moved() -> None:
     assert never_moved([{"eval/x/avg@1": 0.0}, *steps]) == ["anchored: 0.25 in all 3 steps"]
     alone = [{"reward/min": 0.0, "reward/max": 0.0}] * 2
     assert never_moved(alone) == ["reward: 0 in all 2 steps"] and never_moved(alone[:1]) == never_moved([]) == []
+
+
+def rows_of(count: int, **metrics: float) -> list[dict[str, float]]:
+    return [{f"reward/{key}": value for key, value in metrics.items()} for _ in range(count)]
+
+
+def told_of(rows: list[dict[str, float]], known: bool = False) -> list[tuple[str, str]]:
+    told: list[tuple[str, str]] = []
+    looks = ConstantRewards()
+    for one in rows:
+        looks.look(one, lambda what, detail: told.append((what, detail)), known)
+    return told
+
+
+def test_a_single_reward_that_never_moves_is_named_under_a_penalty() -> None:
+    rows = rows_of(10, min=-0.5, max=1.0, before_penalty_min=1.0, before_penalty_max=1.0)
+    ((what, detail),) = told_of(rows)
+    assert what == "constant reward" and "gave 1 to every" in detail and "rl.overlong_buffer_len" in detail
+    assert never_moved(rows) == ["reward: 1 in all 10 steps"]
+    moves = rows_of(10, min=0.0, max=0.0, before_penalty_min=0.0, before_penalty_max=1.0)
+    assert told_of(moves) == [] and never_moved(moves) == [], "it does move, though the penalty hides it"
+
+
+def test_a_single_reward_that_never_moves_is_named_where_advantages_are_not_0() -> None:
+    rows = rows_of(10, min=0.5, max=0.5)  # a critic, or a KL in the reward, gives advantages of its own
+    ((what, detail),) = told_of(rows)
+    assert what == "constant reward" and "overlong" not in detail
+    assert told_of(rows, known=True) == [], "such steps are told as having nothing to learn from"
+
+
+def test_a_function_called_reward_is_not_the_whole_reward() -> None:
+    rows = [row(reward=(0.5, 0.0), right=(0.5, 0.5)) for _ in range(10)]
+    assert [what for what, _ in told_of(rows, known=True)] == ["constant reward reward"]
+    assert never_moved(rows) == ["reward: 0.5 in all 10 steps"]
+    both = [one | {"reward/min": 1.0, "reward/max": 1.0} for one in rows]
+    assert never_moved(both) == ["the whole reward: 1 in all 10 steps", "reward: 0.5 in all 10 steps"]

@@ -16,6 +16,8 @@ from tiny import tiny_run
 from jetrl.config import TaskConfig, parse_config
 from jetrl.errors import OutOfMemory, UserError
 from jetrl.report.recorder import read_metrics, read_samples
+from jetrl.rl.selection import differs
+from jetrl.rounding import all_equal
 from jetrl.tasks.addition import AdditionTask
 from jetrl.tasks.environment import load_environment
 from jetrl.tasks.reward_calls import WeightedReward, distinct_names, reward_name
@@ -64,8 +66,32 @@ def test_sums_and_statistics_by_hand():
     assert found.stats == {
         "reward/f0/mean": 0.5, "reward/f0/std": math.sqrt(0.5), "reward/f1/mean": -0.25,
         "reward/f1/std": statistics.stdev([0.5, -1.0]), "reward/num_errors": 1.0, "reward/min": 0.0,
-        "reward/max": 1.875, "reward/overlong_penalty_mean": 0.0,
+        "reward/max": 1.875, "reward/overlong_penalty_mean": 0.0, "reward/before_penalty_min": 0.0,
+        "reward/before_penalty_max": 1.875,
     }
+
+
+def test_sums_keep_the_sizes_of_their_terms():
+    """0.1 + 0.2 - 0.3 is no other reward than 0: neither with weights, nor by an environment's turns, nor with a
+    penalty for long answers."""
+    parts = [(constant(0.1, 0.0), 1.0), (constant(0.2, 0.0), 1.0), (constant(0.3, 0.0), -1.0)]
+    ours = score([group("a", "b")], weighted(*parts), None)
+    assert ours.groups[0].rewards[0] != ours.groups[0].rewards[1] == 0.0 and not differs(ours.groups[0])
+    assert ours.groups[0].sizes == pytest.approx((0.6, 0.0)) and ours.groups[0].sizes == ours.groups[0].signal_sizes
+    assert ours.stats["reward/min"] == ours.stats["reward/max"], "one number"
+    named = score([group("a", "b")], weighted(*parts), None, signal="f0").groups[0]
+    assert differs(named) and named.signal_sizes == (0.1, 0.0)
+    plain = group("a", "b")
+    talk = Trajectory((plain.trajectories[0].segments[0], *(
+        Segment("policy", (3,), "x", (-1.0,), reward=part) for part in (0.1, 0.2, -0.3)
+    )), "stop", 0, "")
+    rest = Trajectory((talk.segments[0], Segment("policy", (3,), "x", (-1.0,), reward=0.0)), "stop", 0, "")
+    (given,) = score([Group(plain.prompt, (talk, rest))], None, None, conversations=True).groups
+    assert given.rewards[0] != given.rewards[1] and not differs(given)
+    paid = score([group("a", "b", length=18)], constant(0.3, 0.1 + 0.2), RL).groups[0]
+    assert all_equal(paid.rewards, max(paid.sizes)) and paid.sizes == pytest.approx((0.8, 0.8))
+    one = score([group("a", "b")], weighted((constant(0.1 + 0.2, 0.3), 1.0), (constant(0.0, 1.0), 0.0)), None)
+    assert one.stats["reward/f0/std"] == 0.0, "equal, for the hint about rewards that never move"
 
 
 def test_a_group_without_any_score_is_gone_from_training_and_evaluation():
@@ -192,6 +218,8 @@ def test_functions_by_name_with_weights(tmp_path):
     assert not isinstance(loaded(tmp_path, "right"), WeightedReward)
     assert call_reward(loaded(tmp_path, "judge"), items("a", "b")) == [1.0, 1.0]
     assert distinct_names(["f", "g", "f", "f"]) == ("f", "g", "f_2", "f_3")
+    assert distinct_names(["reward", "f", "reward"]) == ("reward_1", "f", "reward_2"), '"reward" is their sum'
+    assert distinct_names(["reward"]) == ("reward",), "alone it is the reward"
 
 
 def test_verls_async_compute_score(tmp_path):

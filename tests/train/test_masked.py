@@ -22,10 +22,10 @@ import torch
 from jetrl.config import parse_config
 from jetrl.parallel.world import ALONE
 from jetrl.presets import PRESETS
-from jetrl.report.hints import without_signal
 from jetrl.report.recorder import group_rows
 from jetrl.rl.objective import Inputs, objective
 from jetrl.train import passes
+from jetrl.train.no_signal import without_signal
 from jetrl.train.packing import denominators, fill, pack
 from jetrl.train.passes import estimate
 from jetrl.train.step import Learner
@@ -229,7 +229,7 @@ def test_a_step_in_which_all_are_masked(
     filled, (batch,), stats = estimated(monkeypatch, config, groups, [0.5] * len(ROWS))
     assert [a for g in filled for a in g.advantages] == [None] * len(ROWS)
     assert stats == {} and batch.num_loss_tokens == 0, "a mean of nothing is absent"
-    reason = without_signal(groups, filled, 1.0)
+    reason = without_signal(groups, filled, config)
     assert "all 7 answers ran into a limit" in reason and "rollout.max_response_length" in reason
     rows = group_rows(filled, str)
     assert [row["advantage"] for row in rows] == [None] * 7 and not any("advantages" in row for row in rows)

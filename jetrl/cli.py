@@ -337,7 +337,8 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps({"model": str(folder), "num_problems": count, "metrics": metrics}, indent=1))
         return
-    out.print(f"{folder}, {count} held-out problems")
+    signal = "" if config.rl.signal == "reward" else f"; avg@k and pass@k are those of rl.signal = {config.rl.signal!r}"
+    out.print(f"{folder}, {count} held-out problems{signal}")
     for key, value in metrics.items():
         if not key.endswith("pass@1"):  # the same number as avg@1
             out.print(f"  {key}  {value:.4f}")

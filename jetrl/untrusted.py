@@ -24,6 +24,7 @@ MOST_JSON_BYTES = 64 << 20  # of one JSON file; the index of a model of 30,000 t
 MOST_LINE = 64 << 20  # characters or bytes of one line of jsonl
 MOST_DEPTH = 64  # of lists and tables in each other
 _NESTS = (dict, list)
+_PACKAGE = Path(__file__).parent
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
@@ -124,14 +125,16 @@ class _Record(logging.LogRecord):
 
 
 def guard_terminal() -> None:
-    """Make warnings, log lines and tracebacks of this program `printable`: they may quote files. For a command line,
-    which owns its process."""
+    """Make warnings, log lines and tracebacks of this program `printable`: they may quote files. Warnings of jetrl are
+    told without the line of jetrl that gave them. For a command line, which owns its process."""
     written = warnings.formatwarning
     if getattr(written, "guards", False):
         return
 
-    def formatwarning(*args: Any, **kwargs: Any) -> str:
-        return printable(written(*args, **kwargs))
+    def formatwarning(message: Any, category: type[Warning], filename: str, *args: Any, **kwargs: Any) -> str:
+        if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
+            return printable(f"jetrl: warning: {message}\n")
+        return printable(written(message, category, filename, *args, **kwargs))
 
     formatwarning.guards = True  # type: ignore[attr-defined]
     warnings.formatwarning = formatwarning

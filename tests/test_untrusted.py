@@ -96,6 +96,21 @@ raise RuntimeError({EVIL!r})
     assert done.returncode == 1 and harmless(told) and told.count("\\x1b[2J") >= 3, told
 
 
+def test_a_warning_of_jetrl_has_no_line_of_its_source() -> None:
+    program = f"""
+import warnings
+from jetrl.untrusted import guard_terminal
+guard_terminal()
+warnings.warn_explicit("mind this", UserWarning, {str(ROOT / "jetrl" / "loop.py")!r}, 3)
+warnings.warn_explicit("mine", UserWarning, "mine.py", 3)
+warnings.warn_explicit("old", DeprecationWarning, {str(ROOT / "jetrl" / "loop.py")!r}, 3)
+"""
+    done = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, cwd=ROOT, check=True)
+    first, *rest = done.stderr.decode().splitlines()
+    assert first == "jetrl: warning: mind this" and rest[0] == "mine.py:3: UserWarning: mine"
+    assert "DeprecationWarning: old" in rest[1]
+
+
 def called(node: ast.Call) -> str:
     return ast.unparse(node.func)
 

@@ -21,7 +21,8 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.calls import Call, Loop
 from jetrl.tasks.importing import FILE_MODULE
-from jetrl.tasks.reward_results import Log, as_list, plain_number, split
+from jetrl.tasks.protocol import shorten
+from jetrl.tasks.reward_results import MAX_REWARD, Log, as_list, plain_number, split
 from jetrl.tasks.user_code import code_in_thread, user_code
 
 SUM = "reward"  # what `rl.signal` calls the weighted sum
@@ -37,14 +38,16 @@ class WeightedReward:
     names: tuple[str, ...]
 
     def __call__(self, **columns: list[Any]) -> list[float | None]:
-        """For an environment that scores by itself. Raises what a function raises; results are not checked."""
+        """For an environment that scores by itself. Raises what a function raises, and a UserError where its result is
+        not a score for each completion."""
         count = len(columns["completions"])
         logs = [Log(name, count) for name in self.names]
         calls = call_all([(f, select_columns(f, columns, log)) for f, log in zip(self.functions, logs, strict=True)])
         for call in calls:
             if call.error is not None:
                 raise call.error
-        return self.summed([[_number(value) for value in as_list(call.value) or ()] for call in calls])
+        rows = zip(self.functions, calls, strict=True)
+        return self.summed([[_score(f, value) for value in checked_list(f, call, count)] for f, call in rows])
 
     @property
     def gold_template(self) -> str:
@@ -77,11 +80,52 @@ class WeightedReward:
         ]
 
 
-def _number(value: Any) -> Any:
-    """A score as a number; what is none of them stays, for the environment to see."""
-    score = split(value)[0]
-    number = plain_number(score)
-    return score if number is None else number
+def _score(function: Callable[..., Any], value: Any) -> float | None:
+    name = reward_name(function)
+    return checked_number(split_score(value, name)[0], name)
+
+
+def checked_list(function: Callable[..., Any], call: Call, count: int) -> list[Any]:
+    """What the function returned for `count` completions, as a list; UserError where it is none of that length."""
+    name = reward_name(function)
+    if (found := as_list(call.value)) is None:
+        raise UserError(
+            f"Reward function {name} must return a list of numbers, got {type(call.value).__name__} "
+            f"({shorten(repr(call.value))}). It needs one for each completion, in order."
+        )
+    if len(found) != count:
+        raise UserError(f"Reward function {name} returned {len(found)} scores for {count} completions.")
+    return found
+
+
+def split_score(value: Any, name: str, where: str = "") -> tuple[Any, Mapping[str, Any]]:
+    """`split`; UserError, with `where` (" for completion ..."), for a dict without a score."""
+    try:
+        return split(value)
+    except KeyError:
+        comma = "," if where else ""
+        raise UserError(
+            f"Reward function {name} returned a dict without 'score', {shorten(repr(value))}{comma}{where}. "
+            "Its score must have this key."
+        ) from None
+
+
+def checked_number(value: Any, name: str, where: str = "") -> float | None:
+    """A score as a number, None where it is None; UserError, with `where`, for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not -MAX_REWARD <= value <= MAX_REWARD:
+        raise UserError(f"Reward function {name} returned an integer beyond 1e30{where}.")
+    if (number := plain_number(value)) is None:
+        comma = "," if where else ""
+        raise UserError(
+            f"Reward function {name} returned {value!r} ({type(value).__name__}), not a number{comma}{where}."
+        )
+    if not -MAX_REWARD <= number <= MAX_REWARD:  # NaN as well
+        raise UserError(
+            f"Reward function {name} returned {shorten(repr(number))}{where}. Return None where nothing can be scored."
+        )
+    return number
 
 
 def functions_of(reward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:

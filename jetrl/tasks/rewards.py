@@ -30,12 +30,15 @@ from jetrl.tasks.protocol import RewardFunction, Task, completion_text, shorten
 from jetrl.tasks.reward_calls import (
     WeightedReward,
     call_all,
+    checked_list,
+    checked_number,
     functions_of,
     names_of,
     reward_name,
     select_columns,
+    split_score,
 )
-from jetrl.tasks.reward_results import MAX_REWARD, Log, Misused, Scores, as_list, joined, plain_number, split
+from jetrl.tasks.reward_results import Log, Misused, Scores, joined
 from jetrl.types import Group, Problem, Trajectory
 
 Completion = str | list[dict[str, str]]  # a text; for conversations, messages
@@ -363,7 +366,7 @@ def _call_parts(reward: RewardFunction, items: Sequence[Item]) -> list[Scores]:
 
 
 def _checked(function: RewardFunction, call: Call, log: Log, items: Sequence[Item]) -> Scores:
-    name, result, error = reward_name(function), call.value, call.error
+    name, error = reward_name(function), call.error
     if isinstance(error, Misused):
         raise UserError(f"{str(error).removesuffix('.')}{place_of(error)}.") from error
     if isinstance(error, UserError):
@@ -373,41 +376,13 @@ def _checked(function: RewardFunction, call: Call, log: Log, items: Sequence[Ite
             f"Reward function {name} raised {type(error).__name__}: {error}{place_of(error)}. "
             "Fix it; --debug shows the whole traceback."
         ) from error
-    if (listed := as_list(result)) is None:
-        raise UserError(
-            f"Reward function {name} must return a list of numbers, got {type(result).__name__} "
-            f"({shorten(repr(result))}). It needs one for each completion, in order."
-        )
-    if len(listed) != len(items):
-        raise UserError(f"Reward function {name} returned {len(listed)} scores for {len(items)} completions.")
-    pairs = [_split(value, name, item) for value, item in zip(listed, items, strict=True)]
-    values = [_number(value, name, item) for (value, _), item in zip(pairs, items, strict=True)]
+    wheres = [f" for completion {_shown(item[1])} of problem {item[0].id}" for item in items]
+    pairs = [
+        split_score(value, name, where)
+        for value, where in zip(checked_list(function, call, len(items)), wheres, strict=True)
+    ]
+    values = [checked_number(value, name, where) for (value, _), where in zip(pairs, wheres, strict=True)]
     return log.scores(values, [rest for _, rest in pairs])
-
-
-def _split(value: Any, name: str, item: Item) -> tuple[Any, Mapping[str, Any]]:
-    try:
-        return split(value)
-    except KeyError:
-        raise UserError(
-            f"Reward function {name} returned a dict without 'score', {shorten(repr(value))}, for completion "
-            f"{_shown(item[1])} of problem {item[0].id}. Its score must have this key."
-        ) from None
-
-
-def _number(value: Any, name: str, item: Item) -> float | None:
-    if value is None:
-        return None
-    where = f"for completion {_shown(item[1])} of problem {item[0].id}"
-    if isinstance(value, int) and not -MAX_REWARD <= value <= MAX_REWARD:
-        raise UserError(f"Reward function {name} returned an integer beyond 1e30 {where}.")
-    if (number := plain_number(value)) is None:
-        raise UserError(f"Reward function {name} returned {value!r} ({type(value).__name__}), not a number, {where}.")
-    if not -MAX_REWARD <= number <= MAX_REWARD:  # NaN as well
-        raise UserError(
-            f"Reward function {name} returned {shorten(repr(number))} {where}. Return None where nothing can be scored."
-        )
-    return number
 
 
 def _columns(items: Sequence[Item]) -> dict[str, list[Any]]:

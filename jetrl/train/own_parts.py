@@ -71,7 +71,8 @@ def _try_surrogate(name: str, config: Config) -> None:
 
 
 def _try_weights(name: str, config: Config) -> None:
-    """Three sequences in one micro-batch and in two: a token's weight must not depend on what it is packed with."""
+    """Three sequences in one micro-batch and in two: a token's weight must not depend on what it is packed with. Not
+    all may be 0; nor those of an answer of the full length, if a function leaves out short ones."""
     ids = torch.tensor([0, 0, 0, 1, 1, 2])
     shares = Denominators(8, 4, (3, 2, 1, 2, 0), config.rollout.max_response_length)  # two tokens are elsewhere
     whole = own_terms.token_weights(name, ids, shares)
@@ -83,6 +84,10 @@ def _try_weights(name: str, config: Config) -> None:
             f"and {parts.tolist()} in micro-batches of their own. Use the counts of the Denominators, which are of the "
             "whole update, and not those of the tokens at hand."
         )
+    longest = config.rollout.max_response_length
+    full = torch.zeros(longest, dtype=ids.dtype)
+    if not whole.any() and not own_terms.token_weights(name, full, Denominators(longest, 1, (longest,), longest)).any():
+        raise UserError(f"rl.loss_agg: {name} gives every token the weight 0, so nothing would be learned.")
 
 
 def _try_advantages(name: str, config: Config) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetrl.rl.losses import Denominators, policy_loss
-from jetrl.rl.surrogate import RATIOS, SURROGATES
+from jetrl.rl.surrogate import RATIOS, SURROGATES, TokenLoss
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 PAIRS = [(r, s) for r in RATIOS for s in SURROGATES if (r, s) != ("sequence", "cispo")]
@@ -216,12 +216,25 @@ def test_on_policy_gradients(ratio: str, surrogate: str, dtype: torch.dtype):
     batch.new = batch.new.to(dtype)
     loss, stats = batch.ours(batch.new, True, ratio=ratio, surrogate=surrogate, loss_agg="seq_mean_token_mean")
     assert stats["policy/ratio_mean"].item() == pytest.approx(1, abs=1e-15) and stats["policy/kl"] == 0
-    assert stats["policy/clip_frac_low"] == stats["policy/clip_frac_high"] == 0
+    assert all(stats.get(f"policy/clip_frac_{name}", 0) == 0 for name in ("low", "high")), "absent where nobody can say"
     options = {"ratio": ratio, "surrogate": surrogate, "loss_agg": "seq_mean_token_mean"}
     _, grad = grad_of(lambda leaf: batch.ours(leaf, True, **options)[0], batch.new)
     count = torch.ones(6, 1) if ratio == "sequence" else batch.lengths[:, None]
     expected = (-batch.adv[:, None] * batch.mask / count / 6).to(dtype)
     torch.testing.assert_close(grad, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_surrogate_that_cannot_say_what_it_clips(ratio: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TokenLoss` may have None for all three: the loss is the same, and the statistics are absent."""
+    usual, batch = SURROGATES["clip"], Batch(11, 0.3)
+    loss, stats = batch.ours(batch.new, ratio=ratio, loss_agg="token_mean")
+    monkeypatch.setitem(SURROGATES, "clip", lambda *given: TokenLoss(usual(*given).loss, None, None, None))
+    same, fewer = batch.ours(batch.new, ratio=ratio, loss_agg="token_mean")
+    assert torch.equal(loss, same) and set(stats) - set(fewer) == {
+        "policy/clip_frac_low", "policy/clip_frac_high", "policy/clip_frac_dual",
+    }
+    test_on_policy_gradients(ratio, "clip", torch.float32)
 
 
 @pytest.mark.parametrize(("ratio", "surrogate"), PAIRS)

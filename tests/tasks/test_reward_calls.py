@@ -261,6 +261,28 @@ def test_an_environment_may_call_it_itself(tmp_path):
     assert retry.step("a") == ("", 1.5, True)
 
 
+NO_SCORES = {
+    "a number of torch": (torch.tensor(1.0), "must return a list of numbers, got Tensor"),
+    "a text": ("1", "must return a list of numbers, got str"),
+    "too many": ([1.0, 2.0], "returned 2 scores for 1 completions"),
+    "a dict without a score": ([{"acc": 1}], "returned a dict without 'score'"),
+    "a text in it": (["good"], r"returned 'good' \(str\), not a number\."),
+    "NaN": ([math.nan], r"returned nan\. Return None"),
+}
+
+
+@pytest.mark.parametrize("case", NO_SCORES)
+def test_an_environments_own_call_names_the_function_that_fails(case: str) -> None:
+    """`reward` of a constructor: what is no score is the function's mistake, and not the environment's."""
+    value, told = NO_SCORES[case]
+
+    def broken(completions):
+        return value
+
+    with pytest.raises(UserError, match=rf"^Reward function \S*broken {told}"):
+        weighted((constant(1.0), 1.0), (broken, 1.0))(completions=["x"])
+
+
 RUN = """\
 import asyncio
 

@@ -63,6 +63,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {  # key, source, what is told
                  r"own.py, line 1\) returned a tensor without"),
     "by rows": ("loss_agg", "import torch\ndef f(ids, d):\n    return torch.ones(len(ids)) / len(ids)",
                 "in one micro-batch and .* in micro-batches of their own. Use the counts of the Denominators"),
+    "zeros": ("loss_agg", "import torch\ndef f(ids, d):\n    return torch.zeros(len(ids))", "every token the weight 0"),
     "empty": ("adv_estimator", "def f(groups, config):\n    return []", "returned a list of 0 for 3 groups"),
     "not callable": ("adv_estimator", "f = 3", "is of type int, not a function"),
     "syntax": ("loss_agg", "def f(:", "cannot be loaded: SyntaxError"),
@@ -77,6 +78,15 @@ def test_a_mistake_is_found_before_anything_is_trained(tmp_path: Path, case: str
     with pytest.raises(UserError, match=rf"rl.{key}: .*{told}"):
         prepare(config)
     prepare(config, trains=False)  # what only evaluates runs none of it
+
+
+def test_a_function_may_leave_out_short_answers(tmp_path: Path) -> None:
+    """All weights of a small trial are 0, and not those of an answer of the full length."""
+    (tmp_path / "own.py").write_text(
+        "import torch\ndef f(ids, d):\n    long = torch.tensor([n > 3 for n in d.sequence_tokens])\n"
+        "    return long[ids].double() / d.num_loss_tokens\n"
+    )
+    prepare(tiny_config(tmp_path, {"rl.loss_agg": f"{tmp_path}/own.py:f"}))
 
 
 def test_a_function_that_fails_later_names_its_line_and_loses_no_step(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def advantages(
     Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories in the loss of
     -kl_coef * sum_t kl_t; absent where there is none. Those of the rewards themselves are in `selection.reward_stats`.
 
-    Raises UserError for a reward that is NaN or infinite; ValueError for groups without rewards or trajectories.
+    Raises UserError for a reward that is NaN or infinite, and for an advantage beyond float32; ValueError for groups without rewards or trajectories.
     """
     if not groups:
         raise ValueError("advantages() got no groups")
@@ -108,6 +108,8 @@ def advantages(
     stats = {"reward/kl_penalty_mean": mean(paid)} if paid else {}
     numbers = iter(result)
     filled = [replace(g, advantages=tuple(next(numbers) for _ in g.trajectories)) for g in groups]
+    _check_float32("an advantage", result)
+    _check_float32("a critic's target", returns or ())
     return filled, stats, returns
 
 
@@ -301,6 +303,17 @@ def _spread(values: Iterable[T], items: Sequence[_Item]) -> list[T | None]:
     """One entry for each trajectory: those in the loss have the values in order, the others None."""
     rest = iter(values)
     return [next(rest) if item.in_loss else None for item in items]
+
+
+def _check_float32(what: str, values: Iterable[Advantage | Column | None]) -> None:
+    """UserError for a number that a micro-batch cannot hold."""
+    largest = max((float(np.abs(one).max(initial=0.0)) for one in values if one is not None), default=0.0)
+    if not largest <= own.MAX_ADVANTAGE:
+        raise UserError(
+            f"{what} is {largest:g}; float32, in which the loss holds it, has no number beyond "
+            f"{own.MAX_ADVANTAGE:g}. Lower what the reward is weighed with: task.reward_weights, rl.kl_coef, "
+            "rl.overlong_penalty_factor."
+        )
 
 
 def _check_rewards(rewards: Sequence[float], index: int) -> None:

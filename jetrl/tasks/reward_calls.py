@@ -75,9 +75,17 @@ class WeightedReward:
     def _terms(self, scores: Sequence[Sequence[float | None]]) -> list[list[float]]:
         """Weight times score, of each completion, where there are both."""
         return [
-            [w * value for w, value in zip(self.weights, row, strict=True) if value is not None and w != 0]
+            [self._term(i, value) for i, value in enumerate(row) if value is not None and self.weights[i] != 0]
             for row in zip(*scores, strict=True)
         ]
+
+    def _term(self, place: int, value: float) -> float:
+        if not abs(term := self.weights[place] * value) <= MAX_REWARD:
+            raise UserError(
+                f"task.reward_weights: {self.weights[place]:g}, the weight of {self.names[place]}, times its score "
+                f"{value:g} is beyond 1e30. Choose a smaller weight."
+            )
+        return term
 
 
 def _score(function: Callable[..., Any], value: Any) -> float | None:

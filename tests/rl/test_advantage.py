@@ -281,6 +281,15 @@ def test_a_failed_trajectory_is_no_input():
         advantages([group], config())
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae"])
+def test_what_float32_cannot_hold_is_one_message(estimator: str) -> None:
+    """Rewards are at most 1e30; a penalty or its weight may be beyond."""
+    values = [np.zeros(1)] * 2 if estimator == "gae" else None
+    told = "a critic's target" if estimator == "gae" else "an advantage"
+    with pytest.raises(UserError, match=rf"^{told} is \S+; float32, .* rl.overlong_penalty_factor"):
+        advantages([make_group(0, (0.0, -1e40))], config(estimator, norm_adv_by_std=estimator == "gae"), values=values)
+
+
 def test_what_is_no_input_is_refused():
     group = make_group(4, (0.0, 1.0))
     unscored = Group(group.prompt, group.trajectories)

@@ -83,7 +83,8 @@ def advantages(
     Statistics: with a KL in the reward `reward/kl_penalty_mean`, the mean over trajectories in the loss of
     -kl_coef * sum_t kl_t; absent where there is none. Those of the rewards themselves are in `selection.reward_stats`.
 
-    Raises UserError for a reward that is NaN or infinite, and for an advantage beyond float32; ValueError for groups without rewards or trajectories.
+    Raises UserError for a reward that is NaN or infinite, and for an advantage beyond float32; ValueError for groups
+    without rewards or trajectories.
     """
     if not groups:
         raise ValueError("advantages() got no groups")

@@ -164,6 +164,7 @@ def test_the_default_parts_keep_their_bits(loss_agg: str, dual: float | None, co
         assert torch.equal(loss, old_loss) and loss.dtype == old_loss.dtype == torch.float32
         corrected = {key: v for key, v in stats.items() if key.startswith("correction/") or key == losses.IN_TERMS}
         assert bool(corrected) == bool({"rollout_is", "rollout_rs"} & set(corrections))
+        assert stats.pop(losses.BEYOND) == 0, "no ratio overflows here"
         assert [key for key in stats if key not in corrected] == list(old_stats)
         for key in old_stats:
             assert torch.equal(stats[key], old_stats[key]) and stats[key].dtype == old_stats[key].dtype, key

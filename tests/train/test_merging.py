@@ -25,7 +25,7 @@ COUNTS = {
     "policy/loss": "agg", "policy/ratio_mean": "tokens", "policy/kl": "tokens",
     "policy/logprob_abs_change_mean": "tokens", "policy/clip_frac_low": "tokens", "policy/clip_frac_high": "tokens",
     "policy/clip_frac_dual": "tokens", "policy/ref_kl": "tokens", "policy/entropy": "tokens",
-    "policy/frac_in_terms": "tokens", "policy/grad_norm": "updates", "policy/lr": "updates",
+    "policy/frac_in_terms": "tokens", "policy/frac_ratio_beyond": "tokens", "policy/grad_norm": "updates", "policy/lr": "updates",
     "policy/max_token_share": "largest",
     "critic/loss": "agg", "critic/value_mean": "tokens", "critic/clip_frac": "tokens", "critic/return_mean": "tokens",
     "critic/return_square_mean": "tokens", "critic/error_square_mean": "tokens", "critic/grad_norm": "updates",
@@ -49,7 +49,7 @@ def test_every_metric_of_an_update_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
 @pytest.mark.parametrize("key", sorted(COUNTS.keys() - {"correction/weight_square_mean", "critic/return_square_mean",
-                                                        "critic/error_square_mean", "policy/frac_in_terms"}))
+                                                        "critic/error_square_mean", "policy/frac_in_terms", "policy/frac_ratio_beyond"}))
 def test_each_weighs_by_what_it_counts(key: str, loss_agg: str) -> None:
     kind = COUNTS[key]
     if kind == "agg":
@@ -86,6 +86,15 @@ def test_ratios_of_means_are_made_of_the_steps_means() -> None:
     parts = [Part(critic | {"critic/return_mean": mean}, shares) for mean in (1.0, -1.0)]
     # returns 1 and -1, errors around their means 1 and -1: bias of the whole 0, so 1 - 0.5 / 1
     assert merged(parts, "token_mean")["critic/explained_variance"] == pytest.approx(0.5)
+
+
+def test_ratios_that_overflow_are_left_out_of_the_steps_mean() -> None:
+    """Half of the ratios of the first update overflow; the mean is over the others of both."""
+    one = {"policy/ratio_mean": 0.5, "policy/frac_ratio_beyond": 0.5}
+    other = {"policy/ratio_mean": 2.0, "policy/frac_ratio_beyond": 0.0}
+    shares = replace(SMALL, num_loss_tokens=12)
+    found = merged([Part(one, shares), Part(other, shares)], "token_mean")
+    assert found == {"policy/ratio_mean": pytest.approx((6 * 1.0 + 12 * 2.0) / 18)}
 
 
 def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path) -> None:

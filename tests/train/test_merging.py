@@ -25,8 +25,8 @@ COUNTS = {
     "policy/loss": "agg", "policy/ratio_mean": "tokens", "policy/kl": "tokens",
     "policy/logprob_abs_change_mean": "tokens", "policy/clip_frac_low": "tokens", "policy/clip_frac_high": "tokens",
     "policy/clip_frac_dual": "tokens", "policy/ref_kl": "tokens", "policy/entropy": "tokens",
-    "policy/frac_in_terms": "tokens", "policy/frac_ratio_beyond": "tokens", "policy/grad_norm": "updates", "policy/lr": "updates",
-    "policy/max_token_share": "largest",
+    "policy/frac_in_terms": "tokens", "policy/frac_ratio_beyond": "tokens",
+    "policy/grad_norm": "updates", "policy/lr": "updates", "policy/max_token_share": "largest",
     "critic/loss": "agg", "critic/value_mean": "tokens", "critic/clip_frac": "tokens", "critic/return_mean": "tokens",
     "critic/return_square_mean": "tokens", "critic/error_square_mean": "tokens", "critic/grad_norm": "updates",
     "correction/weight_mean": "tokens", "correction/weight_square_mean": "tokens",
@@ -49,7 +49,8 @@ def test_every_metric_of_an_update_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
 @pytest.mark.parametrize("key", sorted(COUNTS.keys() - {"correction/weight_square_mean", "critic/return_square_mean",
-                                                        "critic/error_square_mean", "policy/frac_in_terms", "policy/frac_ratio_beyond"}))
+                                                        "critic/error_square_mean", "policy/frac_in_terms",
+                                                        "policy/frac_ratio_beyond"}))
 def test_each_weighs_by_what_it_counts(key: str, loss_agg: str) -> None:
     kind = COUNTS[key]
     if kind == "agg":

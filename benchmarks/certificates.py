@@ -54,9 +54,9 @@ from torch import Tensor
 
 from jetrl.api import random_model
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Workload, chunked_link, decode_link, packed_link, random_sequences, shared_link
-from jetrl.parity_drawn import draft_link, graph_link, merged_link
-from jetrl.parity_rows import LinkResult
+from jetrl.parity.certificate import Workload, chunked_link, decode_link, packed_link, random_sequences, shared_link
+from jetrl.parity.drawn import draft_link, graph_link, merged_link
+from jetrl.parity.rows import LinkResult
 from jetrl.spec import SHAPES
 
 MODELS = ["qwen3-8b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-0.6b", "smollm2-135m", "qwen3-30b-a3b"]

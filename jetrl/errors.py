@@ -99,3 +99,8 @@ def system_error(error: BaseException) -> int | None:
         return None
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
+
+
+def shorten(text: str, limit: int = 120) -> str:
+    """The text for a message: its beginning, and dots where it goes on."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from jetrl import entry
 from jetrl.config import Config, resolve, sections, to_toml
 from jetrl.config.load import config_of
 from jetrl.config.paths import in_own_folder
 from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml, split_override
-from jetrl.errors import UserError
+from jetrl.errors import UserError, shorten
 from jetrl.report.recorder import METRICS_FILE
-from jetrl.tasks.from_python import ARGUMENTS, MARK, FromPython, is_given, name_of, rows_given
-from jetrl.tasks.protocol import shorten
-from jetrl.tasks.reward_calls import distinct_names
+from jetrl.rewards.calls import distinct_names
+from jetrl.run import start as entry
+from jetrl.user_code.from_python import ARGUMENTS, MARK, FromPython, is_given, name_of, rows_given
 
 # What an argument for rows takes the place of: where a recipe's own problems come from.
 _SOURCES = (

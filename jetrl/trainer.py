@@ -18,23 +18,23 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from jetrl import callbacks as calls
-from jetrl import loop
 from jetrl.api import Policy
 from jetrl.config import Config
-from jetrl.entry import require_alike
+from jetrl.engine.engine import PagedEngine
 from jetrl.errors import UserError
-from jetrl.model.export import HF_SUBFOLDER
+from jetrl.huggingface.export import HF_SUBFOLDER
+from jetrl.parallel.agreement import by_first, together
 from jetrl.parallel.launch import world_of_program
-from jetrl.parallel.together import by_first, together
 from jetrl.program import Program, placed, program
 from jetrl.report.console import Output
 from jetrl.report.recorder import group_rows, read_metrics
 from jetrl.rl.selection import recorded
-from jetrl.rollout.engine import PagedEngine
-from jetrl.tasks.user_code import our_code
-from jetrl.train import state
-from jetrl.train.checkpoint import newest
-from jetrl.train.stopping import StopRequest
+from jetrl.run import loop
+from jetrl.run.checkpoint import state
+from jetrl.run.checkpoint.checkpoint import newest
+from jetrl.run.start import require_alike
+from jetrl.run.stopping import StopRequest
+from jetrl.user_code.guard import our_code
 
 T = TypeVar("T")
 _OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()  # the trainer of this process that has a run open

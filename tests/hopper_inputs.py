@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels import logprob
+from jetrl.engine.sampler import SamplingTable, sample_rows
 from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.logprob import ops as logprob
 from jetrl.model.transformer import Transformer
-from jetrl.rollout.sampler import SamplingTable, sample_rows
 from jetrl.types import LayerCache, PagedPlan
 
 

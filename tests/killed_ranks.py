@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jetrl.model import hf_write
+from jetrl.huggingface import write as hf_write
 from jetrl.model.shards import Part, shard
 from jetrl.parallel.world import World
-from jetrl.train import checkpoint, store
+from jetrl.run.checkpoint import checkpoint, store
 
 # name: (the rank that dies, after which call of what; each has been called for the first checkpoint, too)
 CASES: dict[str, tuple[int, str, int]] = {

@@ -17,10 +17,11 @@ import pytest
 import torch
 from tiny import numbers, tiny_config, tiny_run
 
-from jetrl import cli, loop
+from jetrl import cli
 from jetrl.config import to_toml
 from jetrl.report.recorder import read_eval_samples
-from jetrl.train import checkpoint
+from jetrl.run import loop
+from jetrl.run.checkpoint import checkpoint
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -147,7 +148,7 @@ def test_bad_data(jetrl: Cli, recipe: Path, tmp_path: Path, text: str, patterns:
     eval_file.write_text('{"prompt": "3+3=", "answer": "6"}\n')
     data = ("task.name=file", f"task.train_file={tmp_path}/data.jsonl", f"task.eval_file={eval_file}")
     recipe.write_text(re.sub(r"\[task\.params\]\ndigits.*\n", "", recipe.read_text()))
-    assert_refused(jetrl("train", recipe, *data, "task.reward=jetrl.tasks.rewards:exact_match"), *patterns)
+    assert_refused(jetrl("train", recipe, *data, "task.reward=jetrl.rewards.text:exact_match"), *patterns)
     assert_refused(jetrl("train", recipe, *data[:1], "task.train_file=nowhere.jsonl", data[2]), r"nowhere\.jsonl")
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError, place_of
-from jetrl.tasks.calls import Call
-from jetrl.tasks.importing import import_attribute
-from jetrl.train.checked_engine import blamed
+from jetrl.run.checked_engine import blamed
+from jetrl.user_code.calls import Call
+from jetrl.user_code.importing import import_attribute
 
 ROOT = Path(__file__).parents[1]
 CODE = """\

@@ -37,8 +37,8 @@ REPORT_MAY = {"types", "errors", "untrusted", "report", "__init__"}
 NO_TORCH = [
     "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
     "untrusted.py",
-    "rollout/scheduler.py", "rollout/pages.py", "rollout/plan.py", "rollout/slots.py", "rollout/prompts.py",
-    "rollout/turns.py", "rollout/limits.py", "rollout/depth.py", "rollout/texts.py", "rollout/sharing.py",
+    "engine/scheduler.py", "engine/pages.py", "engine/plan.py", "engine/slots.py", "engine/prefixes.py",
+    "engine/turns.py", "engine/limits.py", "engine/speculation/depth.py", "engine/speculation/sources.py", "engine/sharing.py",
     "rl/advantage.py",
 ]
 
@@ -51,10 +51,10 @@ LONG_FUNCTIONS = {
 # Functions with an `except Exception` that goes on: checkers by others fail on odd answers, which is counted apart;
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
-    "doctor/finding.py:attempted", "kernels/compiling.py:_attempted",
+    "doctor/finding.py:attempted", "kernels/compiling/pool.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
-    "study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
-    "tasks/gym.py:_score", "tasks/math_reward.py:_serve", "tasks/math_reward.py:score_math",
+    "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
+    "tasks/gym.py:_score", "rewards/mathematics.py:_serve", "rewards/mathematics.py:score_math",
 ]
 # A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
 REACHED_THROUGH = {

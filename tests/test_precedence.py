@@ -18,8 +18,8 @@ from jetrl.config.sections import LONG
 from jetrl.config.shipped import shipped
 from jetrl.config.toml import read_toml, set_override, toml_literal
 from jetrl.errors import UserError
+from jetrl.parity.model_under_test import _chosen, config_for
 from jetrl.presets import OWN, PRESETS
-from jetrl.subject import _chosen, config_for
 
 FILE: dict[str, Any] = {"name": "file", "train_file": "t.jsonl"}
 BASE: dict[str, Any] = {"name": "x", "model": {"path": "folder"}, "task": {"name": "addition"}}

@@ -15,13 +15,14 @@ from rich.panel import Panel
 from rich.table import Table
 
 from jetrl.errors import OutOfMemory, UserError
-from jetrl.model import hf, hub
-from jetrl.report.compiling import Compiling
+from jetrl.huggingface import hub
+from jetrl.huggingface import read as hf
 from jetrl.report.console import Display, Output, summary
 from jetrl.report.files import write_whole
 from jetrl.report.html import write_report
 from jetrl.report.recorder import Recorder, read_held_out
 from jetrl.report.run import load_runs
+from jetrl.run.compiling.display import Compiling
 from jetrl.tasks.datasets import read_dataset
 from jetrl.untrusted import MOST_DEPTH, inside, json_file, json_value, printable
 
@@ -116,12 +117,12 @@ def test_all_that_is_printed_is_printable() -> None:
                 guarded = isinstance(first, ast.Call) and called(first) in ("printable", "json.dumps")
                 if not ours and not guarded:
                     wrong.append(where)
-    ours = ("jetrl/ending.py", "jetrl/config/docs.py")  # names of threads and processes; our own descriptions
+    ours = ("jetrl/process_exit.py", "jetrl/config/docs.py")  # names of threads and processes; our own descriptions
     assert [text for text in wrong if not text.startswith(ours)] == []
 
 
 # Other calls of json.loads: what this very program, or another process of this run, has written.
-OWN_JSON = {"jetrl/untrusted.py", "jetrl/tasks/template_child.py", "jetrl/parallel/watch.py", "jetrl/train/resume.py"}
+OWN_JSON = {"jetrl/untrusted.py", "jetrl/chat/template_child.py", "jetrl/parallel/watch.py", "jetrl/run/checkpoint/resume.py"}
 
 
 def test_json_of_others_has_one_reader() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import exact
-from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.qtensor import QTensor, blocks_of
+from jetrl.kernels.update.adamw import AdamWStep
 from jetrl.precision.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
 
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64).numpy()

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jetrl.kernels import pointwise
-from jetrl.kernels.attention import Heads, attend, attend_cached, attend_cached_quantize, attend_heads, norm_rope_attend
+from jetrl.kernels.attention.ops import (
+    Heads,
+    attend,
+    attend_cached,
+    attend_cached_quantize,
+    attend_heads,
+    norm_rope_attend,
+)
+from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.normed import norm_before, normed_linear

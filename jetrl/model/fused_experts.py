@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels import moe
 from jetrl.kernels.dispatch import experts_backend_of
-from jetrl.kernels.groups import Groups
+from jetrl.kernels.experts import ops as moe
+from jetrl.kernels.experts.groups import Groups
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 

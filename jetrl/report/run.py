@@ -21,8 +21,8 @@ _ACCURACY = re.compile(r"eval/.+/avg@\d+")
 _REWARD = re.compile(r"reward/.+/mean")
 # Rewards that are 1 for a right answer and 0 otherwise, so that their mean is an accuracy.
 CORRECTNESS = frozenset((
-    "jetrl.tasks.rewards:exact_match", "jetrl.tasks.rewards:last_integer", "jetrl.tasks.gsm8k:gsm8k_reward",
-    "jetrl.tasks.math_reward:math_reward",
+    "jetrl.rewards.text:exact_match", "jetrl.rewards.text:last_integer", "jetrl.rewards.gsm8k:gsm8k_reward",
+    "jetrl.rewards.mathematics:math_reward",
 ))
 # Tasks whose own rewards are such, without `credit`.
 _RIGHT_OR_WRONG = ("addition", "chain", "sorting", "tracking", "recurrence")

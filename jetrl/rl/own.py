@@ -1,7 +1,7 @@
 """Parts of the objective that a user wrote: `rl.surrogate`, `rl.adv_estimator` and `rl.loss_agg` may each name a
 function, as `module:function` or `path/to/file.py:function`. docs/ALGORITHMS.md has their signatures.
 
-`train/own_parts.py` loads them and puts them here, by key and name; the rooms that need one ask for it. What they
+`run/own_parts.py` loads them and puts them here, by key and name; the rooms that need one ask for it. What they
 return is checked in every call, here and, if it is a tensor, in `own_terms.py`. UserErrors name the key, the function
 and, where it raised, the user's line.
 """

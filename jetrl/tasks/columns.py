@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from jetrl.errors import UserError
-from jetrl.tasks.protocol import shorten
+from jetrl.errors import UserError, shorten
 
 
 @dataclass(frozen=True, slots=True)

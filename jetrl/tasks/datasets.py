@@ -1,6 +1,6 @@
 """Rows of a data set: by its name on the Hugging Face hub, or from a folder with data files, read by `datasets`.
 
-Files come through `model/hub.py`, as those of models do; the library then reads only the local folder. So the hub's
+Files come through `huggingface/hub.py`, as those of models do; the library then reads only the local folder. So the hub's
 cache is enough without network, and a data set comes from one commit.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from jetrl.config.data import MAX_DATA_GIB
 from jetrl.errors import UserError
-from jetrl.model import hub
-from jetrl.model.hf_files import some
+from jetrl.huggingface import hub
+from jetrl.huggingface.files import some
 from jetrl.tasks.row_files import Budget
 from jetrl.untrusted import inside, require_shallow
 

@@ -13,18 +13,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jetrl.chat.fields import Message, message_of
+from jetrl.chat.prompts import prompt_key
 from jetrl.config import TaskConfig
 from jetrl.config.data import MAX_DATA_GIB
-from jetrl.errors import UserError
-from jetrl.tasks.chat import Message, message_of
+from jetrl.errors import UserError, shorten
+from jetrl.hashing import stable_hash
+from jetrl.rewards.function import RewardFunction
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.datasets import read_dataset
-from jetrl.tasks.from_python import NOTHING, FromPython, GivenRows
-from jetrl.tasks.prompts import prompt_key
-from jetrl.tasks.protocol import RewardFunction, check_params, gold_params, shorten, stable_hash
+from jetrl.tasks.protocol import check_params, gold_params
 from jetrl.tasks.row_files import read_jsonl, read_parquet
 from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
+from jetrl.user_code.from_python import NOTHING, FromPython, GivenRows
 
 _RESERVED = {"prompts", "completions", "completion_ids", "answer", "solution"}  # what reward functions get anyway
 

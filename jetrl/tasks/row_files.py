@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, shorten
 from jetrl.requirements import install
-from jetrl.tasks.protocol import shorten
 from jetrl.untrusted import MOST_LINE, json_value
 
 GIB = 1 << 30

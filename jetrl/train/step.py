@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from jetrl.config import Config
 from jetrl.errors import UserError
-from jetrl.kernels.attention import varlen_plan
+from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
@@ -72,7 +72,7 @@ def forward_rows(
 ) -> Rows:
     """Training forward of one micro-batch; log-probs and entropy of the rows whose target is the policy's token.
 
-    `keep`: see `kernels.logprob.token_logprobs`.
+    `keep`: see `kernels.logprob.ops.token_logprobs`.
     """
     hidden = model(forward_batch(micro), routes=routes)
     index = micro.loss_mask.nonzero()[:, 0]

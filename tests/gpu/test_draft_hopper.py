@@ -11,12 +11,12 @@ import pytest
 import torch
 from bench_draft import Forced
 
-from jetrl.rollout import draft_graphs
-from jetrl.rollout.depth import DepthRule
-from jetrl.rollout.draft import DraftIndex
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.speculate import Speculator, build_speculator
-from jetrl.rollout.texts import SOURCES
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.graphs import drafts as draft_graphs
+from jetrl.engine.speculation.depth import DepthRule
+from jetrl.engine.speculation.drafts import DraftIndex
+from jetrl.engine.speculation.sources import SOURCES
+from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.types import Completion, LayerCache, Request, SamplingParams, WeightSet
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,8 @@ def pages(g: int, h: int, page: int, fp8: bool) -> tuple[LayerCache, torch.Tenso
 @pytest.mark.parametrize(("n", "g", "h"), HEADS)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_each_token_has_the_bits_of_a_step_of_its_own(n: int, g: int, h: int, fp8: bool, tokens: int) -> None:
-    from jetrl.kernels.backends import gluon_attention, gluon_draft
+    from jetrl.kernels.attention import decode as gluon_attention
+    from jetrl.kernels.attention import decode_drafts as gluon_draft
 
     for page in (128, 256):
         cache, table, lengths = pages(g, h, page, fp8)
@@ -113,7 +114,7 @@ def test_a_rollout_with_drafts_is_the_one_without(
 ) -> None:
     """First its own drafts, of which few hold; then those from the answers before, which hold; and these with every
     fifth token spoilt. Runs of graphs, and steps without them for truncated distributions."""
-    from jetrl.kernels.backends import gluon_draft
+    from jetrl.kernels.attention import decode_drafts as gluon_draft
 
     launches, launch = [], gluon_draft._launch
     monkeypatch.setattr(gluon_draft, "_launch", lambda *args: (launches.append(1), launch(*args)))

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels import moe
 from jetrl.kernels import reference as ref
-from jetrl.kernels import reference_moe as rm
-from jetrl.kernels.backends.triton_moe_decode import group_quantize
-from jetrl.kernels.backends.triton_route import PaddedGroups
-from jetrl.kernels.backends.triton_route import group as grouped
 from jetrl.kernels.dispatch import load_backend, require_experts
+from jetrl.kernels.experts import ops as moe
+from jetrl.kernels.experts import reference as rm
+from jetrl.kernels.experts.few_tokens import group_quantize
+from jetrl.kernels.experts.route import PaddedGroups
+from jetrl.kernels.experts.route import group as grouped
 from jetrl.kernels.qtensor import QTensor
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.sampler import SamplingTable, sample_rows
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.sampler import SamplingTable, sample_rows
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def generate(model: object, asked: list[Request], **sizes: int | str) -> list[Co
 def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.kernels.backends import triton_decode_choice as choice
+    from jetrl.kernels.attention import choice
 
     launches, launch = [], choice._launch
     monkeypatch.setattr(choice, "_launch", lambda *args: (launches.append(1), launch(*args)))
@@ -107,7 +107,7 @@ def test_broken_logits_are_reported() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8 kv"])
 def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a long prompt each, of which some end early: the decode graphs read shared pages once."""
-    from jetrl.kernels.backends import triton_decode_shared
+    from jetrl.kernels.attention import decode_shared as triton_decode_shared
 
     model = _models().build("qwen3", precision)
     g = np.random.default_rng(1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from triton.runtime.jit import JITFunction
 
 from jetrl.kernels import backends
-from jetrl.kernels.backends import triton_keys
+from jetrl.kernels.compiling import keys as triton_keys
 
 
 def kernels() -> dict[str, JITFunction]:

@@ -15,12 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from jetrl.kernels.backends import few_rows_choice, recorded
-from jetrl.kernels.backends.gluon_few_rows import matmul
-from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize
-from jetrl.kernels.backends.triton_quant import quantize_act
-from jetrl.kernels.backends.triton_swiglu import swiglu
-from jetrl.kernels.compiling import Job, function
+from jetrl.kernels.compiling import recorded
+from jetrl.kernels.compiling.pool import Job, function
+from jetrl.kernels.gemm import choice as few_rows_choice
+from jetrl.kernels.gemm.few_rows import matmul
+from jetrl.kernels.pointwise.swiglu import swiglu
+from jetrl.kernels.pointwise.triton import add_rms_norm_quantize
+from jetrl.kernels.quantize.triton import quantize_act
 
 
 class Hopper:

@@ -12,10 +12,12 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels import dispatch, gemm, moe
-from jetrl.kernels.gradient import accumulate_in
-from jetrl.kernels.groups import Groups
-from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels import dispatch
+from jetrl.kernels.experts import ops as moe
+from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.update.gradient import accumulate_in
 
 E, K, D, F = 5, 2, 136, 72  # experts, of a token, width and feed-forward (no multiples of 128)
 f32 = np.float32

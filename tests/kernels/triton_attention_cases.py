@@ -18,14 +18,14 @@ import triton.language as tl
 import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
+from jetrl.engine.sharing import find_sharing
 from jetrl.kernels import reference as ref
-from jetrl.kernels.backends import triton_decode_chain as chain
-from jetrl.kernels.backends import triton_decode_shared as shared
-from jetrl.kernels.backends import triton_decode_split as split
-from jetrl.kernels.backends import triton_quant as tq
-from jetrl.kernels.decode import SharedPages
+from jetrl.kernels.attention import decode_chain as chain
+from jetrl.kernels.attention import decode_shared as shared
+from jetrl.kernels.attention import decode_split as split
+from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.qtensor import QTensor
-from jetrl.rollout.sharing import find_sharing
+from jetrl.kernels.quantize import triton as tq
 from jetrl.types import LayerCache
 
 DEVICE, Case, equal = base.DEVICE, base.Case, base.equal

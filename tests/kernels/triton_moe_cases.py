@@ -14,12 +14,12 @@ import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
-from jetrl.kernels import reference_moe as rm
-from jetrl.kernels.backends import triton_moe as tm
-from jetrl.kernels.backends import triton_moe_decode as td
-from jetrl.kernels.backends import triton_moe_quant as tq
-from jetrl.kernels.backends import triton_route as tr
-from jetrl.kernels.groups import Groups
+from jetrl.kernels.experts import few_tokens as td
+from jetrl.kernels.experts import quantize as tq
+from jetrl.kernels.experts import reference as rm
+from jetrl.kernels.experts import route as tr
+from jetrl.kernels.experts import rows as tm
+from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.qtensor import QTensor
 
 BLOCKS = (16, 32, 64, 128)

@@ -1,8 +1,8 @@
 """A block of one's own: an MLP with a squared ReLU (the Arcee family), defined and registered in this file alone.
 
 `down(relu(up(x)) ** 2)` has other linears, operators and tensors than `MLP`. Three entries bring it to life: the
-family's layers (`precision.blocks.LAYOUTS`), its module (`model.blocks.MODULES`), and, to read and write folders, what
-`model_type` says (`model.hf_config.FAMILIES`).
+family's layers (`precision.blocks.layouts.LAYOUTS`), its module (`model.blocks.MODULES`), and, to read and write folders, what
+`model_type` says (`huggingface.config.FAMILIES`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from enlarged import enlarged
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.kernels.logprob import log_softmax
-from jetrl.model import hf
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.config import FAMILIES, Family
+from jetrl.huggingface.export import export, fp8_weights
+from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.block import Block, Build, Context, Piece, Tap
 from jetrl.model.blocks import MODULES
-from jetrl.model.export import export, fp8_weights
-from jetrl.model.hf_config import FAMILIES, Family
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
-from jetrl.parity import Workload, certify
-from jetrl.parity_rows import varlen
-from jetrl.precision.block import Block as FlowBlock
-from jetrl.precision.block import Linear
-from jetrl.precision.blocks import ATTENTION, LAYOUTS, dense, roles_of
+from jetrl.parity.certificate import Workload, certify
+from jetrl.parity.rows import varlen
+from jetrl.precision.blocks.block import Block as FlowBlock
+from jetrl.precision.blocks.block import Linear
+from jetrl.precision.blocks.layouts import ATTENTION, LAYOUTS, dense, roles_of
 from jetrl.precision.builder import BlockBackward, BlockForward
-from jetrl.precision.draw import flow_svg, flow_text
 from jetrl.precision.flow import build_flow, flow_digest, require_unified
-from jetrl.precision.pen import Graph, Pen
+from jetrl.precision.picture.draw import flow_svg, flow_text
+from jetrl.precision.picture.pen import Graph, Pen
 from jetrl.precision.recipe import Role, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from flow_shape import SPEC
 
-from jetrl.precision.attention import Attention
-from jetrl.precision.block import Linear
-from jetrl.precision.blocks import ATTENTION, DENSE_MLP, EXPERTS, LAYOUTS, blocks_of, linears_of, roles_of
+from jetrl.precision.blocks.attention import Attention
+from jetrl.precision.blocks.block import Linear
+from jetrl.precision.blocks.layouts import ATTENTION, DENSE_MLP, EXPERTS, LAYOUTS, blocks_of, linears_of, roles_of
+from jetrl.precision.blocks.mlp import MLP
+from jetrl.precision.blocks.moe import MoE
 from jetrl.precision.builder import build_flow
-from jetrl.precision.draw import flow_svg
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.graph import ROUNDING
-from jetrl.precision.mlp import MLP
-from jetrl.precision.moe import MoE
+from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import Role, build_recipe
 from jetrl.spec import ExpertSpec, ModelSpec
 

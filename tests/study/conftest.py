@@ -9,10 +9,10 @@ from studies import ARMS
 from tiny import tiny_config
 
 from jetrl.config import load_config, resolve, to_toml
-from jetrl.loop import StopRequest, run
-from jetrl.study import conduct as conducting
-from jetrl.study.jobs import Ended, Halt, Job
-from jetrl.study.plan import Study, load_study
+from jetrl.run.loop import StopRequest, run
+from jetrl_study import conduct as conducting
+from jetrl_study.jobs import Ended, Halt, Job
+from jetrl_study.plan import Study, load_study
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from jetrl import __version__
 from jetrl.cli import app
 from jetrl.errors import UserError
-from jetrl.study import conduct as conducting
-from jetrl.study.added import read_added, read_json
-from jetrl.study.collect import write_json
-from jetrl.study.jobs import Ended, Halt, Job
-from jetrl.study.plan import Study, all_planned, find_study, load_study
-from jetrl.study.state import DONE, read_state, run_folder
+from jetrl_study import conduct as conducting
+from jetrl_study.added import read_added, read_json
+from jetrl_study.collect import write_json
+from jetrl_study.jobs import Ended, Halt, Job
+from jetrl_study.plan import Study, all_planned, find_study, load_study
+from jetrl_study.state import DONE, read_state, run_folder
 
 Data = dict[str, Any]
 OTHER = {"gpu": "Another GPU <of 2026>", "cpu": "C"}

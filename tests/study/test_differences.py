@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jetrl.report.recorder import Recorder
-from jetrl.study.collect import _differences, _held_out, scores
-from jetrl.study.figures import interval
-from jetrl.study.plan import Arm, Study, find_study, load_study
+from jetrl_study.collect import _differences, _held_out, scores
+from jetrl_study.figures import interval
+from jetrl_study.plan import Arm, Study, find_study, load_study
 
 PROBLEMS = 8
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from jetrl.errors import OutOfMemory
 from jetrl.report.console import Display
-from jetrl.study import jobs
-from jetrl.study.jobs import Ended, Halt, Job, environments, newest_step, run_jobs, share_of_cores, tail
+from jetrl_study import jobs
+from jetrl_study.jobs import Ended, Halt, Job, environments, newest_step, run_jobs, share_of_cores, tail
 
 SCRIPT = """\
 import os, signal, sys, time

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from jetrl.errors import OutOfMemory
-from jetrl.study import conduct as conducting
-from jetrl.study.jobs import Ended, Halt, Job
-from jetrl.study.pace import Pace
-from jetrl.study.plan import Study, all_planned
-from jetrl.study.state import run_folder
+from jetrl_study import conduct as conducting
+from jetrl_study.jobs import Ended, Halt, Job
+from jetrl_study.pace import Pace
+from jetrl_study.plan import Study, all_planned
+from jetrl_study.state import run_folder
 
 
 def test_no_estimate_before_a_step() -> None:

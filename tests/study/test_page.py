@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from jetrl.cli import app
 from jetrl.report.recorder import Recorder
-from jetrl.study import collect
-from jetrl.study.command import study as study_command
-from jetrl.study.figures import figures, interval
-from jetrl.study.page import failure_rows, table, write_page
-from jetrl.study.rules import RULES
-from jetrl.study.svg import Line, chart, decades, doubling, forest, linear
+from jetrl_study import collect
+from jetrl_study.command import study as study_command
+from jetrl_study.figures import figures, interval
+from jetrl_study.page import failure_rows, table, write_page
+from jetrl_study.rules import RULES
+from jetrl_study.svg import Line, chart, decades, doubling, forest, linear
 
 
 def a_run(arm: str, seed: int, scores: list[float], gap: float) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny import numbers, tiny_config, tiny_run
 
-from jetrl.kernels import quantize
 from jetrl.kernels.dispatch import backend_of, load_backend, served_by
+from jetrl.kernels.quantize import ops as quantize
 from jetrl.precision.formats import E4M3_MAX
-from jetrl.study.perturb import OtherOps, pages_reversed, quantize_otherwise
-from jetrl.study.plan import ENGINES
-from jetrl.train.setup import build
+from jetrl.run.setup import build
 from jetrl.types import PagedPlan
+from jetrl_study.perturb import OtherOps, pages_reversed, quantize_otherwise
+from jetrl_study.plan import ENGINES
 
 
 @pytest.mark.parametrize("pow2", [False, True])

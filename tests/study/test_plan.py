@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from studies import conducted
 
+from jetrl.chat.tokenizer import arithmetic_tokenizer
 from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
-from jetrl.study.plan import ENGINES, all_planned, find_study, load_study, planned, shipped_studies
-from jetrl.study.state import read_state, run_folder, write_state
 from jetrl.tasks.task import build_task
-from jetrl.tasks.tokenizer import arithmetic_tokenizer
+from jetrl_study.plan import ENGINES, all_planned, find_study, load_study, planned, shipped_studies
+from jetrl_study.state import read_state, run_folder, write_state
 
 
 def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
@@ -191,7 +191,7 @@ def test_arms_start_from_one_warm_start(override: str, told: str, tmp_path: Path
 @pytest.mark.parametrize("override", [
     "train.lr=1e-3", "rollout.engine=vllm", "quant.kv_cache=fp8", "rl.rollout_is=token", "rl.algo=dapo",
     "task.num_eval=5", "rl.updates_per_step=2", "rollout.group_size=4", "precision=fp8_rollout",
-    "task.reward=jetrl.tasks.gsm8k:gsm8k_reward", "device=auto",
+    "task.reward=jetrl.rewards.gsm8k:gsm8k_reward", "device=auto",
 ])
 def test_arms_may_differ_in_what_no_warm_start_reads(override: str, tmp_path: Path) -> None:
     study = load_study(written(tmp_path, MINE))

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from jetrl.study.rules import GRADIENT_HISTORY, accuracy_failure, entropy_failure, failures, gradient_failure
-from jetrl.study.statistics import paired_difference
+from jetrl_study.rules import GRADIENT_HISTORY, accuracy_failure, entropy_failure, failures, gradient_failure
+from jetrl_study.statistics import paired_difference
 
 
 def test_equal_arms_have_no_difference() -> None:

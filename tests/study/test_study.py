@@ -17,16 +17,16 @@ from studies import conducted
 from jetrl import __version__
 from jetrl.config import load_config, resolve
 from jetrl.errors import UserError
-from jetrl.loop import StopRequest, run
 from jetrl.report import recorder
 from jetrl.report.recorder import read_held_out
-from jetrl.study import conduct as conducting
-from jetrl.study import state as states
-from jetrl.study.added import read_json
-from jetrl.study.collect import collect
-from jetrl.study.jobs import Ended, Halt, Job
-from jetrl.study.plan import Study, all_planned, load_study
-from jetrl.study.state import step_of
+from jetrl.run.loop import StopRequest, run
+from jetrl_study import conduct as conducting
+from jetrl_study import state as states
+from jetrl_study.added import read_json
+from jetrl_study.collect import collect
+from jetrl_study.jobs import Ended, Halt, Job
+from jetrl_study.plan import Study, all_planned, load_study
+from jetrl_study.state import step_of
 
 
 def test_one_command_at_a_time_works_in_a_folder(tiny: Study, in_process: list[str], tmp_path: Path) -> None:

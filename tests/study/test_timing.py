@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jetrl.study.timing import SHARE, seconds_to_goal
+from jetrl_study.timing import SHARE, seconds_to_goal
 
 
 def a_run(

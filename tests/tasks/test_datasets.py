@@ -13,7 +13,7 @@ from hub_server import ONE, TWO, Hub, Repo, serving, use, write_cache
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
-from jetrl.model import hub
+from jetrl.huggingface import hub
 from jetrl.tasks.datasets import read_dataset
 from jetrl.tasks.files import FileTask
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from jetrl.chat.prompts import prompt_key
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.files import FileTask, read_problems
-from jetrl.tasks.prompts import prompt_key
 from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_house_rules import RANKS
+from test_house_rules import RANKS, STUDY
 
 from jetrl.config import TaskConfig, load_config, parse_config, sections
 from jetrl.config.data import DATA_KEYS
@@ -65,9 +65,9 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 def test_the_table_of_rooms_names_every_module_and_no_other() -> None:
     rows = re.findall(r"^\| `(\S+/)` \| .+ \| (.+) \|$", section(ARCHITECTURE, "Rooms"), re.M)
     table = {room: re.findall(r"`(\w+)`", modules) for room, modules in rows}
-    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    folders = {path.parent for top in (PACKAGE, STUDY) for path in top.rglob("*.py")}
     for folder in folders:
-        room = "jetrl/" if folder == PACKAGE else folder.relative_to(PACKAGE).as_posix() + "/"
+        room = f"{folder.name}/" if folder in (PACKAGE, STUDY) else folder.relative_to(PACKAGE).as_posix() + "/"
         modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
         assert room in table, f"docs/ARCHITECTURE.md has no room {room}"
         assert set(table[room]) == modules, f"{room} in docs/ARCHITECTURE.md: {set(table[room]) ^ modules}"

@@ -122,7 +122,9 @@ def test_all_that_is_printed_is_printable() -> None:
 
 
 # Other calls of json.loads: what this very program, or another process of this run, has written.
-OWN_JSON = {"jetrl/untrusted.py", "jetrl/chat/template_child.py", "jetrl/parallel/watch.py", "jetrl/run/checkpoint/resume.py"}
+OWN_JSON = {
+    "jetrl/untrusted.py", "jetrl/chat/template_child.py", "jetrl/parallel/watch.py", "jetrl/run/checkpoint/resume.py",
+}
 
 
 def test_json_of_others_has_one_reader() -> None:

@@ -1,7 +1,7 @@
 """The interface of a layer's blocks: modules that each compute one residual branch with the norm before it.
 
 The residual stream is carried next to the last branch's output, and the two are added at the next norm: `x` [T, D] is
-the output not yet added to `residual` [T, D], and a block returns the same pair. A block's `precision.blocks.block.Block`
+the output not yet added to `residual` [T, D], and a block returns the same pair. A block's `precision.blocks.Block`
 declares what it is made of (linears, flow nodes, names); `model/blocks.py` maps the one to the other.
 """
 

@@ -1,7 +1,7 @@
 """The mixture-of-experts block: a router chooses k of E small MLPs for each token; their outputs, weighted and added.
 
 Legend: `T` tokens, `D` model, `F` an expert's feed-forward, `R` rows of tokens grouped by expert (`groups.Groups`).
-What is rounded where is said by `kernels/experts/reference.py`. No token is ever dropped: groups have the size that they
+`kernels/experts/reference.py` says what is rounded where. No token is ever dropped: groups have the size that they
 need.
 """
 

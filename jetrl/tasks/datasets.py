@@ -1,6 +1,6 @@
 """Rows of a data set: by its name on the Hugging Face hub, or from a folder with data files, read by `datasets`.
 
-Files come through `huggingface/hub.py`, as those of models do; the library then reads only the local folder. So the hub's
+Files come through `huggingface/hub.py`, as models do; the library then reads only the local folder. So the hub's
 cache is enough without network, and a data set comes from one commit.
 """
 

@@ -21,8 +21,8 @@ def required_reward(task: Task, named: RewardFunction | None) -> RewardFunction:
         return reward
     raise UserError(
         f"task.reward: task {task.name!r} has no reward of its own. Set jetrl.rewards.text:exact_match, "
-        "jetrl.rewards.text:last_integer, jetrl.rewards.gsm8k:gsm8k_reward, jetrl.rewards.mathematics:math_reward, or a "
-        "function of yours, as module:function or path/to/file.py:function."
+        "jetrl.rewards.text:last_integer, jetrl.rewards.gsm8k:gsm8k_reward, jetrl.rewards.mathematics:math_reward, "
+        "or a function of yours, as module:function or path/to/file.py:function."
     )
 
 

@@ -1,6 +1,6 @@
 """Mixtures of experts on a GPU: grouped GEMMs with the dense kernels' bits, and what holds for padding and graphs.
 
-The Triton kernels run against their definitions in `test_triton.py` (`tests/kernels/triton_moe_cases.py`).
+The Triton kernels run against their definitions in `test_triton.py` (`tests/kernels/triton_experts_cases.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A folder that jetrl wrote says what its model was trained with (`huggingface/provenance.py`), and loading goes by it."""
+"""A folder that jetrl wrote says what its model was trained with (`huggingface.provenance`), and loading goes by it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A block of one's own: an MLP with a squared ReLU (the Arcee family), defined and registered in this file alone.
 
 `down(relu(up(x)) ** 2)` has other linears, operators and tensors than `MLP`. Three entries bring it to life: the
-family's layers (`precision.blocks.layouts.LAYOUTS`), its module (`model.blocks.MODULES`), and, to read and write folders, what
+family's layers (`layouts.LAYOUTS`), its module (`model.blocks.MODULES`), and, to read and write folders, what
 `model_type` says (`huggingface.config.FAMILIES`).
 """
 

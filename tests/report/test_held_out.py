@@ -34,7 +34,8 @@ def run_with(config: dict[str, Any]) -> Run:
         ({"name": "addition"}, "mine.py:Env", "reward"), ({"name": "gym"}, None, "reward"), (OWN, None, "reward"),
         ({"name": "environment"}, "mine.py:Env", "reward"), ({"name": "addition", "reward": "m:f"}, None, "reward"),
         ({"name": "file", "reward": "jetrl.rewards.gsm8k:gsm8k_reward"}, None, "accuracy"),
-        ({"name": "file", "reward": ["jetrl.rewards.gsm8k:gsm8k_reward", "m:f"]}, None, "reward"), ({}, None, "accuracy"),
+        ({"name": "file", "reward": ["jetrl.rewards.gsm8k:gsm8k_reward", "m:f"]}, None, "reward"),
+        ({}, None, "accuracy"),
     ],
 )
 def test_the_name_follows_from_the_config(task: dict[str, Any], environment: str | None, name: str) -> None:

@@ -129,7 +129,7 @@ def _decoding(q: Tensor, plan: PagedPlan) -> int:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan | PagedPlan, layer: int, scale: float) -> Tensor:
-    """`kernels.attention.ops.attend`: a paged plan first writes `k` and `v` to its cache, quantized if the cache is FP8."""
+    """`ops.attend`: a paged plan first writes `k` and `v` to its cache, quantized if the cache is FP8."""
     if isinstance(plan, VarlenPlan):
         return attend_varlen(q, k, v, plan, scale, False)[0]
     write_cache(k, v, plan.slots, plan.cache.layer(layer))

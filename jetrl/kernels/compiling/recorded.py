@@ -1,7 +1,7 @@
 """Which kernels a program launches, found by running it without compiling or launching any, and how each is compiled.
 
 `recording` takes the place of what launches kernels in this process: Triton's and Gluon's, DeepGEMM's GEMMs,
-FlashAttention-4. Each call becomes a `Job` (`kernels.compiling.pool`) for another process. New tensors are filled, integers
+FlashAttention-4. Each call becomes a `Job` (`compiling.pool`) for another process. New tensors are filled, integers
 and codes with zeros, other numbers with ones, so that what kernels would have written is at least in range: an index, a
 token, a length; weights to draw a token with and their total.
 

@@ -136,7 +136,7 @@ def grouped_fp8_gemm(a: QTensor, b: PreparedFP8, groups: PaddedGroups, out_dtype
 
 
 def grouped_bf16_gemm(x: Tensor, w: PreparedExperts, groups: PaddedGroups, out_dtype: torch.dtype) -> Tensor:
-    """`kernels.experts.ops.grouped_bf16_gemm`: the bits of `deepgemm.bf16_gemm` for each row with its expert's matrix."""
+    """`experts.ops.grouped_bf16_gemm`: the bits of `deepgemm.bf16_gemm` for each row with its expert's matrix."""
     if out_dtype != torch.bfloat16:
         raise ValueError(f"DeepGEMM's grouped BF16 GEMM writes BF16, not {out_dtype}")
     out = torch.empty(x.shape[0], w.weight.shape[1], dtype=out_dtype, device=x.device)
@@ -176,7 +176,7 @@ def _even(rows: int, experts: int) -> list[int]:
 def grouped_wgrad_into(
     dy_t: tuple[Tensor, Tensor], x_t: tuple[Tensor, Tensor], groups: PaddedGroups, grad: Tensor
 ) -> None:
-    """`kernels.experts.ops.grouped_wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 sum.
+    """`experts.ops.grouped_wgrad_into`: in FP32 the kernel itself adds; BF16 takes one more pass over an FP32 sum.
 
     The kernel can only add, so every micro-batch reads and writes all of `grad`: for 128 matrices of 1536 x 2048 that
     alone is 0.75 ms on an H200, whatever the number of tokens. Larger micro-batches make it less of an update.
@@ -195,7 +195,7 @@ def grouped_wgrad_into(
 
 
 def grouped_bf16_wgrad_into(dy: Tensor, x: Tensor, groups: PaddedGroups, grad: Tensor) -> None:
-    """`kernels.experts.ops.grouped_bf16_wgrad_into`; the rows between groups must be zeros, as `dispatch` and all that follows
+    """`experts.ops.grouped_bf16_wgrad_into`; the rows between groups must be zeros, as `dispatch` and all that follows
     from it have them."""
     assert groups.block == BLOCK, "groups for gradients have blocks of 128"
     experts, (rows, n), k = len(groups.counts), dy.shape, x.shape[1]

@@ -52,7 +52,7 @@ def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
 
 
 def wgrad_gemm(dy_t: QTensor, x_t: QTensor) -> Tensor:
-    """`kernels.gemm.ops.wgrad_gemm`: `dy_t` [N, T] by `x_t` [K, T], groups of 128 tokens on both sides -> FP32 [N, K]."""
+    """`gemm.ops.wgrad_gemm`: `dy_t` [N, T] by `x_t` [K, T], groups of 128 tokens on both sides -> FP32 [N, K]."""
     if x_t.granularity == "128x128":
         return wgrad_rounded(dy_t, x_t).to(torch.float32)
     out = torch.zeros(dy_t.codes.shape[0], x_t.codes.shape[0], dtype=torch.float32, device=dy_t.codes.device)

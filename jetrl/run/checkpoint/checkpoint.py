@@ -3,7 +3,7 @@
 A checkpoint is a folder `checkpoints/step_000100`:
 
     model/       Hugging Face folder (BF16), for `eval`, `export` and other programs
-    state/       master weights and optimizer state, to the bit: safetensors with each rank's rows (`run/checkpoint/store.py`)
+    state/       master weights and optimizer state, to the bit: safetensors with each rank's rows (`store.py`)
     state.json   step, counters, flow digest, settings, SHA-256 of every safetensors file and of itself; its presence
                  makes the folder complete
 

@@ -27,7 +27,8 @@ from jetrl.spec import ModelSpec
 from jetrl.untrusted import json_file
 
 _PACKAGE = Path(__file__).parents[2]
-_SOURCES = ("kernels", "model", "engine", "rollout", "train", "run", "precision", "rl")  # rooms whose code decides what is launched
+# Rooms whose code decides what is launched.
+_SOURCES = ("kernels", "model", "engine", "rollout", "train", "run", "precision", "rl")
 _WORKER_BYTES = 2 << 30  # of GPU memory, with what a job of a dense model needs
 _SHARE = 0.6  # of the free GPU memory, for workers
 _MOST_WORKERS = 24

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py")) + sorted(STUDY.rglob("*.py"))
 
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
-    ("errors", "types", "spec", "choices", "presets", "process_exit", "hashing", "__init__"),
+    ("errors", "types", "spec", "choices", "presets", "process_exit", "hashing", "moved", "__init__"),
     ("untrusted",),
     ("config", "requirements"),
     ("precision", "user_code"),

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from jetrl import moved
 from jetrl.config.base import Section
 from jetrl.config.errors import explain
 from jetrl.config.precedence import Statements
@@ -80,6 +81,7 @@ def config_of(
         _take_back_preset(data)
     for key, value in given.items():
         set_override(data, key, value)
+    _take_new_names(data)
     said = Statements(data, given)
     said.replace_sources(before)
     while True:
@@ -92,6 +94,13 @@ def config_of(
     for note in said.notes:
         say(note)
     return config
+
+
+def _take_new_names(data: Mapping[str, Any]) -> None:
+    """Rewards and engines of the package under the names that they have now, in place."""
+    for section, key in (("task", "reward"), ("rollout", "engine")):
+        if isinstance(table := data.get(section), dict) and key in table:
+            table[key] = moved.current(table[key])
 
 
 def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,6 +220,8 @@ def digest(config: Config, leave_out: Collection[str] = ()) -> str:
         section, _, name = key.partition(".")
         if held[section][name] == value:
             del held[section][name]
+    held["task"]["reward"] = moved.first(held["task"]["reward"])
+    held["rollout"]["engine"] = moved.first(held["rollout"]["engine"])
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

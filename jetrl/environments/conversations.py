@@ -1,7 +1,7 @@
 """The environment's side of many conversations at once: `EnvironmentPool` implements `types.Conversations`.
 
-Environments work in the background (`user_code.calls`); messages become tokens in `poll`, in the caller's thread. What a
-conversation says depends on its own turns alone, whatever runs next to it and in whatever order replies arrive.
+Environments work in the background (`user_code.calls`); messages become tokens in `poll`, in the caller's thread. What
+a conversation says depends on its own turns alone, whatever runs next to it and in whatever order replies arrive.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from jetrl.errors import UserError, place_of
+from jetrl.moved import now_at
 from jetrl.user_code.from_python import NOTHING, FromPython, is_given
 from jetrl.user_code.guard import user_code
 from jetrl.user_code.neighbours import add_folder
@@ -55,7 +56,7 @@ def _load_module(name: str, key: str, form: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # importing runs the user's code
         hint = f" If it is a file here, write {name}.py:{form}." if isinstance(error, ModuleNotFoundError) else ""
         what = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{key}: cannot import {name}: {what}.{hint}") from error
+        raise UserError(f"{key}: cannot import {name}: {what}.{_moved(error) or hint}") from error
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -71,5 +72,12 @@ def _load_file(path: Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # running the user's code
         del sys.modules[name]
-        raise UserError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}{place_of(error)}") from error
+        what = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{key}: {path} cannot be loaded: {what}{_moved(error)}") from error
     return module
+
+
+def _moved(error: BaseException) -> str:
+    """For a module of an earlier version of jetrl that is not there: where it is now."""
+    new = now_at(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
+    return f" {error.name} is {new} now." if new is not None and isinstance(error, ModuleNotFoundError) else ""

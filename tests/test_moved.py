@@ -1,4 +1,4 @@
-"""Names of earlier versions: recipes with them work, digests stay, and code that imports an old module is told the new."""
+"""Names of earlier versions: recipes with them work, digests stay, and code with an old import is told the new name."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_a_recipe_with_an_old_name_is_the_recipe_with_the_new_one(tmp_path: Path
     file.write_text(json.dumps({"prompt": "a", "answer": "1"}) + "\n")
     configs = []
     for reward in ("jetrl.tasks.rewards:last_integer", "jetrl.rewards.text:last_integer"):
-        data = {"model": {"path": "m"}, "task": {"name": "file", "train_file": str(file), "reward": reward}}
+        data = {"name": "x", "model": {"path": "m"}, "task": {"name": "file", "train_file": str(file), "reward": reward}}
         configs.append(config_of(data, [], "here"))
     assert configs[0] == configs[1] and configs[0].task.reward == "jetrl.rewards.text:last_integer"
     assert digest(configs[0]) == digest(configs[1])
     several = config_of(
         {
-            "model": {"path": "m"},
+            "name": "x", "model": {"path": "m"},
             "task": {"name": "file", "train_file": str(file), "reward": ["jetrl.tasks.gsm8k:gsm8k_reward", "m:f"]},
         }, [], "here",
     )

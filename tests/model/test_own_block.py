@@ -34,7 +34,6 @@ from jetrl.precision.blocks.layouts import ATTENTION, LAYOUTS, dense, roles_of
 from jetrl.precision.builder import BlockBackward, BlockForward
 from jetrl.precision.flow import build_flow, flow_digest, require_unified
 from jetrl.precision.picture.draw import flow_svg, flow_text
-from jetrl.precision.picture.pen import Graph, Pen
 from jetrl.precision.recipe import Role, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -51,6 +50,7 @@ class SquaredReLUFlow(FlowBlock):
         "squared_relu": "fp32 product, rounded once to bf16",
         "squared_relu_backward": "fp32 product, rounded once to bf16",
     }
+    formulas = {"squared_relu": "max(x, 0)²"}
 
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         return {
@@ -65,19 +65,6 @@ class SquaredReLUFlow(FlowBlock):
         dx = flow.linear("down", dy, "squared_relu")
         dx = flow.op("squared_relu.dgrad", "squared_relu_backward", {"dy": dx, "x": flow.saved("up")})
         return flow.linear("up", dx, "mlp_norm")
-
-    def rows(self, pen: Pen) -> list[str]:
-        return [*pen.linear_rows("up"), "squared_relu", *pen.linear_rows("down")]
-
-    def draw_forward(self, pen: Pen, graph: Graph, x: float) -> str:
-        pen.linear(graph, x, "up", "mlp_norm")
-        pen.operator(graph, x, "squared_relu", "x", "up", "max(x, 0)²")
-        return pen.linear(graph, x, "down", "squared_relu")
-
-    def draw_backward(self, pen: Pen, below: str) -> str:
-        below = pen.linear_backward("down", below, "squared_relu")
-        below = pen.gradient("squared_relu", "squared_relu.dgrad", "dy", below)
-        return pen.linear_backward("up", below, "mlp_norm")
 
 
 class SquaredReLU(Block):

@@ -71,17 +71,6 @@ class Second(MLP):
     def backward(self, flow, dy):
         return flow.linear("up_2", flow.linear("down_2", dy, "up_2_bias"), "extra_norm")
 
-    def rows(self, pen):
-        return [*pen.linear_rows("up_2"), "up_2_bias", *pen.linear_rows("down_2")]
-
-    def draw_forward(self, pen, graph, x):
-        pen.linear(graph, x, "up_2", "extra_norm")
-        pen.operator(graph, x, "up_2_bias", "x", "up_2", "x + bias")
-        return pen.linear(graph, x, "down_2", "up_2_bias")
-
-    def draw_backward(self, pen, below):
-        return pen.linear_backward("up_2", pen.linear_backward("down_2", below, "up_2_bias"), "extra_norm")
-
 
 def test_a_block_of_experts_stands_where_the_mlp_does() -> None:
     assert MoE.name == MLP.name and MoE.kind != MLP.kind

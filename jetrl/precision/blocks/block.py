@@ -1,8 +1,8 @@
-"""A block: one residual branch of a decoder layer, `x + branch(norm(x))`, as the flow graph and the picture see it.
+"""A block: one residual branch of a decoder layer, `x + branch(norm(x))`, as the flow graph sees it.
 
-A layer is a sequence of blocks (`blocks.py` says which). A block declares its linears, writes its nodes of the forward
-and of the backward graph, and draws itself; the norm before it and the addition after it are written for it. The
-module that computes it is found by `kind` in `model/blocks.py`.
+A layer is a sequence of blocks (`layouts.py` says which). A block declares its linears and writes its nodes of the
+forward and of the backward graph; the norm before it and the addition after it are written for it, and the picture is
+made from the graph. The module that computes it is found by `kind` in `model/blocks.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from jetrl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from jetrl.precision.builder import BlockBackward, BlockForward
-    from jetrl.precision.picture.pen import Graph, Pen
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,13 @@ class Block(ABC):
     kind        names the block among all kinds
     name        its place in a layer: `attn` has the norm `attn_norm`, the addition `attn_add`, parameters `attn.*`
     roundings   where operators that only this kind of block has round; the flow digest covers these words
+    formulas    what such an operator computes, for its box in the picture; `{name}` is an attribute of its node
     """
 
     kind: ClassVar[str]
     name: ClassVar[str]
     roundings: ClassVar[Mapping[str, str]] = {}
+    formulas: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
@@ -63,15 +64,3 @@ class Block(ABC):
     @abstractmethod
     def backward(self, flow: BlockBackward, dy: str) -> str:
         """Write the nodes from the gradient `dy` of the branch's output to that of the norm's output."""
-
-    @abstractmethod
-    def rows(self, pen: Pen) -> list[str]:
-        """The rows of the picture between the norm and the addition, in the order of execution."""
-
-    @abstractmethod
-    def draw_forward(self, pen: Pen, graph: Graph, x: float) -> str:
-        """Draw the rows in the column at `x`, with their arrows from above; returns the last row."""
-
-    @abstractmethod
-    def draw_backward(self, pen: Pen, below: str) -> str:
-        """Draw the backward column upwards from the row `below`; returns the top row."""

@@ -12,7 +12,6 @@ from jetrl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from jetrl.precision.builder import BlockBackward, BlockForward
-    from jetrl.precision.picture.pen import Graph, Pen
 
 
 class MLP(Block):
@@ -21,6 +20,7 @@ class MLP(Block):
         "swiglu": "fp32 products, rounded once to bf16",
         "swiglu_backward": "fp32 products, rounded once to bf16",
     }
+    formulas = {"swiglu": "silu(gate) · up"}
 
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         return {
@@ -38,16 +38,3 @@ class MLP(Block):
         kept = flow.saved("gate_up", BF16 if linear is None else linear.saved_out)
         dx = flow.op("swiglu.dgrad", "swiglu_backward", {"dy": dx, "gate_up": kept})
         return flow.linear("gate_up", dx, "mlp_norm")
-
-    def rows(self, pen: Pen) -> list[str]:
-        return [*pen.linear_rows("gate_up"), "swiglu", *pen.linear_rows("down")]
-
-    def draw_forward(self, pen: Pen, graph: Graph, x: float) -> str:
-        pen.linear(graph, x, "gate_up", "mlp_norm")
-        pen.operator(graph, x, "swiglu", "gate_up", "gate_up", "silu(gate) · up")
-        return pen.linear(graph, x, "down", "swiglu")
-
-    def draw_backward(self, pen: Pen, below: str) -> str:
-        below = pen.linear_backward("down", below, "swiglu")
-        below = pen.gradient("swiglu", "swiglu.dgrad", "dy", below)
-        return pen.linear_backward("gate_up", below, "mlp_norm")

@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING
 from jetrl.precision.blocks.block import Block, Linear
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.formats import FP32
-from jetrl.precision.picture.pen import BACK_X, BOX_H, BOX_W, WGRAD_X
-from jetrl.precision.picture.svg import class_of
 from jetrl.precision.recipe import Role
 from jetrl.spec import ExpertSpec, ModelSpec
 
 if TYPE_CHECKING:
     from jetrl.precision.builder import BlockBackward, BlockForward
-    from jetrl.precision.picture.pen import Graph, Pen
 
 
 class MoE(Block):
@@ -40,6 +37,10 @@ class MoE(Block):
         "combine_backward": "fp32 product, rounded once to bf16",
         "combine_weights": "fp32 products and sum",
     }
+    formulas = {
+        **MLP.formulas, "route": "top {experts_per_token}", "dispatch": "rows by expert", "combine": "Σ weight · y",
+        "combine_weights": "dy · y",
+    }
 
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         e = _experts(spec)
@@ -50,8 +51,6 @@ class MoE(Block):
                 (spec.hidden_size,) * e.count, e.intermediate_size, writes_residual=True, experts=e.count
             ),
         }
-
-    # ---- flow -------------------------------------------------------------------------------------------------------
 
     def forward(self, flow: BlockForward, x: str) -> str:
         e = _experts(flow.spec)
@@ -75,61 +74,6 @@ class MoE(Block):
         d_logits = flow.op("route.dgrad", "route_backward", inputs, FP32)
         routed = flow.router("router", d_logits, "mlp_norm")
         return flow.op("dispatch.grad", "add", {"x": dx, "y": routed})
-
-    # ---- picture ----------------------------------------------------------------------------------------------------
-
-    def rows(self, pen: Pen) -> list[str]:
-        experts = [*pen.linear_rows("gate_up"), "swiglu", *pen.linear_rows("down")]
-        return ["router", "route", "dispatch", *experts, "combine"]
-
-    def draw_forward(self, pen: Pen, graph: Graph, x: float) -> str:
-        e = _experts(pen.spec)
-        if graph is pen.rollout:
-            pen.weight("router")
-        pen.operator(graph, x, "router", "x", "mlp_norm")
-        pen.operator(graph, x, "route", "logits", "router", f"top {e.per_token} of {e.count}")
-        pen.operator(graph, x, "dispatch", "experts", "route", "rows by expert")
-        pen.linear(graph, x, "gate_up", "dispatch")
-        pen.operator(graph, x, "swiglu", "gate_up", "gate_up", "silu(gate) · up")
-        pen.linear(graph, x, "down", "swiglu")
-        pen.operator(graph, x, "combine", "y", "down", "Σ weight · y")
-        away = 1 if graph is pen.rollout else -1  # from the residual line
-        for above, below, slot, lane in (("mlp_norm", "dispatch", "x", 104), ("route", "combine", "weights", 112)):
-            name = f"{below}.{slot}"
-            kind = class_of(graph.edge(name).format, name in pen.differs)
-            y0, y1, side = pen.rows[above], pen.rows[below], x + away * BOX_W / 2
-            pen.canvas.arrow([(side, y0), (x + away * lane, y0), (x + away * lane, y1), (side, y1)], kind)
-        return "combine"
-
-    def draw_backward(self, pen: Pen, below: str) -> str:
-        """Experts on the spine; the router next to it, from `combine` past them to the norm."""
-        below = pen.gradient("combine", "combine.dgrad", "dy", below)
-        self._draw_beside(pen, "combine", "combine.wgrad", "dy · y")
-        c, y, half = pen.canvas, pen.rows, BOX_H / 2
-        dy = class_of(pen.backward.edge("combine.wgrad.dy").format)
-        fork = y["combine"] + half + 10
-        c.arrow([(BACK_X, fork), (WGRAD_X, fork), (WGRAD_X, y["combine"] + half)], dy)
-        below = pen.linear_backward("down", below, "swiglu")
-        below = pen.gradient("swiglu", "swiglu.dgrad", "dy", below)
-        below = pen.linear_backward("gate_up", below, "dispatch")
-        below = pen.gradient("dispatch", "dispatch.dgrad", "dy", below)
-        self._draw_beside(pen, "route", "route.dgrad", "gradient")
-        side, fp32 = WGRAD_X + BOX_W / 2, class_of(pen.backward.edge("route.dgrad.dy").format)
-        lane = [(side, y["combine"]), (side + 12, y["combine"]), (side + 12, y["route"]), (side, y["route"])]
-        c.arrow(lane, fp32)
-        self._draw_beside(pen, "router", "router.dgrad", "dy @ W")
-        pen.arrow_up(WGRAD_X, "route", "router", pen.backward.edge("router.dgrad.dy"))
-        self._draw_beside(pen, "mlp_norm", "router.wgrad", "dW = dyᵀ @ x")
-        pen.arrow_up(WGRAD_X, "router", "mlp_norm", pen.backward.edge("router.wgrad.dy"), "dy ")
-        below = pen.gradient("router", "dispatch.grad", "x", below, "dx of both")
-        routed = class_of(pen.backward.edge("dispatch.grad.y").format)
-        c.arrow([(WGRAD_X - BOX_W / 2, y["router"]), (BACK_X + BOX_W / 2, y["router"])], routed)
-        return below
-
-    def _draw_beside(self, pen: Pen, row: str, name: str, formula: str) -> None:
-        node = pen.backward.node(name)
-        tip = f"{node.name}: {node.rounding}"
-        pen.canvas.box(WGRAD_X, pen.rows[row], BOX_W, BOX_H, name, f"{formula} → {node.out}", "", tip)
 
 
 def _experts(spec: ModelSpec) -> ExpertSpec:

@@ -9,23 +9,25 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
 from triton.runtime.jit import JITFunction
 
-from jetrl.kernels import backends
+from jetrl import kernels as kernels_room
 from jetrl.kernels.compiling import keys as triton_keys
 
 
 def kernels() -> dict[str, JITFunction]:
-    found = {}
-    for path in sorted(Path(str(backends.__file__)).parent.glob("*.py")):
-        if path.stem.startswith(("triton_", "gluon_")):
-            module = importlib.import_module(f"{backends.__name__}.{path.stem}")
-            for name, value in vars(module).items():
-                if isinstance(value, JITFunction) and value.__module__ == module.__name__ and "kernel" in name:
-                    found[f"{path.stem}.{name}"] = value
+    root, found = Path(kernels_room.__path__[0]), {}
+    for path in sorted(root.rglob("*.py")):
+        if not re.search(r"^@(?:triton|gluon)\.jit", path.read_text(), re.M):
+            continue
+        module = importlib.import_module(".".join([kernels_room.__name__, *path.relative_to(root).with_suffix("").parts]))
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and value.__module__ == module.__name__ and "kernel" in name:
+                found[f"{module.__name__}.{name}"] = value
     return found
 
 

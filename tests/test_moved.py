@@ -30,8 +30,8 @@ def test_a_recipe_with_an_old_name_is_the_recipe_with_the_new_one(tmp_path: Path
     file.write_text(json.dumps({"prompt": "a", "answer": "1"}) + "\n")
     configs = []
     for reward in ("jetrl.tasks.rewards:last_integer", "jetrl.rewards.text:last_integer"):
-        data = {"name": "x", "model": {"path": "m"}, "task": {"name": "file", "train_file": str(file), "reward": reward}}
-        configs.append(config_of(data, [], "here"))
+        task = {"name": "file", "train_file": str(file), "reward": reward}
+        configs.append(config_of({"name": "x", "model": {"path": "m"}, "task": task}, [], "here"))
     assert configs[0] == configs[1] and configs[0].task.reward == "jetrl.rewards.text:last_integer"
     assert digest(configs[0]) == digest(configs[1])
     several = config_of(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
 from jetrl.moved import current
+from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
 from jetrl.untrusted import json_file, require_shallow
 
 PARITY_KEY = "parity/logprob_abs_diff_max"

@@ -24,7 +24,8 @@ def kernels() -> dict[str, JITFunction]:
     for path in sorted(root.rglob("*.py")):
         if not re.search(r"^@(?:triton|gluon)\.jit", path.read_text(), re.M):
             continue
-        module = importlib.import_module(".".join([kernels_room.__name__, *path.relative_to(root).with_suffix("").parts]))
+        place = path.relative_to(root).with_suffix("").parts
+        module = importlib.import_module(".".join([kernels_room.__name__, *place]))
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and value.__module__ == module.__name__ and "kernel" in name:
                 found[f"{module.__name__}.{name}"] = value

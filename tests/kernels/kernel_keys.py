@@ -16,7 +16,7 @@ from pathlib import Path
 from triton.runtime.jit import JITFunction
 
 from jetrl import kernels as kernels_room
-from jetrl.kernels.compiling import keys as triton_keys
+from jetrl.kernels.compiling import keys as settling
 
 
 def kernels() -> dict[str, JITFunction]:
@@ -37,11 +37,11 @@ def main(how: str, seed: int = 0) -> None:
     names = list(found)
     random.Random(seed).shuffle(names)
     if how == "all":
-        triton_keys.settle_all()
+        settling.settle_all()
     keys = {}
     for name in names:
         if how == "alone":
-            triton_keys.settle(sys.modules[found[name].__module__])
+            settling.settle(sys.modules[found[name].__module__])
         keys[name] = found[name].cache_key
     print(json.dumps(keys))
 

@@ -1,6 +1,6 @@
 """Causal attention over packed sequences (training) or a paged cache (rollout), one reduction order for both.
 
-Definition: `reference_attention.py`.
+Definition: `reference.py`.
 """
 
 from __future__ import annotations

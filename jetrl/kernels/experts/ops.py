@@ -1,4 +1,4 @@
-"""Ops of mixture-of-experts layers with their gradients: checks, then the backend. Definitions: `reference_moe.py`.
+"""Ops of mixture-of-experts layers with their gradients: checks, then the backend. Definitions: `reference.py`.
 
 `group` gives every (token, rank) a row of the grouped matrices [R, ...], in which an expert's rows lie together
 (`groups.Groups`). A backend may pad groups: R is then a bound that the host knows, and nobody waits for the counts.

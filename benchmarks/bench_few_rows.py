@@ -1,4 +1,4 @@
-"""FP8 GEMMs for 1 to 64 tokens at the sizes of Qwen3-8B: DeepGEMM against the variants of `few_rows_choice`.
+"""FP8 GEMMs for 1 to 64 tokens at the sizes of Qwen3-8B: DeepGEMM against the variants of `kernels/gemm/choice.py`.
 
     python benchmarks/bench_few_rows.py [--tokens 1 8 64] [--variants one half] [--out DIR]
 
@@ -9,7 +9,7 @@ compared with DeepGEMM's first: for normal input, for all codes under scales of 
 below FP32's normal numbers.
 
 Everything runs in a process of its own. If it dies or hangs, the variant that had begun last is left out and the rest
-goes on. Prints what `few_rows_choice.CHOSEN` should hold. Writes `results/few_rows.json`.
+goes on. Prints what `kernels.gemm.choice.CHOSEN` should hold. Writes `results/few_rows.json`.
 """
 
 from __future__ import annotations

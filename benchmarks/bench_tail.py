@@ -155,7 +155,7 @@ def _tail_row(cache: LayerCache, pool: int, batch: int, length: int, fp8: bool, 
 
 
 def advice(rows: Rows) -> str:
-    """What `triton_decode_choice.SPLIT_FROM` should hold."""
+    """What `kernels.attention.choice.SPLIT_FROM` should hold."""
     lines = []
     for batch in sorted({r["batch"] for r in rows}):
         mine = [r for r in rows if r["batch"] == batch]

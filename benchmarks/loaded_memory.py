@@ -23,7 +23,7 @@ MEASURE = """\
 import gc, resource, sys
 from pathlib import Path
 import torch
-from jetrl.model import hf
+from jetrl.huggingface import read as hf
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.run.setup import load_weights

@@ -21,7 +21,6 @@ from jetrl.process_exit import ctrl_c_is_told, ends_in_time
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.untrusted import guard_terminal, printable
-from jetrl_study.command import study
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -214,7 +213,27 @@ def compare(
     raise SystemExit(0 if report is not None else 130)
 
 
-app.command()(study)
+def _no_study() -> None:
+    """Not here: the study of flows is the package jetrl_study, which lies beside jetrl in its repository."""
+    raise UserError(
+        "jetrl study: the package jetrl_study is not installed. It lies beside jetrl/ in jetrl's repository, and "
+        "`pip install .` there brings both."
+    )
+
+
+def _add_study() -> None:
+    """`jetrl study`, or where its package is not installed, the same verb with the way to get it."""
+    try:
+        from jetrl_study.command import study
+    except ModuleNotFoundError as error:
+        if error.name not in ("jetrl_study", "jetrl_study.command"):
+            raise
+        app.command("study", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_no_study)
+    else:
+        app.command()(study)
+
+
+_add_study()
 
 
 @app.command()

@@ -63,7 +63,8 @@ def place_of(error: BaseException) -> str:
     if not frames:
         return ""
     package, libraries = str(Path(__file__).parent), {sysconfig.get_path(key) for key in ("stdlib", "platstdlib")}
-    theirs = [f for f in frames if not f.filename.startswith(package + "/")]
+    ours = (f"{package}/", f"{package}_study/")  # the study is a package beside this one
+    theirs = [f for f in frames if not f.filename.startswith(ours)]
 
     def installed(file: str) -> bool:
         parts = Path(file).parts

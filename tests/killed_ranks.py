@@ -1,4 +1,4 @@
-"""Two ranks that write checkpoints, until one is killed (-9) in the second; `train/test_store.py` looks what is left.
+"""Two ranks that write checkpoints, until one is killed (-9) in the second; `run/test_store.py` looks what is left.
 
 `python tests/killed_ranks.py FOLDER` forks the ranks of each case, one case after the other. When one rank is
 dead the other is killed too, as the launcher does. Prints {"name": exit statuses}.

@@ -562,6 +562,27 @@ def test_the_installed_command(tmp_path: Path) -> None:
     assert helped.returncode == 0 and all(verb in helped.stdout for verb in verbs)
 
 
+@pytest.mark.parametrize("arguments", [("study",), ("study", "quick", "--jobs", "2"), ("study", "--help"), ("--help",)])
+def test_without_its_package_the_study_says_how_to_get_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code = "import sys; sys.modules['jetrl_study'] = None; from jetrl.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    if "--help" in arguments:
+        told = " ".join(done.stdout.replace("\u2502", " ").split())
+        assert done.returncode == 0 and "study" in told and "Not here: the study of flows is the package" in told, done
+    else:
+        assert done.returncode == 2 and done.stderr.startswith("jetrl: ") and "Traceback" not in done.stderr, done
+        assert "jetrl_study is not installed" in done.stderr and "pip install ." in done.stderr
+
+
+def test_a_study_package_that_lacks_something_else_is_not_taken_for_absent(tmp_path: Path) -> None:
+    (tmp_path / "jetrl_study").mkdir()
+    (tmp_path / "jetrl_study" / "__init__.py").touch()
+    (tmp_path / "jetrl_study" / "command.py").write_text("import no_such_library\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import jetrl.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "No module named 'no_such_library'" in done.stderr
+
+
 @pytest.mark.parametrize("verb", ["train", "sft"])
 def test_a_full_gpu_has_a_status_of_its_own(
     verb: str, jetrl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

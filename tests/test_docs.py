@@ -55,7 +55,7 @@ def found_at(name: str) -> Path | None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     named = {name for name in FILE.findall(PAGES[page]) if name not in ELSEWHERE}
-    if page == "docs/DECISIONS.md":  # says `triton_launch.py` for `kernels/launch.py`
+    if page == "docs/DECISIONS.md":  # says `packing.py` for `train/packing.py`
         known = {path.name for path in PACKAGE.rglob("*.py")}
         named = {name for name in named if "/" in name or name not in known}
     missing = sorted(name for name in named if found_at(name) is None)

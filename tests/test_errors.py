@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jetrl_study
 from jetrl.errors import UserError, place_of
 from jetrl.run.checked_engine import blamed
 from jetrl.user_code.calls import Call
@@ -55,6 +56,15 @@ def test_the_last_line_of_the_users_own_file(file: Path, name: str) -> None:
     assert call.describe_error().endswith(f" ({file}, line {LINES[name]})")
     with pytest.raises(UserError, match=rf"own: step raised .* \({file}, line {LINES[name]}\)"), blamed("own", "step"):
         function("x")
+
+
+def test_lines_of_the_study_are_not_the_users(tmp_path: Path) -> None:
+    file, study = tmp_path / "calls.py", Path(jetrl_study.__file__).with_name("x.py")
+    file.write_text("def calls(function):\n    return function()\n")
+    exec(compile("def fails():\n    return 1 / 0\n", str(study), "exec"), named := {})
+    with pytest.raises(ZeroDivisionError) as caught:
+        import_attribute(f"{file}:calls", "key", "function")(named["fails"])
+    assert place_of(caught.value) == f" ({file}, line 2)"
 
 
 def test_a_lambda_of_a_helper_counts_as_the_users(file: Path) -> None:

@@ -34,7 +34,7 @@ RANKS = [
     ("__main__",),
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
-REPORT_MAY = {"types", "errors", "untrusted", "report", "__init__"}
+REPORT_MAY = {"types", "errors", "untrusted", "moved", "report", "__init__"}
 NO_TORCH = [
     "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
     "untrusted.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jetrl import moved
-from jetrl.config import load_config
+from jetrl.config import load_config, parse_config
 from jetrl.config.load import config_of, digest
 from jetrl.errors import UserError
 from jetrl.user_code.importing import import_attribute
@@ -30,8 +30,8 @@ def test_a_recipe_with_an_old_name_is_the_recipe_with_the_new_one(tmp_path: Path
     file.write_text(json.dumps({"prompt": "a", "answer": "1"}) + "\n")
     configs = []
     for reward in ("jetrl.tasks.rewards:last_integer", "jetrl.rewards.text:last_integer"):
-        data = {"name": "x", "model": {"path": "m"}, "task": {"name": "file", "train_file": str(file), "reward": reward}}
-        configs.append(config_of(data, [], "here"))
+        task = {"name": "file", "train_file": str(file), "reward": reward}
+        configs.append(config_of({"name": "x", "model": {"path": "m"}, "task": task}, [], "here"))
     assert configs[0] == configs[1] and configs[0].task.reward == "jetrl.rewards.text:last_integer"
     assert digest(configs[0]) == digest(configs[1])
     several = config_of(
@@ -41,6 +41,21 @@ def test_a_recipe_with_an_old_name_is_the_recipe_with_the_new_one(tmp_path: Path
         }, [], "here",
     )
     assert several.task.reward == ("jetrl.rewards.gsm8k:gsm8k_reward", "m:f")
+
+
+def test_old_names_work_wherever_a_config_is_made(tmp_path: Path) -> None:
+    """In overrides of a recipe, and in tables that no file holds, as those of `jetrl env`."""
+    recipe = ROOT / "jetrl" / "recipes" / "quickstart.toml"
+    config = load_config(recipe, ["task.reward=jetrl.tasks.rewards:last_integer"])
+    assert config.task.reward == "jetrl.rewards.text:last_integer"
+    data = {
+        "name": "x", "model": {"path": "m"}, "rollout": {"engine": "jetrl.study.perturb:OtherBits"},
+        "task": {"name": "addition", "reward": ["jetrl.tasks.math_reward:math_reward", "m:f"]},
+    }
+    made = parse_config(data)
+    assert made.task.reward == ("jetrl.rewards.mathematics:math_reward", "m:f")
+    assert made.rollout.engine == "jetrl_study.perturb:OtherBits"
+    assert data["rollout"] == {"engine": "jetrl.study.perturb:OtherBits"}  # what was given stays
 
 
 def test_digests_of_shipped_recipes_are_those_of_the_first_names() -> None:

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
-from jetrl import process_exit as ending
+from jetrl import process_exit
 from jetrl.config import to_toml
 
 PROGRAM = """\
 import multiprocessing, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from jetrl import ending
-ending._PATIENCE = 0.5
+from jetrl import process_exit
+process_exit._PATIENCE = 0.5
 if __name__ == "__main__":
-    with ending.ends_in_time():
+    with process_exit.ends_in_time():
         {body}
         print("done")
         {end}
@@ -52,17 +52,17 @@ def test_what_is_left_is_named_and_the_status_is_the_programs(body: str, end: st
 
 
 def test_the_program_that_goes_on_is_left_alone() -> None:
-    with ending.ends_in_time():
+    with process_exit.ends_in_time():
         pass
-    assert ending._left() == []
+    assert process_exit._left() == []
 
 
 SIGNALLED = "import os, signal\nfor _ in range(3):\n    os.kill(os.getpid(), signal.SIGINT)\n"
 INTERRUPTED = """\
 import os, signal
-from jetrl import ending
+from jetrl import process_exit
 {before}
-with ending.ctrl_c_is_told():
+with process_exit.ctrl_c_is_told():
     try:
         {inside}
     except BaseException as error:
@@ -87,7 +87,7 @@ def test_ctrl_c_ends_the_program_even_in_an_import_that_swallows_exceptions(
 ) -> None:
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     (tmp_path / "swallows.py").write_text("try:\n    import signalled\nexcept BaseException:\n    pass\n")
-    path = os.pathsep.join([str(tmp_path), str(Path(ending.__file__).parents[1])])
+    path = os.pathsep.join([str(tmp_path), str(Path(process_exit.__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED.format(before=before, inside=inside)], capture_output=True, text=True,
         timeout=50, env=os.environ | {"PYTHONPATH": path},
@@ -102,7 +102,7 @@ def test_ctrl_c_in_a_warm_start_says_what_is_lost(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(to_toml(tiny_config(tmp_path, settings)))
     process = subprocess.Popen(
         [sys.executable, "-m", "jetrl", "sft", "recipe.toml"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(Path(ending.__file__).parents[1])},
+        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(Path(process_exit.__file__).parents[1])},
     )
     assert process.stdout is not None
     while "step " not in process.stdout.readline():

@@ -71,10 +71,10 @@ def test_no_setting_names_code_outside_of_the_table() -> None:
 
 def test_built_in_functions_need_no_question(tmp_path: Path) -> None:
     """Those that are documented, and no other function of jetrl: one that writes files would be as bad as anyone's."""
-    texts = [path.read_text() for folder in ("docs", "jetrl/recipes", "jetrl/studies", "examples")
+    texts = [path.read_text() for folder in ("docs", "jetrl/recipes", "jetrl_study/studies", "examples")
              for path in (ROOT / folder).rglob("*.*") if path.suffix in (".md", ".toml")]
-    documented = {name for text in texts for name in re.findall(r"jetrl\.tasks\.\w+:\w+", text)}
-    assert documented <= trust.BUILT_IN
+    documented = {name for text in texts for name in re.findall(r"jetrl\.rewards\.\w+:\w+", text)}
+    assert documented and documented <= trust.BUILT_IN
     for name in ("jetrl.report.files:write_whole", "jetrl.rewards.score:partial"):
         assert trust.code_of(config_with(tmp_path, task__reward=name))
     assert not trust.code_of(config_with(tmp_path, task__reward=sorted(documented)))

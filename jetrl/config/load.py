@@ -81,7 +81,6 @@ def config_of(
         _take_back_preset(data)
     for key, value in given.items():
         set_override(data, key, value)
-    _take_new_names(data)
     said = Statements(data, given)
     said.replace_sources(before)
     while True:
@@ -94,13 +93,6 @@ def config_of(
     for note in said.notes:
         say(note)
     return config
-
-
-def _take_new_names(data: Mapping[str, Any]) -> None:
-    """Rewards and engines of the package under the names that they have now, in place."""
-    for section, key in (("task", "reward"), ("rollout", "engine")):
-        if isinstance(table := data.get(section), dict) and key in table:
-            table[key] = moved.current(table[key])
 
 
 def _preset_values(data: Mapping[str, Any]) -> dict[str, Any]:

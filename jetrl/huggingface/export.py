@@ -42,7 +42,7 @@ def export(
     `recipe` is the one that the model was trained with: it says which layers stay in BF16 and how scales are rounded.
     Without it every layer becomes FP8 with FP32 scales. Weights are rounded to BF16 first, as publishing does. What the
     model was trained with is noted in its config.json: what `source` says, else `trained_with`. Next to weights and
-    config, only files of `hf.KNOWN_FILES` are copied. UserError where a file is a link that leads out of the folder.
+    config, only files of `files.KNOWN_FILES` are copied. UserError where a file is a link that leads out of the folder.
     """
     folder, out = _model_folder(Path(source)), Path(out)
     if out.absolute().resolve() == folder.absolute().resolve():

@@ -1,6 +1,6 @@
 """Hugging Face folders: reading a model, and all that other rooms need of the modules next to this one.
 
-Names are in `names.py`, `config.json` in `hf_config.py`, writing in `hf_write.py`, tokenizers in `hf_tokenizer.py`.
+Names are in `model/names.py`, `config.json` in `config.py`, writing in `write.py`, tokenizers in `tokenizer.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every fast kernel is bit-equal to this file where it says so. Legend: `T` tokens, `D` model, `N` query heads, `G`
 key/value heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to
 the dtype of the op's input (BF16 in a real run; FP32 in checks against other programs). No operation is fused.
-Attention has its own file, `reference_attention.py`.
+Attention has its own file, `attention/reference.py`.
 """
 
 from __future__ import annotations

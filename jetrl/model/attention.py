@@ -76,7 +76,7 @@ class Attention(Block):
         return qkv, residual
 
     def _tapped_heads(self, qkv: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
-        """`pointwise.norm_rope` op by op, with the same bits, so that a tap sees what is in between."""
+        """`pointwise.ops.norm_rope` op by op, with the same bits, so that a tap sees what is in between."""
         spec, at, positions = self.spec, self.at, context.batch.positions
         (n, g), (cos, sin) = self.heads, context.tables
         q, k, v = qkv.view(-1, n + 2 * g, spec.head_dim).split((n, g, g), dim=1)

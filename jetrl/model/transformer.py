@@ -243,7 +243,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of `targets` [T] and entropies at the sampling temperature, FP32 [T] each; differentiable.
 
-        `keep` as in `logprob.token_logprobs`: False if the entropies will have a gradient.
+        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient.
         """
         head, operand = self.head, self.head_operand()
         return logprob.token_logprobs(hidden, head.weight, head.published, operand, targets, temperature, keep)

@@ -22,7 +22,7 @@ class Progress:
     calls: int = 0  # collectives begun
     name: str = ""  # of the last one
     since: float = 0.0  # when that began, on `time.monotonic`
-    common: bool = False  # whether all ranks are about to raise the same error (`together.agree`)
+    common: bool = False  # whether all ranks are about to raise the same error (`agreement.agree`)
 
     def begin(self, name: str) -> None:
         """A collective begins."""

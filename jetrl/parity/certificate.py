@@ -9,7 +9,7 @@
     v  decode with drafts of the next tokens = decode without them, and their log-probs = training forward
     s  a prompt's rows shared by its samples, as `train.share_prompts` packs them = training forward
 
-Several ranks add three links (`parity_ranks`). Links d, m and v are in `parity_drawn`.
+Several ranks add three links (`ranks.py`). Links d, m and v are in `drawn.py`.
 
 "Training forward" is that of packed sequences, by the functions that the learner differentiates; the sequence alone in
 link a takes the shorter way of passes without gradients. Rows of all links but d, m and v are compared as log-probs of

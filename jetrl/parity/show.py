@@ -18,7 +18,7 @@ _COMPARED = {  # what the rows of a link are
 
 
 def print_certificate(certificate: Any, console: Console) -> None:
-    """Print a `parity.Certificate`: each link with its verdict, and where the first difference is."""
+    """Print a `certificate.Certificate`: each link with its verdict, and where the first difference is."""
     on = f", each of {certificate.ranks} ranks" if certificate.ranks > 1 else ""
     console.print()
     _say(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.moved import current
 from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
 from jetrl.untrusted import json_file, require_shallow
 
@@ -76,7 +77,7 @@ class Run:
         signal = self.config.get("rl", {}).get("signal", "reward")
         if signal != "reward" and not isinstance(reward, str):  # the function that decides, of several
             reward = next((name for name in reward if name.rpartition(":")[2] == signal), None)
-        return "accuracy" if isinstance(reward, str) and reward in CORRECTNESS else "reward"
+        return "accuracy" if isinstance(reward, str) and current(reward) in CORRECTNESS else "reward"
 
     def phases(self) -> list[str]:
         """Names of the `time/*` phases without their sums."""

@@ -22,9 +22,9 @@ CASES = [(*heads, False) for heads in BF16_HEADS] + [(*heads, True) for heads in
 
 @pytest.fixture(scope="module")
 def kernel():
-    from jetrl.kernels.attention import decode as gluon_attention
+    from jetrl.kernels.attention import decode as walk
 
-    return gluon_attention
+    return walk
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,9 +145,9 @@ SHAPES = [(16, 5), (32, 5), (32, 3), (64, 2)]
 
 @pytest.fixture(scope="module")
 def split():
-    from jetrl.kernels.attention import decode_split as triton_decode_split
+    from jetrl.kernels.attention import decode_split
 
-    return triton_decode_split
+    return decode_split
 
 
 @pytest.mark.parametrize(("n", "g", "h", "fp8"), CASES)

@@ -203,7 +203,7 @@ def test_models_of_the_meta_device_stay_there_while_tensors_are_filled() -> None
     code = """
 import torch
 from contextlib import ExitStack
-from jetrl.kernels.backends import recorded
+from jetrl.kernels.compiling import recorded
 with ExitStack() as stack:
     for patch in recorded._filled():
         stack.enter_context(patch)
@@ -217,9 +217,9 @@ with ExitStack() as stack:
 def test_a_process_that_only_records_spares_flash_attentions_import() -> None:
     code = """
 import sys
-from jetrl.kernels.backends import recorded
+from jetrl.kernels.compiling import recorded
 recorded.spare_imports()
-from jetrl.kernels.backends import flash
+from jetrl.kernels.attention import flash
 assert "cutlass" not in sys.modules
 try:
     flash._flash_attn_fwd(None)

@@ -1,7 +1,7 @@
 """Cases of the decode attention kernels in Triton, bit for bit against the steps of their definition, as in
 `triton_cases.py`: `python tests/kernels/triton_attention_cases.py [part of a name]`, interpreter or GPU as there.
 
-The definition is `attend_by_steps`, the text of `gluon_attention` in numpy: one sequence, one tile after another. In
+The definition is `attend_by_steps`, the text of `attention/decode.py` in numpy: a sequence, one tile after another. In
 the interpreter a product adds 16 elements at a time to FP32 sums, here and there (a GPU rounds inside of the 16 in its
 own way; `tests/gpu/test_decode_hopper.py` compares kernels with kernels there).
 """

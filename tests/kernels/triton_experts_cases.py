@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts against `reference_moe`; run by the interpreter test and on a GPU.
+"""The kernels of mixtures of experts against `kernels/experts/reference.py`; run by the interpreter test and on a GPU.
 
 Groups of a GPU are padded, the definition's are not, so grouped matrices are compared token by token.
 """

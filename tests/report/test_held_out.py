@@ -35,6 +35,7 @@ def run_with(config: dict[str, Any]) -> Run:
         ({"name": "environment"}, "mine.py:Env", "reward"), ({"name": "addition", "reward": "m:f"}, None, "reward"),
         ({"name": "file", "reward": "jetrl.rewards.gsm8k:gsm8k_reward"}, None, "accuracy"),
         ({"name": "file", "reward": ["jetrl.rewards.gsm8k:gsm8k_reward", "m:f"]}, None, "reward"),
+        ({"name": "file", "reward": "jetrl.tasks.gsm8k:gsm8k_reward"}, None, "accuracy"),  # of an earlier version
         ({}, None, "accuracy"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tasks.test_reward_calls import RL, group, weighted
+from rewards.test_reward_calls import RL, group, weighted
 from test_ranks_loop import rank_run
 from tiny import numbers, tiny_run, weights_hash
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tasks.test_reward_calls import RL, group, weighted
+from rewards.test_reward_calls import RL, group, weighted
 from tiny import numbers, tiny_run, weights_hash
 
 from jetrl.errors import UserError

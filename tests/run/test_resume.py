@@ -23,7 +23,7 @@ from jetrl.run.checkpoint import checkpoint, store
 from jetrl.run.setup import Session
 from jetrl.run.stopping import StopRequest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny import tiny_config, tiny_run
 
+from jetrl import moved
 from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_metrics
@@ -62,6 +63,21 @@ def test_each_difference_is_named_with_both_values(tmp_path: Path, changes: dict
 )
 def test_what_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert told(tiny_config(tmp_path), tiny_config(tmp_path, changes)) == ""
+
+
+@pytest.mark.parametrize(
+    "reward",
+    ["jetrl.rewards.text:last_integer", ["jetrl.rewards.text:exact_match", "jetrl.rewards.text:last_integer"]],
+    ids=["one", "several"],
+)
+def test_names_that_an_earlier_version_wrote_are_no_difference(tmp_path: Path, reward: Any) -> None:
+    config = tiny_config(tmp_path, {"task.reward": reward})
+    task = config.task.model_copy(update={"reward": moved.first(config.task.reward)})
+    before = config.model_copy(update={"task": task})
+    assert "jetrl.tasks.rewards:last_integer" in json.dumps(resume.settings(before))
+    assert told(before, config) == ""
+    other = tiny_config(tmp_path, {"task.reward": "jetrl.rewards.gsm8k:gsm8k_reward"})
+    assert '"jetrl.rewards.gsm8k:gsm8k_reward" here' in told(before, other)
 
 
 def test_some_settings_are_free_or_not_beside_others(tmp_path: Path) -> None:

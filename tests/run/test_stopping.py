@@ -308,7 +308,7 @@ def test_a_terminal_that_is_closed_costs_no_finished_step(ranks: int, tmp_path: 
     command += ["--nproc", str(ranks)] if ranks > 1 else []
     pid, terminal = pty.fork()
     if pid == 0:
-        os.environ |= {"PYTHONPATH": str(Path(loop.__file__).parents[1]), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        os.environ |= {"PYTHONPATH": str(Path(loop.__file__).parents[2]), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
         os.execv(command[0], command)
     run_dir, end = tmp_path / "runs" / "tiny", time.monotonic() + 100
     while not (run_dir / "metrics.jsonl").is_file() or len(read_metrics(run_dir)) < 2:

@@ -13,7 +13,7 @@ from jetrl import cli
 from jetrl.errors import UserError
 from jetrl.run.tryout import Typed, prepare_trial, printable, read_script, try_out
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GUESS = f"{ROOT}/examples/guess_number.py:GuessNumber"
 BAD = '''
 import time

@@ -1,6 +1,6 @@
 """Decode steps with drafts as CUDA graphs: drafts, forward pass, draw and bookkeeping in one launch (`drafted`).
 
-The same rules hold as for `graphs.DecodeGraphs`; a graph also holds the addresses of the draft index.
+The same rules hold as for `decode.DecodeGraphs`; a graph also holds the addresses of the draft index.
 
 Legend: `B` sequences with `J` = depth + 1 rows each, of which the first `n` are real; `M` pages per sequence.
 """
@@ -64,7 +64,7 @@ class DraftGraphs:
 
     @torch.no_grad()
     def run(self, plan: Plan, table: SamplingTable, rows: np.ndarray, steps: int) -> Burst:
-        """`steps` steps of a plan with drafts; the host waits only for the result. `table` as in `drafted.burst`."""
+        """`steps` steps of a plan with drafts; the host waits only for the result. `table` as in `verify.burst`."""
         assert 1 <= steps <= self.max_steps
         cut = bool(is_cut(table, self.model.spec.vocab_size).any())
         held = self._ready(plan, table, rows, steps, draws=not cut)

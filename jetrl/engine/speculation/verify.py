@@ -7,7 +7,7 @@ those of steps without drafts, bit for bit, whatever the drafts are. (Leviathan 
 distribution; this keeps the tokens.)
 
 `propose` and `settle` never wait for the device, and their shapes do not depend on values: a CUDA graph holds both
-with the forward pass in between (`draft_graphs`); on a CPU they run one after another (`burst`).
+with the forward pass in between (`graphs/drafts.py`); on a CPU they run one after another (`burst`).
 
 Legend: `B` rows, one for each sequence; `J` = depth + 1 positions each; `M` pages; `S` steps in the record.
 """

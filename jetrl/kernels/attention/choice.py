@@ -1,5 +1,5 @@
-"""Which kernels compute attention of a decode step: `gluon_attention`, `triton_decode_split`, or for sequences with
-shared pages `gluon_attention` and then `triton_decode_shared`. All have the same bits, so the choice changes none.
+"""Which kernels compute attention of a decode step: `decode.py`, `decode_split.py`, or for sequences with
+shared pages `decode.py` and then `decode_shared.py`. All have the same bits, so the choice changes none.
 
 It depends on numbers that the host knows when a CUDA graph is captured: the sequences, the width of the page table and
 the chunks of shared pages that the plan has room for.
@@ -10,23 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention import decode as gluon_attention
-from jetrl.kernels.attention import decode_shared as triton_decode_shared
-from jetrl.kernels.attention import decode_split as triton_decode_split
+from jetrl.kernels.attention import decode as walk
+from jetrl.kernels.attention import decode_shared, decode_split
 from jetrl.kernels.attention.decode import serves as serves
 from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.triton import new_heads
 from jetrl.types import LayerCache, PagedPlan
 
-# The least bound of keys from which `triton_decode_split` is faster, by programs of the other kernel (sequences times
+# The least bound of keys from which `decode_split.py` is faster, by programs of the other kernel (sequences times
 # key/value heads, at most so many): benchmarks/bench_tail.py on an H200, both formats.
 SPLIT_FROM = ((16, 2048), (32, 8192))
 
 
 def splits(batch: int, heads: int, groups: int, bound: int) -> bool:
-    """Whether decode steps of `batch` sequences with up to `bound` keys go through `triton_decode_split`."""
-    if triton_decode_split.scratch_bytes(batch, heads, groups, bound) > triton_decode_split.SCRATCH_BYTES:
+    """Whether decode steps of `batch` sequences with up to `bound` keys go through `decode_split.py`."""
+    if decode_split.scratch_bytes(batch, heads, groups, bound) > decode_split.SCRATCH_BYTES:
         return False
     return next((bound >= least for programs, least in SPLIT_FROM if batch * groups <= programs), False)
 
@@ -60,9 +59,9 @@ def _launch(
         assert count is None, "pages are shared only in steps in which all sequences decode"
         merged(q, cache, table, lengths, plan.shared, scale, out, quantized, pow2)
     elif splits(batch, heads, groups, table.shape[1] * page):
-        triton_decode_split.launch(q, cache, table, lengths, scale, out, quantized, pow2)
+        decode_split.launch(q, cache, table, lengths, scale, out, quantized, pow2)
     else:
-        gluon_attention.launch(q, cache, table, lengths, scale, out, quantized, pow2)
+        walk.launch(q, cache, table, lengths, scale, out, quantized, pow2)
 
 
 def merged(
@@ -76,5 +75,5 @@ def merged(
     accs = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=q.device)
     assert shared.first.shape == (batch,) and shared.first.is_contiguous()
     state = shared.first, tops, parts, accs
-    gluon_attention.launch(q, cache, table, lengths, scale, out, quantized, pow2, state)
-    triton_decode_shared.go_on(q, cache, table, shared, scale, out, quantized, pow2, state[1:])
+    walk.launch(q, cache, table, lengths, scale, out, quantized, pow2, state)
+    decode_shared.go_on(q, cache, table, shared, scale, out, quantized, pow2, state[1:])

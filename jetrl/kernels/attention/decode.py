@@ -251,7 +251,7 @@ def _decode_kernel(
     pages = table + sequence * table_stride
     tiles = gl.cdiv(length, _TILE)
     own = tiles
-    if MERGE:  # the first tiles belong to several sequences: `triton_decode_shared` goes on with them
+    if MERGE:  # the first tiles belong to several sequences: `decode_shared.py` goes on with them
         own -= gl.load(shared + sequence)
     for half in gl.static_range(SLOTS - 1):
         _copy(rings, sources, pages, half, tiles, own, length, group, G, PAGE, SLOTS, half % 2 == 0, FP8)

@@ -1,4 +1,4 @@
-"""Attention's chains, which add up tile after tile (`triton_decode_split`): of the sums, and of the outputs.
+"""Attention's chains, which add up tile after tile (`decode_split.py`): of the sums, and of the outputs.
 
 Legend as there.
 """

@@ -1,6 +1,6 @@
 """Attention of a few new tokens per sequence over its pages: a decode step whose last tokens are drafts.
 
-The kernel is `gluon_attention`'s with more columns: one for each (token, query head) of a key/value head, up to 16 of
+The kernel is `decode.py`'s with more columns: one for each (token, query head) of a key/value head, up to 16 of
 them a program. So the drafts of a step cost no further read of the keys, and a column's arithmetic, order of sums and
 bits are those of a step with its token alone:
 
@@ -54,7 +54,7 @@ _SLOTS = 3  # tiles in the ring
 
 @gluon.jit
 def _softmax(s, top, scale):
-    """`gluon_attention._softmax` for columns that may have seen no key yet."""
+    """`decode._softmax` for columns that may have seen no key yet."""
     new = gl.maximum(top, gl.max(s, axis=0))
     known = gl.where(new == float("-inf"), 0.0, new)
     shrink = gl.exp2((top - known) * scale)
@@ -175,7 +175,7 @@ def decode(
 
     `table` int32 [B, M] names the pages of a sequence; `lengths` int32 [B] counts its keys, those of all J tokens
     included, so it is at least J. Token i of a sequence sees the first `lengths - (J - 1) + i` of them. The bits of a
-    row are those of `gluon_attention.decode` with that many keys.
+    row are those of `decode.decode` with that many keys.
     """
     out = torch.empty_like(q) if out is None else out
     _launch(q, cache, table, lengths, scale, tokens, out, None, False)

@@ -1,7 +1,7 @@
 """Decode attention of sequences whose first pages are the same: those pages are read once for all of them.
 
-Tiles of keys are taken from the last to the first (`gluon_attention`), so what sequences share comes last in the order
-of each. `gluon_attention` runs each sequence's own tiles and keeps FP32 maximum, four sums and output per head; the
+Tiles of keys are taken from the last to the first (`decode.py`), so what sequences share comes last in the order
+of each. `decode.py` runs each sequence's own tiles and keeps FP32 maximum, four sums and output per head; the
 kernel here goes on over the shared tiles with up to 64 query heads of several sequences as the rows of one product.
 Rows do not affect each other and every step is the same, so the bits are those of the sequences one by one.
 

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence for few sequences with many keys: the bits of `gluon_attention`, in parallel.
+"""Attention of one new token per sequence for few sequences with many keys: the bits of `decode.py`, in parallel.
 
 There one program per key head walks through all keys. Here only what must keep an order is a chain; the rest runs for
 all tiles of 128 keys at once. Three kernels:
@@ -8,7 +8,7 @@ all tiles of 128 keys at once. Three kernels:
    to the first, and a maximum is exact in any order). From it follow the softmax weights, in FP32 for their sum and
    rounded to BF16 for the product, and the factor that rescales older results;
 3. chains: `acc = acc * shrink + weights @ values` by 16 or more elements of the head per program
-   (`triton_decode_chain`), and, in a program of their own, the four parts of the sums, each weight added in its turn.
+   (`decode_chain.py`), and, in a program of their own, the four parts of the sums, each weight added in its turn.
    The program of a key head that ends last divides, rounds and quantizes.
 
 Each number is computed by the same operations in the same order as there, so the bits are the same (that module's text
@@ -160,7 +160,7 @@ def decode(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, out: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """`gluon_attention.decode`, the same bits; `shape` for benchmarks."""
+    """`decode.decode`, the same bits; `shape` for benchmarks."""
     out = torch.empty_like(q) if out is None else out
     launch(q, cache, table, lengths, scale, out, None, False, shape)
     return out
@@ -169,7 +169,7 @@ def decode(
 def decode_quantize(
     q: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, scale: float, pow2: bool, shape: Shape | None = None
 ) -> QTensor:
-    """`gluon_attention.decode_quantize`, the same bits."""
+    """`decode.decode_quantize`, the same bits."""
     quantized = new_heads(q)
     launch(q, cache, table, lengths, scale, q, quantized, pow2, shape)
     return quantized

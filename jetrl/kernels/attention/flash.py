@@ -1,5 +1,5 @@
 """Attention by FlashAttention-4 (CuTe DSL): one kernel for packed sequences and the paged cache. Decode steps run in
-the kernels of `triton_decode_choice`, those with drafts in `gluon_draft`; all give the same bits. FlashAttention-4
+the kernels of `choice.py`, those with drafts in `decode_drafts.py`; all give the same bits. FlashAttention-4
 reads BF16: pages of an FP8 cache are first dequantized into scratch pages, which is exact, so the bits are those of a
 BF16 cache with the rounded keys and values.
 
@@ -19,8 +19,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention import choice as triton_decode_choice
-from jetrl.kernels.attention import decode_drafts as gluon_draft
+from jetrl.kernels.attention import choice, decode_drafts
 from jetrl.kernels.attention.cache import read_cache, write_cache
 from jetrl.kernels.attention.reference import add_shared
 from jetrl.kernels.qtensor import QTensor
@@ -83,15 +82,15 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     """
     _check(q)
     cache, first = plan.cache.layer(layer), _decoding(q, plan)
-    if gluon_draft.takes(plan.query_lengths, cache, q.shape[1]):
-        return gluon_draft.decode(q, cache, plan.block_table, plan.kv_lengths, scale, plan.query_lengths[0])
+    if decode_drafts.takes(plan.query_lengths, cache, q.shape[1]):
+        return decode_drafts.decode(q, cache, plan.block_table, plan.kv_lengths, scale, plan.query_lengths[0])
     if first and first == len(plan.query_lengths):
-        return triton_decode_choice.decode(q, cache, plan, scale)
+        return choice.decode(q, cache, plan, scale)
     out = torch.empty_like(q)
     if not plan.query_lengths:
         return out
     if first:
-        triton_decode_choice.decode(q[:first], cache, plan, scale, out[:first], first)
+        choice.decode(q[:first], cache, plan, scale, out[:first], first)
     table, lengths = plan.block_table[first:], plan.kv_lengths[first:]
     starts = plan.cu_seqlens[first:] - first if first else plan.cu_seqlens
     if cache.scales is not None:
@@ -110,17 +109,17 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
     if q.shape[2] == BLOCK and plan.query_lengths and _decoding(q, plan) == len(plan.query_lengths):
         _check(q)
         cache = plan.cache.layer(layer)
-        return triton_decode_choice.decode_quantize(q, cache, plan, scale, pow2)
-    if q.shape[2] == BLOCK and gluon_draft.takes(plan.query_lengths, plan.cache.layer(layer), q.shape[1]):
+        return choice.decode_quantize(q, cache, plan, scale, pow2)
+    if q.shape[2] == BLOCK and decode_drafts.takes(plan.query_lengths, plan.cache.layer(layer), q.shape[1]):
         _check(q)
         cache, tokens = plan.cache.layer(layer), plan.query_lengths[0]
-        return gluon_draft.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, tokens, pow2)
+        return decode_drafts.decode_quantize(q, cache, plan.block_table, plan.kv_lengths, scale, tokens, pow2)
     return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 
 def _decoding(q: Tensor, plan: PagedPlan) -> int:
     """How many sequences the decode kernel takes: the leading ones with one query each, if it supports these sizes."""
-    if not triton_decode_choice.serves(plan.cache.layer(0), q.shape[1]):
+    if not choice.serves(plan.cache.layer(0), q.shape[1]):
         return 0
     count = len(plan.query_lengths)
     if plan.query_lengths == (1,) * count:

@@ -1,6 +1,6 @@
 """Causal attention over packed sequences (training) or a paged cache (rollout), one reduction order for both.
 
-Definition: `reference_attention.py`.
+Definition: `reference.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _VarlenAttention(torch.autograd.Function):
 
 
 class Heads(NamedTuple):
-    """How q, k and v come of the fused projection: see `pointwise.norm_rope`."""
+    """How q, k and v come of the fused projection: see `pointwise.ops.norm_rope`."""
 
     heads: tuple[int, int]
     head_dim: int
@@ -132,7 +132,7 @@ def norm_rope_attend(
 
 
 def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tensor:
-    """`attend` for a paged plan whose keys and values `pointwise.qkv_norm_rope` has already put in the cache."""
+    """`attend` for a paged plan whose keys and values `pointwise.ops.qkv_norm_rope` has already put in the cache."""
     return backend_of(q).attend_cached(q, plan, layer, scale)
 
 

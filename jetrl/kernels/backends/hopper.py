@@ -116,7 +116,7 @@ def thirds(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def router_backward(d_logits: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference_moe.router_backward`: `d_logits` in thirds, so BF16 GEMMs multiply exactly; sums are FP32."""
+    """`experts.reference.router_backward`: `d_logits` in thirds, so BF16 GEMMs multiply exactly; sums are FP32."""
     parts = torch.cat(thirds(d_logits), 1)
     dw = torch.mm(parts.T, x, out_dtype=torch.float32).view(3, *w.shape)
     return parts @ w.repeat(3, 1), dw.sum(0)

@@ -255,7 +255,7 @@ def gemm_jobs(
 
     For `a` [M, K] by `b` [N, K]: each kernel that some M takes, once, at the smallest such M; and last, when all are
     compiled, the matrix with many numbers of rows, which finds on disk what it needs or compiles it (see
-    `gemm_layouts`: a prediction). `swept` remembers the matrices.
+    `gemm/layouts.py`: a prediction). `swept` remembers the matrices.
     """
     given, named = _call_described(args, kwargs)
     plain = _shape_of(name, given, named)

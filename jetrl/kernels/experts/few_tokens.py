@@ -4,7 +4,7 @@ A decode step runs about ten short kernels in each layer with experts, and each 
 program counts the choices of all tokens, which for few tokens is cheaper than a kernel of its own, and then writes the
 rows of one token. The tokens of rows are not written: FP8 layers without gradients do not read them.
 
-Legend as in `triton_moe`; `N` choices (T * k).
+Legend as in `rows.py`; `N` choices (T * k).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -60,7 +60,7 @@ def _group_quantize_kernel(
 def group_quantize(
     chosen: Tensor, x: Tensor, num_experts: int, pow2: bool, tile: int | None = None
 ) -> tuple[PaddedGroups, QTensor]:
-    """`reference_moe`'s `group` and `dispatch_quantize`, bit-equal in the rows of tokens; the others are not written.
+    """`reference.py`'s `group` and `dispatch_quantize`, bit-equal in the rows of tokens; the others are not written.
 
     For few choices the groups have no `tokens`.
     """

@@ -1,4 +1,4 @@
-"""Ops of mixture-of-experts layers with their gradients: checks, then the backend. Definitions: `reference_moe.py`.
+"""Ops of mixture-of-experts layers with their gradients: checks, then the backend. Definitions: `reference.py`.
 
 `group` gives every (token, rank) a row of the grouped matrices [R, ...], in which an expert's rows lie together
 (`groups.Groups`). A backend may pad groups: R is then a bound that the host knows, and nobody waits for the counts.
@@ -144,12 +144,12 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor, groups: Groups) -> Tensor:
-    """`pointwise.swiglu` of `gate_up` [R, 2F] -> [R, F] in the rows of tokens; padding is filled with zeros."""
+    """`pointwise.ops.swiglu` of `gate_up` [R, 2F] -> [R, F] in the rows of tokens; padding is filled with zeros."""
     return _SwiGLU.apply(gate_up, groups)
 
 
 def swiglu_quantize(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:
-    """`pointwise.swiglu_quantize` of `gate_up` [R, 2F] in the rows of tokens; others may be left as they are."""
+    """`pointwise.ops.swiglu_quantize` of `gate_up` [R, 2F] in the rows of tokens; others may be left as they are."""
     assert not torch.is_grad_enabled()
     return experts_backend_of(gate_up).swiglu_quantize_rows(gate_up, groups, pow2)
 
@@ -158,7 +158,7 @@ def swiglu_quantize(gate_up: Tensor, groups: Groups, pow2: bool) -> QTensor:
 
 
 def prepare_fp8(q: QTensor, count: int, held: Any = None) -> Any:
-    """The operand of `grouped_fp8_gemm`: `count` matrices, one below the other. `held`: as in `gemm.prepare_fp8`."""
+    """The operand of `grouped_fp8_gemm`: `count` matrices, one below the other. `held`: see `gemm.ops.prepare_fp8`."""
     return experts_backend_of(q.codes).prepare_experts_fp8(q, count, held)
 
 
@@ -173,12 +173,12 @@ def prepare_bf16(w: Tensor, count: int, held: Any = None) -> Any:
 
 
 def grouped_fp8_gemm(a: QTensor, b: Any, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-    """Each row of `a` [R, K] (1x128) by its expert's matrix [N, K] (128x128) -> [R, N]: the bits of `gemm.fp8_gemm`."""
+    """Rows of `a` [R, K] (1x128) by their experts' matrices [N, K] (128x128) -> [R, N]: bits of `gemm.ops.fp8_gemm`."""
     return experts_backend_of(a.codes).grouped_fp8_gemm(a, b, groups, out_dtype)
 
 
 def grouped_bf16_gemm(x: Tensor, w: Any, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-    """Each row of `x` [R, K] by its expert's matrix [N, K] -> [R, N]: the bits of `gemm.bf16_gemm`."""
+    """Each row of `x` [R, K] by its expert's matrix [N, K] -> [R, N]: the bits of `gemm.ops.bf16_gemm`."""
     return experts_backend_of(x).grouped_bf16_gemm(x, w, groups, out_dtype)
 
 

@@ -3,10 +3,10 @@
 The columns' codes are an operand of wgrad. Codes [C, R] in name: in memory expert after expert, each [C, its padded
 rows], which is what the k-grouped GEMM reads. Scales [C, R / 128] with columns next to each other. Rows of padding
 count as zeros whatever they hold, and are never read. All codes, scales and gradients of rows are bit-equal to
-`reference_moe`.
+`reference.py`.
 
 Legend: `T` tokens, `k` experts of a token, `R` rows, `E` experts, `D` model, `F` feed-forward, `C` columns. FP fusion
-is off, as in `triton_quant`.
+is off, as in `quantize/triton.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -227,21 +227,21 @@ def _quantized(
 
 
 def quantize_rows_t(x: Tensor, groups: PaddedGroups, pow2: bool) -> Columns:
-    """`reference_moe.quantize_rows_t` of whole blocks: padding counts as zeros."""
+    """`reference.quantize_rows_t` of whole blocks: padding counts as zeros."""
     assert x.shape[0] == len(groups.tokens)
     return _quantized(x, groups, pow2)[1]
 
 
 def dispatch_quantize_t(x: Tensor, groups: PaddedGroups, pow2: bool) -> Columns:
-    """`reference_moe.dispatch_quantize_t` of whole blocks."""
+    """`reference.dispatch_quantize_t` of whole blocks."""
     return _quantized(x, groups, pow2, gather=True)[1]
 
 
 def combine_backward_quantize(
     dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroups, pow2: bool, pow2_t: bool
 ) -> tuple[QTensor, Columns, Tensor]:
-    """`reference_moe.combine_backward_quantize`: codes and scales bit-equal, zeros between groups; the weights' sums
-    in the order of `triton_moe.combine_backward`."""
+    """`reference.combine_backward_quantize`: codes and scales bit-equal, zeros between groups; the weights' sums
+    in the order of `rows.combine_backward`."""
     assert dy.stride(1) == 1 and y.stride(1) == 1 and weights.is_contiguous() and dy.dtype == y.dtype == torch.bfloat16
     (tokens, k), d = groups.rows.shape, y.shape[1]
     d_weights = torch.empty_like(weights)
@@ -260,7 +260,7 @@ def combine_backward_quantize(
 def swiglu_rows_backward_quantize(
     grad: Tensor, gate_up: Tensor, groups: PaddedGroups, pow2: bool, pow2_t: bool
 ) -> tuple[QTensor, Columns, Columns]:
-    """`reference_moe.swiglu_rows_backward_quantize`, bit-equal, with zeros between groups."""
+    """`reference.swiglu_rows_backward_quantize`, bit-equal, with zeros between groups."""
     assert gate_up.dtype == grad.dtype == torch.bfloat16 and gate_up.stride(1) == 1 and grad.is_contiguous()
     (size, f), experts, device = grad.shape, len(groups.counts), grad.device
     assert gate_up.shape == (size, 2 * f)

@@ -1,4 +1,4 @@
-"""Routing as Triton kernels: the experts of a token, and the rows of each expert, bit-equal to `reference_moe`.
+"""Routing as Triton kernels: the experts of a token, and the rows of each expert, bit-equal to `reference.py`.
 
 Groups are padded: an expert's rows begin at a multiple of `block`, the rows that one tile of a grouped GEMM covers. The
 number of rows R of grouped matrices is a bound from the sizes alone, so the host never waits for a count, and a CUDA
@@ -167,7 +167,7 @@ def _place_kernel(
 
 
 def route(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """`reference_moe.route`, bit-equal."""
+    """`reference.route`, bit-equal."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, per_token, dtype=torch.int64, device=logits.device)
@@ -206,7 +206,7 @@ def new_bounds(experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 
 def group(chosen: Tensor, num_experts: int, block: int | None = None) -> PaddedGroups:
-    """`reference_moe.group`, padded, of `bound_of_rows` rows; the experts of a token must be distinct."""
+    """`reference.group`, padded, of `bound_of_rows` rows; the experts of a token must be distinct."""
     tokens, k = chosen.shape
     block = block or tile_rows(tokens, k, num_experts)
     assert chosen.is_contiguous() and chosen.dtype == torch.int64 and block in _BLOCKS

@@ -1,6 +1,6 @@
-"""Rows of tokens to their experts and back as Triton kernels, forward passes bit-equal to `reference_moe`.
+"""Rows of tokens to their experts and back as Triton kernels, forward passes bit-equal to `reference.py`.
 
-Grouped matrices [R, ...] have rows of padding (`triton_route.PaddedGroups`). `dispatch`, `swiglu_rows` and gradients
+Grouped matrices [R, ...] have rows of padding (`route.PaddedGroups`). `dispatch`, `swiglu_rows` and gradients
 write zeros there up to the end of the last group, so that a sum over an expert's rows is unharmed; kernels that
 rollouts run in FP8 neither read nor write them: a GEMM's row depends on no other row. Nothing reads the rows beyond
 the last group.
@@ -113,7 +113,7 @@ def _swiglu_quantized_kernel(
     gate_up, rows_of, codes, scale, N, F, x_stride, codes_stride, scale_stride, written, ROWS: tl.constexpr,
     FLOOR: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`triton_swiglu._swiglu_kernel` for the rows of ROWS choices: no program looks at padding."""
+    """`pointwise.swiglu._swiglu_kernel` for the rows of ROWS choices: no program looks at padding."""
     begin(PDL)
     choice = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = choice < N
@@ -135,7 +135,7 @@ def _swiglu_quantized_kernel(
 def _swiglu_kernel(
     grad, gate_up, tokens, total, out, R, F, x_stride, ROWS: tl.constexpr, BACKWARD: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`triton_swiglu`'s swiglu or its gradient, zeros in padding; rows beyond the last group are left alone."""
+    """`pointwise/swiglu.py`'s swiglu or its gradient, zeros in padding; rows beyond the last group are left alone."""
     begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     stop = tl.load(total)
@@ -174,7 +174,7 @@ def column_tile(columns: int) -> int:
 
 
 def dispatch(x: Tensor, groups: PaddedGroups) -> Tensor:
-    """`reference_moe.dispatch`, with zeros between groups."""
+    """`reference.dispatch`, with zeros between groups."""
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1
     size, d = len(groups.tokens), x.shape[1]
     out, block = torch.empty(size, d, dtype=x.dtype, device=x.device), column_tile(d)
@@ -186,7 +186,7 @@ def dispatch(x: Tensor, groups: PaddedGroups) -> Tensor:
 
 
 def dispatch_quantize(x: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
-    """`reference_moe.dispatch_quantize`, bit-equal in the rows of tokens; the others are not written."""
+    """`reference.dispatch_quantize`, bit-equal in the rows of tokens; the others are not written."""
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1
     size, d, block = len(groups.tokens), x.shape[1], column_tile(x.shape[1])
     codes, scale = new_codes(size, d, x.device), new_scale(size, triton.cdiv(d, BLOCK), x.device)
@@ -212,17 +212,17 @@ def _summed(y: Tensor, weights: Tensor | None, groups: PaddedGroups) -> Tensor:
 
 
 def dispatch_backward(d_rows: Tensor, groups: PaddedGroups) -> Tensor:
-    """`reference_moe.dispatch_backward`, bit-equal."""
+    """`reference.dispatch_backward`, bit-equal."""
     return _summed(d_rows, None, groups)
 
 
 def combine(y: Tensor, weights: Tensor, groups: PaddedGroups) -> Tensor:
-    """`reference_moe.combine`, bit-equal."""
+    """`reference.combine`, bit-equal."""
     return _summed(y, weights, groups)
 
 
 def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroups) -> tuple[Tensor, Tensor]:
-    """`reference_moe.combine_backward`: the rows bit-equal, zeros between groups; the weights' sums in one order."""
+    """`reference.combine_backward`: the rows bit-equal, zeros between groups; the weights' sums in one order."""
     assert dy.stride(1) == 1 and y.stride(1) == 1 and weights.is_contiguous() and dy.dtype == y.dtype == torch.bfloat16
     (tokens, k), d = groups.rows.shape, y.shape[1]
     d_rows, d_weights = torch.empty(y.shape, dtype=y.dtype, device=y.device), torch.empty_like(weights)
@@ -236,7 +236,7 @@ def combine_backward(dy: Tensor, y: Tensor, weights: Tensor, groups: PaddedGroup
 
 
 def swiglu_quantize_rows(gate_up: Tensor, groups: PaddedGroups, pow2: bool) -> QTensor:
-    """`reference_moe.swiglu_quantize_rows`, bit-equal in the rows of tokens; the others are not written."""
+    """`reference.swiglu_quantize_rows`, bit-equal in the rows of tokens; the others are not written."""
     assert gate_up.dtype == torch.bfloat16 and gate_up.stride(1) == 1
     size, f, choices = gate_up.shape[0], gate_up.shape[1] // 2, groups.rows.numel()
     codes, scale = new_codes(size, f, gate_up.device), new_scale(size, triton.cdiv(f, BLOCK), gate_up.device)
@@ -264,12 +264,12 @@ def _swiglu(gate_up: Tensor, grad: Tensor | None, groups: PaddedGroups) -> Tenso
 
 
 def swiglu_rows(gate_up: Tensor, groups: PaddedGroups) -> Tensor:
-    """`reference_moe.swiglu_rows`, bit-equal, with zeros between groups."""
+    """`reference.swiglu_rows`, bit-equal, with zeros between groups."""
     return _swiglu(gate_up, None, groups)
 
 
 def swiglu_rows_backward(grad: Tensor, gate_up: Tensor, groups: PaddedGroups) -> Tensor:
-    """`reference_moe.swiglu_rows_backward`, bit-equal, with zeros between groups."""
+    """`reference.swiglu_rows_backward`, bit-equal, with zeros between groups."""
     return _swiglu(gate_up, grad, groups)
 
 

@@ -1,4 +1,4 @@
-"""Which FP8 GEMMs of few tokens go through `gluon_few_rows` instead of DeepGEMM. Both have the same bits.
+"""Which FP8 GEMMs of few tokens go through `few_rows.py` instead of DeepGEMM. Both have the same bits.
 
 The choice depends on sizes alone, which the host knows when a CUDA graph is captured. `CHOSEN` and `OTHERS` hold what
 `benchmarks/bench_few_rows.py` has measured to be faster; where they have no entry, DeepGEMM computes.
@@ -70,7 +70,7 @@ def chosen(n: int, k: int, tokens: int) -> Shape | None:
 
 
 def multiply(codes: Tensor, units: Tensor, weight: Tensor, scales: Tensor) -> Tensor | None:
-    """`gluon_few_rows.matmul` where it is chosen, else None.
+    """`few_rows.matmul` where it is chosen, else None.
 
     Within a graph nothing writes weights, so their loads may begin before the kernel before has ended; elsewhere that
     kernel may be the one that publishes them.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.kernels.gemm import choice as few_rows_choice
+from jetrl.kernels.gemm import choice
 from jetrl.kernels.gemm.operands import PreparedFP8, gather, left_operand, rows_to, whole_rows
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.support import broken
@@ -24,7 +24,7 @@ try:
 except (ImportError, OSError) as error:
     raise broken("sgl-deep-gemm", error) from error
 
-deep_gemm.set_pdl(True)  # see `triton_launch`
+deep_gemm.set_pdl(True)  # see `launch.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class PreparedBF16:
 def fp8_gemm(a: QTensor, b: PreparedFP8, out_dtype: torch.dtype) -> Tensor:
     """`a @ b.T`: FP32 accumulation, each group of 128 scaled by `a_scale * b_scale`, rounded once to BF16.
 
-    Few rows may go through `gluon_few_rows`, which has the same bits.
+    Few rows may go through `few_rows.py`, which has the same bits.
     """
     if out_dtype != torch.bfloat16:
         raise ValueError(f"DeepGEMM's 1x128 by 128x128 GEMM writes BF16, not {out_dtype}")
     codes = left_operand(a, b)
-    out = few_rows_choice.multiply(codes, a.scale, b.codes, b.scale)
+    out = choice.multiply(codes, a.scale, b.codes, b.scale)
     if out is None:
         out = torch.empty(codes.shape[0], b.codes.shape[0], dtype=out_dtype, device=codes.device)
         if out.shape[0]:

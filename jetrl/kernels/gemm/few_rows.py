@@ -20,7 +20,7 @@ What makes it fast:
 Gluon has no interpreter: `tests/kernels/test_few_rows.py` reads what is compiled, and
 `tests/gpu/test_few_rows_hopper.py` runs it.
 
-`few_rows_choice` says for which sizes it is used, `cut` how much each program does. Source of the order: DeepGEMM's
+`choice.py` says for which sizes it is used, `cut` how much each program does. Source of the order: DeepGEMM's
 sm90 1D2D kernel.
 """
 

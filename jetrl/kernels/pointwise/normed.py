@@ -2,7 +2,7 @@
 
 So neither the norm's output nor its codes along tokens are kept for the backward pass, nor is the output ever written.
 
-Legend: `T` tokens, `D` row length. FP fusion is off, as in `triton_quant`.
+Legend: `T` tokens, `D` row length. FP fusion is off, as in `quantize/triton.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -41,7 +41,7 @@ def _normed_columns_kernel(
     x, inverses, weight, words_t, scale_t, num_rows, num_cols, x_stride, words_t_stride, scale_t_stride,
     FLOOR: tl.constexpr, POW2: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
 ):
-    """`triton_quant._columns_kernel` of the norm's output."""
+    """`quantize.triton._columns_kernel` of the norm's output."""
     group = tl.program_id(0).to(tl.int64)
     four = group * 32 + tl.arange(0, 32)
     cols = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)

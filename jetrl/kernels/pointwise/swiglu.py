@@ -3,7 +3,7 @@
 `swiglu_backward_act` makes in one kernel the gradient, and SwiGLU's output again in the tiles that down's weight
 gradient reads. Nothing of the output is then kept for the backward pass, nor written in BF16.
 
-Legend: `T` tokens, `F` feed-forward. FP fusion is off, as in `triton_quant`.
+Legend: `T` tokens, `F` feed-forward. FP fusion is off, as in `quantize/triton.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

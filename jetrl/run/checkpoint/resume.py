@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jetrl import moved
 from jetrl.config import Config, sections
 from jetrl.config.load import NO_BITS, by_full_key
 from jetrl.config.paths import path_values
@@ -94,6 +95,7 @@ def _differences(
     here, defaults, paths_here = settings(given), _defaults(), json.loads(json.dumps(paths(absolute)))
     for key in {**there, **here}:
         old, new = (values.get(key, defaults.get(key)) for values in (there, here))
+        old = moved.current(old)  # an earlier version wrote the names that it had
         same_file = key in paths_here and paths_here[key] == paths_there.get(key)
         if old != new and not same_file and (key in here or key in there):
             yield f"{key} = {toml_literal(old)} there, {toml_literal(new)} here"

@@ -1,4 +1,4 @@
-"""rollout.engine = "vllm" against a stand-in with vLLM's API and its traps (tests/fake_vllm); test_vllm_real.py runs
+"""rollout.engine = "vllm" against a stand-in with vLLM's API and its traps (tests/fake_vllm); test_real.py runs
 the real one where it is installed."""
 
 from __future__ import annotations

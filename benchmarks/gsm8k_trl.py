@@ -120,7 +120,7 @@ def accuracy(model: Path | str, args: argparse.Namespace) -> float | None:
         sys.executable, "-m", "jetrl.cli", "eval", str(model), "--recipe", args.recipe, "--json", *shared, "precision=bf16",
     ]
     said = subprocess.run(command, check=True, env=environ(), stdout=subprocess.PIPE, text=True).stdout
-    metrics = json_value(said, "jetrl eval")["metrics"]
+    metrics = json_value(said)["metrics"]
     return next(float(value) for key, value in metrics.items() if key.endswith("/avg@1"))
 
 

@@ -3,18 +3,19 @@
     python benchmarks/gsm8k_trl.py --model DIR --train train.jsonl --eval test.jsonl --steps 30 --out gsm8k_trl.json
 
 Sides: `fp8`, `fp8-kv` and `bf16` are jetrl; `trl` is TRL in BF16 as it comes, and `trl-uncorrected` leaves out its
-correction of vLLM's log-probs, which saves it a forward pass. Both follow one recipe (gsm8k_qwen2.5_0.5b unless --recipe says
-another): the same problems in the same order, answers a step, learning rate, KL 0, temperature 1, lengths, and the same reward
-function; `gsm8k_trl_peer.py` says what TRL gets. A side's micro-batch is the largest of --batch that fits.
-Seconds are medians of the steps after the first --warmup, which compile. One evaluator (jetrl's, BF16, greedy, all problems of
-the file) reads each trained model, and the model before. Memory: what the GPU's driver counts, at its highest.
-Results are written after each side; --add keeps the sides that a file has. `pip install trl==1.16.0 vllm==0.24.0` brings the peer.
+correction of vLLM's log-probs, which saves it a forward pass. Both follow one recipe (gsm8k_qwen2.5_0.5b unless
+--recipe says another): the same problems in the same order, answers a step, learning rate, KL 0, temperature 1,
+lengths, and the same reward function; `gsm8k_trl_peer.py` says what TRL gets. TRL's micro-batch is the largest of
+--batch that fits. Seconds are medians of the steps after the first --warmup, which compile. One evaluator (jetrl's,
+BF16, greedy, all problems of the file) reads each trained model, and the model before. Memory: what the GPU's driver
+counts, at its highest. Of TRL's step, `rest` holds the sync of weights, the rewards and the pass for old log-probs.
+Results are written after each side; --add keeps the sides that a file has.
+`pip install trl==1.16.0 vllm==0.24.0` brings the peer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -40,10 +41,10 @@ OURS = {
 }
 PEERS: dict[str, list[str]] = {"trl": [], "trl-uncorrected": ["--uncorrected"]}
 COLUMNS = [
-    "side", "steps", "step s", "rollout s", "update s", "rest s", "answers/s", "memory GiB", "gap mean", "gap max", "before",
-    "after", "minutes",
+    "side", "steps", "step s", "rollout s", "update s", "rest s", "answers/s", "memory GiB", "gap mean", "gap max",
+    "before", "after", "minutes",
 ]
-UPDATE = ("forward_backward", "update", "optimizer", "estimate", "pack")
+UPDATE = ("pack", "update")  # phases of either side
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
@@ -117,7 +118,8 @@ def accuracy(model: Path | str, args: argparse.Namespace) -> float | None:
         return None
     shared = [text for text in overrides_of(args) if not text.startswith(("model.path=", "train.steps="))]
     command = [
-        sys.executable, "-m", "jetrl.cli", "eval", str(model), "--recipe", args.recipe, "--json", *shared, "precision=bf16",
+        sys.executable, "-m", "jetrl.cli", "eval", str(model), "--recipe", args.recipe, "--json", *shared,
+        "precision=bf16",
     ]
     said = subprocess.run(command, check=True, env=environ(), stdout=subprocess.PIPE, text=True).stdout
     metrics = json_value(said)["metrics"]
@@ -145,7 +147,7 @@ def summary(side: str, rows: Sequence[dict[str, Any]], args: argparse.Namespace)
 
 def seconds(row: dict[str, Any]) -> float:
     """A step's seconds without evaluation and checkpoint."""
-    return float(row["time/step"]) - sum(row.get(f"time/{key}", 0.0) for key in ("eval", "evaluate", "checkpoint", "save"))
+    return float(row["time/step"]) - sum(row.get(f"time/{key}", 0.0) for key in ("eval", "checkpoint"))
 
 
 def measured(side: str, args: argparse.Namespace, before: float | None) -> dict[str, Any]:
@@ -209,10 +211,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def environment_row() -> dict[str, Any]:
     """Asked in a process of its own, which gives the GPU back."""
     code = "import json; from common import environment; print(json.dumps(environment()))"
-    said = subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=ROOT / "benchmarks", env=environ(), stdout=subprocess.PIPE, text=True
-    )
-    found: dict[str, Any] = json.loads(said.stdout)
+    command, where = [sys.executable, "-c", code], ROOT / "benchmarks"
+    said = subprocess.run(command, check=True, cwd=where, env=environ(), stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json_value(said.stdout)
     return found
 
 

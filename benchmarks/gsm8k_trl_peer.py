@@ -2,9 +2,9 @@
 
     python benchmarks/gsm8k_trl_peer.py --steps 30 --out FOLDER --engine vllm --batch 32 -- RECIPE model.path=DIR ...
 
-Model, problems and their order, chat template, reward, answers a step, learning rate, betas, clipping and lengths are the
-recipe's. What differs is what TRL is: BF16 autocast over FP32 weights, vLLM in BF16 in the same process, TRL's own correction
-of vLLM's log-probs (off with --uncorrected; without it TRL makes no pass for old log-probs and reports no gap).
+Model, problems and their order, chat template, reward, answers a step, learning rate, betas, clipping and lengths are
+the recipe's. What differs is what TRL is: BF16 autocast over FP32 weights, vLLM in BF16 in the same process, TRL's own
+correction of vLLM's log-probs (off with --uncorrected; without it TRL makes no pass for old log-probs).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def require(*packages: str) -> None:
     """SystemExit that names what is missing."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise SystemExit(
-            f"{' and '.join(missing)}: not installed here. The peer needs `pip install trl==1.16.0 vllm==0.24.0` (or, without "
-            "vLLM, --peer-engine transformers); --sides fp8 measures jetrl alone."
+            f"{' and '.join(missing)}: not installed here. The peer needs `pip install trl==1.16.0 vllm==0.24.0` (or, "
+            "without vLLM, --peer-engine transformers); --sides fp8 measures jetrl alone."
         )
 
 
@@ -51,8 +51,9 @@ def problems_of(config: Config, steps: int) -> list[dict[str, Any]]:
         problem = task.problem(index)
         messages = [dict(message) for message in chat_messages(problem, config.task)]
         if index < CHECKED:
-            theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            if tokenizer(theirs, add_special_tokens=False)["input_ids"] != encode_problem(problem, tokenizer, config.task):
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            theirs = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if theirs != encode_problem(problem, tokenizer, config.task):
                 raise SystemExit(f"{problem.id}: the two sides would read other tokens, so they cannot be compared")
         rows.append({"prompt": messages, "answer": problem.answer})
     return rows
@@ -88,8 +89,8 @@ def arguments_of(config: Config, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Phases:
-    """Seconds of a step by phase. TRL's own profiling names `sync_weights` and `vLLM.generate`; what else happens before
-    the update (rewards, old log-probs) is `prepare`."""
+    """Seconds of a step by phase. TRL's own profiling names `sync_weights` and `vLLM.generate`; what else happens
+    before the update (rewards, old log-probs) is `prepare`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

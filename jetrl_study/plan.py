@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,9 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     )
 
 
-def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
-    """The run of an arm with a seed, in `out`; UserError if the recipe does not take the arm's settings."""
+def planned(study: Study, out: Path, arm: Arm, seed: int, say: Callable[[str], object] = tell) -> Planned:
+    """The run of an arm with a seed, in `out`; UserError if the recipe does not take the arm's settings. `say` gets
+    what the config leaves out."""
     given = dict(map(split_override, (*study.overrides, *arm.overrides)))
     flow = given.get("precision") or load_config(study.recipe, (), quiet).precision
     own = [text for text in (*study.overrides, *arm.overrides) if split_override(text)[0] != "precision"]
@@ -149,7 +150,7 @@ def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
     if arm.break_exactness:
         texts.append(f"rollout.engine={ENGINES[arm.break_exactness]}")
     try:
-        plain = load_config(study.recipe, texts, tell if seed == study.seeds[0] else quiet)  # once for each arm
+        plain = load_config(study.recipe, texts, say)
         places = {"output_dir": str(out / "runs")}
         if plain.sft.steps:
             places["sft.cache_dir"] = str(out / "warm")
@@ -168,7 +169,14 @@ def planned(study: Study, out: Path, arm: Arm, seed: int) -> Planned:
 
 def all_planned(study: Study, out: Path) -> list[Planned]:
     """Every run, seed by seed, so that a study that was stopped has whole pairs."""
-    plan = [planned(study, out, arm, seed) for seed in study.seeds for arm in study.arms]
+    said = set[str]()
+
+    def say(text: str) -> None:  # what holds for all arms, once
+        if text not in said:
+            said.add(text)
+            tell(text)
+
+    plan = [planned(study, out, arm, seed, say) for seed in study.seeds for arm in study.arms]
     for run in plan:
         if evaluated(run.config) != evaluated(plan[0].config):
             raise UserError(

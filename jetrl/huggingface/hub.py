@@ -263,6 +263,8 @@ def _check_name(name: str, kind: str) -> None:
         low = name.lower()
         hint = "".join(f" Did you mean {org}/{name}?" for prefix, org in _PUBLISHERS.items() if low.startswith(prefix))
         hint += f" A model of that shape with random weights: random:{name}." if low in SHAPES else ""
+    if kind == "model":
+        hint += " A folder holds config.json, the weights as safetensors and the tokenizer's files."
     raise UserError(
         f"{_no_folder(name)}, and it is not a name on the Hugging Face hub: "
         f"those have one slash, as in {'Qwen/Qwen3-0.6B' if kind == 'model' else 'openai/gsm8k'}.{hint}"

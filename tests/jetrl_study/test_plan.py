@@ -38,7 +38,7 @@ overrides = ["precision=bf16"]
 def test_shipped_studies_are_valid_and_their_configs_survive_a_file(name: str, tmp_path: Path) -> None:
     study = load_study(find_study(name))
     runs = all_planned(study, tmp_path)
-    assert len({run.name for run in runs}) == len(runs) == len(study.arms) * len(study.seeds) >= 15
+    assert len({run.name for run in runs}) == len(runs) == len(study.arms) * len(study.seeds) >= 9
     assert len({run.digest for run in runs}) == len(runs)
     for run in runs[: len(study.arms)]:
         path = written(tmp_path, to_toml(run.config), f"{run.name}.toml")
@@ -77,6 +77,37 @@ def test_quick_has_the_arms_of_the_question() -> None:
     assert {config.rollout.model_copy(update={"engine": ""}) for config in arms.values()} == {
         arms["fp8"].rollout.model_copy(update={"engine": ""})
     }
+
+
+def test_the_studies_of_real_models_differ_only_in_their_flows() -> None:
+    studies = {name: load_study(find_study(name)) for name in ("gsm8k", "gsm8k_updates", "gsm8k_1.5b")}
+    configs = {
+        name: {arm.name: planned(study, Path("x"), arm, 0).config for arm in study.arms}
+        for name, study in studies.items()
+    }
+    for found in configs.values():
+        same = {"name", "precision", "quant", "rollout", "rl"}
+        assert len({config.model_dump_json(exclude=same) for config in found.values()}) == 1
+        for config in found.values():
+            assert config.task.num_eval == 1319 and config.eval.temperature == 0 and config.train.lr == 2e-6
+            assert config.train.steps % config.eval.eval_interval == 0, "the last evaluation is of the last step"
+            assert config.checkpoint.save_interval >= config.train.steps // 2, "saves are rare"
+    one, four = configs["gsm8k"], configs["gsm8k_updates"]
+    assert {name: (c.precision, c.quant.kv_cache, c.rl.rollout_is) for name, c in one.items()} == {
+        "bf16": ("bf16", "bf16", "none"), "fp8": ("fp8", "bf16", "none"), "fp8-kv": ("fp8", "fp8", "none"),
+        "mixed": ("fp8_rollout", "bf16", "none"), "mixed-tis": ("fp8_rollout", "bf16", "token"),
+        "fp8-other-bits": ("fp8", "bf16", "none"),
+    }
+    assert one["fp8-other-bits"].rollout.engine == ENGINES["attention", "quantizer"]
+    assert {c.rl.updates_per_step for c in four.values()} == {4} and four["fp8-cispo"].rl.surrogate == "cispo"
+    assert configs["gsm8k_1.5b"]["fp8-kv"].rollout.max_response_length == 1024
+
+
+def test_what_a_config_leaves_out_is_said_once_for_all_arms(capsys: pytest.CaptureFixture[str]) -> None:
+    study = load_study(find_study("gsm8k"), ["task.train_file=train.jsonl", "task.eval_file=test.jsonl"])
+    all_planned(study, Path("x"))
+    said = capsys.readouterr().err
+    assert said.count("dropped task.dataset ") == said.count("dropped task.eval_split ") == 1
 
 
 def test_extending_adds_overrides_and_replaces_arms_by_name(tmp_path: Path) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import re
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parent)
+_MOST_WRAPPERS = 20  # decorators and partials around a function
 
 # C0 without tab and newline, delete, C1, marks that turn the direction of text, separators of lines, lone surrogates
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -56,14 +62,17 @@ def gpu_full(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
 
 
-def place_of(error: BaseException) -> str:
+def place_of(error: BaseException, called: Any = None) -> str:
     """Where an error was raised, as the user should read it: ` (FILE, line N)` of the last line in the user's own code,
-    not of a library that it called; empty without a traceback."""
+    not of a library that it called. Where none of that code had begun, as with a wrong number of arguments, the place
+    at which `called`, what jetrl called, is defined. Empty without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
-    package, libraries = str(Path(__file__).parent), {sysconfig.get_path(key) for key in ("stdlib", "platstdlib")}
-    theirs = [f for f in frames if not f.filename.startswith(package + "/")]
+    libraries = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib")}
+    theirs = [f for f in frames if not f.filename.startswith(f"{_PACKAGE}/")]
+    if not theirs and (place := defined_at(called)):
+        return place
 
     def installed(file: str) -> bool:
         parts = Path(file).parts
@@ -78,6 +87,49 @@ def place_of(error: BaseException) -> str:
     if frame.filename.startswith("<frozen") or isinstance(error, SyntaxError):  # of the import system; it says where
         return ""
     return f" ({frame.filename}, line {frame.lineno})"
+
+
+def defined_at(thing: Any) -> str:
+    """` (FILE, line N)` of where a function, method, class or callable object of the user's is written; empty for
+    others, such as builtins and jetrl's own."""
+    for _ in range(_MOST_WRAPPERS):
+        inner = getattr(thing, "__wrapped__", None) or getattr(thing, "__func__", None)
+        inner = inner or (thing.func if isinstance(thing, functools.partial) else None)
+        thing = thing if inner is None else inner
+    if isinstance(thing, property):
+        thing = thing.fget
+    code = getattr(thing, "__code__", None)
+    if code is None and inspect.isclass(thing):
+        code = getattr(thing.__init__, "__code__", None) or _first_code(thing)
+    elif code is None:
+        code = getattr(type(thing).__call__, "__code__", None) if callable(thing) else None
+    if code is None or code.co_filename.startswith(f"{_PACKAGE}/"):
+        return ""
+    return f" ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def _first_code(kind: type) -> Any:
+    """The code of a class without a constructor of its own: of its first method."""
+    codes = (getattr(value, "__code__", None) for value in vars(kind).values())
+    return next((code for code in codes if code is not None), None)
+
+
+def told(error: BaseException, called: Any = None) -> str:
+    """An error of code that is not jetrl's, for a message: its type, its text and `place_of`."""
+    try:
+        text = str(error)
+    except Exception as second:  # an exception of the user's may fail as well
+        text = f"(its text cannot be read: __str__ raised {type(second).__name__})"
+    return f"{type(error).__name__}: {text}{place_of(error, called)}"
+
+
+def shown(value: Any, most: int = 120) -> str:
+    """A user's object for a message: its repr, cut to `most` characters."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def as_user_error(error: BaseException) -> type[UserError]:

@@ -10,10 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetrl.errors import UserError, place_of
+from jetrl.callbacks import checked, tell
+from jetrl.config import TaskConfig
+from jetrl.errors import UserError, defined_at, place_of, shown, told
 from jetrl.tasks.calls import Call
 from jetrl.tasks.importing import import_attribute
-from jetrl.train.checked_engine import blamed
+from jetrl.tasks.reward_loading import import_reward
+from jetrl.tasks.rewards import call_reward
+from jetrl.train.checked_engine import CheckedEngine, blamed
+from jetrl.train.own_parts import load_own_parts
+from jetrl.types import Problem
+from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[1]
 CODE = """\
@@ -78,6 +85,142 @@ def test_a_file_that_fails_while_it_is_loaded(tmp_path: Path) -> None:
     file.write_text("def f(:\n")
     with pytest.raises(UserError, match=r"SyntaxError: invalid syntax \(loads.py, line 1\)$"):
         import_attribute(f"{file}:x", "key", "function")
+
+
+ARITIES = """\
+import functools
+
+import jetrl
+
+
+def surrogate(ratio):
+    return ratio
+
+
+class Loss:
+    def __call__(self, ids):
+        return ids
+
+
+loss = Loss()
+estimator = functools.partial(surrogate, 1, 2)
+
+
+def reward(completions, /):
+    return [0.0] * len(completions)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, more):
+    return 0.0
+
+
+class Room:
+    def __new__(cls):
+        return Other()
+
+    def reset(self, problem):
+        return ""
+
+    def step(self, action):
+        return None
+
+
+class Other:
+    def reset(self):
+        return ""
+
+
+class Engine:
+    keeps_bits = True
+
+    def step(self, more):
+        pass
+
+    def release(self, more):
+        pass
+"""
+
+
+def place(file: Path, text: str) -> str:
+    """Where a definition is, as a pattern."""
+    line = ARITIES.splitlines().index(text) + 1
+    return rf" \({file}, line {line}\)"
+
+
+@pytest.fixture
+def arities(tmp_path: Path) -> Path:
+    (tmp_path / "arity.py").write_text(ARITIES)
+    return tmp_path / "arity.py"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("surrogate", "surrogate", "def surrogate(ratio):"), ("loss_agg", "loss", "    def __call__(self, ids):"),
+        ("adv_estimator", "estimator", "def surrogate(ratio):"),
+    ],
+)
+def test_a_wrong_number_of_arguments_of_a_part_names_its_definition(
+    tmp_path: Path, arities: Path, key: str, value: str, line: str
+) -> None:
+    name = f"{arities}:{value}"
+    with pytest.raises(UserError, match=f"^rl.{key}: {name} raised TypeError: .*argument.*{place(arities, line)}. Fix"):
+        load_own_parts(tiny_config(tmp_path, {f"rl.{key}": name}))
+
+
+def test_a_wrong_number_of_arguments_of_a_reward_names_its_definition(arities: Path) -> None:
+    item = (Problem("id", "prompt", "answer"), "text", (1,))
+    for name, line in (
+        ("reward", "def reward(completions, /):"),
+        ("compute_score", "def compute_score(data_source, solution_str, ground_truth, extra_info, more):"),
+    ):
+        reward = import_reward(TaskConfig(name="addition", reward=f"{arities}:{name}"))
+        assert reward is not None
+        with pytest.raises(UserError, match=f"raised TypeError: .*{place(arities, line)}. Fix"):
+            call_reward(reward, [item])
+
+
+def test_a_wrong_number_of_arguments_of_an_engine_names_its_definition(arities: Path) -> None:
+    inner = import_attribute(f"{arities}:Engine", "rollout.engine", "class")()
+    engine = CheckedEngine(inner, "own", 8)
+    for call, line in ((engine.step, "    def step(self, more):"), (engine.release, "    def release(self, more):")):
+        with pytest.raises(UserError, match=rf"own: \w+ raised TypeError: .*{place(arities, line)}. Fix the engine"):
+            call()
+
+
+def test_a_wrong_number_of_arguments_of_a_callback_names_its_definition() -> None:
+    class Wrong:
+        def on_step(self, trainer: object) -> None: ...
+
+    with pytest.raises(UserError, match=rf"Wrong.on_step \({__file__}, line \d+\) cannot be called: too many"):
+        checked([Wrong()])
+    with pytest.raises(UserError, match=rf"Wrong.on_step raised TypeError: .* \({__file__}, line \d+\)\.$"):
+        tell([Wrong()], "on_step", None, 1, {})
+
+
+def test_where_things_are_defined(arities: Path) -> None:
+    found = {name: import_attribute(f"{arities}:{name}", "key", "class") for name in ("Other", "Room", "loss")}
+    for thing, line in ((found["Other"], "    def reset(self):"), (found["Other"]().reset, "    def reset(self):"),
+                        (found["loss"], "    def __call__(self, ids):")):
+        number = ARITIES.splitlines().index(line) + 1
+        assert defined_at(thing) == f" ({arities}, line {number})"
+    for other in (len, 3, None, "text", defined_at, dict, UserError):
+        assert defined_at(other) == "", "not the user's"
+
+
+def test_objects_that_cannot_be_shown() -> None:
+    class Odd(Exception):
+        def __repr__(self) -> str:
+            raise ValueError
+
+        __str__ = __repr__
+
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert shown(Odd()) == "<Odd, whose repr raises ValueError>" and shown("a" * 50, 10) == "'aaaaaa..."
+    assert shown(nested) == "<list, whose repr raises RecursionError>"
+    assert told(Odd()) == "Odd: (its text cannot be read: __str__ raised ValueError)"
 
 
 def test_nobody_else_reads_the_last_frame_of_a_traceback() -> None:

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from jetrl.config import Config
-from jetrl.errors import UserError, as_user_error, place_of
+from jetrl.errors import UserError, as_user_error, told
 from jetrl.tasks.calls import Call
 from jetrl.tasks.messages import solution_turns
 from jetrl.tasks.prompts import encode_text
@@ -325,7 +325,7 @@ def _checked(function: RewardFunction, call: Call, log: Log, items: Sequence[Ite
         raise error
     if error is not None:  # a user's function may raise anything
         raise as_user_error(error)(
-            f"Reward function {name} raised {type(error).__name__}: {error}{place_of(error)}. "
+            f"Reward function {name} raised {told(error, function)}. "
             "Fix it; --debug shows the whole traceback."
         ) from error
     if (listed := as_list(result)) is None:

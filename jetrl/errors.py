@@ -59,7 +59,7 @@ def gpu_full(error: BaseException) -> bool:
     """Whether an error means a full GPU: of torch's allocator, CUDA itself (contexts, graphs, kernels), or cuBLAS."""
     signs = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
              "CUBLAS_STATUS_ALLOC_FAILED")
-    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
+    return type(error).__name__ == "OutOfMemoryError" or any(sign in text_of(error) for sign in signs)
 
 
 def place_of(error: BaseException, called: Any = None) -> str:
@@ -116,11 +116,15 @@ def _first_code(kind: type) -> Any:
 
 def told(error: BaseException, called: Any = None) -> str:
     """An error of code that is not jetrl's, for a message: its type, its text and `place_of`."""
+    return f"{type(error).__name__}: {text_of(error)}{place_of(error, called)}"
+
+
+def text_of(error: BaseException) -> str:
+    """`str(error)`, for an exception of anyone's."""
     try:
-        text = str(error)
-    except Exception as second:  # an exception of the user's may fail as well
-        text = f"(its text cannot be read: __str__ raised {type(second).__name__})"
-    return f"{type(error).__name__}: {text}{place_of(error, called)}"
+        return str(error)
+    except Exception as second:
+        return f"(its text cannot be read: __str__ raised {type(second).__name__})"
 
 
 def shown(value: Any, most: int = 120) -> str:
@@ -140,6 +144,16 @@ def as_user_error(error: BaseException) -> type[UserError]:
 def disk_full(error: BaseException) -> bool:
     """Whether an error means a full disk or quota."""
     return system_error(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def of_system(error: BaseException) -> str | None:
+    """What the user reads about a disk, file or folder that fails; None for any other error."""
+    if disk_full(error):
+        return f"no disk space left ({error}). Free some and try again."
+    number = system_error(error)
+    if isinstance(error, OSError) or number is not None:
+        return f"cannot read or write: {error}." + (" Check the path and its permissions." if number else "")
+    return None
 
 
 def system_error(error: BaseException) -> int | None:

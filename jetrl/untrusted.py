@@ -23,7 +23,7 @@ from jetrl.errors import printable as printable
 MOST_JSON_BYTES = 64 << 20  # of one JSON file; the index of a model of 30,000 tensors has 3 MiB
 MOST_LINE = 64 << 20  # characters or bytes of one line of jsonl
 MOST_DEPTH = 64  # of lists and tables in each other
-_NESTS = (dict, list)
+_NESTS = (dict, list, tuple)
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
@@ -43,18 +43,17 @@ def json_value(text: str | bytes, **options: Any) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """ValueError for lists and tables that are nested more than `MOST_DEPTH` deep."""
-    level = [value]
+    """ValueError for lists and tables that are nested more than `MOST_DEPTH` deep, or hold themselves."""
+    level = [value] if isinstance(value, _NESTS) else []
     for _ in range(MOST_DEPTH):
-        inner: list[Any] = []
+        inner: dict[int, Any] = {}  # each once: objects of Python may be in many places
         for one in level:
-            if isinstance(one, dict):
-                inner += [each for each in one.values() if isinstance(each, _NESTS)]
-            elif isinstance(one, list):
-                inner += [each for each in one if isinstance(each, _NESTS)]
+            for each in one.values() if isinstance(one, dict) else one:
+                if isinstance(each, _NESTS):
+                    inner[id(each)] = each
         if not inner:
             return
-        level = inner
+        level = list(inner.values())
     raise ValueError(f"lists or tables are nested more than {MOST_DEPTH} deep")
 
 

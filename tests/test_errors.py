@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import tiny_config
 
 from jetrl.callbacks import checked, tell
 from jetrl.config import TaskConfig
@@ -20,7 +21,6 @@ from jetrl.tasks.rewards import call_reward
 from jetrl.train.checked_engine import CheckedEngine, blamed
 from jetrl.train.own_parts import load_own_parts
 from jetrl.types import Problem
-from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[1]
 CODE = """\

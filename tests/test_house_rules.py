@@ -52,7 +52,7 @@ LONG_FUNCTIONS = {
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
     "doctor/finding.py:attempted",
-    "errors.py:shown", "errors.py:told",  # the text says that repr or str of the user raised
+    "errors.py:shown", "errors.py:text_of",  # the text says that repr or str of the user raised
     "kernels/compiling.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
     "study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config.syntax import explain_syntax
-from jetrl.errors import UserError
+from jetrl.errors import UserError, shown
 from jetrl.untrusted import require_shallow
 
 
@@ -79,14 +79,16 @@ def plain_value(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{where} has the key {key!r}; keys must be text")
+                raise ValueError(f"{where} has the key {shown(key)}; keys must be text")
         return {key: plain_value(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_value(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
     if value is None:
         raise ValueError(f"{where} is None, which TOML cannot hold; leave it out")
     if not isinstance(value, (str, bool, int, float, datetime.date, datetime.time)):
-        raise ValueError(f"{where} is a {type(value).__name__} ({value!r}); TOML holds text, numbers, lists and tables")
+        raise ValueError(
+            f"{where} is a {type(value).__name__} ({shown(value)}); TOML holds text, numbers, lists and tables"
+        )
     return value
 
 
@@ -110,4 +112,4 @@ def toml_literal(value: Any) -> str:
         return f"{{{inner}}}"
     if isinstance(value, (datetime.date, datetime.time)):  # datetime is a date
         return value.isoformat()
-    return repr(value)
+    return shown(value)

@@ -30,7 +30,7 @@ class Budget:
 
     def __init__(self, source: object, gib: float) -> None:
         self.source, self.gib = source, gib
-        self.left = self.limit = int(gib * GIB)
+        self.left = self.limit = gib * GIB
 
     def take(self, rows: int, cells: int, content: int) -> None:
         """Count rows with so many values and bytes of content."""
@@ -44,8 +44,8 @@ class Budget:
 
     def refuse(self, size: str) -> None:
         raise UserError(
-            f"{self.source}: its rows need {size} of memory, and task.max_data_gib is {self.gib:g}. If the file is "
-            "what you expect, and this machine has the memory, raise that; or take fewer rows or columns."
+            f"{self.source}: its rows need {size} of memory, and task.max_data_gib is {self.gib:g}. If that is "
+            "what you expect, and this machine has the memory, raise the limit; or take fewer rows or columns."
         )
 
 

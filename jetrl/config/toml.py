@@ -12,7 +12,7 @@ from typing import Any
 
 from jetrl.config.syntax import explain_syntax
 from jetrl.errors import UserError, shown
-from jetrl.untrusted import require_shallow
+from jetrl.untrusted import require_shallow, text_file
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises UserError for an unreadable or empty file and, with line and cure, for bad syntax.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = text_file(path, encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -32,8 +32,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file. If it is one, save it as UTF-8"
         ) from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: too large, or a device
+        told = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read: {told}") from None
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

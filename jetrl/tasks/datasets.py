@@ -17,7 +17,7 @@ from jetrl.errors import UserError
 from jetrl.model import hub
 from jetrl.model.hf_files import some
 from jetrl.tasks.row_files import Budget, read_by_library
-from jetrl.untrusted import inside, require_shallow
+from jetrl.untrusted import inside, require_shallow, text_file
 
 _CARD = "README.md"
 # Ending of a file -> the reader of the library, and its settings.
@@ -153,7 +153,10 @@ def _configs(card: Path) -> list[dict[str, Any]]:
     """The entry `configs` of a data set's card; [] where it has none."""
     import yaml
 
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    try:
+        text = text_file(card) if card.is_file() else ""
+    except ValueError as error:
+        raise UserError(f"{card}: it cannot be read: {error}.") from error
     found = re.match(r"---\s*\n(.*?)\n---\s*$", text, re.S | re.M)
     if found is None:
         return []

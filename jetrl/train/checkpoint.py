@@ -36,7 +36,7 @@ from jetrl.model.shards import Part
 from jetrl.parallel.together import by_all, by_first, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.train import store
-from jetrl.untrusted import fresh, json_file
+from jetrl.untrusted import fresh, json_file, text_file
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
 _NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
@@ -128,7 +128,10 @@ def complete(folder: Path) -> list[Path]:
 def newest(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, else the newest complete one, else None."""
     pointer = folder / "latest"
-    named = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    try:
+        named = text_file(pointer).strip() if pointer.is_file() else ""
+    except ValueError:  # no text, or too large: no name of a step
+        named = ""
     if _NAME.fullmatch(named) and (folder / named / _META).is_file():
         return folder / named
     found = complete(folder)

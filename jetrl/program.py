@@ -22,7 +22,7 @@ from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml, split_override
 from jetrl.errors import UserError, shown, told
 from jetrl.report.recorder import METRICS_FILE
-from jetrl.tasks.from_python import ARGUMENTS, MARK, FromPython, is_given, name_of, rows_given
+from jetrl.tasks.from_python import ARGUMENTS, MARK, FromPython, is_given, name_of, rows_given, same_objects
 from jetrl.tasks.reward_calls import distinct_names
 from jetrl.untrusted import require_shallow
 
@@ -203,9 +203,9 @@ def _replaced(data: Mapping[str, Any], rows: Mapping[str, Any], pairs: Mapping[s
         found = {"task.name": "file", **other, **{f"task.{key}": None for key in _SOURCES}, **found}
     elif "task.eval_file" in rows and task.get("eval_file") != MARK:
         found = {**{f"task.{key}": None for key in _SOURCES if key.startswith("eval_")}, **found}
-    if "task.reward" in pairs and _listed(task.get("reward")) != _listed(pairs["task.reward"]):
+    if "task.reward" in pairs and not same_objects(_listed(task.get("reward")), _listed(pairs["task.reward"])):
         found["task.reward_weights"] = None
-    if "environment.name" in pairs and environment.get("name") != pairs["environment.name"]:
+    if "environment.name" in pairs and not same_objects(environment.get("name"), pairs["environment.name"]):
         found["environment.params"] = {}
     return found
 

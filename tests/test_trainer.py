@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from jetrl import UserError
 from jetrl.callbacks import Callback
 from jetrl.program import program
 from jetrl.report.recorder import read_samples
-from jetrl.tasks.from_python import rows_given
+from jetrl.tasks.from_python import rows_given, same_objects
 from jetrl.trainer import Trainer
 
 
@@ -228,6 +229,30 @@ def test_a_run_that_is_resumed_is_the_one_that_went_on(tmp_path: Path, command: 
     with Trainer(recipe(tmp_path), reward=reward, resume="auto", verbose=False) as over, \
             pytest.raises(UserError, match="has done its 4 steps"):
         over.step()
+
+
+def test_another_script_goes_on_with_a_run(tmp_path: Path) -> None:
+    """The same functions, defined in another file or inside of another function, have the same names."""
+    def elsewhere(function: Any, name: str, module: str = "other") -> Any:
+        made = types.FunctionType(function.__code__, globals(), name, function.__defaults__)
+        made.__module__, made.__qualname__ = module, f"main.<locals>.{name}"
+        return made
+
+    weights = {"task.reward_weights": [1.0, 0.5], "train.steps": 2, "train.lr_schedule": "constant"}
+    changes = {"eval.eval_interval": 0}
+    short = elsewhere(reward, "short")
+    given: dict[str, Any] = {"reward": [reward, short], "dataset": ROWS, "verbose": False}
+    done = jetrl.train(recipe(tmp_path, changes), overrides=weights, **given)
+    again = {**given, "reward": [elsewhere(reward, "reward"), elsewhere(reward, "short", "third")],
+             "dataset": (dict(reversed(row.items())) for row in ROWS)}
+    with Trainer(done.run_dir, resume=True, overrides={"train.steps": 3}, **again) as trainer:
+        assert [one.step for one in trainer] == [3]
+        assert trainer.config.task.reward_weights == (1.0, 0.5)
+        assert trainer.config.task.reward == ("<python>:other:main.reward", "<python>:third:main.short")
+    for other in ([reward, elsewhere(reward, "long")], [short, reward], [reward]):
+        with pytest.raises(UserError, match=r'task.reward = \["<python>:other:main.reward".* there, .* here|weights'):
+            Trainer(done.run_dir, resume=True, overrides={"train.steps": 4}, **given | {"reward": other})
+    assert same_objects("<python>:a:Guess", "<python>:b:main.Guess") and not same_objects("a.py:f", "b.py:f")
 
 
 class Stops(Callback):

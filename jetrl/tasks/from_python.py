@@ -100,6 +100,20 @@ def name_of(value: Any) -> str:
     return f"{MARK}:{module}:{name}"
 
 
+def same_objects(one: Any, other: Any) -> bool:
+    """Whether two values of a key name the same objects, as far as their names say: the module does not count, nor what
+    a function is nested in, so that another script may go on with a run."""
+    return _bare(one) == _bare(other)
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_bare(one) for one in value]
+    if isinstance(value, str) and is_given(value):
+        return f"{MARK}:{value.rpartition(':')[2].rpartition('.')[2]}"
+    return value
+
+
 def rows_given(value: Any, name: str, gib: float = MAX_DATA_GIB) -> GivenRows:
     """The rows of the argument `name`: a list of dicts, a `datasets.Dataset`, or any iterable of dicts, read once.
 

@@ -12,7 +12,7 @@ from jetrl.config.load import NO_BITS, by_full_key
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
-from jetrl.tasks.from_python import MARK, NOTHING, FromPython
+from jetrl.tasks.from_python import ARGUMENTS, MARK, NOTHING, FromPython, same_objects
 from jetrl.tasks.task import holds_out
 from jetrl.train import store
 from jetrl.train.checkpoint import Meta
@@ -95,7 +95,8 @@ def _differences(
     for key in {**there, **here}:
         old, new = (values.get(key, defaults.get(key)) for values in (there, here))
         same_file = key in paths_here and paths_here[key] == paths_there.get(key)
-        if old != new and not same_file and (key in here or key in there):
+        same = old == new or (key in ARGUMENTS and same_objects(old, new))
+        if not same and not same_file and (key in here or key in there):
             yield f"{key} = {toml_literal(old)} there, {toml_literal(new)} here"
 
 

@@ -56,7 +56,10 @@ def program(
         raise UserError(f"overrides: {both[0]} is also given by the argument {ARGUMENTS[both[0]]}; leave out one.")
     pairs = {**_replaced(data, given, pairs), **pairs}
     keys = {key for key, _ in said}
-    config = config_of(data, [*pairs.items(), *said, *_placed(run_dir, resume, keys).items()], source)
+    placed_at = _placed(run_dir, resume, keys)
+    given_by = {key: ARGUMENTS.get(key, "the arguments") for key in pairs} | dict.fromkeys(keys, "overrides")
+    given_by |= {key: "resume" if key == "checkpoint.resume" else "run_dir" for key in placed_at}
+    config = config_of(data, [*pairs.items(), *said, *placed_at.items()], source, given_by=given_by)
     rows = {key: rows_given(value, ARGUMENTS[key], config.task.max_data_gib) for key, value in given.items()}
     own = FromPython(objects, rows)
     for key, value in (("task.reward", config.task.reward), ("environment.name", config.environment.name)):

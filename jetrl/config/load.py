@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,12 +37,21 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
         raise _refused(error, source) from None
 
 
-def _refused(error: ValidationError, source: str, notes: Sequence[str] = ()) -> UserError:
-    """The user's error with all mistakes, and what was dropped before they were found."""
-    lines = explain(error, Config)
+def _refused(
+    error: ValidationError, source: str, notes: Sequence[str] = (), given_by: Mapping[str, str] | None = None
+) -> UserError:
+    """The user's error with all mistakes, and what was dropped before they were found. `given_by`: by key, where it was
+    given instead of in the source."""
+    lines, sources = [], set()
+    for line in explain(error, Config):
+        key = re.split(r"[:\[]", line, maxsplit=1)[0]
+        owner = next((by for other, by in (given_by or {}).items() if f"{key}.".startswith(f"{other}.")
+                      or f"{other}.".startswith(f"{key}.")), source)
+        sources.add(owner)
+        lines.append(line if owner == source else f"{owner}: {line}")
     told = "".join(f"\n  ({note})" for note in notes)
     if len(lines) == 1:
-        return UserError(f"{source}: {lines[0]}{told}")
+        return UserError((lines[0] if source not in sources else f"{source}: {lines[0]}") + told)
     return UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines) + told)
 
 
@@ -68,9 +78,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
 
 
 def config_of(
-    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell
+    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell,
+    given_by: Mapping[str, str] | None = None,
 ) -> Config:
-    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed."""
+    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed. `given_by`:
+    what messages call the place of an override, by its key; the others are in `source`."""
     before = copy.deepcopy(data)
     given: dict[str, Any] = {}
     for key, value in overrides:
@@ -88,7 +100,7 @@ def config_of(
             break
         except ValidationError as error:
             if not said.give_way(error):
-                raise _refused(error, source, said.notes) from None
+                raise _refused(error, source, said.notes, given_by) from None
     for note in said.notes:
         say(note)
     return config

@@ -30,7 +30,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from jetrl.errors import UserError
+from jetrl.errors import RESUME, UserError
 from jetrl.model.hf_write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.together import by_all, by_first, together
@@ -73,7 +73,7 @@ def save(
     """
     final = folder / f"step_{meta.step:06d}"
     told = partial(store.told_if_full, f"the checkpoint {final}", folder, lambda: (
-        f"{left(folder)} Free some space, then continue with --resume."
+        f"{left(folder)} Free some space, then continue with {RESUME}."
     ))
 
     def begin() -> Path:

@@ -45,6 +45,7 @@ from jetrl.train.prepare import load_spec, recipe_of
 from jetrl.train.publish import publish
 from jetrl.train.setup import build, build_model, build_published
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
+from jetrl.untrusted import inside
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -318,6 +319,8 @@ def export_checkpoint(
     files of the folder the export does not have."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
+    if (root := hub.on_disk(where, revision)) is not None:
+        inside(root, str(folder.relative_to(root)))  # nor may checkpoints be links out of a run that others made
     own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
     recipe = own if own is not None and own.name != "bf16" else None
     written = export_module.export(folder, out, fp8, recipe, trained_with=own)

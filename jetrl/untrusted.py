@@ -123,7 +123,7 @@ def inside(folder: Path, name: str, *, links: bool = False, source: object = Non
     if not links and not _leads_inside(path, folder):
         raise UserError(
             f"{told} {name!r}, which leads by a link to {path.resolve()}, outside of {folder}. Others' folders could "
-            "take in any file of yours so. If it is meant, put a copy of the file in the place of the link."
+            "take in any file of yours so. If it is meant, put a copy in the link's place, or name what it leads to."
         )
     return path
 

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tiny import numbers, tiny_config, tiny_data, tiny_run, weights_hash
 
 import jetrl
 from jetrl import UserError
+from jetrl.api import export_checkpoint
 from jetrl.callbacks import Callback
 from jetrl.program import program
 from jetrl.report.recorder import read_samples
@@ -509,6 +511,25 @@ def test_the_command_says_how_to_use_such_a_run(tmp_path: Path) -> None:
     assert named.returncode == 0, named.stderr
     assert jetrl_("parity", str(result.run_dir)).returncode == 0
     assert jetrl_("export", str(result.run_dir), str(tmp_path / "out")).returncode == 0
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step_000004", "checkpoints/step_000004/model"])
+def test_no_part_of_an_exported_run_is_a_link_out_of_it(tmp_path: Path, command: Path, place: str) -> None:
+    """A run folder of others could hold any model of yours so. A link to the inside, or to the run, is fine."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(command, run)
+    (run / place).rename(elsewhere)
+    (run / place).symlink_to(elsewhere)
+    with pytest.raises(UserError, match=rf"leads by a link to {elsewhere}.*name what it leads to"):
+        export_checkpoint(run, tmp_path / "out", False)
+    assert not (tmp_path / "out").exists()
+    if place.endswith("model"):  # it has to be in its checkpoint, whose files have hashes
+        return
+    (run / place).unlink()
+    elsewhere.rename(run / "inner")
+    (run / place).symlink_to(run / "inner")
+    (tmp_path / "linked").symlink_to(run)
+    assert (export_checkpoint(tmp_path / "linked", tmp_path / "out", False) / "model.safetensors").is_file()
 
 
 def test_a_config_object_and_a_file(tmp_path: Path, command: Path) -> None:

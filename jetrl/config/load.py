@@ -92,7 +92,7 @@ def config_of(
         _take_back_preset(data)
     for key, value in given.items():
         set_override(data, key, value)
-    said = Statements(data, given)
+    said = Statements(data, given, changes_no_bit)
     said.replace_sources(before)
     while True:
         try:
@@ -205,6 +205,16 @@ NO_BITS = frozenset({
     "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights", "eval.pass_reward",
     "eval.num_samples_kept",
 })
+# Likewise: places and limits, and whole sections that only look at a run or keep it.
+_AROUND = frozenset({"output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent"})
+_AROUND_SECTIONS = ("eval", "checkpoint", "track")
+
+
+def changes_no_bit(key: str) -> bool:
+    """Whether a setting, by its full key, may differ between a run and its resumption."""
+    return key in NO_BITS or key in _AROUND or key.split(".")[0] in _AROUND_SECTIONS
+
+
 # Settings that came later, each with the value at which a run is what it was before: digests of then stay.
 SINCE: dict[str, Any] = {
     "rl.signal": "reward", "environment.tools": None, "train.epochs": None, "track.project": None,

@@ -167,7 +167,7 @@ def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn
         if isinstance(module, nn.Linear) and name not in names and name.split(".")[-1] not in names
     ]
     if not found:
-        raise ValueError(f"no nn.Linear to replace (skipped: {sorted(names)})")
+        raise UserError(f"model = {type(model).__name__}: no nn.Linear to replace (skipped: {sorted(names)}).")
     for name, linear in found:
         parent = model.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], FP8Linear(linear))

@@ -131,6 +131,8 @@ def text_of(error: BaseException) -> str:
 
 def shown(value: Any, most: int = 120) -> str:
     """A user's object for a message: its repr, cut to `most` characters."""
+    if isinstance(value, int) and value.bit_length() > 10_000:  # Python refuses to print very long ones
+        return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
     except Exception as error:

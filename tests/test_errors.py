@@ -247,3 +247,16 @@ def test_messages_that_python_may_get_say_it_for_python_too() -> None:
         said = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
                 and id(n) not in texts and "--resume" in n.value]
         assert not said, f"{name}: {said}"
+
+
+@pytest.mark.parametrize("value", ["[ODD] * n", "ODD", "[{'score': ODD}] * n", "[{'x': ODD}] * n", "[10**5000] * n"])
+def test_whatever_a_reward_returns_is_told(tmp_path: Path, value: str) -> None:
+    """Also what cannot be shown."""
+    (tmp_path / "own.py").write_text(
+        "class Odd:\n    def __repr__(self):\n        raise KeyError\n\n\nODD = Odd()\n\n\n"
+        f"def reward(completions, **_):\n    n = len(completions)\n    return {value}\n"
+    )
+    reward = import_reward(TaskConfig(name="addition", reward=f"{tmp_path}/own.py:reward"))
+    assert reward is not None
+    with pytest.raises(UserError, match="Reward function .*own.py:reward (returned|must return) "):
+        call_reward(reward, [(Problem("id", "prompt", "answer"), "text", (1,))])

@@ -25,12 +25,12 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jetrl.errors import UserError, defined_at
+from jetrl.errors import UserError, defined_at, shown
 from jetrl.tasks.calculator import Calculator
 from jetrl.tasks.chat import Message, message_of
 from jetrl.tasks.from_python import NOTHING, FromPython, is_given
 from jetrl.tasks.importing import import_attribute
-from jetrl.tasks.protocol import RewardFunction, shorten, stable_hash
+from jetrl.tasks.protocol import RewardFunction, stable_hash
 from jetrl.tasks.retry import Retry
 from jetrl.types import Problem
 
@@ -196,7 +196,7 @@ def step_of(value: Any, where: str) -> tuple[list[Message], float | None, bool]:
     if reward is not None and not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
         raise BadReply(
             f"{where}: the reward (the second value) must be a finite number, got "
-            f"{shorten(repr(reward))}"
+            f"{shown(reward)}"
         )
     messages = messages_of(said, where)
     if not messages and not done:
@@ -217,4 +217,4 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return f"{shorten(repr(value))} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"

@@ -45,7 +45,10 @@ def checked(callbacks: Any) -> tuple[Any, ...]:
         where = f"callbacks[{i}]"
         if inspect.isclass(one):
             raise UserError(f"{where} is the class {one.__name__}: give an instance, {one.__name__}().")
-        own = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name))]
+        try:
+            own = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name))]
+        except Exception as error:  # of a property of the user's
+            raise as_user_error(error)(f"{where} ({type(one).__name__}) raised {told(error, type(one))}.") from error
         if not set(own) & set(_METHODS):
             raise UserError(f"{where} ({type(one).__name__}) has no method that is called. {_FORM}")
         for name in own:

@@ -154,6 +154,8 @@ def of_system(error: BaseException) -> str | None:
     """What the user reads about a disk, file or folder that fails; None for any other error."""
     if disk_full(error):
         return f"no disk space left ({error}). Free some and try again."
+    if type(error) is ValueError and "null byte" in str(error):
+        return "cannot read or write: a path has a character NUL (\\0) in it. Correct the path."
     number = system_error(error)
     if isinstance(error, OSError) or number is not None:
         return f"cannot read or write: {error}." + (" Check the path and its permissions." if number else "")

@@ -85,7 +85,8 @@ class Trainer:
     """
 
     def __init__(
-        self, recipe: str | Path | dict[str, Any] | Config, *unnamed: Never, reward: Any = None, dataset: Any = None,
+        self, recipe: str | Path | dict[str, Any] | Config | None = None, *unnamed: Never,
+        reward: Any = None, dataset: Any = None,
         eval_dataset: Any = None, environment: type | str | None = None, callbacks: Sequence[Any] = (),
         overrides: Any = None, run_dir: str | Path | None = None, resume: bool | str | Path = False,
         verbose: bool = True, **unknown: Never,
@@ -353,7 +354,9 @@ class Trainer:
         return Result(self.run_dir, *self._standing, kept / HF_SUBFOLDER if kept is not None else None)
 
 
-def train(recipe: str | Path | dict[str, Any] | Config, *unnamed: Never, **arguments: Any) -> Result:
+def train(
+    recipe: str | Path | dict[str, Any] | Config | None = None, *unnamed: Never, **arguments: Any
+) -> Result:
     """Train to the last step: `Trainer(recipe, **arguments).train()`. Arguments, errors and signals as there."""
     return Trainer(recipe, *unnamed, **arguments).train()
 

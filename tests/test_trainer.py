@@ -374,6 +374,8 @@ def test_sigterm_saves_the_steps_before_and_reaches_the_program(tmp_path: Path) 
     ({"overrides": ["trian.lr=3"]}, r"^overrides: trian: unknown section; did you mean \[train\]\?$"),
     ({"overrides": {"train": {"lr": -1}}}, r"^overrides: train.lr: must be above 0, got -1$"),
     ({"overrides": {"train.lr": -1, "rl.algo": "x"}}, r"^the config has 2 errors:\n  overrides: .*\n  overrides: "),
+    ({"run_dir": "a\0/b"}, "a path has a character NUL"),
+    ({"callbacks": [type("C", (), {"on_step": property(lambda self: {}["x"])})()]}, r"C\) raised KeyError: 'x' \("),
     ({"run_dir": "a b"}, r"^run_dir: name: must be letters"),
     ({"overrides": "train.steps=3"}, "give a dict such as"),
     ({"overrides": {"task.reward": "a:b"}}, "also given by the argument reward"),
@@ -443,6 +445,8 @@ def test_whatever_a_callback_raises_is_one_message(tmp_path: Path, error: BaseEx
 
 def test_arguments_have_names(tmp_path: Path) -> None:
     for call in (Trainer, jetrl.train):
+        with pytest.raises(UserError, match="recipe = None: give the name of a recipe"):
+            call()
         with pytest.raises(UserError, match="give all arguments but the recipe by name, <function reward"):
             call(recipe(tmp_path), reward)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jetrl import __version__
 from jetrl.ending import ctrl_c_is_told, ends_in_time
-from jetrl.errors import UserError, disk_full, status_of, system_error
+from jetrl.errors import UserError, of_system, status_of
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.study.command import study
@@ -96,11 +96,7 @@ def _told(error: Exception) -> str | None:
     """What the user reads about a mistake or a failing disk; None: it is our own mistake, with a traceback."""
     if isinstance(error, UserError):
         return str(error)
-    if disk_full(error):
-        return f"no disk space left ({error}). Free some and try again."
-    if isinstance(error, OSError) or system_error(error) is not None:
-        return f"cannot read or write: {error}. Check the path and its permissions."
-    return None
+    return of_system(error)
 
 
 def _echo(text: str, **options: bool) -> None:

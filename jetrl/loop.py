@@ -20,7 +20,7 @@ from rich.console import Console
 
 from jetrl import trust
 from jetrl.config import Config, to_toml
-from jetrl.errors import UserError
+from jetrl.errors import RESUME, UserError
 from jetrl.parallel import launch
 from jetrl.parallel.calls import PROGRESS
 from jetrl.parallel.measures import WAITS, rank_metrics
@@ -402,7 +402,8 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     if engine != "jetrl":
         raise common(UserError(
             f"rollout.engine = {engine} says keeps_bits = True, but in step {session.step} {found}. Set keeps_bits = "
-            "False (the learner then computes what it needs itself), or fix the engine; then continue with --resume."
+            "False (the learner then computes what it needs itself), or fix the engine; then continue with "
+            f"{RESUME}."
         ))
     display.hint(
         "PARITY IS NOT ZERO",

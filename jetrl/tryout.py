@@ -30,7 +30,7 @@ from jetrl.tasks.tools import tools_factory
 from jetrl.tasks.user_code import no_silent_exit
 from jetrl.train.prepare import scoring
 from jetrl.types import Completion, Group, Problem, Prompt, Reply, Request, SamplingParams, StepReport, Trajectory
-from jetrl.untrusted import json_value
+from jetrl.untrusted import json_value, text_file
 
 Say = Callable[[str], object]
 _UNBOUNDED = 1 << 40  # without a model's tokenizer, no length is one of a run
@@ -141,9 +141,9 @@ def _without_template(config: Config) -> Config:
 def read_script(path: Path) -> list[str]:
     """Turns of a file: a JSON list of texts, or one a line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--script {path}: the file is not UTF-8 text: {error}.") from error
+        text = text_file(path)
+    except ValueError as error:  # no UTF-8, or too large
+        raise UserError(f"--script {path}: the file is no text that can be read: {error}.") from error
     if not text.lstrip().startswith("["):
         return text.splitlines()
     try:

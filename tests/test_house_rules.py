@@ -51,7 +51,9 @@ LONG_FUNCTIONS = {
 # Functions with an `except Exception` that goes on: checkers by others fail on odd answers, which is counted apart;
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
-    "doctor/finding.py:attempted", "kernels/compiling.py:_attempted",
+    "doctor/finding.py:attempted",
+    "errors.py:shown", "errors.py:text_of",  # the text says that repr or str of the user raised
+    "kernels/compiling.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
     "study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "tasks/gym.py:_score", "tasks/math_reward.py:_serve", "tasks/math_reward.py:score_math",

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from jetrl.errors import UserError, place_of
+from jetrl.errors import UserError, told
 from jetrl.tasks.from_python import NOTHING, FromPython, is_given
 from jetrl.tasks.neighbours import add_folder
 from jetrl.tasks.user_code import user_code
@@ -54,8 +54,7 @@ def _load_module(name: str, key: str, form: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         hint = f" If it is a file here, write {name}.py:{form}." if isinstance(error, ModuleNotFoundError) else ""
-        what = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{key}: cannot import {name}: {what}.{hint}") from error
+        raise UserError(f"{key}: cannot import {name}: {told(error)}.{hint}") from error
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -71,5 +70,5 @@ def _load_file(path: Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # running the user's code
         del sys.modules[name]
-        raise UserError(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}{place_of(error)}") from error
+        raise UserError(f"{key}: {path} cannot be loaded: {told(error)}") from error
     return module

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, defined_at
 from jetrl.tasks.calls import Call, Loop
 from jetrl.tasks.importing import FILE_MODULE
 from jetrl.tasks.reward_results import Log, as_list, plain_number, split
@@ -170,7 +170,7 @@ def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]
     ]
     if missing:
         raise UserError(
-            f"Reward function {reward_name(function)} needs {', '.join(missing)}, but the problems have only: "
-            f"{', '.join(columns)}. Rename its parameters or add the columns to the data."
+            f"Reward function {reward_name(function)}{defined_at(function)} needs {', '.join(missing)}, but the "
+            f"problems have only: {', '.join(columns)}. Rename its parameters or add the columns to the data."
         )
     return chosen

@@ -33,14 +33,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from jetrl.errors import UserError
+from jetrl.errors import RESUME, UserError
 from jetrl.model.hf_write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.posts import Abandoned, Posts
 from jetrl.parallel.together import by_all, by_first, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.train import store
-from jetrl.untrusted import fresh, json_file
+from jetrl.untrusted import fresh, json_file, text_file
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
 _NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
@@ -111,7 +111,7 @@ def _told(temporary: Path, final: Path) -> Iterator[None]:
     folder = final.parent
     try:
         with store.told_if_full(f"the checkpoint {final}", folder, lambda: (
-            f"{left(folder)} Free some space, then continue with --resume."
+            f"{left(folder)} Free some space, then continue with {RESUME}."
         )):
             yield
     except (OSError, SafetensorError) as error:
@@ -119,7 +119,7 @@ def _told(temporary: Path, final: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"{temporary} was removed, at least in part, while the checkpoint was written there ({error}). "
-            f"{left(folder)} Keep the folder of a run in place while it runs, then continue with --resume."
+            f"{left(folder)} Keep the folder of a run in place while it runs, then continue with {RESUME}."
         ) from error
 
 
@@ -277,7 +277,10 @@ def complete(folder: Path) -> list[Path]:
 def newest(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, else the newest complete one, else None."""
     pointer = folder / "latest"
-    named = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    try:
+        named = text_file(pointer).strip() if pointer.is_file() else ""
+    except ValueError:  # no text, or too large: no name of a step
+        named = ""
     if _NAME.fullmatch(named) and (folder / named / _META).is_file():
         return folder / named
     found = complete(folder)

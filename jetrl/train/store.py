@@ -176,7 +176,7 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
     Collective.
     """
     def own() -> None:
-        found = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")}
+        found = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors") if p.is_file()}
         if extra := sorted(found - expected.keys()):
             raise UserError(f"{folder / extra[0]} is not one of the files that were written there. {advice}")
         names = sorted(expected)[world.rank :: world.size]

@@ -46,6 +46,7 @@ from jetrl.run.prepare import load_spec, recipe_of
 from jetrl.run.setup import build, build_model, build_published
 from jetrl.train.publish import publish
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
+from jetrl.untrusted import inside
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,7 +168,7 @@ def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn
         if isinstance(module, nn.Linear) and name not in names and name.split(".")[-1] not in names
     ]
     if not found:
-        raise ValueError(f"no nn.Linear to replace (skipped: {sorted(names)})")
+        raise UserError(f"model = {type(model).__name__}: no nn.Linear to replace (skipped: {sorted(names)}).")
     for name, linear in found:
         parent = model.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], FP8Linear(linear))
@@ -319,6 +320,8 @@ def export_checkpoint(
     files of the folder the export does not have."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
+    if (root := hub.on_disk(where, revision)) is not None:
+        inside(root, str(folder.relative_to(root)))  # nor may checkpoints be links out of a run that others made
     own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
     recipe = own if own is not None and own.name != "bf16" else None
     written = export_module.export(folder, out, fp8, recipe, trained_with=own)

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from jetrl import __version__
-from jetrl.errors import UserError, disk_full, status_of, system_error
+from jetrl.errors import UserError, of_system, status_of
 from jetrl.process_exit import ctrl_c_is_told, ends_in_time
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
@@ -95,11 +95,7 @@ def _told(error: Exception) -> str | None:
     """What the user reads about a mistake or a failing disk; None: it is our own mistake, with a traceback."""
     if isinstance(error, UserError):
         return str(error)
-    if disk_full(error):
-        return f"no disk space left ({error}). Free some and try again."
-    if isinstance(error, OSError) or system_error(error) is not None:
-        return f"cannot read or write: {error}. Check the path and its permissions."
-    return None
+    return of_system(error)
 
 
 def _echo(text: str, **options: bool) -> None:

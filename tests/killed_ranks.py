@@ -22,6 +22,7 @@ from jetrl.huggingface import write as hf_write
 from jetrl.model.shards import Part, shard
 from jetrl.parallel.world import World
 from jetrl.run.checkpoint import checkpoint, store
+from jetrl.run.checkpoint.beside import HostCopy
 
 # name: (the rank that dies, after which call of what; each has been called for the first checkpoint, too)
 CASES: dict[str, tuple[int, str, int]] = {
@@ -32,6 +33,8 @@ CASES: dict[str, tuple[int, str, int]] = {
     "state.json is written": (0, "checkpoint.sync", 7),
     "renamed, latest not": (0, "checkpoint.sync", 11),
 }
+BESIDE = {f"beside the run, {name}": case for name, case in CASES.items()}
+ALL = CASES | BESIDE
 SECTIONS = (128, 40, 128)
 NAMES = ("model.safetensors", "model-2.safetensors")
 
@@ -54,12 +57,13 @@ def after(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     return wrapped
 
 
-def half(folder: Path, parts: Any, world: World) -> None:
-    write(folder, parts, world)
+def half(folder: Path, parts: Any, world: World, check: Callable[[], None]) -> list[Path]:
+    written = write(folder, parts, world, check)
     if "step_000002" in str(folder):
         for file in folder.glob("shard-00002*"):
             os.truncate(file, file.stat().st_size // 2)
         die()
+    return written
 
 
 write = store.write
@@ -72,16 +76,19 @@ def parts_of(world: World, step: int) -> dict[str, Part]:
     return {"w": Part(cut.own(whole), tuple(whole.shape), cut.start), "b": Part(torch.ones(3) * step, (3,), 0)}
 
 
-def save(world: World, folder: Path, step: int) -> Path:
-    def write_model(target: Path, told: checkpoint.Told) -> None:
+def save(world: World, folder: Path, step: int, beside: bool = False) -> Path:
+    def write_model(target: Path, state: Path, parts: Any, check: Callable[[], None]) -> list[Path]:
         (target / "config.json").write_text("{}")
         hf_write._write_file(target / NAMES[world.rank], {"x": torch.ones(2)})
+        return [target / NAMES[world.rank]]
 
     meta = checkpoint.Meta(step, step, "flow", {}, {})
-    return checkpoint.save(folder, meta, parts_of(world, step), write_model, keep=9, world=world)
+    parts = parts_of(world, step)
+    copy = HostCopy().after(parts) if beside else None
+    return checkpoint.begin(folder, meta, parts, write_model, 9, world, copy).finish()
 
 
-def rank(world: World, folder: Path, victim: int, place: str, count: int) -> None:
+def rank(world: World, folder: Path, beside: bool, victim: int, place: str, count: int) -> None:
     if world.rank == victim and place == "half":
         store.write = half
     elif world.rank == victim:
@@ -89,14 +96,14 @@ def rank(world: World, folder: Path, victim: int, place: str, count: int) -> Non
         setattr(PLACES[module], name, after(getattr(PLACES[module], name), count))
     dist.init_process_group("gloo", rank=world.rank, world_size=2)
     for step in (1, 2):
-        save(world, folder, step)
+        save(world, folder, step, beside)
 
 
 def main() -> None:
     """Torch has not run before, so forking is safe."""
     root, ends = Path(sys.argv[1]), {}
     torch.set_num_threads(1)
-    for name, case in CASES.items():
+    for name, case in ALL.items():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -104,7 +111,7 @@ def main() -> None:
         for number in range(2):
             if (pid := os.fork()) == 0:
                 sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (the process ends soon)
-                rank(World(number, 2, number), root / name, *case)
+                rank(World(number, 2, number), root / name, name in BESIDE, *case)
                 os._exit(0)
             pids.append(pid)
         first, status = os.wait()

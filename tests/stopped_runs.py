@@ -58,13 +58,14 @@ def after(function: Callable[..., Any], count: int, act: Callable[[], None]) -> 
     return wrapped
 
 
-def half_file(folder: Path, *rest: Any) -> None:
+def half_file(folder: Path, *rest: Any) -> list[Path]:
     """Write half of the second checkpoint's bytes, then die."""
-    write(folder, *rest)
+    written = write(folder, *rest)
     if folder.parent.name.endswith("000002"):
         for file in folder.iterdir():
             os.truncate(file, file.stat().st_size // 2)
         die()
+    return written
 
 
 def arrange(how: str) -> None:

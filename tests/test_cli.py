@@ -229,9 +229,11 @@ def test_no_disk_space_for_a_checkpoint(
 ) -> None:
     real, calls = checkpoint.store.write, []
 
-    def later(*arguments: Any) -> None:
+    def later(*arguments: Any) -> list[Path]:
         calls.append(1)
-        (real if len(calls) == 1 else full_disk)(*arguments)
+        if len(calls) > 1:
+            full_disk()
+        return real(*arguments)
 
     monkeypatch.setattr(checkpoint.store, "write", later)
     assert_refused(jetrl("train", recipe), "[Nn]o disk space", "MiB", "step_000002", "--resume")

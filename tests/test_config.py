@@ -108,7 +108,7 @@ def test_no_torch_needed() -> None:
         ("train", "temperature", "did you mean rollout.temperature or eval.temperature?"),
         ("rollout", "tempereture", "did you mean rollout.temperature?"),
         ("train", "overlong_bufer_len", "did you mean rl.overlong_buffer_len?"),
-        ("checkpoint", "qqq", "its keys are save_interval, keep, resume"),
+        ("checkpoint", "qqq", "its keys are save_interval, keep, background, resume"),
     ],
 )
 def test_unknown_key(section: str, key: str, hint: str) -> None:

@@ -53,10 +53,12 @@ LONG_FUNCTIONS = {
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
     "doctor/finding.py:attempted",
+    "errors.py:shown", "errors.py:text_of",  # the text says that repr or str of the user raised
     "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "kernels/compiling/pool.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
     "rewards/mathematics.py:_serve", "rewards/mathematics.py:score_math", "tasks/gym.py:_score",
+    "run/checkpoint/checkpoint.py:_carry",  # in a thread: raised by `finish`
 ]
 # A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
 REACHED_THROUGH = {
@@ -87,7 +89,6 @@ REACHED_THROUGH = {
     "tasks/protocol": "tasks/task",
     "user_code/calls": "environments/conversations",
     "user_code/time_limit": "chat/template_trial",
-    "run/checkpoint/state": "run/loop",
 }
 
 

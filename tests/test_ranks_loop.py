@@ -83,6 +83,7 @@ def test_the_whole_run_has_the_bits_of_one_process(straight: Path, tmp_path: Pat
     assert {n: bits(v) for n, v in cached[0].items()} == {n: bits(v) for n, v in cached[1].items()}
     assert all(row["parity/logprob_abs_diff_max"] == 0.0 for row in numbers(straight)[1:])
     rows = read_metrics(tmp_path / "0" / "runs" / "tiny")[1:]
+    assert any("perf/checkpoint_beside_s" in row for row in rows), "its checkpoints were written beside it"
     assert all(row["perf/communication_s"] > 0 and "perf/rank_idle_max_s" in row for row in rows)
     assert not any("communication" in key or "rank" in key for row in read_metrics(straight) for key in row)
 

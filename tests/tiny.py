@@ -97,6 +97,21 @@ def saved(run_dir: Path, step: int) -> dict[str, Tensor]:
     return store.whole(run_dir / "checkpoints" / f"step_{step:06d}" / "state")
 
 
+def files_of(folder: Path) -> dict[str, Any]:
+    """The bytes of all files; of the header of safetensors, which has no order, its content."""
+    found: dict[str, Any] = {}
+    for path in (p for p in sorted(folder.rglob("*")) if p.is_file()):
+        data = path.read_bytes()
+        if path.suffix == ".safetensors":
+            end = 8 + int.from_bytes(data[:8], "little")
+            data = json.loads(data[8:end]), data[end:]
+        elif path.name in ("state.json", "files.json"):
+            record = json.loads(data)
+            data = {k: v for k, v in record.items() if k != "digest"} | {"files": sorted(record["files"])}
+        found[str(path.relative_to(folder))] = data
+    return found
+
+
 def weights_hash(run_dir: Path, step: int) -> str:
     """SHA-256 of a checkpoint's masters and optimizer state: names, types, shapes and bytes."""
     digest = hashlib.sha256()

@@ -334,9 +334,12 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     section: ClassVar[str] = "checkpoint"
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("keep",), "save_interval", (0,)),)
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("keep", "background"), "save_interval", (0,)),)
     save_interval: int = Field(default=10, ge=0, description="Steps between checkpoints. 0: never.")
     keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep.")
+    background: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Whether a checkpoint is written while the run goes on, from a copy in host "
+        "memory. auto: where that copy fits. on: refused where it does not. off: the run waits.")
     resume: str = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
     allow_changed_data: bool = Field(

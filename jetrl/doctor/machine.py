@@ -12,11 +12,11 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from jetrl.doctor.finding import Finding, Level, size
+from jetrl.parallel import host
 from jetrl.report.environment import cpu_name
 from jetrl.requirements import python_needed
 
 SECTION, DISK = "This machine", "Disk"
-CGROUP = Path("/sys/fs/cgroup")
 LEAST_MEMORY, LEAST_DISK = 2**30, 2**30  # bytes: the quickstart takes 0.9 GiB of memory; real models take more of both
 _MOST_FILES = 20_000  # counted in a folder, so that a large one does not keep the doctor waiting
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
@@ -32,7 +32,7 @@ def python() -> Finding:
 def cores() -> int:
     """The cores that this process may keep busy: its affinity, and a container's quota rounded up."""
     allowed = len(os.sched_getaffinity(0))
-    quota = _cgroup("cpu.max").split()
+    quota = host.cgroup("cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
         allowed = min(allowed, math.ceil(int(quota[0]) / int(quota[1])))
     return max(1, allowed)
@@ -56,12 +56,7 @@ def cpu() -> Finding:
 
 def memory() -> Finding:
     """Memory that is free for this process; a container's limit counts."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    if limit.isdigit() and used.isdigit() and int(limit) < total:
-        total, free = int(limit), min(free, int(limit) - int(used))
+    free, total = host.memory()
     enough = free >= LEAST_MEMORY
     cure = None if enough else f"free memory: the quickstart needs about {size(LEAST_MEMORY)}"
     return Finding(SECTION, "memory", f"{size(free)} free of {size(total)}", "ok" if enough else "bad", cure)
@@ -110,9 +105,3 @@ def _folder_size(folder: Path) -> str:
             if count == _MOST_FILES:
                 return f"more than {size(total)}"
     return size(total)
-
-
-def _cgroup(name: str) -> str:
-    """A limit of this process's container (cgroup version 2); empty where there is none."""
-    file = CGROUP / name
-    return file.read_text().strip() if file.is_file() else ""

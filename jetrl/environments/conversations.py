@@ -176,7 +176,7 @@ class EnvironmentPool:
                 raise call.error
             talk.over = True
             said = isinstance(call.error, BadReply)
-            error = str(call.error) if said else f"{talk.method} raised {call.describe_error()}"
+            error = str(call.error) if said else self._raised(talk, call)
             return Reply(talk.key, failure="error", error=error)
         return self._spoken(talk, call.value)
 
@@ -208,10 +208,14 @@ class EnvironmentPool:
             raise call.error
         self.close_failures += 1
         if self.close_failures == 1:
-            what = self._too_long(talk, call) if call.late else f"{talk.method} raised {call.describe_error()}"
+            what = self._too_long(talk, call) if call.late else self._raised(talk, call)
             self._tell_close(f"{what}. What it holds may stay open. Further failures are counted")
         elif str(self.close_failures).strip("0") == "1":
             self._tell_close(f"{self.close_failures} calls of {talk.method} have failed")
+
+    def _raised(self, talk: _Conversation, call: Call) -> str:
+        called = getattr(self.factory.kind, talk.method.rpartition(".")[2], self.factory.kind)
+        return f"{talk.method} raised {call.describe_error(called)}"
 
     def _tell_close(self, text: str) -> None:
         warnings.warn(f"Environment {self.factory.name}: {text}.", stacklevel=3)

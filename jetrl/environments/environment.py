@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from jetrl.chat.fields import Message, message_of
 from jetrl.environments.calculator import Calculator
 from jetrl.environments.retry import Retry
-from jetrl.errors import UserError, shorten
+from jetrl.errors import UserError, defined_at, shown
 from jetrl.hashing import stable_hash
 from jetrl.rewards.function import RewardFunction
 from jetrl.types import Problem
@@ -119,8 +119,10 @@ def _check_method(kind: type, method: str, argument: str) -> None:
         raise UserError(f"environment.name: {kind.__name__} has no method {method}(self, {argument}).")
     try:
         inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise UserError(f"environment.name: write {kind.__name__}.{method}(self, {argument}): {error}.") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"environment.name: write {kind.__name__}.{method}(self, {argument}){defined_at(function)}: {error}."
+        ) from error
 
 
 def _constructor_params(kind: type, params: Mapping[str, Any], reward: RewardFunction | None) -> dict[str, Any]:
@@ -133,7 +135,9 @@ def _constructor_params(kind: type, params: Mapping[str, Any], reward: RewardFun
             near = difflib.get_close_matches(key, named, n=1)
             known = ", ".join(k for k in named if k != "reward") or "none"
             hint = f"did you mean {near[0]!r}?" if near else f"known: {known}."
-            raise UserError(f"environment.params.{key}: {kind.__name__} has no such parameter; {hint}")
+            raise UserError(
+                f"environment.params.{key}: {kind.__name__}{defined_at(kind)} has no such parameter; {hint}"
+            )
     given = dict(params)
     wants = "reward" in named and "reward" not in given and named["reward"].default in (None, inspect.Parameter.empty)
     if wants and reward is not None:
@@ -145,7 +149,8 @@ def _constructor_params(kind: type, params: Mapping[str, Any], reward: RewardFun
         )
     missing = [k for k, p in named.items() if p.default is p.empty and k not in given]
     if missing:
-        raise UserError(f"environment.params.{missing[0]}: {kind.__name__} needs this parameter; set it.")
+        named_so = f"{kind.__name__}{defined_at(kind)}"
+        raise UserError(f"environment.params.{missing[0]}: {named_so} needs this parameter; set it.")
     return given
 
 
@@ -192,7 +197,7 @@ def step_of(value: Any, where: str) -> tuple[list[Message], float | None, bool]:
     if reward is not None and not -_MAX_REWARD <= reward <= _MAX_REWARD:  # NaN as well
         raise BadReply(
             f"{where}: the reward (the second value) must be a finite number, got "
-            f"{shorten(repr(reward))}"
+            f"{shown(reward)}"
         )
     messages = messages_of(said, where)
     if not messages and not done:
@@ -213,4 +218,4 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return f"{shorten(repr(value))} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"

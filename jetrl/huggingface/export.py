@@ -58,6 +58,8 @@ def export(
         _require_whole_blocks(spec, recipe)
     hf.require_own(folder)
     extras = _copied(folder)
+    if (tokenizer := folder / "tokenizer_config.json") in extras:
+        hf.read_json(tokenizer)  # its copy is read and changed, under a name that is soon gone
     state = hf.load_state(folder, spec)
     base = hf.read_config(folder)
     config = hf.hf_config(spec, base)

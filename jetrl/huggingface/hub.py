@@ -229,7 +229,7 @@ def _lacks(folder: Path, weights: bool) -> list[str]:
 
 def _check_whole(folder: Path) -> None:
     """UserError for a weights file that is shorter than its header says."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file()):
         size, blob = path.stat().st_size, path.resolve()
         with open(path, "rb") as file:
             start = file.read(8)

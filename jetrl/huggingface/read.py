@@ -27,8 +27,9 @@ from jetrl.huggingface.tokenizer import check_vocab as check_vocab
 from jetrl.huggingface.tokenizer import has_tokenizer as has_tokenizer
 from jetrl.huggingface.tokenizer import load_tokenizer_from as load_tokenizer_from
 from jetrl.huggingface.write import save_model as save_model
-from jetrl.huggingface.write import save_shards as save_shards
+from jetrl.huggingface.write import small_files as small_files
 from jetrl.huggingface.write import write_folder as write_folder
+from jetrl.huggingface.write import write_shards as write_shards
 from jetrl.model.block import Piece
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf

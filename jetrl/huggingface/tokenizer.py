@@ -8,9 +8,10 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.huggingface.files import AGAIN, GENERIC_TOKENIZERS, TOKENIZER_FILES, read_json
 from jetrl.spec import ModelSpec
-from jetrl.untrusted import inside
+from jetrl.untrusted import inside, require_bounded
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
+_MOST_BYTES = 256 << 20  # of one of its files; the largest known tokenizer.json has 35 MB
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -28,6 +29,8 @@ def load_tokenizer_from(folder: str | Path) -> Any:
                         "folder that has the model's tokenizer.")
     for path in (path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
         inside(folder, path.name)  # checkpoints hold copies of what is read here
+        if path.exists() and not path.is_dir():
+            require_bounded(path, _MOST_BYTES)
     # A slow import, and not needed by runs with a built-in tokenizer.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

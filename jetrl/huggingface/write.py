@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from jetrl.huggingface import provenance as trained
 from jetrl.huggingface.config import hf_config
 from jetrl.huggingface.files import GENERIC_TOKENIZERS, INDEX, SINGLE, TOKENIZER_FILES, read_json, some
 from jetrl.model.names import tensor_table, to_hf
-from jetrl.parallel.agreement import by_all, by_first
-from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
@@ -52,52 +49,56 @@ def save_model(
     write_folder(folder, config, tensors, lambda target: _extras(target, tokenizer, generation_config), max_shard_bytes)
 
 
-def save_shards(
-    folder: Path, spec: ModelSpec, whole: Callable[[str], Tensor], world: World, *, tokenizer: Any = None,
-    dtype: torch.dtype = torch.bfloat16, max_shard_bytes: int = MAX_SHARD_BYTES,
+def small_files(
+    spec: ModelSpec, *, tokenizer: Any = None, dtype: torch.dtype = torch.bfloat16,
     base_config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None,
-    trained_with: Recipe | None = None, around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> None:
-    """Fill the existing `folder` with what `save_model` writes, by all ranks: file i is written by rank i % n.
+    trained_with: Recipe | None = None,
+) -> dict[str, bytes]:
+    """What `save_model` writes next to the tensors and their index, by path in the folder."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_json(folder / "config.json", _config(spec, tokenizer, dtype, base_config, trained_with))
+        _extras(folder, tokenizer, generation_config)
+        found = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
-    `whole(our name)` gives a parameter with the rows of all ranks; a collective, as this is. A rank's host memory is
-    that of its file at hand. `around()` is a context of whatever writes. Everything is synced to the disk.
+
+def write_shards(
+    folder: Path, spec: ModelSpec, whole: Callable[[str], Tensor], small: Mapping[str, bytes], rank: int = 0,
+    size: int = 1, *, dtype: torch.dtype = torch.bfloat16, max_shard_bytes: int = MAX_SHARD_BYTES,
+    check: Callable[[], None] = lambda: None,
+) -> list[Path]:
+    """Fill the existing `folder` with this rank's part of what `save_model` writes: file i is rank i % size's, and the
+    `small_files` and the index are the first one's. Its files of tensors. Not collective.
+
+    `whole(our name)` gives a parameter with the rows of all ranks. Host memory is that of the file at hand. `check()`
+    is called before each file, and may raise. Everything is synced to the disk.
     """
     table = tensor_table(spec)
     sizes = {piece.name: prod(piece.shape) * dtype.itemsize for pieces in table.values() for piece in pieces}
     files = _layout(sizes, max_shard_bytes)
-    number = {name: i for i, names in enumerate(files.values()) for name in names}
-
-    def begin() -> None:
-        with around():
-            _write_json(folder / "config.json", _config(spec, tokenizer, dtype, base_config, trained_with))
-            _write_index(folder, files, sizes)
-            _extras(folder, tokenizer, generation_config)
-            for path in folder.iterdir():
-                sync(path)
-
-    def flush() -> None:
-        with around():
-            for file in names[first : first + world.size]:  # of these one is this rank's, if any
-                if file in held:
-                    _write_file(folder / file, held.pop(file))
-
-    by_first(world, begin)
-    held: dict[str, dict[str, Tensor]] = {}
-    names, first = list(files), 0  # the first file that is not written yet
-    for ours, pieces in table.items():
-        while number[pieces[0].name] >= first + world.size:  # a file for each rank is complete
-            by_all(world, flush)
-            first += world.size
-        value = whole(ours)
-        for piece, part in zip(pieces, value.split([piece.shape[0] for piece in pieces]), strict=True):
-            if number[piece.name] % world.size == world.rank:
-                file = names[number[piece.name]]
-                held.setdefault(file, {})[piece.name] = part.to("cpu", dtype, copy=True).contiguous()
-        del value, part
-    while first < len(names):
-        by_all(world, flush)
-        first += world.size
+    if rank == 0:
+        for name, content in small.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+            sync(folder / name)
+        if _write_index(folder, files, sizes):
+            sync(folder / INDEX)
+    written = []
+    for file, names in list(files.items())[rank::size]:
+        check()
+        held: dict[str, Tensor] = {}
+        for ours, pieces in table.items():
+            if not any(piece.name in names for piece in pieces):
+                continue
+            value = whole(ours)
+            for piece, part in zip(pieces, value.split([piece.shape[0] for piece in pieces]), strict=True):
+                if piece.name in names:
+                    held[piece.name] = part.to("cpu", dtype, copy=True).contiguous()
+            del value, part
+        _write_file(folder / file, held)
+        written.append(folder / file)
+    return written
 
 
 def _config(
@@ -203,14 +204,16 @@ def _layout(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[st
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a shard to the disk. safetensors makes files that only their owner reads; this one, all do."""
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod((path.parent / "config.json").stat().st_mode)
+    path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
 
 
-def _write_index(folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> None:
+def _write_index(folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> bool:
+    """Whether there is one: a single file needs none."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    return len(files) > 1
 
 
 def _shard_name(number: int, count: int) -> str:

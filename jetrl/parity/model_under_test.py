@@ -77,7 +77,7 @@ def subject_of(
     Empty `precision` and `kv_cache`: what the folder, its run or the recipe says, else fp8 with a BF16 cache.
     """
     if revision is not None and (model.startswith("random:") or model.endswith(".toml") or not model):
-        raise UserError(f"--revision {revision} is for a model of the hub, such as Qwen/Qwen3-0.6B.")
+        raise UserError(f"revision {revision} (--revision) is for a model of the hub, such as Qwen/Qwen3-0.6B.")
     formats = _chosen(None, "", precision, kv_cache)[1]
     if model.startswith("random:"):
         shape, _, layers = model.removeprefix("random:").partition(":")

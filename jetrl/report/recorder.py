@@ -21,6 +21,7 @@ from jetrl.errors import UserError
 from jetrl.report.channel import Channel
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import (
+    MOST_ROWS_BYTES,
     cut_torn_line,
     disk_errors,
     keep_rows,
@@ -115,8 +116,9 @@ class Recorder:
         rows = read_metrics(self.run_dir)
         return rows[-1] if rows else {}
 
-    def amend(self, metrics: Mapping[str, float]) -> None:
-        """Add to the last row what it lacks: an evaluation that was given up. Times add up."""
+    def amend(self, metrics: Mapping[str, float], tracked: bool = True) -> None:
+        """Add to the last row what it lacks: an evaluation that was given up, the end of a run. Times add up. What is
+        not `tracked` goes to no tracker, where the step is logged already."""
         row = self.last_row()
         assert row.get("step") == self.last_step, "no row to amend"
         times = {k: v + row.get(k, 0.0) for k, v in metrics.items() if k.startswith("time/")}
@@ -124,7 +126,7 @@ class Recorder:
         os.close(file)
         replace_row(self.run_dir / METRICS_FILE, {k: _encode(v) for k, v in {**row, **metrics, **times}.items()})
         self._metrics = self._open(self.run_dir / METRICS_FILE)
-        for tracker in self.trackers:
+        for tracker in self.trackers if tracked else ():
             tracker.log(self.last_step, metrics)
 
     def write_held_out(self, step: int, row: Mapping[str, Any] | None) -> None:
@@ -239,7 +241,7 @@ class NoRecorder(Recorder):
     def last_row(self) -> dict[str, Any]:
         return {}
 
-    def amend(self, metrics: Mapping[str, float]) -> None:
+    def amend(self, metrics: Mapping[str, float], tracked: bool = True) -> None:
         pass
 
 
@@ -404,7 +406,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
         raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
-    rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
+    rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path, MOST_ROWS_BYTES)]
     if wrong := [row.get("step") for row in rows if type(row.get("step")) is not int]:
         raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
     return rows
@@ -446,7 +448,7 @@ def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
     path = Path(run_dir) / HELD_OUT_FILE
     if not path.exists():
         return {}
-    rows = list(read_rows(path))
+    rows = list(read_rows(path, MOST_ROWS_BYTES))
     try:
         return {
             row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}

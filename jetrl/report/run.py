@@ -13,7 +13,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.moved import current
 from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
-from jetrl.untrusted import json_file, require_shallow
+from jetrl.untrusted import json_file, require_shallow, text_file
 
 PARITY_KEY = "parity/logprob_abs_diff_max"
 ROUTING_KEY = "parity/frac_routing_different"
@@ -211,7 +211,7 @@ def _load(path: Path) -> Run:
         raise UserError(f"{path} holds no steps yet. Wait for the first step of the run, then try again.")
     config_file, env_file = path / CONFIG_FILE, path / ENV_FILE
     try:
-        text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
+        text = text_file(config_file) if config_file.exists() else ""
         config = tomllib.loads(text)
         env = json_file(env_file) if env_file.exists() else {}
         require_shallow(config)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, defined_at
 from jetrl.rewards.results import Log, as_list, plain_number, split
 from jetrl.user_code.calls import Call, Loop
 from jetrl.user_code.guard import code_in_thread, user_code
@@ -170,7 +170,7 @@ def select_columns(function: Callable[..., Any], columns: Mapping[str, list[Any]
     ]
     if missing:
         raise UserError(
-            f"Reward function {reward_name(function)} needs {', '.join(missing)}, but the problems have only: "
-            f"{', '.join(columns)}. Rename its parameters or add the columns to the data."
+            f"Reward function {reward_name(function)}{defined_at(function)} needs {', '.join(missing)}, but the "
+            f"problems have only: {', '.join(columns)}. Rename its parameters or add the columns to the data."
         )
     return chosen

@@ -35,7 +35,13 @@ def import_function(name: str, key: str = "task.reward", own: FromPython = NOTHI
     function = import_attribute(name, key, "function", own=own)
     if not callable(function):
         raise UserError(f"{key}: {name} is of type {type(function).__name__}, not a function.")
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # of a builtin
+        raise UserError(
+            f"{key}: Python cannot tell the parameters of {name} ({error}). Write a function "
+            "f(completions, answer, **columns) that calls it."
+        ) from error
     return _adapt_verl(function) if parameters.keys() >= _VERL else function
 
 
@@ -81,6 +87,8 @@ def _adapt_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         return list(await asyncio.gather(*calls(completions, answer, data_source, extra_info)))
 
     adapted = async_reward if is_async(compute_score) else reward
+    setattr(adapted, "__signature__", inspect.signature(adapted))  # noqa: B010 -- its own, whatever it wraps
+    setattr(adapted, "__wrapped__", compute_score)  # noqa: B010 -- messages name the user's line
     setattr(adapted, "gives_dicts", True)  # noqa: B010 -- an environment that calls it gets numbers
     adapted.__module__, adapted.__qualname__ = compute_score.__module__, reward_name(compute_score).rpartition(":")[2]
     return adapted

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl.errors import UserError, shorten
+from jetrl.errors import UserError, shown
 
 MAX_REWARD = 1e30
 # What jetrl itself writes as reward/NAME, and as reward/FUNCTION/NAME.
@@ -98,7 +98,7 @@ class Log:
         number = plain_number(value)
         if number is None or not math.isfinite(number):
             raise UserError(f"Reward function {self.name}: log_metric({name!r}, ...) needs a finite number, got "
-                            f"{shorten(repr(value))}.")
+                            f"{shown(value)}.")
         self._metrics.append((name, number))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from jetrl.config import Config
-from jetrl.errors import UserError, as_user_error, place_of, shorten
+from jetrl.errors import UserError, as_user_error, shorten, shown, told
 from jetrl.rewards.calls import (
     WeightedReward,
     call_all,
@@ -309,13 +309,13 @@ def _checked(function: RewardFunction, call: Call, log: Log, items: Sequence[Ite
         raise error
     if error is not None:  # a user's function may raise anything
         raise as_user_error(error)(
-            f"Reward function {name} raised {type(error).__name__}: {error}{place_of(error)}. "
+            f"Reward function {name} raised {told(error, function)}. "
             "Fix it; --debug shows the whole traceback."
         ) from error
     if (listed := as_list(result)) is None:
         raise UserError(
             f"Reward function {name} must return a list of numbers, got {type(result).__name__} "
-            f"({shorten(repr(result))}). It needs one for each completion, in order."
+            f"({shown(result)}). It needs one for each completion, in order."
         )
     if len(listed) != len(items):
         raise UserError(f"Reward function {name} returned {len(listed)} scores for {len(items)} completions.")
@@ -329,7 +329,7 @@ def _split(value: Any, name: str, item: Item) -> tuple[Any, Mapping[str, Any]]:
         return split(value)
     except KeyError:
         raise UserError(
-            f"Reward function {name} returned a dict without 'score', {shorten(repr(value))}, for completion "
+            f"Reward function {name} returned a dict without 'score', {shown(value)}, for completion "
             f"{_shown(item[1])} of problem {item[0].id}. Its score must have this key."
         ) from None
 
@@ -341,10 +341,11 @@ def _number(value: Any, name: str, item: Item) -> float | None:
     if isinstance(value, int) and not -MAX_REWARD <= value <= MAX_REWARD:
         raise UserError(f"Reward function {name} returned an integer beyond 1e30 {where}.")
     if (number := plain_number(value)) is None:
-        raise UserError(f"Reward function {name} returned {value!r} ({type(value).__name__}), not a number, {where}.")
+        what = f"{shown(value)} ({type(value).__name__})"
+        raise UserError(f"Reward function {name} returned {what}, not a number, {where}.")
     if not -MAX_REWARD <= number <= MAX_REWARD:  # NaN as well
         raise UserError(
-            f"Reward function {name} returned {shorten(repr(number))} {where}. Return None where nothing can be scored."
+            f"Reward function {name} returned {shown(number)} {where}. Return None where nothing can be scored."
         )
     return number
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jetrl.errors import UserError, as_user_error, place_of
+from jetrl.errors import UserError, as_user_error, defined_at, shown, told
 from jetrl.types import Trajectory
 
 KEYS = ("rl.surrogate", "rl.adv_estimator", "rl.loss_agg")
@@ -100,7 +100,7 @@ def call(key: str, name: str, *given: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:  # the user's code
         raise as_user_error(error)(
-            f"{key}: {name} raised {type(error).__name__}: {error}{place_of(error)}. Fix it; --debug shows the whole "
+            f"{key}: {name} raised {told(error, _functions[key, name])}. Fix it; --debug shows the whole "
             "traceback."
         ) from error
 
@@ -111,12 +111,9 @@ def described(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r}"[:60] + f" (type {type(value).__name__})"
+    return f"{shown(value, 60)} (type {type(value).__name__})"
 
 
 def refuse(key: str, name: str, what: str) -> NoReturn:
     """The UserError about what the function did, with the line where it is defined."""
-    code = getattr(_functions[key, name], "__wrapped__", _functions[key, name])
-    code = getattr(code, "__code__", None)
-    line = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
-    raise UserError(f"{key}: {name}{line} {what}.")
+    raise UserError(f"{key}: {name}{defined_at(_functions[key, name])} {what}.")

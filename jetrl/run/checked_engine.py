@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from jetrl.errors import UserError, as_user_error, disk_full, place_of
+from jetrl.errors import UserError, as_user_error, disk_full, told
 from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
 from jetrl.user_code.guard import user_code
 
@@ -19,8 +19,9 @@ _USERS = "Fix the engine"
 
 
 @contextmanager
-def blamed(name: str, call: str, cure: str = _USERS) -> Iterator[None]:
-    """Turns an exception in the engine (`rollout.engine = name`) into a UserError with its place and the cure."""
+def blamed(name: str, call: str, cure: str = _USERS, called: Any = None) -> Iterator[None]:
+    """Turns an exception in the engine (`rollout.engine = name`) into a UserError with its place and the cure.
+    `called`: what of the engine runs."""
     try:
         with user_code(f"rollout.engine = {name}: {call}"):
             yield
@@ -30,7 +31,7 @@ def blamed(name: str, call: str, cure: str = _USERS) -> Iterator[None]:
         if isinstance(error, OSError) and disk_full(error):
             raise
         raise as_user_error(error)(
-            f"rollout.engine = {name}: {call} raised {type(error).__name__}: {error}{place_of(error)}. {cure}."
+            f"rollout.engine = {name}: {call} raised {told(error, called)}. {cure}."
         ) from error
 
 
@@ -108,10 +109,11 @@ class CheckedEngine:
 
     def close(self) -> None:
         if callable(close := getattr(self.inner, "close", None)):
-            close()
+            with self._blamed("close"):
+                close()
 
     def _blamed(self, call: str) -> AbstractContextManager[None]:
-        return blamed(self.name, call, self.cure)
+        return blamed(self.name, call, self.cure, getattr(type(self.inner), call, None))
 
     def _wrong_with(self, completion: Any) -> str:
         """What part of the contract a completion breaks; empty if it keeps it."""

@@ -10,7 +10,7 @@ from typing import Any
 from jetrl.config import Config
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.speculation.speculator import build_speculator
-from jetrl.errors import UserError
+from jetrl.errors import UserError, defined_at
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.hub import model_folder
 from jetrl.model.transformer import Transformer
@@ -116,8 +116,10 @@ def engine_class(name: str) -> Any:
         raise UserError(f"rollout.engine = {name}: it has no {', '.join(missing)}; see jetrl.types.Engine.")
     try:
         inspect.signature(kind).bind(None)
-    except TypeError as error:
-        raise UserError(f"rollout.engine = {name}: write {kind.__name__}.__init__(self, context): {error}.") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"rollout.engine = {name}: write {kind.__name__}.__init__(self, context){defined_at(kind)}: {error}."
+        ) from error
     return kind
 
 
@@ -138,7 +140,7 @@ def _vllm_engine(context: EngineContext) -> Engine:
 
 def _users_engine(context: EngineContext) -> Engine:
     name = context.config.rollout.engine
-    with blamed(name, "the constructor"):
+    with blamed(name, "the constructor", called=engine_class(name)):
         engine = engine_class(name)(context)
     if not isinstance(getattr(engine, "keeps_bits", None), bool):
         raise UserError(f"rollout.engine = {name}: set keeps_bits, True only if its log-probs are the learner's bits.")

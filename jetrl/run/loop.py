@@ -20,10 +20,11 @@ from rich.console import Console
 
 from jetrl import trust
 from jetrl.config import Config, to_toml
-from jetrl.errors import UserError
+from jetrl.errors import RESUME, UserError
 from jetrl.parallel import launch
 from jetrl.parallel.agreement import by_first, common, together
 from jetrl.parallel.measures import WAITS, rank_metrics
+from jetrl.parallel.progress import PROGRESS
 from jetrl.parallel.world import World
 from jetrl.precision.picture.draw import flow_svg
 from jetrl.report.channel import Channel
@@ -240,9 +241,16 @@ def _recorded(
         try:
             yield Run(session, recorder, clock, run_dir, stop, found)
         except GivenUp:  # a rollout, or rewards: nothing in the session has changed
+            stop.phase = "checkpoint"
             save_once(session, run_dir)
         except FloatingPointError as error:  # the sampler met NaN or infinite logits
             raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
+        except Exception as error:
+            if world.alone or (isinstance(error, UserError) and PROGRESS.common):  # all ranks are here
+                finish_after(session, clock)
+            raise
+        stop.phase = "checkpoint"
+        finish(session, recorder, clock)
     stop.phase = "report"
     if world.first and recorder.last_step >= 0:  # one from elsewhere may stop before its first step
         write_report([run_dir], run_dir / "report.html")
@@ -279,7 +287,8 @@ def start(
         record_evaluation(session, recorder, 0)
     clock.display.step({"step": 0} | metrics)
     if config.checkpoint.save_interval:
-        state.save(session, run_dir)
+        with clock("checkpoint"):
+            state.save(session, run_dir)
     return metrics
 
 
@@ -305,6 +314,9 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
             own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
         )
+    if session.beside.writes:
+        with clock("checkpoint"):
+            session.beside.release()
     WAITS.start()
     with clock("update", len(batches)):
         try:
@@ -328,7 +340,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             if due(config.eval.eval_interval, step, config):
                 metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever happens to its evaluation
-            metrics |= clock.take()
+            metrics |= clock.take() | session.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt)
     clock.display.step({"step": step} | metrics)
     if reason := without_signal(gathered.groups, learnt, config.rollout.temperature):
@@ -336,6 +348,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
+    session.beside.look()
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)
@@ -389,7 +402,8 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     if engine != "jetrl":
         raise common(UserError(
             f"rollout.engine = {engine} says keeps_bits = True, but in step {session.step} {found}. Set keeps_bits = "
-            "False (the learner then computes what it needs itself), or fix the engine; then continue with --resume."
+            "False (the learner then computes what it needs itself), or fix the engine; then continue with "
+            f"{RESUME}."
         ))
     display.hint(
         "PARITY IS NOT ZERO",
@@ -411,9 +425,41 @@ def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
 
 
 def save_once(session: Session, run_dir: Path) -> None:
-    """Write the checkpoint of the last finished step, unless it is on disk or the run writes none."""
+    """The checkpoint of the last finished step, unless it has begun before or the run writes none."""
     if session.config.checkpoint.save_interval and session.saved_step != session.step:
         state.save(session, run_dir)
+
+
+def finish(session: Session, recorder: Recorder, clock: Clock) -> None:
+    """The end of a run: the checkpoint that is being written is waited for. What the row of the last step could not
+    know yet, the time of its checkpoint, is added there. Collective."""
+    if not session.config.checkpoint.save_interval:
+        return
+    wait_for_checkpoint(session, clock)
+    if recorder.last_step == session.step:
+        recorder.amend(clock.take() | session.beside.take_metrics(), tracked=False)
+
+
+def wait_for_checkpoint(session: Session, clock: Clock) -> None:
+    """Returns once no checkpoint is being written; the display counts its MiB meanwhile. Collective."""
+    shown = 0
+
+    def show(written: int) -> None:
+        nonlocal shown
+        clock.display.advance(max(0, written // 2**20 - shown))
+        shown = max(shown, written // 2**20)
+
+    with clock("checkpoint", session.beside.size // 2**20 or None):
+        session.beside.finish(show)
+
+
+def finish_after(session: Session, clock: Clock) -> None:
+    """After an error that ends the run: the checkpoint that is being written is waited for, and what keeps it from the
+    disk is told next to that error. The phase stays that of the error. Collective."""
+    try:
+        session.beside.finish()
+    except UserError as other:
+        clock.message(str(other))
 
 
 def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, float]:

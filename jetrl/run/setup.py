@@ -25,6 +25,7 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.rollout.queue import Queues
+from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
 from jetrl.run.engines import build_engine, check_engine, keep_cache
 from jetrl.run.evaluation import Evaluation
@@ -63,6 +64,8 @@ class Session:
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
     own: FromPython = NOTHING  # what a program gave as objects
     saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
+    beside: Beside = field(default_factory=Beside)  # the checkpoint that is being written
+    model_files: dict[str, bytes] | None = None  # of a saved model, without the tensors; made with the first checkpoint
     texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
     owes_evaluation: bool = False  # a signal ended this step's evaluation
     held_out: Evaluation | None = None  # the last evaluation problem by problem, until it is recorded
@@ -77,7 +80,9 @@ class Session:
         return self.learner.world
 
     def close(self) -> None:
-        """End what runs in the background: environments are closed, and an engine that has a `close`."""
+        """End what runs in the background: environments are closed, and an engine that has a `close`. A checkpoint that
+        is being written, which only an error or a signal leaves here, is given up."""
+        self.beside.abandon()
         if self.conversations is not None:
             self.conversations.shutdown()
         if callable(close := getattr(self.engine, "close", None)):
@@ -153,6 +158,7 @@ def build(
         generation_config=hf.read_generation_config(source) if source is not None else None,
         conversations=build_conversations(config, plan), given=given, before=before, own=own,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
+        beside=Beside() if evaluates else beside(config, plan.spec, world),
     )
 
 

@@ -6,6 +6,7 @@
 | rollout and rewards | the step is finished, then saved | given up; the steps before are saved |
 | update | finished, then saved | finished, then saved |
 | evaluation | given up; the step is saved | given up; the step is saved |
+| the last checkpoint | it is waited for | it is waited for |
 
 A terminal may send SIGHUP more than once, so a further one asks for nothing. What is given up is lost as time only: the
 resumed run repeats it to the bit.
@@ -30,7 +31,7 @@ from jetrl.parallel.world import ALONE, World
 
 __all__ = ["GivenUp", "StopRequest"]
 
-Phase = Literal["start", "warm start", "step", "rollout", "evaluation", "report"]
+Phase = Literal["start", "warm start", "step", "rollout", "evaluation", "checkpoint", "report"]
 _LOST = {
     "start": "no step had begun", "warm start": "the warm start is not saved; next time it is made from its beginning",
     "report": "report.html is not written; `jetrl report` makes it",
@@ -109,7 +110,7 @@ class StopRequest:
             return
         if self.phase in _LOST or (self.asked and not hurries):
             self._over = self.phase in _LOST
-            self._say(f"Interrupted: {_LOST.get(self.phase, 'the step under way is not saved')}.")
+            self._say(f"Interrupted: {_LOST.get(self.phase) or _left_out(self.phase)}.")
             raise KeyboardInterrupt
         self.asked, self._waits, self.got = True, number == signal.SIGINT, number
         self._say(self._answer(), _AGAIN.get(signal.Signals(number), "Ctrl-C or SIGTERM stops it immediately."))
@@ -117,6 +118,8 @@ class StopRequest:
             self.check()
 
     def _answer(self) -> str:
+        if self.phase == "checkpoint":
+            return "Stopping: the last checkpoint is being written."
         if self.phase == "evaluation":
             kept = "saved; the resumed run makes the evaluation" if self.saves else "done"
             text = f"Stopping: the evaluation is given up. The step before it is {kept}."
@@ -134,6 +137,13 @@ class StopRequest:
             return
         with suppress(OSError):  # nobody reads it any more
             os.write(2, f"{text} {again}".rstrip().encode() + b"\n")
+
+
+def _left_out(phase: Phase) -> str:
+    """What a signal loses that does not wait for the end of this phase."""
+    if phase == "checkpoint":
+        return "the checkpoint that was being written is not; the one before it is intact"
+    return "the step under way is not saved"
 
 
 def _forget_closed_terminal() -> None:

@@ -30,7 +30,7 @@ from jetrl.run.prepare import scoring
 from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import build_task, holds_out, sample
 from jetrl.types import Completion, Group, Problem, Prompt, Reply, Request, SamplingParams, StepReport, Trajectory
-from jetrl.untrusted import json_value
+from jetrl.untrusted import json_value, text_file
 from jetrl.user_code.guard import no_silent_exit
 
 Say = Callable[[str], object]
@@ -142,9 +142,9 @@ def _without_template(config: Config) -> Config:
 def read_script(path: Path) -> list[str]:
     """Turns of a file: a JSON list of texts, or one a line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--script {path}: the file is not UTF-8 text: {error}.") from error
+        text = text_file(path)
+    except ValueError as error:  # no UTF-8, or too large
+        raise UserError(f"--script {path}: the file is no text that can be read: {error}.") from error
     if not text.lstrip().startswith("["):
         return text.splitlines()
     try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from jetrl.errors import place_of
+from jetrl.errors import told
 from jetrl.user_code.guard import OUR_THREADS
 
 _PATIENCE = 0.5  # seconds in which a healthy event loop answers
@@ -92,10 +92,10 @@ class Call:
             return self.written_off
         return (time.monotonic() if self.ended is None else self.ended) - self.started > self.time_limit
 
-    def describe_error(self) -> str:
-        """The exception with the user's line that raised it."""
+    def describe_error(self, called: Any = None) -> str:
+        """The exception with the user's line that raised it, or that of `called` if it could not be called."""
         assert self.error is not None
-        return f"{type(self.error).__name__}: {self.error}{place_of(self.error)}"
+        return told(self.error, called)
 
 
 class Background:

@@ -10,14 +10,19 @@ import base64
 import datetime
 import decimal
 import hashlib
+import itertools
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jetrl.errors import UserError, shorten
+from jetrl.config.data import MAX_DATA_GIB
+from jetrl.errors import UserError, as_user_error, shown, told
+from jetrl.tasks.row_files import Budget
+from jetrl.untrusted import MOST_DEPTH
 
 MARK = "<python>"
 ARGUMENTS = {  # key of the config -> the argument of jetrl.Trainer that gives it
@@ -95,52 +100,86 @@ def name_of(value: Any) -> str:
     return f"{MARK}:{module}:{name}"
 
 
-def rows_given(value: Any, name: str) -> GivenRows:
+def same_objects(one: Any, other: Any) -> bool:
+    """Whether two values of a key name the same objects, as far as their names say: the module does not count, nor what
+    a function is nested in, so that another script may go on with a run."""
+    return _bare(one) == _bare(other)
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_bare(one) for one in value]
+    if isinstance(value, str) and is_given(value):
+        return f"{MARK}:{value.rpartition(':')[2].rpartition('.')[2]}"
+    return value
+
+
+def rows_given(value: Any, name: str, gib: float = MAX_DATA_GIB) -> GivenRows:
     """The rows of the argument `name`: a list of dicts, a `datasets.Dataset`, or any iterable of dicts, read once.
 
-    UserError where it is something else, has no rows, or holds a value that has no content to compare.
+    UserError where it is something else, raises, has no rows, needs more memory than `gib` (`task.max_data_gib`), or
+    holds a value that has no content to compare.
     """
     cure = "Give a list of dicts, a datasets.Dataset (one split), or another iterable of dicts."
     if isinstance(value, str | bytes | Path):
         raise UserError(
-            f"{name} = {shorten(repr(value))}: give rows, not a name. For a file set task.train_file, for a data set "
+            f"{name} = {shown(value)}: give rows, not a name. For a file set task.train_file, for a data set "
             f"by name task.dataset, in overrides. {cure}"
         )
     if isinstance(value, Mapping):
-        shown = ", ".join(map(repr, list(value)[:5]))
-        raise UserError(f"{name} is a {type(value).__name__} with the keys {shown}, not rows. {cure}")
+        keys = ", ".join(map(shown, itertools.islice(value, 5)))
+        raise UserError(f"{name} is a {type(value).__name__} with the keys {keys}, not rows. {cure}")
     if not isinstance(value, Iterable) and not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         raise UserError(f"{name} is a {type(value).__name__}, which cannot be read row by row. {cure}")
-    found = value if isinstance(value, Iterable) else (value[i] for i in range(len(value)))
     rows: list[Mapping[str, Any]] = []
-    total = hashlib.sha256()
-    for i, row in enumerate(found):
-        if not isinstance(row, Mapping):
-            hint = " Of a DataFrame, give df.to_dict('records')." if hasattr(value, "to_dict") else ""
-            shown = f"{type(row).__name__} ({shorten(repr(row))})"
-            raise UserError(f"{name}[{i}] is a {shown}, not a dict of columns.{hint}")
-        rows.append(dict(row))
-        total.update(json.dumps(_plain(rows[-1], f"{name}[{i}]"), sort_keys=True).encode() + b"\n")
+    total, budget, where = hashlib.sha256(), Budget(name, gib), f"{name}[0]"
+    try:
+        for row in value if isinstance(value, Iterable) else (value[i] for i in range(len(value))):
+            if not isinstance(row, Mapping):
+                hint = " Of a DataFrame, give df.to_dict('records')." if hasattr(value, "to_dict") else ""
+                raise UserError(f"{where} is a {type(row).__name__} ({shown(row)}), not a dict of columns.{hint}")
+            rows.append(dict(row))
+            budget.take(1, 0, 0)
+            total.update(json.dumps(_plain(rows[-1], where, budget), sort_keys=True).encode() + b"\n")
+            where = f"{name}[{len(rows)}]"
+    except UserError:
+        raise
+    except (Exception, SystemExit, GeneratorExit) as error:  # of the user's iterable, or of a value in it
+        raise as_user_error(error)(f"{where}: reading it raised {told(error)}. Fix what gives the rows.") from error
     if not rows:
         raise UserError(f"{name} has no rows.")
     return GivenRows(name, tuple(rows), total.hexdigest())
 
 
-def _plain(value: Any, where: str) -> Any:
-    """The content of a value as JSON holds it, for the digest."""
+def _plain(value: Any, where: str, budget: Budget, depth: int = 0) -> Any:
+    """The content of a value as JSON holds it, for the digest. What it needs of memory is taken from the budget."""
+    if depth > MOST_DEPTH:
+        raise UserError(
+            f"{where}: lists or dicts are nested more than {MOST_DEPTH} deep, or hold themselves. Make the value flat."
+        )
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, f"{where}[{key!r}]", budget, depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, where, budget, depth + 1) for inner in value]
+    budget.take(0, 1, _content(value))
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner, f"{where}[{key!r}]") for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner, where) for inner in value]
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
         return {type(value).__name__: str(value)}
     if callable(getattr(value, "tolist", None)):  # an array or tensor, or one of their numbers
-        return {type(value).__name__: _plain(value.tolist(), where)}
+        held = Budget(where, math.inf) if type(getattr(value, "nbytes", None)) is int else budget  # counted as a whole
+        return {type(value).__name__: _plain(value.tolist(), where, held, depth + 1)}
     raise UserError(
-        f"{where} is a {type(value).__name__} ({shorten(repr(value))}): jetrl cannot tell whether its content is the "
+        f"{where} is a {type(value).__name__} ({shown(value)}): jetrl cannot tell whether its content is the "
         "same when the run is resumed. Put a text or numbers there, and make the object of them in the reward function."
     )
+
+
+def _content(value: Any) -> int:
+    """Bytes of a text, of bytes, or of an array; what else a value takes is the same for all."""
+    if isinstance(value, str):
+        return sys.getsizeof(value) - sys.getsizeof("")
+    size = len(value) if isinstance(value, bytes) else getattr(value, "nbytes", 0)
+    return size if type(size) is int else 0

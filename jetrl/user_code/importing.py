@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from jetrl.errors import UserError, place_of
+from jetrl.errors import UserError, told
 from jetrl.moved import now_at
 from jetrl.user_code.from_python import NOTHING, FromPython, is_given
 from jetrl.user_code.guard import user_code
@@ -55,8 +55,7 @@ def _load_module(name: str, key: str, form: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         hint = f" If it is a file here, write {name}.py:{form}." if isinstance(error, ModuleNotFoundError) else ""
-        what = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{key}: cannot import {name}: {what}.{_moved(error) or hint}") from error
+        raise UserError(f"{key}: cannot import {name}: {told(error)}.{_moved(error) or hint}") from error
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -72,8 +71,7 @@ def _load_file(path: Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # running the user's code
         del sys.modules[name]
-        what = f"{type(error).__name__}: {error}{place_of(error)}"
-        raise UserError(f"{key}: {path} cannot be loaded: {what}{_moved(error)}") from error
+        raise UserError(f"{key}: {path} cannot be loaded: {told(error)}{_moved(error)}") from error
     return module
 
 

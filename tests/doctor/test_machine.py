@@ -13,12 +13,13 @@ import pytest
 
 from jetrl.doctor import libraries, machine
 from jetrl.doctor.finding import attempted, size
+from jetrl.parallel import host
 from jetrl.requirements import packages
 
 
 @pytest.fixture
 def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     return tmp_path
 
 

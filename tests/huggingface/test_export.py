@@ -167,6 +167,15 @@ def test_an_export_names_the_tokenizer_class_as_checkpoints_do(tmp_path: Path, n
     assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
 
 
+def test_a_damaged_file_is_named_where_it_lies(small: Path) -> None:
+    """Not by the place of its copy, which is gone when the message is read."""
+    for text in ("{", "[]", '{"a": ' + "[" * 999):
+        (small / "tokenizer_config.json").write_text(text)
+        with pytest.raises(UserError, match=f"^{small}/tokenizer_config.json (is not valid JSON|holds a JSON l)"):
+            export(small, small.parent / "out", fp8=False)
+        assert sorted(path.name for path in small.parent.iterdir()) == ["m"]
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     spec = replace(SPEC, hidden_size=40, intermediate_size=72)

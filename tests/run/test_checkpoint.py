@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from jetrl.cli import _told
 from jetrl.errors import UserError
 from jetrl.model.shards import Part
 from jetrl.run.checkpoint import checkpoint, store
+from jetrl.run.checkpoint.beside import HostCopy
 from jetrl.run.checkpoint.checkpoint import Meta
 
 
@@ -39,18 +41,32 @@ def tensors(step: int) -> dict[str, Tensor]:
     }
 
 
-def write_model(folder: Path, told: checkpoint.Told) -> None:
-    with told():
-        (folder / "model.safetensors").write_bytes(b"weights")
+def write_model(folder: Path, state: Path, parts: Any, check: Callable[[], None]) -> list[Path]:
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return [folder / "model.safetensors"]
 
 
-def write(folder: Path, step: int, keep: int = 2) -> Path:
-    parts = {name: Part(value, tuple(value.shape), 0) for name, value in tensors(step).items()}
-    return checkpoint.save(folder, meta(step), parts, write_model, keep)
+def parts_of(step: int) -> dict[str, Part]:
+    return {name: Part(value, tuple(value.shape), 0) for name, value in tensors(step).items()}
 
 
-def test_what_was_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
-    path = write(tmp_path / "c", 3)
+def write(folder: Path, step: int, keep: int = 2, background: bool = False) -> Path:
+    """In the background, the tensors change as soon as they may."""
+    parts = parts_of(step)
+    copy = HostCopy().after(parts) if background else None
+    writing = checkpoint.begin(folder, meta(step), parts, write_model, keep, copy=copy)
+    writing.release()
+    for part in parts.values() if background else ():
+        part.value.zero_()
+    return writing.finish()
+
+
+both = pytest.mark.parametrize("background", [False, True])
+
+
+@both
+def test_what_was_saved_comes_back_to_the_bit(tmp_path: Path, background: bool) -> None:
+    path = write(tmp_path / "c", 3, background=background)
     assert path.name == "step_000003" and (path / "model").is_dir()
     loaded = checkpoint.load(path)
     assert replace(loaded, files=None, digest=None) == meta(3)
@@ -126,10 +142,11 @@ def dies_at(call: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, name, dying(getattr(module, name), name))
 
 
+@both
 @pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_kill_at_any_call_leaves_whole_checkpoints_and_no_rubbish_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, keep: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, keep: int, background: bool
 ) -> None:
     """Step 3 is new, step 2 is written again."""
     for count in range(1, 100):
@@ -139,7 +156,7 @@ def test_a_kill_at_any_call_leaves_whole_checkpoints_and_no_rubbish_for_long(
         with monkeypatch.context() as patch:
             dies_at(count, patch)
             try:
-                write(folder, step, keep)
+                write(folder, step, keep, background)
                 killed = False
             except Killed:
                 killed = True
@@ -191,9 +208,8 @@ def test_what_cannot_be_removed_is_told_and_ends_no_run(tmp_path: Path, monkeypa
 
 
 def test_full_disks_of_libraries_without_oserror_are_told(tmp_path: Path) -> None:
-    def full(folder: Path, told: checkpoint.Told) -> None:
-        with told():
-            raise Exception("No space left on device (os error 28)")  # as tokenizers says it
+    def full(folder: Path, state: Path, parts: Any, check: Callable[[], None]) -> list[Path]:
+        raise Exception("No space left on device (os error 28)")  # as tokenizers says it
 
     with pytest.raises(UserError, match="MiB are free. There is no checkpoint yet"):
         checkpoint.save(tmp_path, meta(1), {}, full, 1)
@@ -233,14 +249,62 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rubbish(
     assert checkpoint.newest(tmp_path) == tmp_path / "step_000001"
 
 
+def test_nobody_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors may change, and the older checkpoint counts, while files are written; then the new one is whole."""
+    write(tmp_path, 1)
+    disk, true = threading.Event(), store.write
+
+    def slow(*args: Any) -> list[Path]:
+        assert disk.wait(60)
+        return true(*args)
+
+    monkeypatch.setattr(store, "write", slow)
+    parts = parts_of(2)
+    writing = checkpoint.begin(tmp_path, meta(2), parts, write_model, 2, copy=HostCopy().after(parts))
+    writing.release()
+    assert not writing.done() and checkpoint.newest(tmp_path) == tmp_path / "step_000001"
+    for part in parts.values():
+        part.value.zero_()
+    disk.set()
+    assert writing.finish() == tmp_path / "step_000002" == checkpoint.newest(tmp_path) and writing.done()
+    for name, value in tensors(2).items():
+        assert_bitwise_equal(store.whole(tmp_path / "step_000002" / "state")[name], value, name)
+
+
+def test_tensors_are_needed_until_they_are_copied(tmp_path: Path) -> None:
+    copying, parts = threading.Event(), parts_of(1)
+
+    def slow(parts: Any) -> Any:
+        assert copying.wait(60)
+        return HostCopy().after(parts)(parts)
+
+    writing = checkpoint.begin(tmp_path, meta(1), parts, write_model, 2, copy=slow)
+    waits = threading.Thread(target=writing.release)
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    copying.set()
+    waits.join(60)
+    assert not waits.is_alive() and writing.finish() == tmp_path / "step_000001"
+
+    writing = checkpoint.begin(tmp_path, meta(2), parts_of(2), write_model, 2, copy=lambda _: 1 / 0)
+    writing.release()  # what fails to be copied holds up nothing
+    with pytest.raises(ZeroDivisionError):
+        writing.finish()
+    assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "latest"}
+
+
+@both
 @pytest.mark.parametrize("place", ["store.write", "checkpoint.sync", "model"])
-def test_a_full_disk_says_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_full_disk_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, background: bool
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full_model(folder: Path, told: checkpoint.Told) -> None:
-        with told():
-            full()
+    def full_model(folder: Path, state: Path, parts: Any, check: Callable[[], None]) -> list[Path]:
+        full()
+        return []
 
     for expected in ("There is no checkpoint yet, so a resumed run starts over", "step_000001 is intact"):
         with monkeypatch.context() as patch, pytest.raises(UserError, match=expected):
@@ -248,7 +312,7 @@ def test_a_full_disk_says_what_is_left(tmp_path: Path, monkeypatch: pytest.Monke
                 "store.write": (store, "write", full), "checkpoint.sync": (checkpoint, "sync", full),
                 "model": (sys.modules[__name__], "write_model", full_model),
             }[place])
-            write(tmp_path, 2)
+            write(tmp_path, 2, background=background)
         assert not list(tmp_path.glob(".writing*"))
         write(tmp_path, 1)
 

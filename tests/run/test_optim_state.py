@@ -44,6 +44,7 @@ def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, world: Wo
 def saved_and_loaded(world: World, kinds: list[tuple[str, bool]], source: Path, out: Path) -> None:
     """Of each kind the state after two steps; and that of another optimizer which took what is in `source`, and made a
     third. Both in `out`, by number."""
+    out.mkdir(exist_ok=True)
     for i, kind in enumerate(kinds):
         params, optimizer = made(world, kind)
         for seed in (1, 2):

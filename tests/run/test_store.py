@@ -7,13 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from killed_ranks import CASES, NAMES, parts_of, save
+from killed_ranks import ALL, NAMES, parts_of, save
 from ranks import run_ranks
+from tiny import files_of
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -22,13 +25,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
-from jetrl.model.sharding import digest, fill, shard_model, whole_value
+from jetrl.model.sharding import digest, fill, shard_model
 from jetrl.model.sharding import parts_of as model_parts
 from jetrl.model.shards import Part, shard
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
 from jetrl.run.checkpoint import checkpoint, store
+from jetrl.run.checkpoint.beside import HostCopy
 from jetrl.spec import ModelSpec, RopeSpec
 
 HERE = Path(__file__).parents[1]
@@ -143,12 +147,11 @@ def test_files_are_those_of_torchs_own_writer(tmp_path: Path, monkeypatch: pytes
 def written(world: World, folder: Path) -> dict[str, Any]:
     """A model by all ranks: Hugging Face folder, sealed folder and checkpoint; then errors that one rank meets."""
     model, found = made(world, 0), {"digest": digest(made(world, 0), world)}
-    params = dict(model.named_parameters())
 
-    def write_model(target: Path, told: checkpoint.Told) -> None:
-        hf.save_shards(
-            target, SPEC, lambda name: whole_value(params[name], torch.bfloat16), world, max_shard_bytes=LIMIT,
-            generation_config={"top_k": 5}, around=told,
+    def write_model(target: Path, state: Path, parts: Any, check: Callable[[], None]) -> list[Path]:
+        return hf.write_shards(
+            target, SPEC, store.Reader(state).whole, hf.small_files(SPEC, generation_config={"top_k": 5}),
+            world.rank, world.size, max_shard_bytes=LIMIT, check=check,
         )
 
     meta = checkpoint.Meta(1, 1, "flow", {}, {})
@@ -159,10 +162,21 @@ def written(world: World, folder: Path) -> dict[str, Any]:
     found["read"] = digest(other, world)
     found["verified"] = checkpoint.load(path, world).step
 
+    parts = model_parts(model)
+    writing = checkpoint.begin(
+        folder, replace(meta, step=2), parts, write_model, 2, world, HostCopy().after(parts)
+    )
+    writing.release()
+    for part in parts.values():
+        part.value.zero_()
+    found["beside"] = checkpoint.load(writing.finish(), world).step, writing.done()
+
     write = store.write
     if world.rank == 1:
         store.write = full
-    found["full"] = error_of(lambda: checkpoint.save(folder, meta, model_parts(model), write_model, 2, world))
+    for name, copy in (("full", None), ("full beside", HostCopy().after(parts))):
+        writing = checkpoint.begin(folder, meta, parts, write_model, 2, world, copy)
+        found[name] = error_of(writing.finish)
     store.write = write
     found["left"] = checkpoint.load(path, world).step
     found["rubbish"] = [p.name for p in folder.glob(".writing*")]
@@ -199,7 +213,12 @@ def test_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
     assert all(one == found[0] for one in found)
     assert found[0]["digest"] == found[0]["read"] == digest(model, ALONE) and found[0]["verified"] == 1
     assert found[0]["full"].startswith("rank 1: No disk space for the checkpoint")
-    assert "step_000001 is intact" in found[0]["full"]
+    assert all("step_000002 is intact" in found[0][name] for name in ("full", "full beside"))
+    assert found[0]["full beside"].startswith("rank 1: No disk space for the checkpoint")
+    assert found[0]["beside"] == (2, True)
+    one, other = (files_of(tmp_path / "ranks" / f"step_00000{step}") for step in (1, 2))
+    assert one.pop("state.json")["step"] + 1 == other.pop("state.json")["step"]
+    assert one == other and one, "the same files beside the run"
     assert found[0]["left"] == 1 and found[0]["rubbish"] == []
     assert "does not have the hash" in found[0]["damaged"] and found[0]["damaged"].endswith("Cure.")
     want, have = tmp_path / "whole", tmp_path / "ranks" / "step_000001" / "model"
@@ -216,7 +235,7 @@ def test_one_process_writes_the_same_folder_one_tensor_at_a_time(limit: int, tmp
     model = made(ALONE, 0)
     hf.save_model(tmp_path / "whole", SPEC, model.state_dict(), max_shard_bytes=limit)
     (tmp_path / "model").mkdir()
-    hf.save_shards(tmp_path / "model", SPEC, model.get_parameter, ALONE, max_shard_bytes=limit)
+    hf.write_shards(tmp_path / "model", SPEC, model.get_parameter, hf.small_files(SPEC), max_shard_bytes=limit)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "model" / file.name).read_bytes(), file.name
     assert len(list((tmp_path / "model").iterdir())) == len(list((tmp_path / "whole").iterdir()))
@@ -232,12 +251,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return root, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_killed_rank_leaves_the_last_checkpoint(name: str, killed: tuple[Path, dict[str, list[int]]]) -> None:
     root, ends = killed
-    assert ends[name] == [CASES[name][0], -9], "the rank was not killed as meant"
+    assert ends[name] == [ALL[name][0], -9], "the rank was not killed as meant"
     folder = root / name
-    renamed = name == "renamed, latest not"
+    renamed = name.endswith("renamed, latest not")
     assert [p.name for p in checkpoint.complete(folder)] == ["step_000001", "step_000002"][: 1 + renamed]
     newest = checkpoint.newest(folder)
     assert newest == folder / "step_000001" and (folder / ".writing_step_000002").is_dir() != renamed

@@ -109,7 +109,7 @@ def test_a_whole_conversation_may_be_the_solution(tmp_path):
 
 def test_broken_parquet_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
-    with pytest.raises(UserError, match="a.parquet: cannot be read as parquet"):
+    with pytest.raises(UserError, match="a.parquet: its rows cannot be read"):
         read_problems(write(tmp_path / "a.parquet", ["no parquet"]))
 
 

@@ -14,34 +14,42 @@ there is never half of one under its name.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import re
 import shutil
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from safetensors import SafetensorError
 
-from jetrl.errors import UserError
+from jetrl.errors import RESUME, UserError
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.agreement import by_all, by_first, together
+from jetrl.parallel.posts import Abandoned, Posts
 from jetrl.parallel.world import ALONE, World
 from jetrl.run.checkpoint import store
-from jetrl.untrusted import fresh, json_file
+from jetrl.untrusted import fresh, json_file, text_file
 
 _STATE, _MODEL, _META = "state", "model", "state.json"
 _NAME = re.compile(r"step_[0-9]{6,}")  # copies under other names are the user's
 _WRITING, _REMOVED = ".writing_", ".removed_"
-Told = Callable[[], AbstractContextManager[None]]
+_PAUSE = 0.05  # seconds between two looks at a thread that writes
+_PATIENCE = 5.0  # seconds for a thread that is to end
+WriteModel = Callable[[Path, Path, Mapping[str, Part], Callable[[], None]], Iterable[Path]]
+"""model folder, state folder, this rank's parts, what to call before each file -> this rank's safetensors files."""
+Copy = Callable[[Mapping[str, Part]], dict[str, Part]]
 _ANOTHER = "Resume from another step of the run (checkpoint.resume = PATH)."
 
 
@@ -63,60 +71,201 @@ class Meta:
 
 
 def save(
-    folder: Path, meta: Meta, parts: Mapping[str, Part], write_model: Callable[[Path, Told], None], keep: int,
-    world: World = ALONE,
+    folder: Path, meta: Meta, parts: Mapping[str, Part], write_model: WriteModel, keep: int, world: World = ALONE,
 ) -> Path:
     """Write `folder/step_NNNNNN` atomically, point `folder/latest` at it, and remove all but the newest `keep`.
 
     What an old checkpoint or a killed writer left and cannot be removed is warned of. Every rank gives its `parts`.
-    `write_model(folder, told)`, with `told()` around what writes, is a collective, and so is this.
+    `write_model` writes this rank's files of the model's folder, when the state of all ranks is in its own. Collective.
+    """
+    return begin(folder, meta, parts, write_model, keep, world).finish()
+
+
+def begin(
+    folder: Path, meta: Meta, parts: Mapping[str, Part], write_model: WriteModel, keep: int, world: World = ALONE,
+    copy: Copy | None = None,
+) -> Writing:
+    """`save` up to where its files are written: `finish` makes it a checkpoint. Collective.
+
+    With `copy`, a thread of each rank writes beside the run, from `copy(parts)`, which it makes first; the parts may
+    change once `release` has returned. There is no collective in it. Else `finish` writes, from the parts themselves.
     """
     final = folder / f"step_{meta.step:06d}"
-    told = partial(store.told_if_full, f"the checkpoint {final}", folder, lambda: (
-        f"{left(folder)} Free some space, then continue with --resume."
-    ))
+    temporary = by_first(world, lambda: _begun(folder, final))
+    return Writing(_Job(temporary, final, meta, dict(parts), write_model, keep, world, Posts(world)), copy)
 
-    def begin() -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        return _free(folder / f"{_WRITING}{final.name}")
 
-    def make() -> None:
-        with told():
-            (temporary / _MODEL).mkdir(parents=True)
+def _begun(folder: Path, final: Path) -> Path:
+    """The empty folder that becomes the checkpoint `final`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    temporary = _free(folder / f"{_WRITING}{final.name}")
+    with _told(temporary, final):
+        (temporary / _MODEL).mkdir(parents=True)
+    return temporary
 
-    def write_state() -> None:
-        with told():
-            store.write(temporary / _STATE, parts, world)
 
-    def end() -> None:
-        record = asdict(replace(meta, files=files))
-        with told():
-            (temporary / _META).write_text(json.dumps(record | {"digest": _digest(record)}, indent=1) + "\n")
-            for path in (temporary / _META, temporary / _STATE, temporary / _MODEL, temporary):
-                sync(path)
-        if final.exists():  # a run resumed from an earlier step writes this one again
-            _hide(final)
-        os.replace(temporary, final)
-        with told():
-            _replace_text(folder / "latest", final.name)
-        others = [p for p in complete(folder) if p != final]  # as there, later ones may be here
-        for old in others[: max(0, len(others) - keep + 1)]:
+@contextmanager
+def _told(temporary: Path, final: Path) -> Iterator[None]:
+    """A full disk, or a folder that is gone, as UserErrors."""
+    folder = final.parent
+    try:
+        with store.told_if_full(f"the checkpoint {final}", folder, lambda: (
+            f"{left(folder)} Free some space, then continue with {RESUME}."
+        )):
+            yield
+    except (OSError, SafetensorError) as error:
+        if not isinstance(error, FileNotFoundError) and temporary.is_dir():
+            raise
+        raise UserError(
+            f"{temporary} was removed, at least in part, while the checkpoint was written there ({error}). "
+            f"{left(folder)} Keep the folder of a run in place while it runs, then continue with {RESUME}."
+        ) from error
+
+
+@dataclass(slots=True)
+class _Job:
+    """What one rank does for a checkpoint, in a thread or not. Not collective: ranks tell each other by `posts`."""
+
+    temporary: Path
+    final: Path
+    meta: Meta
+    parts: dict[str, Part]
+    write_model: WriteModel
+    keep: int
+    world: World
+    posts: Posts
+    ending: threading.Lock = field(default_factory=threading.Lock)  # held while the checkpoint gets its name
+    abandoned: bool = False
+
+    def write(self) -> None:
+        """This rank's files, and on the first rank the end of it all."""
+        try:
+            with _told(self.temporary, self.final):
+                self.posts.put("hashes", self._write())
+                if self.world.first:
+                    every = self.posts.all("hashes", self.check)
+                    self._end({name: digest for own in every for name, digest in own.items()})
+        except Exception:
+            self.posts.fail()
+            raise
+
+    def check(self) -> None:
+        """Raises Abandoned if nobody wants the checkpoint any more."""
+        if self.abandoned:
+            raise Abandoned
+
+    def _write(self) -> dict[str, str]:
+        """This rank's files with their hashes."""
+        state, model = self.temporary / _STATE, self.temporary / _MODEL
+        written = store.write(state, self.parts, self.world, self.check)
+        self.posts.put("state", None)
+        self.posts.all("state", self.check)
+        written += self.write_model(model, state, self.parts, self.check)
+        self.check()
+        return store.sha256_of(self.temporary, sorted(str(path.relative_to(self.temporary)) for path in written))
+
+    def _end(self, files: dict[str, str]) -> None:
+        folder = self.final.parent
+        record = asdict(replace(self.meta, files=dict(sorted(files.items()))))
+        (self.temporary / _META).write_text(json.dumps(record | {"digest": _digest(record)}, indent=1) + "\n")
+        for path in (self.temporary / _META, self.temporary / _STATE, self.temporary / _MODEL, self.temporary):
+            sync(path)
+        with self.ending:
+            self.check()
+            if self.final.exists():  # a run resumed from an earlier step writes this one again
+                _hide(self.final)
+            os.replace(self.temporary, self.final)
+            _replace_text(folder / "latest", self.final.name)
+        others = [p for p in complete(folder) if p != self.final]  # as there, later ones may be here
+        for old in others[: max(0, len(others) - self.keep + 1)]:
             with _warned(old):
                 _hide(old)
         _sweep(folder)
 
-    temporary = by_first(world, begin)
-    try:
-        by_first(world, make)
-        write_model(temporary / _MODEL, told)
-        by_all(world, write_state)
-        files = store.hashes(temporary, world)
-        by_first(world, end)
-    finally:
-        if world.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return final
+
+class Writing:
+    """A checkpoint that has begun."""
+
+    def __init__(self, job: _Job, copy: Copy | None) -> None:
+        self.path, self._job = job.final, job
+        self.seconds: float | None = None  # that its thread took, once it has ended
+        self._copied, self._over = threading.Event(), Future[None]()
+        self._thread: threading.Thread | None = None
+        if copy is not None:
+            name = f"jetrl-{job.final.name}"
+            # a daemon, so that a second signal ends the program at once; one that ends by itself waits for it
+            self._thread = threading.Thread(target=self._carry, args=(copy,), name=name, daemon=True)
+            atexit.register(self._thread.join)
+            self._thread.start()
+
+    def _carry(self, copy: Copy) -> None:
+        """In the thread."""
+        start = time.perf_counter()
+        try:
+            try:
+                self._job.parts = copy(self._job.parts)
+            finally:
+                self._copied.set()
+            self._job.write()
+        except BaseException as error:  # raised by `finish`, in the main thread
+            self._job.posts.fail()
+            self._over.set_exception(error)
+        else:
+            self.seconds = time.perf_counter() - start
+            self._over.set_result(None)
+
+    def release(self) -> None:
+        """Returns once the parts may change. Not collective."""
+        if self._thread is not None:
+            self._copied.wait()
+
+    def done(self) -> bool:
+        """Whether `finish` would not wait. Collective."""
+        return all(self._job.world.gather(self._over.done()))
+
+    def finish(self, show: Callable[[int], None] = lambda _: None) -> Path:
+        """Returns once the checkpoint is on the disk; raises what kept it from that. Collective.
+
+        While it waits it calls `show` with the bytes that are there.
+        """
+        job = self._job
+
+        def wait() -> None:
+            with suppress(Abandoned):  # the other rank says why
+                if self._thread is None:
+                    return job.write()
+                while not self._over.done():  # in short waits, so that signals are heard
+                    show(_size(job.temporary) if job.world.first else 0)
+                    with suppress(TimeoutError):
+                        self._over.exception(_PAUSE)
+                atexit.unregister(self._thread.join)
+                self._over.result()
+
+        try:
+            by_all(job.world, wait)
+        finally:
+            if job.world.first and (self._thread is None or self._over.done()):  # nobody writes there any more
+                shutil.rmtree(job.temporary, ignore_errors=True)
+        return self.path
+
+    def abandon(self) -> None:
+        """The checkpoint stays what it is: whole, or nothing that counts. Its thread ends with the file at hand, which
+        is waited for shortly. Not collective."""
+        if self._thread is not None:
+            with self._job.ending:
+                self._job.abandoned = True
+            atexit.unregister(self._thread.join)
+            self._thread.join(_PATIENCE)
+
+
+def _size(folder: Path) -> int:
+    """Bytes in the files of a folder that changes meanwhile."""
+    total = 0
+    with suppress(OSError):  # it got its name
+        for path in folder.glob("*/*"):
+            total += path.stat().st_size
+    return total
 
 
 def complete(folder: Path) -> list[Path]:
@@ -128,7 +277,10 @@ def complete(folder: Path) -> list[Path]:
 def newest(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, else the newest complete one, else None."""
     pointer = folder / "latest"
-    named = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    try:
+        named = text_file(pointer).strip() if pointer.is_file() else ""
+    except ValueError:  # no text, or too large: no name of a step
+        named = ""
     if _NAME.fullmatch(named) and (folder / named / _META).is_file():
         return folder / named
     found = complete(folder)

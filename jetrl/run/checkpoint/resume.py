@@ -9,14 +9,14 @@ from typing import Any
 
 from jetrl import moved
 from jetrl.config import Config, sections
-from jetrl.config.load import NO_BITS, by_full_key
+from jetrl.config.load import by_full_key, changes_no_bit
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
 from jetrl.run.checkpoint import store
 from jetrl.run.checkpoint.checkpoint import Meta
 from jetrl.tasks.task import holds_out
-from jetrl.user_code.from_python import MARK, NOTHING, FromPython
+from jetrl.user_code.from_python import ARGUMENTS, MARK, NOTHING, FromPython, same_objects
 
 MAY_CHANGE = (
     "train.steps or epochs, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout "
@@ -28,15 +28,13 @@ MAY_CHANGE = (
 
 def settings(config: Config) -> dict[str, Any]:
     """The settings that must not change between a run and its resumption, by full key."""
-    free = {
-        "output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent", *NO_BITS,
-    }
+    free = set()
     if config.train.lr_schedule == "constant":
         free |= {"train.steps", "train.epochs"}
     if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
         free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
     found = by_full_key(config)
-    kept = {k: v for k, v in found.items() if k not in free and k.split(".")[0] not in ("eval", "checkpoint", "track")}
+    kept = {k: v for k, v in found.items() if k not in free and not changes_no_bit(k)}
     # the only thing in [eval] that decides which problems are trained on
     return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
 
@@ -97,7 +95,8 @@ def _differences(
         old, new = (values.get(key, defaults.get(key)) for values in (there, here))
         old = moved.current(old)  # an earlier version wrote the names that it had
         same_file = key in paths_here and paths_here[key] == paths_there.get(key)
-        if old != new and not same_file and (key in here or key in there):
+        same = old == new or (key in ARGUMENTS and same_objects(old, new))
+        if not same and not same_file and (key in here or key in there):
             yield f"{key} = {toml_literal(old)} there, {toml_literal(new)} here"
 
 

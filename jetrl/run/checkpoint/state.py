@@ -6,19 +6,25 @@ Every rank writes and reads its own rows (`run/checkpoint/store.py`): a run may 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
-from jetrl.model.sharding import parts_of, whole_value
+from jetrl.model.sharding import parts_of
 from jetrl.model.shards import Part
 from jetrl.parallel.agreement import by_first, common, together
+from jetrl.parallel.world import World
 from jetrl.run.checkpoint import checkpoint, resume, store
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
+from jetrl.spec import ModelSpec
 from jetrl.train.packing import joined
 from jetrl.train.publish import publish
 from jetrl.train.routing import LOSSES
@@ -53,35 +59,59 @@ def begin(session: Session, run_dir: Path) -> None:
         _keep_reference(session, run_dir)
 
 
-def save(session: Session, run_dir: Path) -> Path:
-    """Write the checkpoint of the current step. Collective."""
+def parts_of_run(session: Session) -> dict[str, Part]:
+    """What this rank has of the tensors in a checkpoint, by their names there."""
     learner = session.learner
     parts = prefixed("model", parts_of(learner.model)) | prefixed("optimizer", optimizer_parts(learner.optimizer))
     if learner.critic is not None:
         parts |= prefixed("critic", parts_of(learner.critic))
     if learner.critic_optimizer is not None:
         parts |= prefixed("critic_optimizer", optimizer_parts(learner.critic_optimizer))
+    return parts
+
+
+def save(session: Session, run_dir: Path) -> None:
+    """Begin the checkpoint of the current step, after the one before has ended. Beside the run it goes on from here
+    (`Session.beside` ends it); else it is on the disk. Collective."""
+    session.beside.finish()
+    parts, world = parts_of_run(session), session.world
     meta = checkpoint.Meta(
         session.step, session.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), session.initial_accuracy, session.num_prompts,
         session.first_row, session.data,
     )
-    path = checkpoint.save(
-        run_dir / "checkpoints", meta, parts, lambda folder, told: save_hf(session, folder, told),
-        session.config.checkpoint.keep, session.world,
+    if world.first and session.model_files is None:  # not in a thread: a tokenizer is one caller's at a time
+        session.model_files = hf.small_files(
+            session.model.spec, tokenizer=session.tokenizer, base_config=session.base_config,
+            generation_config=session.generation_config, trained_with=session.model.recipe,
+        )
+    writing = checkpoint.begin(
+        run_dir / "checkpoints", meta, parts,
+        partial(_write_model, session.model.spec, session.model_files or {}, world), session.config.checkpoint.keep,
+        world, session.beside.copy_of(parts),
     )
+    if session.beside.copies:
+        model = sum(prod(part.size) for name, part in parts.items() if name.startswith("model."))
+        whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
+        session.beside.start(writing, whole + 2 * model)  # once more in BF16
+    else:
+        writing.finish()
     session.saved_step = session.step
-    return path
 
 
-def save_hf(session: Session, folder: Path, told: checkpoint.Told) -> None:
-    """Fill `folder` with the policy in BF16 as a Hugging Face folder, tokenizer included. Collective."""
-    params = dict(session.model.named_parameters())
-    hf.save_shards(
-        folder, session.model.spec, lambda name: whole_value(params[name], torch.bfloat16), session.world,
-        tokenizer=session.tokenizer, base_config=session.base_config, generation_config=session.generation_config,
-        trained_with=session.model.recipe, around=told,
-    )
+def _write_model(
+    spec: ModelSpec, small: Mapping[str, bytes], world: World,
+    folder: Path, state: Path, parts: Mapping[str, Part], check: Callable[[], None],
+) -> list[Path]:
+    """This rank's files of the policy in BF16 as a Hugging Face folder, tokenizer included. Not collective: with
+    several ranks, whole weights are read from the `state` that all have written."""
+    reader = None if world.alone else store.Reader(state)
+
+    def whole(name: str) -> Tensor:
+        key = f"model.{name}"
+        return parts[key].value if reader is None else reader.whole(key)
+
+    return hf.write_shards(folder, spec, whole, small, world.rank, world.size, check=check)
 
 
 def restore(session: Session, path: Path, run_dir: Path) -> None:
@@ -126,6 +156,7 @@ def move_in(session: Session, path: Path, run_dir: Path) -> None:
         _keep_reference(session, run_dir)
     if session.config.checkpoint.save_interval:
         save(session, run_dir)
+        session.beside.finish()  # before anything of the other folder may go
 
 
 def _is_of(path: Path, run_dir: Path) -> bool:
@@ -161,6 +192,7 @@ def stop_non_finite(
 
     `failed/step_NNNNNN/` holds batches.pt, and the masters in weights/ (`store.whole` reads them).
     """
+    session.beside.finish()
     folder = run_dir / "failed" / f"step_{step:06d}"
     parts = session.world.collect(batches)  # each rank holds its own micro-batches
 

@@ -62,53 +62,78 @@ class _Reads(DefaultLoadPlanner):
         """It was read into its place."""
 
 
-def write(folder: Path, parts: Mapping[str, Part], world: World = ALONE) -> None:
-    """Write the parts of all ranks to the new `folder`, synced to the disk. Not collective: call it on every rank.
+def write(
+    folder: Path, parts: Mapping[str, Part], world: World = ALONE, check: Callable[[], None] = lambda: None
+) -> list[Path]:
+    """Write the parts of all ranks to the new `folder`, synced to the disk; returns this rank's files. Not collective:
+    call it on every rank.
 
-    A tensor that is whole on every rank is written by the first. Values have one dimension at least.
+    A tensor that is whole on every rank is written by the first. Values have one dimension at least. `check()` is
+    called before each file, and may raise.
     """
     own = {name: part for name, part in parts.items() if part.value.numel() and (world.first or part.start)}
-    folder.mkdir(parents=True, exist_ok=True)
-    files = _files(own)
+    folder.mkdir(exist_ok=True)
+    files, written = _files(own), []
     for number, names in enumerate(files, 1):
+        check()
         path = folder / f"shard-{world.rank + 1:05}-model-{number:05}-of-{len(files):05}.safetensors"
         offsets = {name: {"saved_offsets": list(_chunk(own[name]).offsets)} for name in names}
         form = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({name: own[name].value.contiguous().cpu() for name in names}, path, form)
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner reads
         sync(path)
+        written.append(path)
+    return written
+
+
+class Reader:
+    """A folder that any number of ranks has written. Verify its files first. Not collective."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, True)
+        self.stored: Stored = {
+            name: (tuple(one.size), one.properties.dtype)
+            for name, one in sorted(self._metadata.state_dict_metadata.items())
+            if isinstance(one, TensorStorageMetadata)
+        }
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor, with the rows of all ranks, in host memory."""
+        size, dtype = self.stored[name]
+        value = torch.empty(size, dtype=dtype)
+        self.read({name: Part(value, size, 0)})
+        return value
+
+    def read(self, parts: Mapping[str, Part]) -> None:
+        """Fill the parts' values in place, this rank's rows only.
+
+        Raises ValueError for a name, shape or type that the folder does not have.
+        """
+        items: list[ReadItem] = []
+        for name, part in parts.items():
+            held = self._metadata.state_dict_metadata.get(name)
+            if not isinstance(held, TensorStorageMetadata):
+                raise ValueError(f"{self.folder} lacks {name}")
+            if (tuple(held.size), held.properties.dtype) != (part.size, part.value.dtype):
+                found = f"{tuple(held.size)} in {held.properties.dtype}"
+                raise ValueError(f"{self.folder} holds {found} as {name}, not {part.size} in {part.value.dtype}")
+            new = create_read_items_for_chunk_list(name, held, [_chunk(part)]) if part.value.numel() else []
+            if sum(prod(item.lengths) for item in new) != part.value.numel():
+                raise ValueError(f"{self.folder} does not hold all of {name}")
+            items += new
+        self._reader.read_data(LoadPlan(items), _Reads(parts)).wait()
 
 
 def read(folder: Path, parts: Mapping[str, Part]) -> None:
-    """Fill the parts' values in place, this rank's rows only, from a folder by any number of ranks. Not collective.
-
-    Raises ValueError for a name, shape or type that the folder does not have. Verify the files first.
-    """
-    reader = HuggingFaceStorageReader(str(folder))
-    metadata = reader.read_metadata()
-    items: list[ReadItem] = []
-    for name, part in parts.items():
-        held = metadata.state_dict_metadata.get(name)
-        if not isinstance(held, TensorStorageMetadata):
-            raise ValueError(f"{folder} lacks {name}")
-        if (tuple(held.size), held.properties.dtype) != (part.size, part.value.dtype):
-            found = f"{tuple(held.size)} in {held.properties.dtype}"
-            raise ValueError(f"{folder} holds {found} as {name}, not {part.size} in {part.value.dtype}")
-        new = create_read_items_for_chunk_list(name, held, [_chunk(part)]) if part.value.numel() else []
-        if sum(prod(item.lengths) for item in new) != part.value.numel():
-            raise ValueError(f"{folder} does not hold all of {name}")
-        items += new
-    reader.set_up_storage_reader(metadata, True)
-    reader.read_data(LoadPlan(items), _Reads(parts)).wait()
+    """`Reader.read` of a folder."""
+    Reader(folder).read(parts)
 
 
 def stored(folder: Path) -> Stored:
     """What a folder holds."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(one.size), one.properties.dtype)
-        for name, one in sorted(found.items()) if isinstance(one, TensorStorageMetadata)
-    }
+    return Reader(folder).stored
 
 
 def whole(folder: Path) -> dict[str, Tensor]:
@@ -140,7 +165,7 @@ def hashes(folder: Path, world: World = ALONE) -> dict[str, str]:
     """SHA-256 of every safetensors file below `folder`, by path in it. Ranks divide the files. Collective."""
     def own() -> dict[str, str]:
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.safetensors"))
-        return _sha256_of(folder, names[world.rank :: world.size])
+        return sha256_of(folder, names[world.rank :: world.size])
 
     return dict(sorted((name, digest) for part in by_all(world, own) for name, digest in part.items()))
 
@@ -151,14 +176,14 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
     Collective.
     """
     def own() -> None:
-        found = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")}
+        found = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors") if p.is_file()}
         if extra := sorted(found - expected.keys()):
             raise UserError(f"{folder / extra[0]} is not one of the files that were written there. {advice}")
         names = sorted(expected)[world.rank :: world.size]
         for name in names:
             if name not in found:
                 raise UserError(f"{folder / name} is missing: the file was removed or renamed. {advice}")
-        for name, digest in _sha256_of(folder, names).items():
+        for name, digest in sha256_of(folder, names).items():
             if digest != expected[name]:
                 raise UserError(
                     f"{folder / name} does not have the hash that was written down ({expected[name][:16]}...): the "
@@ -247,7 +272,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sha256_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """By name, in the order of `names`."""
-    with ThreadPoolExecutor(_HASHING) as pool:  # hashing lets other threads run
-        return dict(zip(names, pool.map(lambda name: sha256(folder / name), names), strict=True))
+def sha256_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of files below `folder`, by name, in the order of `names`."""
+    paths = [folder / name for name in names]
+    try:
+        with ThreadPoolExecutor(_HASHING) as pool:  # hashing lets other threads run
+            found = list(pool.map(sha256, paths))
+    except RuntimeError:  # Python ends, and starts no more threads: a program's last checkpoint is waited for then
+        found = list(map(sha256, paths))
+    return dict(zip(names, found, strict=True))

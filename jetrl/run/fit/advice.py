@@ -217,6 +217,8 @@ def table(memory: Memory, config: Config, ranks: int, gpu: str) -> Iterator[str]
         yield f"  What {config.rollout.engine} holds is not known."
     if m.host:
         yield f"  {'host memory of each rank (moments)':<46}{_gib(m.host)}{_gib(m.host)}"
+    if m.copy:
+        yield f"  {'host memory of each rank (for checkpoints)':<46}{_gib(m.copy)}{_gib(m.copy)}"
 
 
 def _gib(value: int | None) -> str:

@@ -73,8 +73,9 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one GPU. `host` is per rank. A cache of up to `keep` bytes stays during the update.
+    """Bytes on one GPU. A cache of up to `keep` bytes stays during the update.
 
+    `host` and `copy` are a rank's, in host memory.
     `sequences` of `wanted` ones have room in the cache at the same time.
     """
 
@@ -91,7 +92,8 @@ class Memory:
     cache: int
     keep: int
     rollout_passing: int
-    host: int
+    host: int  # moments
+    copy: int  # of what a checkpoint holds, on the host too
     tokens: int
     sequences: int
     wanted: int
@@ -148,7 +150,7 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
         keep=0,
         rollout_passing=_rollout_passing(config, spec, recipe, wanted),
         host=(moments if train.offload_optimizer else 0) + other_host, tokens=tokens, sequences=sequences,
-        wanted=wanted,
+        copy=checkpoint_bytes(config, spec, ranks) if copies(config) else 0, wanted=wanted,
     )
     left = max(0, capacity - SPARE - GRAPHS - int((1 + MARGIN) * memory.update))
     room = {"auto": left, "always": capacity, "never": 0}
@@ -251,8 +253,7 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
     if config.rl.kl_coef > 0:
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
     if config.rl.adv_estimator == "gae" and config.rl.critic != "shared":
-        head = Matrix("head.weight", (1,), spec.hidden_size)
-        body = Sizes((*(m for m in sizes.matrices if m.name != "lm_head.weight"), head), sizes.vectors)
+        body = _critic(spec, sizes)
         owned = body.owned(ranks)
         moments = sum(_moments(n, config) for n in owned)
         device += _BYTES[train.master_dtype] * sum(owned) + _tables(spec)
@@ -260,6 +261,34 @@ def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tupl
         device += (0 if train.offload_optimizer else moments)
         host += moments if train.offload_optimizer else 0
     return device, host
+
+
+def _critic(spec: ModelSpec, sizes: Sizes) -> Sizes:
+    """The parameters of a critic of its own, from the policy's."""
+    head = Matrix("head.weight", (1,), spec.hidden_size)
+    return Sizes((*(m for m in sizes.matrices if m.name != "lm_head.weight"), head), sizes.vectors)
+
+
+def copies(config: Config) -> bool:
+    """Whether checkpoints are to be written beside the run, from a copy."""
+    return config.checkpoint.save_interval > 0 and config.checkpoint.background != "off"
+
+
+def checkpoint_bytes(config: Config, spec: ModelSpec, ranks: int) -> int:
+    """Masters and moments of rank 0, which has the most: what a checkpoint holds of it, and a copy of that takes."""
+    return sum(_BYTES[config.train.master_dtype] * n + _moments(n, config) for n in _trained(config, spec, ranks))
+
+
+def host_moments(config: Config, spec: ModelSpec, ranks: int) -> int:
+    """Bytes of moments that rank 0 keeps in host memory."""
+    return sum(_moments(n, config) for n in _trained(config, spec, ranks)) if config.train.offload_optimizer else 0
+
+
+def _trained(config: Config, spec: ModelSpec, ranks: int) -> list[int]:
+    """Elements of each parameter of the policy, and of a critic of its own, that rank 0 owns."""
+    sizes = sizes_of(spec, recipe_for(config, spec))
+    own_critic = config.rl.adv_estimator == "gae" and config.rl.critic != "shared"
+    return sizes.owned(ranks) + (_critic(spec, sizes).owned(ranks) if own_critic else [])
 
 
 def _step_tokens(config: Config) -> int:

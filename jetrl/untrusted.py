@@ -1,6 +1,7 @@
 """What comes from others' files, used as if it were ours: text on a terminal, JSON of any depth, names of files.
 
-Each has one function here: `printable`, `json_value` and `json_file`, `text_file` and `open_regular`, `inside`.
+Each has one function here: `printable`, `json_value` and `json_file`, `text_file` and `open_regular`, `inside`; and
+what rows may take of memory has a `Budget`.
 tests/test_untrusted.py looks for places that do without.
 """
 
@@ -25,6 +26,8 @@ from jetrl.errors import printable as printable
 MOST_JSON_BYTES = 64 << 20  # of one JSON file; the index of a model of 30,000 tensors has 3 MiB
 MOST_TEXT_BYTES = 16 << 20  # of a recipe, a picture, a card, a script
 MOST_LINE = 64 << 20  # characters or bytes of one line of jsonl
+GIB = 1 << 30
+ROW_BYTES, CELL_BYTES = 300, 60  # that Python needs for the table of a row, for a value in it
 MOST_DEPTH = 64  # of lists and tables in each other
 _NESTS = (dict, list, tuple)
 
@@ -183,3 +186,31 @@ def guard_terminal() -> None:
 def _told(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if not issubclass(kind, SystemExit):
         sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """Memory for the rows of `source`: bytes of their texts and numbers, and `ROW_BYTES` and `CELL_BYTES` for Python's
+    objects. UserError where they need more than `gib` GiB."""
+
+    def __init__(self, source: object, gib: float) -> None:
+        self.source, self.gib = source, gib
+        self.left = self.limit = gib * GIB
+
+    def take(self, rows: int, cells: int, content: int) -> None:
+        """Count rows with so many values and bytes of content."""
+        self.left -= self.needs(rows, cells, content)
+        if self.left < 0:
+            self.refuse(f"more than {self.gib:g} GiB")
+
+    @staticmethod
+    def needs(rows: int, cells: int, content: int) -> int:
+        return rows * ROW_BYTES + cells * CELL_BYTES + content
+
+    def refuse(self, size: str) -> None:
+        raise UserError(
+            f"{self.source}: its rows need {size} of memory, and task.max_data_gib is {self.gib:g}. If that is "
+            "what you expect, and this machine has the memory, raise the limit; or take fewer rows or columns."
+        )

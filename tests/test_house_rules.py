@@ -57,8 +57,9 @@ SWALLOWERS = [
     "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "kernels/compiling/pool.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
-    "rewards/mathematics.py:_serve", "rewards/mathematics.py:score_math", "tasks/gym.py:_score",
+    "rewards/mathematics.py:_serve", "rewards/mathematics.py:score_math",
     "run/checkpoint/checkpoint.py:_carry",  # in a thread: raised by `finish`
+    "tasks/gym.py:_score",
 ]
 # A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
 REACHED_THROUGH = {

@@ -159,8 +159,8 @@ def test_json_is_bounded(tmp_path: Path) -> None:
 OWN_FILES = {
     "jetrl/cli.py", "jetrl/config/shipped.py",  # recipes that come with jetrl
     "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py", "jetrl/run/compiling/ahead.py",
-    "jetrl/doctor/gpu.py", "jetrl/doctor/machine.py", "jetrl/report/environment.py",
-    "jetrl/parallel/spawn.py", "jetrl_study/jobs.py",  # what its own processes write
+    "jetrl/doctor/gpu.py", "jetrl/parallel/host.py", "jetrl/report/environment.py",
+    "jetrl/huggingface/write.py", "jetrl/parallel/spawn.py", "jetrl_study/jobs.py",  # what its own processes write
     "jetrl/user_code/neighbours.py", "jetrl/kernels/compiling/pool.py",
 }
 

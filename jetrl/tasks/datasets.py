@@ -16,8 +16,8 @@ from jetrl.config.data import MAX_DATA_GIB
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
 from jetrl.huggingface.files import some
-from jetrl.tasks.row_files import Budget, read_by_library
-from jetrl.untrusted import inside, require_shallow, text_file
+from jetrl.tasks.row_files import read_by_library
+from jetrl.untrusted import Budget, inside, require_shallow, text_file
 
 _CARD = "README.md"
 # Ending of a file -> the reader of the library, and its settings.

@@ -1,9 +1,8 @@
 """The rows of a jsonl or parquet file, within a limit of memory: a small file can stand for rows that fill a machine.
 
-What rows take is estimated before they are made: the bytes of their texts and numbers, and `ROW_BYTES` and
-`CELL_BYTES` for Python's objects. A limit counts the rows that were read so far, so that a file is refused at the batch
-that goes beyond it. One batch is held in addition: at most 64 rows, and so few that they take a
-sixteenth of the limit if they are as large as those of the largest page; or one row.
+What rows take is estimated before they are made (`untrusted.Budget`). A limit counts the rows that were read so far,
+so that a file is refused at the batch that goes beyond it. One batch is held in addition: at most 64 rows, and so few
+that they take a sixteenth of the limit if they are as large as those of the largest page; or one row.
 """
 
 from __future__ import annotations
@@ -16,36 +15,10 @@ from typing import Any
 from jetrl.errors import UserError, shorten
 from jetrl.requirements import install
 from jetrl.tasks.parquet_pages import Page, pages_of
-from jetrl.untrusted import MOST_LINE, json_value
+from jetrl.untrusted import GIB, MOST_LINE, Budget, json_value
 
-GIB = 1 << 30
-ROW_BYTES, CELL_BYTES = 300, 60  # of a row's table, of a value in it
 _MOST_ROWS, _BATCHES = 64, 16  # in a batch of parquet (more is no faster); batches that the limit must have room for
 Row = tuple[int, Mapping[str, Any]]
-
-
-class Budget:
-    """Memory for the rows of `source`; UserError where they need more than `gib`."""
-
-    def __init__(self, source: object, gib: float) -> None:
-        self.source, self.gib = source, gib
-        self.left = self.limit = gib * GIB
-
-    def take(self, rows: int, cells: int, content: int) -> None:
-        """Count rows with so many values and bytes of content."""
-        self.left -= self.needs(rows, cells, content)
-        if self.left < 0:
-            self.refuse(f"more than {self.gib:g} GiB")
-
-    @staticmethod
-    def needs(rows: int, cells: int, content: int) -> int:
-        return rows * ROW_BYTES + cells * CELL_BYTES + content
-
-    def refuse(self, size: str) -> None:
-        raise UserError(
-            f"{self.source}: its rows need {size} of memory, and task.max_data_gib is {self.gib:g}. If that is "
-            "what you expect, and this machine has the memory, raise the limit; or take fewer rows or columns."
-        )
 
 
 def read_jsonl(path: Path, gib: float) -> Iterator[Row]:

@@ -21,8 +21,7 @@ from typing import Any
 
 from jetrl.config.data import MAX_DATA_GIB
 from jetrl.errors import UserError, as_user_error, shown, told
-from jetrl.tasks.row_files import Budget
-from jetrl.untrusted import MOST_DEPTH
+from jetrl.untrusted import MOST_DEPTH, Budget
 
 MARK = "<python>"
 ARGUMENTS = {  # key of the config -> the argument of jetrl.Trainer that gives it

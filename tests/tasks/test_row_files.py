@@ -13,8 +13,8 @@ from jetrl.errors import UserError
 from jetrl.tasks import row_files
 from jetrl.tasks.files import read_problems
 from jetrl.tasks.parquet_pages import Page, pages_of
-from jetrl.tasks.row_files import GIB, read_jsonl, read_parquet
-from jetrl.untrusted import MOST_LINE
+from jetrl.tasks.row_files import read_jsonl, read_parquet
+from jetrl.untrusted import GIB, MOST_LINE
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

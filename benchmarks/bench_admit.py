@@ -28,8 +28,8 @@ import torch
 from common import RESULTS, SPEC, NoText, require_gpu, save, table
 
 from jetrl.api import random_model
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.mixed_graphs import _MOST_ROWS
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.graphs.mixed import _MOST_ROWS
 from jetrl.types import Request, SamplingParams, WeightSet
 
 VARIANTS = {"freed plain": (0, False), "kept plain": (1 << 40, False), "freed mixed": (0, True),

@@ -34,18 +34,18 @@ from common import RESULTS, SPEC, NoText, require_gpu, save, table
 from torch import Tensor
 
 from jetrl.api import random_model
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.graphs.capture import Capture
+from jetrl.engine.graphs.decode import DecodeGraphs, DecodeInputs
+from jetrl.engine.graphs.drafts import DraftGraphs
+from jetrl.engine.kv_cache import KVCache
+from jetrl.engine.plan import Plan
+from jetrl.engine.sampler import SamplingTable
+from jetrl.engine.speculation.depth import DEPTHS, DepthRule
+from jetrl.engine.speculation.drafts import DraftIndex
+from jetrl.engine.speculation.sources import SOURCES
+from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.report.recorder import read_metrics
-from jetrl.rollout.capture import Capture
-from jetrl.rollout.depth import DEPTHS, DepthRule
-from jetrl.rollout.draft import DraftIndex
-from jetrl.rollout.draft_graphs import DraftGraphs
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.graphs import DecodeGraphs, DecodeInputs
-from jetrl.rollout.kv_cache import KVCache
-from jetrl.rollout.plan import Plan
-from jetrl.rollout.sampler import SamplingTable
-from jetrl.rollout.speculate import Speculator, build_speculator
-from jetrl.rollout.texts import SOURCES
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
 LEVELS = (0.0, 0.4, 0.6, 0.8)  # forced acceptance

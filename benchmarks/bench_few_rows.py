@@ -1,4 +1,4 @@
-"""FP8 GEMMs for 1 to 64 tokens at the sizes of Qwen3-8B: DeepGEMM against the variants of `few_rows_choice`.
+"""FP8 GEMMs for 1 to 64 tokens at the sizes of Qwen3-8B: DeepGEMM against the variants of `kernels/gemm/choice.py`.
 
     python benchmarks/bench_few_rows.py [--tokens 1 8 64] [--variants one half] [--out DIR]
 
@@ -9,7 +9,7 @@ compared with DeepGEMM's first: for normal input, for all codes under scales of 
 below FP32's normal numbers.
 
 Everything runs in a process of its own. If it dies or hangs, the variant that had begun last is left out and the rest
-goes on. Prints what `few_rows_choice.CHOSEN` should hold. Writes `results/few_rows.json`.
+goes on. Prints what `kernels.gemm.choice.CHOSEN` should hold. Writes `results/few_rows.json`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 from common import RESULTS, ask, emit, require_gpu, save, table
 from torch import Tensor
 
-from jetrl.kernels.backends.few_rows_choice import DEEPGEMM as DEEP
-from jetrl.kernels.backends.few_rows_choice import VARIANTS, shape_of
-from jetrl.kernels.backends.gluon_few_rows import Shape, matmul
-from jetrl.kernels.compiling import compile_all, processors
+from jetrl.kernels.compiling.pool import compile_all, processors
+from jetrl.kernels.gemm.choice import DEEPGEMM as DEEP
+from jetrl.kernels.gemm.choice import VARIANTS, shape_of
+from jetrl.kernels.gemm.few_rows import Shape, matmul
 
 CUDA, READ_TBPS, LAYERS = "cuda", 4.47, 36
 SIZES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
@@ -76,8 +76,8 @@ def few(a: Operand, b: Operand, shape: Shape, early: bool = True) -> Tensor:
 
 def find(send: Callable[[Any], object], tokens: list[int], variants: list[str]) -> None:
     """A job for every kernel that is measured."""
-    from jetrl.kernels.backends.recorded import recording
-    from jetrl.kernels.backends.triton_quant import quantize_act
+    from jetrl.kernels.compiling.recorded import recording
+    from jetrl.kernels.quantize.triton import quantize_act
 
     with recording(send):
         for n, k in SIZES.values():
@@ -92,7 +92,7 @@ def find(send: Callable[[Any], object], tokens: list[int], variants: list[str]) 
 
 def compile_first(tokens: list[int], variants: list[str]) -> None:
     begin = time.perf_counter()
-    prepare = ("jetrl.kernels.backends.recorded:prepare", (0,))
+    prepare = ("jetrl.kernels.compiling.recorded:prepare", (0,))
     done = compile_all(
         "bench_few_rows:find", (tokens, variants), workers=min(processors(), 16), prepare=prepare, limit=120.0
     )
@@ -128,7 +128,7 @@ def times(calls: dict[str, list[Call]]) -> dict[str, float]:
 
 
 def measure(size: str, m: int, variants: list[str], weights: list[Operand]) -> dict[str, Any]:
-    from jetrl.kernels.backends.triton_quant import quantize_act
+    from jetrl.kernels.quantize.triton import quantize_act
 
     n, k = SIZES[size]
     a, _ = operands(16, m, k, "normal")
@@ -159,7 +159,7 @@ def measure(size: str, m: int, variants: list[str], weights: list[Operand]) -> d
 
 def whole(m: int, picked: dict[str, str], weights: dict[str, list[Operand]]) -> dict[str, Any]:
     """Milliseconds of all GEMMs of a step, each behind a quantizer; `picked`: the variant of each size."""
-    from jetrl.kernels.backends.triton_quant import quantize_act
+    from jetrl.kernels.quantize.triton import quantize_act
 
     def layer(i: int, chosen: dict[str, str]) -> None:
         for size, (n, k) in SIZES.items():

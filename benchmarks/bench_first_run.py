@@ -5,7 +5,7 @@
 
 Cases are Qwen3-8B's shape (FP8 with FP8 KV, 256 sequences) and the recipe h200_smollm2. Each way is a process of its
 own with empty caches of compilers, in a folder that is deleted. `needed`, the baseline: kernels are compiled when they
-are first called. `ahead`: first by `train/compile_ahead.py`, as a run does. Then both make a rollout in which
+are first called. `ahead`: first by `run/compiling/ahead.py`, as a run does. Then both make a rollout in which
 sequences end one after the other, so that every batch size occurs, and one update of ragged sequences, each twice: what
 the first takes longer than the second is compilation (and capture of graphs). Weights are zeros: only shapes count.
 `new` counts kernels that were not on disk: after `ahead` there should be none. The ways `ahead` run one at a time, as
@@ -119,7 +119,7 @@ class Compilers:
         import deep_gemm
         from triton.runtime.jit import JITFunction
 
-        from jetrl.kernels.backends import flash
+        from jetrl.kernels.attention import flash
 
         JITFunction._do_compile = self.timed(JITFunction._do_compile, 0.0)
         for name in [name for name in dir(deep_gemm) if "gemm" in name and not name.startswith("_")]:
@@ -166,9 +166,9 @@ def requests(case: Case) -> list[Request]:
 
 
 def rollout(case: Case, compilers: Compilers) -> dict[str, Any]:
+    from jetrl.engine.engine import PagedEngine
     from jetrl.model.transformer import Transformer
-    from jetrl.rollout.engine import PagedEngine
-    from jetrl.train.prepare import recipe_of
+    from jetrl.run.prepare import recipe_of
 
     config, spec = case.config, case.spec
     model = Transformer(spec, recipe_of(config, spec), master_dtype=None).to("cuda")
@@ -235,10 +235,10 @@ def groups(case: Case) -> list[Group]:
 
 
 def update(case: Case, compilers: Compilers) -> dict[str, Any]:
-    from jetrl.train import setup
+    from jetrl.run import setup
+    from jetrl.run.prepare import recipe_of
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
-    from jetrl.train.prepare import recipe_of
     from jetrl.train.step import update as one_update
 
     config, spec = case.config, replace(case.spec, num_layers=min(4, case.spec.num_layers))
@@ -266,8 +266,8 @@ def update(case: Case, compilers: Compilers) -> dict[str, Any]:
 def one(case: Case, parts: Sequence[str] = PARTS) -> None:
     """One way, in this process, whose caches are empty; `parts` are measured after the phase, if there is one."""
     from jetrl.kernels.dispatch import select
-    from jetrl.report.compiling import Compiling
-    from jetrl.train.compile_ahead import compile_ahead
+    from jetrl.run.compiling.ahead import compile_ahead
+    from jetrl.run.compiling.display import Compiling
 
     config, phase = case.config, 0.0
     torch.use_deterministic_algorithms(True)

@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu()
     ops = load_backend("hopper")
-    from jetrl.kernels.backends.triton_swiglu import OPTIONS
+    from jetrl.kernels.pointwise.swiglu import OPTIONS
 
     rows: list[dict[str, Any]] = []
     chosen = dict(OPTIONS)

@@ -15,11 +15,11 @@ import torch
 from common import COPY_TBPS, RESULTS, graphed, host_us, interleaved, median, quantiles, require_gpu, save, table
 from torch import Tensor
 
+from jetrl.engine.kv_cache import KVCache
 from jetrl.kernels.dispatch import load_backend
 from jetrl.model.blocks import Layer
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe
-from jetrl.rollout.kv_cache import KVCache
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, LayerCache, PagedPlan, VarlenPlan
 

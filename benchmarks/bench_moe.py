@@ -55,14 +55,14 @@ from common import (
 from torch import Tensor
 
 from jetrl.api import random_model
-from jetrl.kernels import moe
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.kv_cache import page_bytes
 from jetrl.kernels.dispatch import require_experts
-from jetrl.kernels.gradient import accumulate_in
-from jetrl.kernels.quantize import quantize_act
+from jetrl.kernels.experts import ops as moe
+from jetrl.kernels.quantize.ops import quantize_act
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.block import Routes
 from jetrl.model.transformer import Transformer
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.kv_cache import page_bytes
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.train.optim import MixedAdamW
 from jetrl.types import WeightSet
@@ -296,7 +296,7 @@ def per_call(fn: Callable[[], Any], calls: int = 10, rounds: int = 15) -> float:
 @torch.no_grad()
 def sweep(args: argparse.Namespace) -> None:
     """Rows of a tile, then the number of SMs: each pair is a kernel of DeepGEMM, compiled at its first call."""
-    from jetrl.kernels.backends.deepgemm import deep_gemm
+    from jetrl.kernels.gemm.deepgemm import deep_gemm
 
     small = ("router", "route", "group", "dispatch_quantize", "group_quantize", "swiglu_quantize", "combine")
     gemms, all_sms = ("gate_up fp8", "down fp8"), deep_gemm.get_num_sms()

@@ -22,7 +22,7 @@ from common import RESULTS, NoText, environment, require_gpu, save, split_varian
 from torch.profiler import ProfilerActivity, profile
 
 from jetrl.api import random_model
-from jetrl.rollout.engine import PagedEngine
+from jetrl.engine.engine import PagedEngine
 from jetrl.types import WeightSet
 
 SHORT = 9  # tokens of the shorter rollout

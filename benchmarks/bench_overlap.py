@@ -24,9 +24,9 @@ from bench_tail import decode_batch
 from common import RESULTS, median, require_gpu, save, table
 from torch import Tensor
 
-from jetrl.kernels.attention import varlen_plan
-from jetrl.kernels.logprob import draw
-from jetrl.subject import random_model
+from jetrl.kernels.attention.ops import varlen_plan
+from jetrl.kernels.logprob.ops import draw
+from jetrl.parity.model_under_test import random_model
 from jetrl.types import ForwardBatch
 
 CUDA = "cuda"

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 
 from jetrl.config import load_config, resolve
+from jetrl.engine.engine import PagedEngine
 from jetrl.kernels import reference as ref
-from jetrl.loop import Clock, StopRequest, run
 from jetrl.report.environment import cpu_name, git_commit
 from jetrl.report.recorder import read_metrics
 from jetrl.report.run import PARITY_KEY
-from jetrl.rollout.engine import PagedEngine
-from jetrl.train import gather
+from jetrl.run import gather
+from jetrl.run.loop import Clock, StopRequest, run
 
 ROOT = Path(__file__).parents[1]
 SHAPES = [(128, 320, 192), (128, 896, 192), (128, 192, 448), (4096, 896, 192), (4096, 192, 448)]

@@ -41,7 +41,7 @@ from common import (
 )
 
 from jetrl.api import random_model
-from jetrl.rollout.engine import PagedEngine
+from jetrl.engine.engine import PagedEngine
 from jetrl.types import Request, SamplingParams, StepReport, WeightSet
 
 PEER_MARK = "VBENCH "

@@ -41,9 +41,7 @@ from common import RESULTS, SPEC, ask, emit, environment, median, save, table
 from recipes_on_random import stand_in_config
 from simulate_queue import lengths
 
-from jetrl import loop
 from jetrl.config import Config
-from jetrl.loop import Clock, train_step
 from jetrl.model.shards import shard_of
 from jetrl.model.transformer import Transformer
 from jetrl.parallel import launch
@@ -53,11 +51,13 @@ from jetrl.report.console import Display
 from jetrl.report.recorder import NoRecorder
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.rollout.rollout import Rollout, roll_out
+from jetrl.run import loop
+from jetrl.run.checkpoint import state
+from jetrl.run.loop import Clock, train_step
+from jetrl.run.setup import Session, build
+from jetrl.run.stopping import StopRequest
 from jetrl.spec import ModelSpec
-from jetrl.train import state
 from jetrl.train.publish import publish
-from jetrl.train.setup import Session, build
-from jetrl.train.stopping import StopRequest
 from jetrl.types import Problem, Prompt, Request, SamplingParams
 
 TINY = replace(SPEC, vocab_size=4096, hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=64)

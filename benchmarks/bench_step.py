@@ -29,9 +29,9 @@ import torch
 from common import RESULTS, SPEC, NoText, ask, emit, environment, median, require_gpu, save, table, timed
 
 from jetrl.api import random_model
-from jetrl.kernels.gradient import accumulate_in, grad_dtype
+from jetrl.engine.engine import PagedEngine
+from jetrl.kernels.update.gradient import accumulate_in, grad_dtype
 from jetrl.model.transformer import Transformer
-from jetrl.rollout.engine import PagedEngine
 from jetrl.train.optim import MixedAdamW, clipped_step, global_grad_norm
 from jetrl.train.publish import publish
 from jetrl.types import ForwardBatch, Request, SamplingParams, VarlenPlan, WeightSet

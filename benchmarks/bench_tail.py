@@ -28,15 +28,15 @@ import torch
 from common import READ_TBPS, RESULTS, SPEC, median, require_gpu, save, table
 from torch import Tensor
 
-from jetrl.kernels.backends import gluon_attention as walk
-from jetrl.kernels.backends import triton_decode_choice as choice
-from jetrl.kernels.backends import triton_decode_split as split
-from jetrl.kernels.backends.triton_launch import LAUNCH
-from jetrl.kernels.decode import SharedPages
-from jetrl.kernels.logprob import draw
-from jetrl.rollout.kv_cache import KVCache
-from jetrl.rollout.sharing import chunk_size, find_sharing
-from jetrl.subject import random_model
+from jetrl.engine.kv_cache import KVCache
+from jetrl.engine.sharing import chunk_size, find_sharing
+from jetrl.kernels.attention import choice
+from jetrl.kernels.attention import decode as walk
+from jetrl.kernels.attention import decode_split as split
+from jetrl.kernels.attention.state import SharedPages
+from jetrl.kernels.launch import LAUNCH
+from jetrl.kernels.logprob.ops import draw
+from jetrl.parity.model_under_test import random_model
 from jetrl.types import ForwardBatch, LayerCache, PagedPlan
 
 CUDA = "cuda"
@@ -155,7 +155,7 @@ def _tail_row(cache: LayerCache, pool: int, batch: int, length: int, fp8: bool, 
 
 
 def advice(rows: Rows) -> str:
-    """What `triton_decode_choice.SPLIT_FROM` should hold."""
+    """What `kernels.attention.choice.SPLIT_FROM` should hold."""
     lines = []
     for batch in sorted({r["batch"] for r in rows}):
         mine = [r for r in rows if r["batch"] == batch]

@@ -37,14 +37,14 @@ from common import RESULTS, SPEC, emit, environment, median, profiled, require_g
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.kernels.dispatch import load_backend
-from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model import attention, mlp
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
+from jetrl.parity.model_under_test import random_model
 from jetrl.precision.recipe import build_recipe
-from jetrl.subject import random_model
+from jetrl.run.fit.advice import on_gpu
 from jetrl.train import reduction
-from jetrl.train.fitting import on_gpu
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate, logprob_pass

@@ -20,15 +20,15 @@ import torch
 from common import NoText, environment
 
 from jetrl.config import Config, parse_config, resolve
+from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import select
-from jetrl.model import hf
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published, published_bytes
 from jetrl.precision.flow import flow_digest
-from jetrl.rollout.vllm_engine import VllmEngine
+from jetrl.run.prepare import recipe_of
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.train.prepare import recipe_of
 from jetrl.types import Request, SamplingParams, WeightSet
+from jetrl.vllm.engine import VllmEngine
 
 LENGTHS = (64, 32)  # of prompts and answers
 

@@ -42,11 +42,11 @@ from common import READ_TBPS, RESULTS, SPEC, NoText, emit, environment, require_
 
 from jetrl.api import random_model
 from jetrl.config import Config, parse_config, resolve
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.parallel.world import ALONE
-from jetrl.report.compiling import Compiling
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.speculate import build_speculator
-from jetrl.train.compile_ahead import compile_ahead
+from jetrl.run.compiling.ahead import compile_ahead
+from jetrl.run.compiling.display import Compiling
 from jetrl.types import Completion, Request, SamplingParams, StepReport, WeightSet
 
 PLAIN, MERGED, DRAFTS, NEVER = "plain", "merged", "drafts", "never"

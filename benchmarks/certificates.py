@@ -54,9 +54,9 @@ from torch import Tensor
 
 from jetrl.api import random_model
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Workload, chunked_link, decode_link, packed_link, random_sequences, shared_link
-from jetrl.parity_drawn import draft_link, graph_link, merged_link
-from jetrl.parity_rows import LinkResult
+from jetrl.parity.certificate import Workload, chunked_link, decode_link, packed_link, random_sequences, shared_link
+from jetrl.parity.drawn import draft_link, graph_link, merged_link
+from jetrl.parity.rows import LinkResult
 from jetrl.spec import SHAPES
 
 MODELS = ["qwen3-8b", "llama-3.1-8b", "qwen3-1.7b", "qwen3-0.6b", "smollm2-135m", "qwen3-30b-a3b"]
@@ -68,7 +68,7 @@ WORKLOADS = {  # pages of 128 tokens, as on every GPU
 }
 RANK_CASES = [("qwen3-0.6b", "fp8", "fp32"), ("qwen3-0.6b", "bf16", "bf16"), ("qwen3-8b:4", "fp8", "fp32")]
 RANK_SIZES = ["--sequences", "16", "--max-prompt", "240", "--new-tokens", "24", "--chunk", "64"]
-LINKS: dict[str, Callable[[Transformer, list[Tensor], Workload], LinkResult]] = {  # as `parity.certify` runs them
+LINKS: dict[str, Callable[[Transformer, list[Tensor], Workload], LinkResult]] = {  # as `certificate.certify` runs them
     "a": packed_link, "b": chunked_link, "c": decode_link, "d": graph_link, "m": merged_link, "v": draft_link,
     "s": shared_link,
 }

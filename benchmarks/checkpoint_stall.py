@@ -29,8 +29,8 @@ from common import RESULTS, ask, emit, end_on_sigterm, environment, median, requ
 from recipes_on_random import stand_in_config
 
 from jetrl.config import load_config, resolve, to_toml
-from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_metrics
+from jetrl.run.loop import StopRequest, run
 from jetrl.spec import SHAPES, ModelSpec, RopeSpec
 
 RECIPE, SETTINGS = "gsm8k_qwen3_0.6b", ("on", "off")

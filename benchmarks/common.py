@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from jetrl.parity import NoText as NoText
+from jetrl.parity.certificate import NoText as NoText
 from jetrl.report.environment import git_commit
 from jetrl.spec import SHAPES
 

@@ -27,21 +27,21 @@ from torch import Tensor
 
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.shipped import find_recipe
-from jetrl.kernels import gemm
+from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act_t
-from jetrl.loop import Clock
+from jetrl.kernels.quantize.ops import quantize_act_t
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.report.console import Display
 from jetrl.rl.objective import objective
-from jetrl.train.gather import gather
+from jetrl.run.gather import gather
+from jetrl.run.loop import Clock
+from jetrl.run.setup import Session, build
+from jetrl.run.sft import warm_start
 from jetrl.train.packing import denominators, pack, to_device
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
-from jetrl.train.setup import Session, build
-from jetrl.train.sft import warm_start
 from jetrl.train.step import forward_rows, inputs_of
 from jetrl.types import PackedBatch
 

@@ -25,8 +25,8 @@ import numpy as np
 from common import table
 
 from jetrl.parallel.world import World
+from jetrl.rewards.score import Rewards, with_rewards
 from jetrl.rollout.exchange import dumps
-from jetrl.tasks.rewards import Rewards, with_rewards
 from jetrl.train.packing import Own, denominators, fill, pack
 from jetrl.train.reduction import own_numbers
 from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory

@@ -23,10 +23,10 @@ MEASURE = """\
 import gc, resource, sys
 from pathlib import Path
 import torch
-from jetrl.model import hf
+from jetrl.huggingface import read as hf
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
-from jetrl.train.setup import load_weights
+from jetrl.run.setup import load_weights
 
 def resident():
     gc.collect()
@@ -50,7 +50,7 @@ print(resident() - before, peak - before)
 def computed() -> dict[str, dict[str, int]]:
     """Bytes of each shape: published alone in bf16 and fp8, and fp8 with FP32 masters as a training run holds it."""
     from jetrl.model.weights import published_bytes
-    from jetrl.precision.blocks import linears_of
+    from jetrl.precision.blocks.layouts import linears_of
     from jetrl.precision.recipe import build_recipe
     from jetrl.spec import SHAPES
 
@@ -67,7 +67,7 @@ def computed() -> dict[str, dict[str, int]]:
 def measured() -> dict[str, dict[str, int]]:
     """Bytes that loading adds to a fresh process, with and without masters."""
     from jetrl.api import random_model
-    from jetrl.model import hf
+    from jetrl.huggingface import read as hf
 
     model = random_model(SHAPE, "bf16", "cpu")
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""Memory of each rank by part, measured next to what `train/memory.py` predicts, and seconds by phase: two steps of a
+"""Memory of each rank by part, measured next to what `run/fit/memory.py` predicts, and seconds by phase: two steps of a
 recipe on N GPUs.
 
     python benchmarks/memory_by_part.py --shape qwen3-14b --nproc 2 train.activation_checkpointing=true
@@ -27,26 +27,25 @@ from common import RESULTS, environment, save, saved_rows, table
 from recipes_on_random import stand_in_config
 from torch import Tensor, nn
 
-from jetrl import loop
 from jetrl.config import Config, load_config, resolve, to_toml
-from jetrl.kernels.gradient import accumulate_in
-from jetrl.loop import StopRequest
+from jetrl.engine.runner import ModelRunner
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.rope import rope_tables
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel import launch
+from jetrl.parallel.agreement import by_first
 from jetrl.parallel.spawn import spawn
-from jetrl.parallel.together import by_first
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
 from jetrl.report.recorder import read_metrics
-from jetrl.rollout.runner import ModelRunner
+from jetrl.run import loop, setup
+from jetrl.run.fit.advice import GPUS
+from jetrl.run.fit.memory import GIB, predict
+from jetrl.run.loop import StopRequest
+from jetrl.run.setup import Session
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.train import setup
-from jetrl.train.fitting import GPUS
-from jetrl.train.memory import GIB, predict
 from jetrl.train.optim import MixedAdamW
-from jetrl.train.setup import Session
 
 TINY = dataclasses.replace(  # whole blocks of 128, so that a CPU holds what a GPU does
     SHAPES["qwen3-0.6b"], vocab_size=2304, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
@@ -117,7 +116,7 @@ def published_of(model: Transformer) -> dict[int, int]:
 
 
 def held(session: Session) -> dict[str, int]:
-    """Bytes of what a session holds between two steps, by part as in `train.memory.Memory`."""
+    """Bytes of what a session holds between two steps, by part as in `run.fit.memory.Memory`."""
     learner, models = session.learner, []
     if session.reference is not None:
         models.append(session.reference)

@@ -17,8 +17,9 @@ import torch
 from common import median, split_variant
 from torch import Tensor
 
-from jetrl.kernels.backends import flash, hopper
-from jetrl.kernels.backends.deepgemm import PreparedBF16, bf16_gemm
+from jetrl.kernels.attention import flash
+from jetrl.kernels.backends import hopper
+from jetrl.kernels.gemm.deepgemm import PreparedBF16, bf16_gemm
 
 KINDS = ("nonexact", "nondet")
 _EXACT_GEMM = hopper.bf16_gemm

@@ -30,16 +30,16 @@ from stand_ins import gsm8k_rows, verl_rows, write_jsonl, write_tokenizer
 from jetrl.config import Config, load_config, parse_config, resolve, to_toml
 from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml
-from jetrl.loop import StopRequest, run
-from jetrl.model.hf_config import hf_config
+from jetrl.huggingface.config import hf_config
 from jetrl.parallel import launch
+from jetrl.parallel.agreement import by_first
 from jetrl.parallel.spawn import spawn
-from jetrl.parallel.together import by_first
 from jetrl.parallel.world import ALONE, World
 from jetrl.report.recorder import read_metrics
+from jetrl.run import setup
+from jetrl.run.fit.memory import predict
+from jetrl.run.loop import StopRequest, run
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.train import setup
-from jetrl.train.memory import predict
 
 RECIPES = ("gsm8k_qwen3_0.6b", "gsm8k_qwen3_1.7b", "gsm8k_qwen3_8b", "dapo_qwen3_8b")
 STEPS = 2

@@ -29,7 +29,7 @@ from typing import Any
 from common import RESULTS, median, table
 
 from jetrl.model.names import tensor_table
-from jetrl.precision.blocks import linears_of
+from jetrl.precision.blocks.layouts import linears_of
 from jetrl.spec import SHAPES, ModelSpec
 
 # Measured on H200s (scaling.json): one GPU, Qwen3-8B's shape, FP8 with an FP8 cache, 64 answers of 1,024 tokens

@@ -1,7 +1,7 @@
 """Simulate the shared queue of a rollout for many ranks, next to a static split: `python benchmarks/simulate_queue.py`.
 
 Lengths are log-normal (sigma 0.8, mean 2048, at most 16384), those of one prompt alike; each rank brings the same work.
-The queue is the program's own (`jetrl.parallel.queue`). A rank's step takes the time that was measured for the number
+The queue is the program's own (`jetrl.rollout.queue`). A rank's step takes the time that was measured for the number
 of sequences that run (one H200, Qwen3-8B shape in FP8, ragged lengths); a prompt that is new to a rank costs its
 prefill. No engine and no GPU is needed.
 
@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jetrl.parallel.queue import SharedQueue, chunks, shares
+from jetrl.rollout.queue import SharedQueue, chunks, shares
 
 Take = Callable[[int, int, int], Sequence[int]]  # (live, resting, waiting) -> numbers of trajectories
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jetrl.model.hf_config import hf_config
+from jetrl.huggingface.config import hf_config
 from jetrl.spec import SHAPES
 
 CHAT_TEMPLATE = (

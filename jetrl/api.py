@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from jetrl import arguments
+from jetrl.chat.prompts import encode_prompt
+from jetrl.chat.tokenizer import BUILTIN_PREFIX, is_arithmetic
 from jetrl.config import Config, load_config, resolve
 from jetrl.config.load import by_full_key, quiet
 from jetrl.config.sections import ModelConfig
 from jetrl.config.toml import split_override
+from jetrl.engine.engine import PagedEngine
 from jetrl.errors import UserError
-from jetrl.model import export as export_module
-from jetrl.model import hf, hub
-from jetrl.model.hf_files import some
+from jetrl.huggingface import export as export_module
+from jetrl.huggingface import hub
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.files import some
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.together import by_each, same_everywhere, together
+from jetrl.parallel.agreement import by_each, same_everywhere, together
 from jetrl.parallel.world import ALONE, World
-from jetrl.parity_rows import fingerprint
-from jetrl.precision.flow import flow_digest
-from jetrl.precision.recipe import build_recipe
-from jetrl.rollout.engine import PagedEngine
-from jetrl.subject import (
+from jetrl.parity.model_under_test import (
     as_trained,
     config_for,
     load_for_parity,
@@ -38,13 +38,15 @@ from jetrl.subject import (
     run_of,
     told_if_not_finite,
 )
-from jetrl.tasks.prompts import encode_prompt
-from jetrl.tasks.tokenizer import BUILTIN_PREFIX, is_arithmetic
-from jetrl.train.engines import EngineContext, eos_ids, paged_engine
-from jetrl.train.prepare import load_spec, recipe_of
+from jetrl.parity.rows import fingerprint
+from jetrl.precision.flow import flow_digest
+from jetrl.precision.recipe import build_recipe
+from jetrl.run.engines import EngineContext, eos_ids, paged_engine
+from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.setup import build, build_model, build_published
 from jetrl.train.publish import publish
-from jetrl.train.setup import build, build_model, build_published
 from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
+from jetrl.untrusted import inside
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -166,7 +168,7 @@ def quantize_linears(model: nn.Module, skip: Iterable[str] = ("lm_head",)) -> nn
         if isinstance(module, nn.Linear) and name not in names and name.split(".")[-1] not in names
     ]
     if not found:
-        raise ValueError(f"no nn.Linear to replace (skipped: {sorted(names)})")
+        raise UserError(f"model = {type(model).__name__}: no nn.Linear to replace (skipped: {sorted(names)}).")
     for name, linear in found:
         parent = model.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], FP8Linear(linear))
@@ -292,7 +294,7 @@ def evaluate_checkpoint(
     Returns the model folder that was read, the number of held-out problems, and the metrics. A collective of `world`:
     each rank reads all weights, all share the rollout, and every rank returns what one process would, to the bit.
     """
-    from jetrl.loop import evaluate_once
+    from jetrl.run.loop import evaluate_once
 
     with together(world):
         config = evaluation_config(where, recipe, overrides, revision)
@@ -318,6 +320,8 @@ def export_checkpoint(
     files of the folder the export does not have."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)
+    if (root := hub.on_disk(where, revision)) is not None:
+        inside(root, str(folder.relative_to(root)))  # nor may checkpoints be links out of a run that others made
     own = recipe_of(load_config(run / "config.toml"), hf.spec_from_folder(folder)) if run is not None else None
     recipe = own if own is not None and own.name != "bf16" else None
     written = export_module.export(folder, out, fp8, recipe, trained_with=own)

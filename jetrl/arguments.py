@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, cast
 
+from jetrl import errors
 from jetrl.errors import UserError
 
 LOWEST_TEMPERATURE = 1e-6  # below it, logits / temperature overflows FP32
@@ -128,7 +129,6 @@ def text(name: str, value: Any, cure: str) -> str:
 
 def shown(value: Any) -> str:
     """A value in a message: its repr, cut if it is long."""
-    if isinstance(value, int) and abs(value) >= 10**40:  # Python refuses to print very long ones
+    if isinstance(value, int) and abs(value) >= 10**40:
         return f"a number of {value.bit_length()} bits"
-    full = repr(value)
-    return full if len(full) <= 80 else f"{full[:77]}..."
+    return errors.shown(value, 80)

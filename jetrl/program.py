@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from jetrl import entry
 from jetrl.config import Config, resolve, sections, to_toml
 from jetrl.config.load import config_of
 from jetrl.config.paths import in_own_folder
+from jetrl.config.peers import peer_name
 from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml, split_override
-from jetrl.errors import UserError
+from jetrl.errors import UserError, shown, told
 from jetrl.report.recorder import METRICS_FILE
-from jetrl.tasks.from_python import ARGUMENTS, MARK, FromPython, is_given, name_of, rows_given
-from jetrl.tasks.protocol import shorten
-from jetrl.tasks.reward_calls import distinct_names
+from jetrl.rewards.calls import distinct_names
+from jetrl.run import start as entry
+from jetrl.untrusted import require_shallow
+from jetrl.user_code.from_python import ARGUMENTS, MARK, FromPython, is_given, name_of, rows_given, same_objects
 
 # What an argument for rows takes the place of: where a recipe's own problems come from.
 _SOURCES = (
@@ -48,15 +50,17 @@ def program(
     data, source, path = _tables(recipe)
     said = _pairs(overrides)
     objects, pairs = _named(reward, environment)
-    rows = {
-        key: rows_given(value, ARGUMENTS[key])
-        for key, value in (("task.train_file", dataset), ("task.eval_file", eval_dataset)) if value is not None
-    }
-    if both := sorted({key for key, _ in said} & {*pairs, *rows}):
+    given = {"task.train_file": dataset, "task.eval_file": eval_dataset}
+    given = {key: value for key, value in given.items() if value is not None}
+    if both := sorted({key for key, _ in said} & {*pairs, *given}):
         raise UserError(f"overrides: {both[0]} is also given by the argument {ARGUMENTS[both[0]]}; leave out one.")
-    pairs = {**_replaced(data, rows, pairs), **pairs}
+    pairs = {**_replaced(data, given, pairs), **pairs}
     keys = {key for key, _ in said}
-    config = config_of(data, [*pairs.items(), *said, *_placed(run_dir, resume, keys).items()], source)
+    placed_at = _placed(run_dir, resume, keys)
+    given_by = {key: ARGUMENTS.get(key, "the arguments") for key in pairs} | dict.fromkeys(keys, "overrides")
+    given_by |= {key: "resume" if key == "checkpoint.resume" else "run_dir" for key in placed_at}
+    config = config_of(data, [*pairs.items(), *said, *placed_at.items()], source, given_by=given_by)
+    rows = {key: rows_given(value, ARGUMENTS[key], config.task.max_data_gib) for key, value in given.items()}
     own = FromPython(objects, rows)
     for key, value in (("task.reward", config.task.reward), ("environment.name", config.environment.name)):
         for name in (value,) if isinstance(value, str) else value or ():
@@ -66,6 +70,26 @@ def program(
     if path is not None and config.checkpoint.resume != "never":
         config = in_own_folder(config, str(path), [f"{key}=" for key in (*keys, *(["name"] if run_dir else []))])
     return Program(config, own, entry.run_dir_of(config))
+
+
+def refuse_others(unnamed: Sequence[Any], unknown: Mapping[str, Any]) -> None:
+    """UserError for arguments of `jetrl.Trainer` and `jetrl.train` that have no name, or a name that is none."""
+    known = [name for name in inspect.signature(program).parameters if name != "recipe"] + ["callbacks", "verbose"]
+    if unnamed:
+        raise UserError(
+            f"jetrl.Trainer and jetrl.train: give all arguments but the recipe by name, {shown(unnamed[0])} too: "
+            f"{', '.join(known)}."
+        )
+    for name in unknown:
+        keys = [f"{section}.{name}" for section, kind in sections().items() if name in kind.model_fields]
+        keys += [name] if name in Config.model_fields and name not in sections() else []
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"Did you mean {near[0]}?" if near else f"Its arguments: recipe, {', '.join(known)}."
+        if keys:
+            hint = f"It is a setting: overrides={{{keys[0]!r}: {shown(unknown[name])}}}."
+        elif (peer := peer_name(name)) is not None:
+            hint = f"{peer}. Settings go into overrides={{...}}."
+        raise UserError(f"jetrl.Trainer and jetrl.train have no argument {name!r}. {hint}")
 
 
 def placed(found: Program, explicit: bool, must_resume: bool, say: Callable[[str], object]) -> Program:
@@ -86,15 +110,26 @@ def _tables(recipe: Any) -> tuple[dict[str, Any], str, Path | None]:
     if isinstance(recipe, Config):
         return tomllib.loads(to_toml(recipe)), "the config", None
     if isinstance(recipe, Mapping):
-        return copy.deepcopy(dict(recipe)), "the config", None
+        return _copied(recipe, "recipe"), "the config", None
     if not isinstance(recipe, str | Path) or not str(recipe):
         raise UserError(
-            f"recipe = {shorten(repr(recipe))}: give the name of a recipe (`jetrl recipes`), a TOML file, a run "
+            f"recipe = {shown(recipe)}: give the name of a recipe (`jetrl recipes`), a TOML file, a run "
             "folder, a dict of tables, or a Config."
         )
     path = Path(recipe)
     path = path / "config.toml" if (path / "config.toml").is_file() else find_recipe(str(recipe))
     return read_toml(path), str(path), path
+
+
+def _copied(value: Any, argument: str) -> Any:
+    """A copy of a user's tables. UserError where they are too deep for a recipe, or objects in them fail."""
+    try:
+        require_shallow(found := dict(value))
+        return copy.deepcopy(found)
+    except Exception as error:
+        raise UserError(
+            f"{argument}: its values cannot be read: {told(error)}. Give texts, numbers, lists and dicts."
+        ) from error
 
 
 def _pairs(overrides: Any) -> list[tuple[str, Any]]:
@@ -104,17 +139,17 @@ def _pairs(overrides: Any) -> list[tuple[str, Any]]:
         return []
     if isinstance(overrides, Mapping):
         found: list[tuple[str, Any]] = []
-        for key, value in overrides.items():
+        for key, value in _copied(overrides, "overrides").items():
             if not isinstance(key, str):
-                raise UserError(f"overrides: the key {key!r} is no text; write 'train.lr', say.")
+                raise UserError(f"overrides: the key {shown(key)} is no text; write 'train.lr', say.")
             if key in sections() and isinstance(value, Mapping):
                 found += [(f"{key}.{name}", inner) for name, inner in value.items()]
             else:
                 found.append((key, value))
         return [(key, str(value) if isinstance(value, Path) else value) for key, value in found]
-    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+    if not isinstance(overrides, list | tuple) or not all(isinstance(text, str) for text in overrides):
         raise UserError(
-            f"overrides = {shorten(repr(overrides))}: give a dict such as {{'train.lr': 1e-5}}, or a list of texts "
+            f"overrides = {shown(overrides)}: give a dict such as {{'train.lr': 1e-5}}, or a list of texts "
             "such as ['train.lr=1e-5']."
         )
     return [split_override(text) for text in overrides]
@@ -137,7 +172,7 @@ def _named(reward: Any, environment: Any) -> tuple[dict[str, Any], dict[str, Any
             if inspect.isclass(one) or not callable(one):
                 hint = f" Give an instance: {one.__name__}()." if inspect.isclass(one) else ""
                 raise UserError(
-                    f"{where} = {shorten(repr(one))} ({type(one).__name__}): a reward is a function "
+                    f"{where} = {shown(one)} ({type(one).__name__}): a reward is a function "
                     f"f(completions, answer, **columns) that returns a number per completion.{hint}"
                 )
             names.append(name_of(one))
@@ -149,7 +184,7 @@ def _named(reward: Any, environment: Any) -> tuple[dict[str, Any], dict[str, Any
     elif environment is not None:
         if not inspect.isclass(environment):
             raise UserError(
-                f"environment = {shorten(repr(environment))} ({type(environment).__name__}): give the class, of which "
+                f"environment = {shown(environment)} ({type(environment).__name__}): give the class, of which "
                 "each conversation makes its own instance; its arguments are environment.params."
             )
         name = name_of(environment)
@@ -171,9 +206,9 @@ def _replaced(data: Mapping[str, Any], rows: Mapping[str, Any], pairs: Mapping[s
         found = {"task.name": "file", **other, **{f"task.{key}": None for key in _SOURCES}, **found}
     elif "task.eval_file" in rows and task.get("eval_file") != MARK:
         found = {**{f"task.{key}": None for key in _SOURCES if key.startswith("eval_")}, **found}
-    if "task.reward" in pairs and _listed(task.get("reward")) != _listed(pairs["task.reward"]):
+    if "task.reward" in pairs and not same_objects(_listed(task.get("reward")), _listed(pairs["task.reward"])):
         found["task.reward_weights"] = None
-    if "environment.name" in pairs and environment.get("name") != pairs["environment.name"]:
+    if "environment.name" in pairs and not same_objects(environment.get("name"), pairs["environment.name"]):
         found["environment.params"] = {}
     return found
 
@@ -187,7 +222,7 @@ def _placed(run_dir: str | Path | None, resume: Any, said: Iterable[str]) -> dic
     pairs: dict[str, Any] = {}
     if run_dir is not None:
         if not isinstance(run_dir, str | Path):
-            raise UserError(f"run_dir = {run_dir!r}: give a folder.")
+            raise UserError(f"run_dir = {shown(run_dir)}: give a folder.")
         if taken := sorted({"name", "output_dir"} & set(said)):
             raise UserError(f"overrides: {taken[0]} is also given by run_dir; leave out one.")
         pairs = {"output_dir": str(Path(run_dir).parent), "name": Path(run_dir).name}
@@ -199,7 +234,7 @@ def _placed(run_dir: str | Path | None, resume: Any, said: Iterable[str]) -> dic
         pairs["checkpoint.resume"] = str(resume)
     elif resume is not False:
         raise UserError(
-            f"resume = {resume!r}: give True (go on from the newest checkpoint), 'auto' (likewise, or begin where "
+            f"resume = {shown(resume)}: give True (go on from the newest checkpoint), 'auto' (likewise, or begin where "
             "there is none), a checkpoint's folder, or False."
         )
     return pairs

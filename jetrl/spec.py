@@ -40,7 +40,7 @@ class ExpertSpec:
 class ModelSpec:
     """Everything that the model definition, the flow graph and the weight names need; sizes are counts of elements."""
 
-    family: str  # "llama" | "qwen2" | "qwen3" | "qwen3_moe"; `precision/blocks.py` says what its layers consist of
+    family: str  # "llama" | "qwen2" | "qwen3" | "qwen3_moe"; what its layers are: `precision/blocks/layouts.py`
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -15,26 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import raise_signal
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from jetrl import callbacks as calls
-from jetrl import loop
 from jetrl.api import Policy
 from jetrl.config import Config
-from jetrl.entry import require_alike
-from jetrl.errors import UserError
-from jetrl.model.export import HF_SUBFOLDER
+from jetrl.engine.engine import PagedEngine
+from jetrl.errors import UserError, of_system
+from jetrl.huggingface.export import HF_SUBFOLDER
+from jetrl.parallel.agreement import by_first, together
 from jetrl.parallel.launch import world_of_program
-from jetrl.parallel.together import by_first, together
-from jetrl.program import Program, placed, program
+from jetrl.program import Program, placed, program, refuse_others
 from jetrl.report.console import Output
 from jetrl.report.recorder import group_rows, read_metrics
 from jetrl.rl.selection import recorded
-from jetrl.rollout.engine import PagedEngine
-from jetrl.tasks.user_code import our_code
-from jetrl.train import state
-from jetrl.train.checkpoint import newest
-from jetrl.train.stopping import StopRequest
+from jetrl.run import loop
+from jetrl.run.checkpoint import state
+from jetrl.run.checkpoint.checkpoint import newest
+from jetrl.run.start import require_alike
+from jetrl.run.stopping import StopRequest
+from jetrl.user_code.guard import our_code
 
 T = TypeVar("T")
 _OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()  # the trainer of this process that has a run open
@@ -85,11 +85,13 @@ class Trainer:
     """
 
     def __init__(
-        self, recipe: str | Path | dict[str, Any] | Config, *, reward: Any = None, dataset: Any = None,
+        self, recipe: str | Path | dict[str, Any] | Config | None = None, *unnamed: Never,
+        reward: Any = None, dataset: Any = None,
         eval_dataset: Any = None, environment: type | str | None = None, callbacks: Sequence[Any] = (),
         overrides: Any = None, run_dir: str | Path | None = None, resume: bool | str | Path = False,
-        verbose: bool = True,
+        verbose: bool = True, **unknown: Never,
     ) -> None:
+        refuse_others(unnamed, unknown)
         self.run_dir = Path()
         self._run: loop.Run | None = None
         self._stack, self._settings, self._ended = ExitStack(), dict[str, Any](), ""
@@ -103,7 +105,7 @@ class Trainer:
             )
         self._world = world_of_program()
         self._stop = StopRequest(self._world)
-        with together(self._world):
+        with _as_messages(), together(self._world):
             found = program(
                 recipe, reward=reward, dataset=dataset, eval_dataset=eval_dataset, environment=environment,
                 overrides=overrides, run_dir=run_dir, resume=resume,
@@ -111,7 +113,8 @@ class Trainer:
         require_alike(self._world, found.config, **{f"the rows of {k}": v for k, v in found.own.digests.items()})
         self._console = None if verbose else Output(file=io.StringIO(), quiet=True)
         say: Callable[[str], object] = print if verbose else str
-        config = by_first(self._world, lambda: placed(found, run_dir is not None, resume is True, say).config)
+        with _as_messages():
+            config = by_first(self._world, lambda: placed(found, run_dir is not None, resume is True, say).config)
         found = Program(config, found.own, Path(config.output_dir) / config.name)
         self.run_dir = found.run_dir.absolute()
         self._open(found)
@@ -281,7 +284,7 @@ class Trainer:
     def _within(self, work: Callable[[], T]) -> T | None:
         """`work`, part of the run. An error ends and closes the run as it does the command's, which saves what is to be
         saved; None if a signal made it give up."""
-        with self._ours():
+        with _as_messages(), self._ours():
             try:
                 return work()
             except BaseException as error:
@@ -355,6 +358,21 @@ class Trainer:
         return Result(self.run_dir, *self._standing, kept / HF_SUBFOLDER if kept is not None else None)
 
 
-def train(recipe: str | Path | dict[str, Any] | Config, **arguments: Any) -> Result:
+def train(
+    recipe: str | Path | dict[str, Any] | Config | None = None, *unnamed: Never, **arguments: Any
+) -> Result:
     """Train to the last step: `Trainer(recipe, **arguments).train()`. Arguments, errors and signals as there."""
-    return Trainer(recipe, **arguments).train()
+    return Trainer(recipe, *unnamed, **arguments).train()
+
+
+@contextmanager
+def _as_messages() -> Iterator[None]:
+    """A disk or folder that fails becomes the UserError that the command line would tell."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if (text := of_system(error)) is None:
+            raise
+        raise UserError(text) from error

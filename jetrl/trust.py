@@ -24,9 +24,9 @@ from jetrl.errors import UserError
 
 # Only these: a function of jetrl that is no reward, such as one that writes files, is not harmless as one.
 BUILT_IN = frozenset({
-    "jetrl.tasks.rewards:exact_match", "jetrl.tasks.rewards:last_integer", "jetrl.tasks.gsm8k:gsm8k_reward",
-    "jetrl.tasks.math_reward:math_reward", "jetrl.study.perturb:OtherBits", "jetrl.study.perturb:OtherAttention",
-    "jetrl.study.perturb:OtherQuantizer",
+    "jetrl.rewards.text:exact_match", "jetrl.rewards.text:last_integer", "jetrl.rewards.gsm8k:gsm8k_reward",
+    "jetrl.rewards.mathematics:math_reward", "jetrl_study.perturb:OtherBits", "jetrl_study.perturb:OtherAttention",
+    "jetrl_study.perturb:OtherQuantizer",
 })
 _PARAMS = ("task.params", "environment.params")  # arguments of code, which may name more of it
 _NAMES_CODE = re.compile(r"[^\s:]+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -305,7 +305,7 @@ class Reply:
 
 
 class Conversations(Protocol):
-    """The environment's side of many conversations; `tasks.conversations.EnvironmentPool` is one.
+    """The environment's side of many conversations; `environments.conversations.EnvironmentPool` is one.
 
     Calls return at once; the environments work in the background and `poll` gives what is ready.
     """
@@ -355,7 +355,7 @@ class SharedKeys:
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
     """Causal attention over packed parts: token rows `cu_seqlens[i]:cu_seqlens[i+1]` are part i, a whole sequence or,
-    with `keys`, perhaps the end of one. `kernels.attention.varlen_plan` makes both."""
+    with `keys`, perhaps the end of one. `kernels.attention.ops.varlen_plan` makes both."""
 
     cu_seqlens: Tensor  # [B+1] int32
     lengths: tuple[int, ...]
@@ -375,14 +375,14 @@ class PagedPlan:
     pages of an FP8 cache, without waiting for the device.
     """
 
-    cache: Any  # rollout.kv_cache.KVCache
+    cache: Any  # engine.kv_cache.KVCache
     cu_seqlens: Tensor  # [B+1] int32
     query_lengths: tuple[int, ...]
     kv_lengths: Tensor  # [B] int32
     kv_pages: tuple[int, ...]
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
-    shared: Any = None  # kernels.decode.SharedPages, perhaps, where every sequence has one query
+    shared: Any = None  # kernels.attention.state.SharedPages, perhaps, where every sequence has one query
 
 
 @dataclass(frozen=True, slots=True)

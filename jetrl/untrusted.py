@@ -1,29 +1,35 @@
 """What comes from others' files, used as if it were ours: text on a terminal, JSON of any depth, names of files.
 
-Each has one function here: `printable`, `json_value` and `json_file`, `inside`. tests/test_untrusted.py looks for
-places that do without.
+Each has one function here: `printable`, `json_value` and `json_file`, `text_file` and `open_regular`, `inside`; and
+what rows may take of memory has a `Budget`.
+tests/test_untrusted.py looks for places that do without.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import stat
 import sys
 import threading
 import traceback
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from jetrl.errors import UserError
 from jetrl.errors import printable as printable
 
 MOST_JSON_BYTES = 64 << 20  # of one JSON file; the index of a model of 30,000 tensors has 3 MiB
+MOST_TEXT_BYTES = 16 << 20  # of a recipe, a picture, a card, a script
 MOST_LINE = 64 << 20  # characters or bytes of one line of jsonl
+GIB = 1 << 30
+ROW_BYTES, CELL_BYTES = 300, 60  # that Python needs for the table of a row, for a value in it
 MOST_DEPTH = 64  # of lists and tables in each other
-_NESTS = (dict, list)
+_NESTS = (dict, list, tuple)
 _PACKAGE = Path(__file__).parent
 
 
@@ -44,28 +50,65 @@ def json_value(text: str | bytes, **options: Any) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """ValueError for lists and tables that are nested more than `MOST_DEPTH` deep."""
-    level = [value]
+    """ValueError for lists and tables that are nested more than `MOST_DEPTH` deep, or hold themselves."""
+    level = [value] if isinstance(value, _NESTS) else []
     for _ in range(MOST_DEPTH):
-        inner: list[Any] = []
+        inner: dict[int, Any] = {}  # each once: objects of Python may be in many places
         for one in level:
-            if isinstance(one, dict):
-                inner += [each for each in one.values() if isinstance(each, _NESTS)]
-            elif isinstance(one, list):
-                inner += [each for each in one if isinstance(each, _NESTS)]
+            for each in one.values() if isinstance(one, dict) else one:
+                if isinstance(each, _NESTS):
+                    inner[id(each)] = each
         if not inner:
             return
-        level = inner
+        level = list(inner.values())
     raise ValueError(f"lists or tables are nested more than {MOST_DEPTH} deep")
 
 
 def json_file(path: Path, most_bytes: int = MOST_JSON_BYTES, **options: Any) -> Any:
-    """The value of a JSON file. ValueError as `json_value`, and for a file that is too large; OSError as reading."""
-    with path.open("rb") as file:
+    """The value of a JSON file. Errors as those of `json_value` and `text_file`."""
+    return json_value(text_file(path, most_bytes), **options)
+
+
+# ---- whole files ----------------------------------------------------------------------------------------------------
+
+
+def text_file(path: Path, most_bytes: int = MOST_TEXT_BYTES, encoding: str = "utf-8") -> str:
+    """The text of a file, its lines ended by a newline alone. ValueError (of which UnicodeDecodeError is one) for a
+    file that is too large, is no regular one, or is no text; OSError as reading."""
+    with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes >> 20} MiB, the most that jetrl reads of such a file")
-    return json_value(data.decode("utf-8"), **options)
+        raise ValueError(_too_large(most_bytes))
+    return data.decode(encoding).replace("\r\n", "\n")
+
+
+def require_bounded(path: Path, most_bytes: int) -> None:
+    """UserError for a file that a library is about to read whole, if it is too large or no regular one."""
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > most_bytes:
+                raise ValueError(_too_large(most_bytes))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}.") from error
+
+
+def _too_large(most_bytes: int) -> str:
+    return f"it has more than {most_bytes >> 20} MiB, the most that jetrl reads of such a file"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file, to be read. ValueError for a pipe or a device, which may have no end or hang, unless it is named as
+    such (`/dev/stdin`, `<(command)` of a shell); OSError as opening."""
+    named = str(path).startswith(("/dev/", "/proc/"))
+    file = open(path, "rb", opener=None if named else _at_once)  # noqa: SIM115
+    if not named and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is no regular file, but a pipe or a device. Put a file in its place")
+    return file
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe that nobody writes would be waited for
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -84,7 +127,7 @@ def inside(folder: Path, name: str, *, links: bool = False, source: object = Non
     if not links and not _leads_inside(path, folder):
         raise UserError(
             f"{told} {name!r}, which leads by a link to {path.resolve()}, outside of {folder}. Others' folders could "
-            "take in any file of yours so. If it is meant, put a copy of the file in the place of the link."
+            "take in any file of yours so. If it is meant, put a copy in the link's place, or name what it leads to."
         )
     return path
 
@@ -146,3 +189,31 @@ def guard_terminal() -> None:
 def _told(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if not issubclass(kind, SystemExit):
         sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """Memory for the rows of `source`: bytes of their texts and numbers, and `ROW_BYTES` and `CELL_BYTES` for Python's
+    objects. UserError where they need more than `gib` GiB."""
+
+    def __init__(self, source: object, gib: float) -> None:
+        self.source, self.gib = source, gib
+        self.left = self.limit = gib * GIB
+
+    def take(self, rows: int, cells: int, content: int) -> None:
+        """Count rows with so many values and bytes of content."""
+        self.left -= self.needs(rows, cells, content)
+        if self.left < 0:
+            self.refuse(f"more than {self.gib:g} GiB")
+
+    @staticmethod
+    def needs(rows: int, cells: int, content: int) -> int:
+        return rows * ROW_BYTES + cells * CELL_BYTES + content
+
+    def refuse(self, size: str) -> None:
+        raise UserError(
+            f"{self.source}: its rows need {size} of memory, and task.max_data_gib is {self.gib:g}. If that is "
+            "what you expect, and this machine has the memory, raise the limit; or take fewer rows or columns."
+        )

@@ -1,4 +1,4 @@
-"""Stand-ins for kernels, a search and a worker's start, for tests of `kernels.compiling`: a kernel is a file."""
+"""Stand-ins for kernels, a search and a worker's start, for tests of `kernels.compiling.pool`: a kernel is a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jetrl.kernels.compiling import Job
+from jetrl.kernels.compiling.pool import Job
 
 
 def compile_one(folder: str, name: str, seconds: float = 0.0, how: str = "well") -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from jetrl.tasks import user_code
+from jetrl.user_code import guard as user_code
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -24,11 +24,12 @@ from stopped_runs import after, arrange, die
 from tiny import tiny_config
 
 import jetrl
-from jetrl import cli, loop
+from jetrl import cli
 from jetrl.config import to_toml
+from jetrl.engine.engine import PagedEngine
 from jetrl.parallel import watch
-from jetrl.rollout.engine import PagedEngine
-from jetrl.train import gather, reduction
+from jetrl.run import gather, loop
+from jetrl.train import reduction
 
 FIXED: dict[str, Any] = {
     "train.reduction": "fixed", "train.max_tokens_per_gpu": 64, "train.steps": 2, "eval.eval_interval": 2,

@@ -11,12 +11,12 @@ import dataclasses
 import numpy as np
 import torch
 
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.plan import Plan
+from jetrl.engine.runner import ModelRunner
+from jetrl.engine.sampler import SamplingTable, sample
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe, build_recipe
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.plan import Plan
-from jetrl.rollout.runner import ModelRunner
-from jetrl.rollout.sampler import SamplingTable, sample
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, PagedPlan, Request, VarlenPlan, WeightSet
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels import logprob
+from jetrl.engine.sampler import SamplingTable, sample_rows
 from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.logprob import ops as logprob
 from jetrl.model.transformer import Transformer
-from jetrl.rollout.sampler import SamplingTable, sample_rows
 from jetrl.types import LayerCache, PagedPlan
 
 
@@ -33,7 +33,7 @@ def check_cache(cache: LayerCache) -> None:
 
 
 def check_plan(q: Tensor, plan: PagedPlan, layer: int) -> None:
-    """Attention over pages: `flash.attend_cached`, `gluon_attention`, `gluon_draft`."""
+    """Attention over pages: `flash.attend_cached`, `decode.py` and `decode_drafts.py` of `kernels/attention/`."""
     cache, (batch, width) = plan.cache.layer(layer), plan.block_table.shape
     check_cache(cache)
     pages, page = cache.keys.shape[:2]
@@ -52,7 +52,7 @@ def check_qkv(
     qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: Any, eps: float, tables: tuple[Tensor, Tensor],
     positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
 ) -> None:
-    """`triton_qkv.qkv_norm_rope`: it reads positions and slots by row number."""
+    """`kernels.attention.heads.qkv_norm_rope`: it reads positions and slots by row number."""
     assert qkv.stride(-1) == 1 and all(x.is_contiguous() for x in tables)
     flat(positions, torch.int64, len(qkv), 0, len(tables[0]) - 1)
     if cache is not None:
@@ -64,7 +64,7 @@ def check_qkv(
 
 
 def draw(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`triton_logprob.sample` by the host's sampler."""
+    """`kernels.logprob.triton.sample` by the host's sampler."""
     rows = len(logits)
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert temperature.dtype == torch.float32 and temperature.shape == (rows,) and temperature.is_contiguous()

@@ -1,4 +1,4 @@
-"""Two ranks that write checkpoints, until one is killed (-9) in the second; `train/test_store.py` looks what is left.
+"""Two ranks that write checkpoints, until one is killed (-9) in the second; `run/test_store.py` looks what is left.
 
 `python tests/killed_ranks.py FOLDER` forks the ranks of each case, one case after the other. When one rank is
 dead the other is killed too, as the launcher does. Prints {"name": exit statuses}.
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jetrl.model import hf_write
+from jetrl.huggingface import write as hf_write
 from jetrl.model.shards import Part, shard
 from jetrl.parallel.world import World
-from jetrl.train import checkpoint, store
-from jetrl.train.beside import HostCopy
+from jetrl.run.checkpoint import checkpoint, store
+from jetrl.run.checkpoint.beside import HostCopy
 
 # name: (the rank that dies, after which call of what; each has been called for the first checkpoint, too)
 CASES: dict[str, tuple[int, str, int]] = {

@@ -20,7 +20,7 @@ from jetrl.model.sharding import whole_value
 from jetrl.parallel.world import World
 
 # What a run loads in its first step. Ranks are forked from a process that has done so: it takes longer than most tests.
-HEAVY = ("torch._dynamo", "transformers.tokenization_utils_base", "jetrl.loop")
+HEAVY = ("torch._dynamo", "transformers.tokenization_utils_base", "jetrl.run.loop")
 
 
 def load_heavy() -> None:

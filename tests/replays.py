@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: stand-ins for a step's memory, and for `jetrl.rollout.capture.Capture`."""
+"""CUDA graphs without a GPU: stand-ins for a step's memory, and for `jetrl.engine.graphs.capture.Capture`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.rollout.drafted import Proposal
+from jetrl.engine.speculation.verify import Proposal
 
 
 def tensors(found: Any) -> Iterator[Tensor]:

@@ -16,9 +16,9 @@ from typing import Any
 from ranks import load_heavy
 from tiny import tiny_config
 
-from jetrl import loop
 from jetrl.report.recorder import Recorder
-from jetrl.train import checkpoint, store
+from jetrl.run import loop
+from jetrl.run.checkpoint import checkpoint, store
 
 write = store.write
 

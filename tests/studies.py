@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jetrl.study.conduct import conduct
-from jetrl.study.plan import Study
+from jetrl_study.conduct import conduct
+from jetrl_study.plan import Study
 
 ARMS = """\
 name = "tiny"

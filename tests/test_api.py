@@ -22,17 +22,17 @@ from jetrl.api import (
     load_for_parity,
     random_model,
 )
+from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.config import to_toml
-from jetrl.model import hf
+from jetrl.huggingface import read as hf
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE
-from jetrl.parity import Workload
-from jetrl.parity_ranks import certified
+from jetrl.parity.certificate import Workload
+from jetrl.parity.model_under_test import subject_of
+from jetrl.parity.ranks import certified
 from jetrl.precision.recipe import build_recipe
 from jetrl.rollout.rollout import Rollout
-from jetrl.subject import subject_of
-from jetrl.tasks.tokenizer import load_tokenizer
-from jetrl.train import gather, setup
+from jetrl.run import gather, setup
 
 PROMPTS = ["12+34=", "7+8=", "99+1=", "12+34="]
 

@@ -15,10 +15,10 @@ from tiny import ARCH
 
 from jetrl import UserError, arguments, load_model
 from jetrl.api import Policy
-from jetrl.model import hf
+from jetrl.chat.tokenizer import load_tokenizer
+from jetrl.huggingface import read as hf
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
-from jetrl.tasks.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ import pytest
 import torch
 from tiny import numbers, tiny_config, tiny_run
 
-from jetrl import cli, loop
+from jetrl import cli
 from jetrl.config import to_toml
 from jetrl.report.recorder import read_eval_samples
-from jetrl.train import checkpoint
+from jetrl.run import loop
+from jetrl.run.checkpoint import checkpoint
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -147,7 +148,7 @@ def test_bad_data(jetrl: Cli, recipe: Path, tmp_path: Path, text: str, patterns:
     eval_file.write_text('{"prompt": "3+3=", "answer": "6"}\n')
     data = ("task.name=file", f"task.train_file={tmp_path}/data.jsonl", f"task.eval_file={eval_file}")
     recipe.write_text(re.sub(r"\[task\.params\]\ndigits.*\n", "", recipe.read_text()))
-    assert_refused(jetrl("train", recipe, *data, "task.reward=jetrl.tasks.rewards:exact_match"), *patterns)
+    assert_refused(jetrl("train", recipe, *data, "task.reward=jetrl.rewards.text:exact_match"), *patterns)
     assert_refused(jetrl("train", recipe, *data[:1], "task.train_file=nowhere.jsonl", data[2]), r"nowhere\.jsonl")
 
 
@@ -228,9 +229,11 @@ def test_no_disk_space_for_a_checkpoint(
 ) -> None:
     real, calls = checkpoint.store.write, []
 
-    def later(*arguments: Any) -> None:
+    def later(*arguments: Any) -> list[Path]:
         calls.append(1)
-        (real if len(calls) == 1 else full_disk)(*arguments)
+        if len(calls) > 1:
+            full_disk()
+        return real(*arguments)
 
     monkeypatch.setattr(checkpoint.store, "write", later)
     assert_refused(jetrl("train", recipe), "[Nn]o disk space", "MiB", "step_000002", "--resume")
@@ -559,6 +562,27 @@ def test_the_installed_command(tmp_path: Path) -> None:
     helped = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True)
     verbs = ("train", "sft", "compare", "parity", "flow", "eval", "export", "report", "fetch")
     assert helped.returncode == 0 and all(verb in helped.stdout for verb in verbs)
+
+
+@pytest.mark.parametrize("arguments", [("study",), ("study", "quick", "--jobs", "2"), ("study", "--help"), ("--help",)])
+def test_without_its_package_the_study_says_how_to_get_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code = "import sys; sys.modules['jetrl_study'] = None; from jetrl.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    if "--help" in arguments:
+        told = " ".join(done.stdout.replace("\u2502", " ").split())
+        assert done.returncode == 0 and "study" in told and "Not here: the study of flows is the package" in told, done
+    else:
+        assert done.returncode == 2 and done.stderr.startswith("jetrl: ") and "Traceback" not in done.stderr, done
+        assert "jetrl_study is not installed" in done.stderr and "pip install ." in done.stderr
+
+
+def test_a_study_package_that_lacks_something_else_is_not_taken_for_absent(tmp_path: Path) -> None:
+    (tmp_path / "jetrl_study").mkdir()
+    (tmp_path / "jetrl_study" / "__init__.py").touch()
+    (tmp_path / "jetrl_study" / "command.py").write_text("import no_such_library\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import jetrl.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "No module named 'no_such_library'" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["train", "sft"])

@@ -11,8 +11,8 @@ import torch
 from tiny import numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl.errors import UserError
-from jetrl.loop import evaluate_once
-from jetrl.train.setup import build
+from jetrl.run.loop import evaluate_once
+from jetrl.run.setup import build
 
 SHORT = "def short(completions): return [1.0 / (1 + len(c)) for c in completions]\n"
 

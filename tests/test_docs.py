@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_house_rules import RANKS
+from test_house_rules import RANKS, STUDY
 
 from jetrl.config import TaskConfig, load_config, parse_config, sections
 from jetrl.config.data import DATA_KEYS
-from jetrl.tasks.conversations import build_pool
-from jetrl.tasks.environment import load_environment
+from jetrl.environments.conversations import build_pool
+from jetrl.environments.environment import load_environment
 from jetrl.tasks.environment_task import problem_seed
 from jetrl.types import Completion, Problem
 
@@ -55,7 +55,7 @@ def found_at(name: str) -> Path | None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     named = {name for name in FILE.findall(PAGES[page]) if name not in ELSEWHERE}
-    if page == "docs/DECISIONS.md":  # says `triton_launch.py` for `kernels/backends/triton_launch.py`
+    if page == "docs/DECISIONS.md":  # says `packing.py` for `train/packing.py`
         known = {path.name for path in PACKAGE.rglob("*.py")}
         named = {name for name in named if "/" in name or name not in known}
     missing = sorted(name for name in named if found_at(name) is None)
@@ -65,9 +65,9 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 def test_the_table_of_rooms_names_every_module_and_no_other() -> None:
     rows = re.findall(r"^\| `(\S+/)` \| .+ \| (.+) \|$", section(ARCHITECTURE, "Rooms"), re.M)
     table = {room: re.findall(r"`(\w+)`", modules) for room, modules in rows}
-    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    folders = {path.parent for top in (PACKAGE, STUDY) for path in top.rglob("*.py")}
     for folder in folders:
-        room = "jetrl/" if folder == PACKAGE else folder.relative_to(PACKAGE).as_posix() + "/"
+        room = f"{folder.name}/" if folder in (PACKAGE, STUDY) else folder.relative_to(PACKAGE).as_posix() + "/"
         modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
         assert room in table, f"docs/ARCHITECTURE.md has no room {room}"
         assert set(table[room]) == modules, f"{room} in docs/ARCHITECTURE.md: {set(table[room]) ^ modules}"
@@ -84,7 +84,7 @@ def test_the_picture_of_imports_is_that_of_the_house_rules() -> None:
 
 def test_the_spine_is_in_the_order_of_the_code() -> None:
     rows = re.findall(r"^\| (\w) \| `([\w.]+)` \|", section(ARCHITECTURE, "One batch, one direction"), re.M)
-    for mark, file, function in (("g", "train/gather.py", "gather"), ("", "loop.py", "train_step")):
+    for mark, file, function in (("g", "run/gather.py", "gather"), ("", "run/loop.py", "train_step")):
         calls = [call for row, call in rows if (row == "g") == bool(mark)]
         tree = ast.parse((PACKAGE / file).read_text())
         (code,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function)

@@ -10,13 +10,13 @@ import pytest
 from tiny import numbers, tiny_config, tiny_run
 from typer.testing import CliRunner
 
+from jetrl.chat.tokenizer import arithmetic_tokenizer
 from jetrl.cli import app
 from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_samples
+from jetrl.run.prepare import epochs_told, in_steps
 from jetrl.tasks.task import build_task
-from jetrl.tasks.tokenizer import arithmetic_tokenizer
-from jetrl.train.prepare import epochs_told, in_steps
 
 
 def rows_file(folder: Path, count: int = 30) -> dict[str, Any]:

@@ -16,17 +16,18 @@ from hub_server import NOBODY, ONE, TWO, files_of, use, write_cache
 from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
 from tolerances import assert_bitwise_equal
 
-from jetrl import load_model, loop
+from jetrl import load_model
 from jetrl.api import evaluate_checkpoint, export_checkpoint, load_for_parity
+from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.cli import app
 from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
-from jetrl.model import hf
+from jetrl.huggingface import read as hf
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Workload, certify
+from jetrl.parity.certificate import Workload, certify
 from jetrl.precision.recipe import build_recipe
 from jetrl.report.recorder import ENV_FILE
-from jetrl.tasks.tokenizer import load_tokenizer
+from jetrl.run import loop
 
 BY_NAME = {"model": {"path": "acme/tiny"}}
 ROOT = Path(__file__).parents[1]

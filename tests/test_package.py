@@ -96,15 +96,17 @@ def contents(file: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     held = contents(wheel)
-    package = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in (ROOT / "jetrl").rglob("*")
+    package = {path.relative_to(ROOT).as_posix(): path.read_bytes()
+               for top in ("jetrl", "jetrl_study") for path in (ROOT / top).rglob("*")
                if path.is_file() and "__pycache__" not in path.parts}
-    assert {name: data for name, data in held.items() if name.startswith("jetrl/")} == package
+    assert {name: data for name, data in held.items() if name.startswith(("jetrl/", "jetrl_study/"))} == package
     info = f"jetrl-{__version__}.dist-info"
     files = ("METADATA", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
     assert held.keys() - package.keys() == {f"{info}/{name}" for name in files}
     assert "jetrl/py.typed" in held and "jetrl/report/template.html.j2" in held
+    assert {"jetrl_study/study.html.j2", "jetrl_study/studies/quick.toml"} <= held.keys()
     assert held[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     metadata = held[f"{info}/METADATA"].decode()
     for line in (f"Version: {__version__}", "License-Expression: Apache-2.0", "Requires-Python: >=3.11"):

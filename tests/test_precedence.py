@@ -12,14 +12,14 @@ import pytest
 
 from jetrl.config import Config, load_config, parse_config, sections, to_toml
 from jetrl.config.base import Section
-from jetrl.config.load import digest
+from jetrl.config.load import changes_no_bit, digest
 from jetrl.config.precedence import OF
 from jetrl.config.sections import LONG
 from jetrl.config.shipped import shipped
 from jetrl.config.toml import read_toml, set_override, toml_literal
 from jetrl.errors import UserError
+from jetrl.parity.model_under_test import _chosen, config_for
 from jetrl.presets import OWN, PRESETS
-from jetrl.subject import _chosen, config_for
 
 FILE: dict[str, Any] = {"name": "file", "train_file": "t.jsonl"}
 BASE: dict[str, Any] = {"name": "x", "model": {"path": "folder"}, "task": {"name": "addition"}}
@@ -204,8 +204,8 @@ def test_parity_and_load_model_take_the_cache_that_a_precision_has(precision: st
     [pair for pair in PAIRS if pair != ("rollout.engine", "jetrl", "vllm.kv_scale_tokens")],  # needs vllm.kv_cache too
     ids=str)
 def test_what_depends_on_a_switch_gives_way_to_it(switch: str, off: Any, key: str, tmp_path: Path) -> None:
-    """Stated in the file: dropped with a note, whether the switch is edited there or given on the line. On one line, or
-    from a script: refused."""
+    """Stated in the file: dropped with a note, whether the switch is edited there or given on the line. On one line:
+    dropped with a note if it changes no bit, else refused. In a config that a script makes: refused."""
     base, value = with_switch(switch, off), another(key)
     literal = toml_literal("none" if off is None else off)
     plain = parse_config(merged(base, **{switch: off}))
@@ -218,8 +218,14 @@ def test_what_depends_on_a_switch_gives_way_to_it(switch: str, off: Any, key: st
 
     edited = in_file(merged(base, **{key: value, switch: off}), tmp_path / "edited.toml")
     assert load_config(edited, (), notes.append) == plain and len(notes) >= 2
-    with pytest.raises(UserError, match=rf"{re.escape(key)}: has no effect while \S+ = "):
-        load_config(in_file(base, tmp_path / "base.toml"), [f"{switch}={literal}", f"{key}={toml_literal(value)}"])
+    given = in_file(base, tmp_path / "base.toml"), [f"{switch}={literal}", f"{key}={toml_literal(value)}"], notes.append
+    if changes_no_bit(key):
+        notes.clear()
+        assert load_config(*given) == load_config(*given[:2]) == plain
+        assert re.match(rf"dropped {re.escape(key)}\b.* \(from the overrides\): no effect with \S+ = ", notes[0]), notes
+    else:
+        with pytest.raises(UserError, match=rf"{re.escape(key)}: has no effect while \S+ = "):
+            load_config(*given)
     with pytest.raises(UserError, match=rf"{re.escape(key)}: has no effect while \S+ = "):
         parse_config(merged(base, **{switch: off, key: value}))
 
@@ -262,6 +268,19 @@ def test_the_note_reads_as_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", told)
     load_config(shipped()["quickstart"], ["model.path=F"])
     assert capsys.readouterr().err.splitlines()[0] == 'dropped model.arch (from the recipe): model.path = "F" is given'
+
+
+def test_one_line_may_say_where_things_go_that_it_switches_off(tmp_path: Path) -> None:
+    """As scripts do, and programs in `overrides`; what would compute something else is still a contradiction."""
+    notes: list[str] = []
+    both = ["sft.steps=0", "sft.cache_dir=/x", "checkpoint.save_interval=0", "checkpoint.keep=5",
+            "rollout.speculate=off", "rollout.max_draft_tokens=7"]
+    for overrides in (both, both[::-1]):
+        config = load_config(shipped()["quickstart"], overrides, notes.append)
+        assert config == load_config(shipped()["quickstart"], both[::2], lambda note: None)
+    assert 'dropped sft.cache_dir = "/x" (from the overrides): no effect with sft.steps = 0' in notes
+    with pytest.raises(UserError, match='quant.kv_cache: has no effect while precision = "bf16"'):
+        load_config(shipped()["quickstart"], ["precision=bf16", "quant.kv_cache=fp8"])
 
 
 def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -20,9 +20,9 @@ from tiny import REWARD, numbers, tiny_config, tiny_run, weights_hash
 
 import jetrl as package
 from jetrl.config import to_toml
+from jetrl.engine.engine import PagedEngine
 from jetrl.report.recorder import read_samples
-from jetrl.rollout.engine import PagedEngine
-from jetrl.train import checkpoint
+from jetrl.run.checkpoint import checkpoint
 
 BODY = REWARD.splitlines()[1] + "\n"
 

@@ -16,12 +16,12 @@ from tiny import tiny_config, tiny_run
 
 from jetrl.api import evaluate_checkpoint, evaluation_config
 from jetrl.cli import main
-from jetrl.compare import flows_of, run_all, said_of
 from jetrl.config import to_toml
 from jetrl.errors import UserError
 from jetrl.parallel.world import ALONE, World
 from jetrl.rollout.rollout import Rollout
-from jetrl.train import gather
+from jetrl.run import gather
+from jetrl.run.compare import flows_of, run_all, said_of
 
 ROOT = Path(__file__).parents[1]
 CHANGES: dict[str, Any] = {

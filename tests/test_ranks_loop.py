@@ -18,12 +18,13 @@ from tiny import numbers, tiny_config, tiny_run, weights_hash
 from torch import Tensor
 
 from jetrl.config import to_toml
-from jetrl.loop import run
+from jetrl.engine.engine import PagedEngine
 from jetrl.parallel.world import World
 from jetrl.report.recorder import read_metrics, read_samples
-from jetrl.rollout.engine import PagedEngine
-from jetrl.train import gather, store
-from jetrl.train.stopping import StopRequest
+from jetrl.run import gather
+from jetrl.run.checkpoint import store
+from jetrl.run.loop import run
+from jetrl.run.stopping import StopRequest
 
 FIXED: dict[str, Any] = {
     "train.reduction": "fixed", "train.max_tokens_per_gpu": 64, "checkpoint.save_interval": 1, "checkpoint.keep": 9

@@ -12,10 +12,10 @@ from byte_tokenizer import HERMES, saved
 from tiny import numbers, tiny_run
 
 from jetrl.config import load_config, resolve
-from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_samples
-from jetrl.train.sft import SolutionEncoder
-from jetrl.tryout import prepare_trial, try_out
+from jetrl.run.loop import StopRequest, run
+from jetrl.run.sft import SolutionEncoder
+from jetrl.run.tryout import prepare_trial, try_out
 from jetrl.types import Problem, Trajectory
 
 PARITY = "parity/logprob_abs_diff_max"

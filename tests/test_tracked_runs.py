@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tiny import numbers, tiny_config, tiny_run
 
-from jetrl import loop
 from jetrl.errors import UserError
-from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_metrics
+from jetrl.run import loop
+from jetrl.run.loop import StopRequest, run
 
 
 class Store:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import numbers, tiny_config, tiny_data, tiny_run, weights_hash
 
 import jetrl
 from jetrl import UserError
+from jetrl.api import export_checkpoint
 from jetrl.callbacks import Callback
 from jetrl.program import program
 from jetrl.report.recorder import read_samples
 from jetrl.trainer import Trainer
+from jetrl.user_code.from_python import rows_given, same_objects
 
 
 def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -40,6 +46,33 @@ def recipe(folder: Path, changes: dict[str, Any] | None = None) -> dict[str, Any
             at = at.setdefault(part, {})
         at[last] = value
     return data
+
+
+class Failing(Exception):
+    """No object should be like this one."""
+
+    def __repr__(self) -> str:
+        raise KeyError
+
+    __str__ = __repr__
+
+
+def deep(levels: int) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+def gives(error: BaseException) -> Iterator[dict[str, str]]:
+    yield {"prompt": "1+1=", "answer": "2"}
+    raise error
+
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+DEEP = deep(5000)
+HOLDS_ITSELF: dict[str, Any] = {"a": 1}
+HOLDS_ITSELF["b"] = HOLDS_ITSELF
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +233,30 @@ def test_a_run_that_is_resumed_is_the_one_that_went_on(tmp_path: Path, command: 
         over.step()
 
 
+def test_another_script_goes_on_with_a_run(tmp_path: Path) -> None:
+    """The same functions, defined in another file or inside of another function, have the same names."""
+    def elsewhere(function: Any, name: str, module: str = "other") -> Any:
+        made = types.FunctionType(function.__code__, globals(), name, function.__defaults__)
+        made.__module__, made.__qualname__ = module, f"main.<locals>.{name}"
+        return made
+
+    weights = {"task.reward_weights": [1.0, 0.5], "train.steps": 2, "train.lr_schedule": "constant"}
+    changes = {"eval.eval_interval": 0}
+    short = elsewhere(reward, "short")
+    given: dict[str, Any] = {"reward": [reward, short], "dataset": ROWS, "verbose": False}
+    done = jetrl.train(recipe(tmp_path, changes), overrides=weights, **given)
+    again = {**given, "reward": [elsewhere(reward, "reward"), elsewhere(reward, "short", "third")],
+             "dataset": (dict(reversed(row.items())) for row in ROWS)}
+    with Trainer(done.run_dir, resume=True, overrides={"train.steps": 3}, **again) as trainer:
+        assert [one.step for one in trainer] == [3]
+        assert trainer.config.task.reward_weights == (1.0, 0.5)
+        assert trainer.config.task.reward == ("<python>:other:main.reward", "<python>:third:main.short")
+    for other in ([reward, elsewhere(reward, "long")], [short, reward], [reward]):
+        with pytest.raises(UserError, match=r'task.reward = \["<python>:other:main.reward".* there, .* here|weights'):
+            Trainer(done.run_dir, resume=True, overrides={"train.steps": 4}, **given | {"reward": other})
+    assert same_objects("<python>:a:Guess", "<python>:b:main.Guess") and not same_objects("a.py:f", "b.py:f")
+
+
 class Stops(Callback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -245,7 +302,7 @@ class Answers:
 
 @pytest.mark.parametrize(("callback", "said"), [
     (Broken(), r"Callback Broken.on_step raised JSONDecodeError: .*\(.*test_trainer.py, line \d+\)"),
-    (Answers(), r"Callback Answers.on_step returned True, which means nothing. Return nothing; trainer.stop\(\)"),
+    (Answers(), r"Callback Answers.on_step \(.*line \d+\) returned True, which means nothing. Return nothing; tr"),
 ], ids=["raises", "returns"])
 def test_a_callback_with_an_error_loses_no_step(tmp_path: Path, callback: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
@@ -312,13 +369,46 @@ def test_sigterm_saves_the_steps_before_and_reaches_the_program(tmp_path: Path) 
     ({"callbacks": Stops()}, "give a list of callbacks"),
     ({"callbacks": [type("C", (), {"on_steps": lambda self: None})()]}, "has no method that is called"),
     ({"callbacks": [type("C", (Callback,), {"on_steps": lambda self: None})()]}, "on_steps is never called; did you m"),
-    ({"callbacks": [type("C", (), {"on_step": lambda self, step: None})()]}, "on_step cannot be called"),
-    ({"overrides": {"train.stepps": 3}}, "train.stepps"),
+    ({"callbacks": [type("C", (), {"on_step": lambda self, step: None})()]}, r"C.on_step \(.*\) cannot be called"),
+    ({"overrides": {"train.stepps": 3}}, r"^overrides: train.stepps: unknown key; did you mean train.steps\?$"),
+    ({"overrides": ["trian.lr=3"]}, r"^overrides: trian: unknown section; did you mean \[train\]\?$"),
+    ({"overrides": {"train": {"lr": -1}}}, r"^overrides: train.lr: must be above 0, got -1$"),
+    ({"overrides": {"train.lr": -1, "rl.algo": "x"}}, r"^the config has 2 errors:\n  overrides: .*\n  overrides: "),
+    ({"run_dir": "a\0/b"}, "a path has a character NUL"),
+    ({"callbacks": [type("C", (), {"on_step": property(lambda self: {}["x"])})()]}, r"C\) raised KeyError: 'x' \("),
+    ({"run_dir": "a b"}, r"^run_dir: name: must be letters"),
     ({"overrides": "train.steps=3"}, "give a dict such as"),
     ({"overrides": {"task.reward": "a:b"}}, "also given by the argument reward"),
     ({"overrides": {"name": "a"}, "run_dir": "b"}, "also given by run_dir"),
+    ({"overrides": ["train.lr"]}, "is not an override"),
+    ({"overrides": [3]}, "give a dict such as"),
+    ({"overrides": {3: 4}}, "the key 3 is no text"),
+    ({"overrides": {"train.lr": Failing()}}, r"train.lr: must be a number, got <Failing, whose repr raises Key"),
+    ({"overrides": {"task.params": DEEP}}, "overrides: its values cannot be read: .*nested more than 64 deep"),
+    ({"overrides": {"task.params": HOLDS_ITSELF}}, "overrides: its values cannot be read: .*nested more than 64 deep"),
+    ({"dataset": [{"prompt": "1+1=", "answer": "2", "x": DEEP}]}, r"dataset\[0\]\['x'\].*nested more than 64 deep"),
+    ({"dataset": [{"prompt": "1+1=", "answer": "2", "x": HOLDS_ITSELF}]}, "more than 64 deep, or hold themselves"),
+    ({"dataset": [{"prompt": "1+1=", "answer": Failing()}]}, r"\['answer'\] is a Failing \(<Failing, whose repr"),
+    ({"dataset": [Failing()]}, r"dataset\[0\] is a Failing \(<Failing, whose repr raises KeyError>\)"),
+    ({"dataset": gives(OSError("down"))}, rf"dataset\[1\]: reading it raised OSError: down \({__file__}, line \d+\)"),
+    ({"dataset": gives(SystemExit(0))}, r"dataset\[1\]: reading it raised SystemExit: 0"),
+    ({"dataset": gives(Failing())}, r"reading it raised Failing: \(its text cannot be read: __str__ raised KeyError"),
+    ({"eval_dataset": gives(OSError("down")), "dataset": ROWS}, r"eval_dataset\[1\]: reading it raised OSError: down"),
+    ({"reward": Failing()}, r"reward = <Failing, whose repr raises KeyError> \(Failing\): a reward is a function"),
+    ({"reward": max}, "Python cannot tell the parameters of <python>:builtins:max"),
+    ({"environment": Failing()}, "environment = <Failing, whose repr raises KeyError>.*give the class"),
+    ({"callbacks": Failing()}, "callbacks = <Failing, whose repr raises KeyError>: give a list"),
+    ({"callbacks": None}, "callbacks = None: give a list"),
+    ({"run_dir": 3}, "run_dir = 3: give a folder"),
+    ({"run_dir": Path(__file__) / "inside"}, r"cannot write .*inside: Not a directory"),
+    ({"foo": 1}, r"have no argument 'foo'. Its arguments: recipe, reward, dataset,.*verbose"),
+    ({"callback": []}, "have no argument 'callback'. Did you mean callbacks?"),
+    ({"lr": 1e-5}, r"have no argument 'lr'. It is a setting: overrides={'train.lr': 1e-05}"),
+    ({"seed": 3}, r"It is a setting: overrides={'seed': 3}"),
+    ({"num_generations": 8}, r"is TRL's name; here it is rollout.group_size. Settings go into overrides"),
+    ({"resume": Failing()}, "resume = <Failing, whose repr raises KeyError>: give True"),
     ({"resume": 3}, "resume = 3"),
-    ({"resume": True}, "there is no run folder"),
+    ({"resume": True}, r"^there is no run folder .* leave out --resume \(from Python: resume=True\), to start"),
 ], ids=lambda value: value if isinstance(value, str) else ",".join(value))  # an object's text holds its address
 def test_mistakes(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
@@ -326,7 +416,45 @@ def test_mistakes(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
     assert not (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists()
 
 
+def test_rows_count_against_the_limit_of_memory(tmp_path: Path) -> None:
+    def endless() -> Iterator[dict[str, Any]]:
+        for i in itertools.count():
+            yield {"prompt": f"{i}+1=", "answer": str(i + 1), "note": f"{i}" * 10_000}
+
+    arguments: dict[str, Any] = {"reward": reward, "verbose": False, "overrides": {"task.max_data_gib": 0.01}}
+    for given in ({"dataset": endless()}, {"dataset": list(itertools.islice(endless(), 1000))},
+                  {"dataset": ROWS, "eval_dataset": endless()},
+                  {"dataset": [{"prompt": "a", "answer": "b", "x": np.zeros(2 << 20)}]},
+                  {"dataset": [{"prompt": "a", "answer": "b", "x": [[0] * 1000] * 1000}]}):
+        with pytest.raises(UserError, match="dataset: its rows need more than 0.01 GiB .* task.max_data_gib is 0.0"):
+            Trainer(recipe(tmp_path), **given, **arguments)
+    fits = {"prompt": "a", "answer": "b", "x": np.zeros(1 << 20)}  # counted by its bytes, not by its numbers
+    assert len(rows_given([fits], "dataset", 0.01).rows) == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(5), GeneratorExit(), OSError("full"), RecursionError(), Failing()])
+def test_whatever_a_callback_raises_is_one_message(tmp_path: Path, error: BaseException) -> None:
+    class Raises(Callback):
+        def on_step(self, trainer: Any, step: int, metrics: Any) -> None:
+            raise error
+
+    with pytest.raises(UserError, match=rf"Raises.on_step raised {type(error).__name__}.* \({__file__}, line \d+\)"):
+        jetrl.train(recipe(tmp_path), reward=reward, callbacks=[Raises()], verbose=False)
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_000001").is_dir()
+
+
+def test_arguments_have_names(tmp_path: Path) -> None:
+    for call in (Trainer, jetrl.train):
+        with pytest.raises(UserError, match="recipe = None: give the name of a recipe"):
+            call()
+        with pytest.raises(UserError, match="give all arguments but the recipe by name, <function reward"):
+            call(recipe(tmp_path), reward)  # type: ignore[arg-type]
+
+
 def test_a_recipe_that_is_none(tmp_path: Path) -> None:
+    for deep in (DEEP, HOLDS_ITSELF):
+        with pytest.raises(UserError, match="recipe: its values cannot be read: .*nested more than 64 deep"):
+            jetrl.train({"task": {"params": {"x": deep}}})
     for wrong, said in ((3, "recipe = 3"), ("quickstrat", "Did you mean quick"), (tmp_path / "no.toml", "no such")):
         with pytest.raises(UserError, match=said):
             Trainer(wrong, verbose=False)
@@ -387,6 +515,25 @@ def test_the_command_says_how_to_use_such_a_run(tmp_path: Path) -> None:
     assert named.returncode == 0, named.stderr
     assert jetrl_("parity", str(result.run_dir)).returncode == 0
     assert jetrl_("export", str(result.run_dir), str(tmp_path / "out")).returncode == 0
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step_000004", "checkpoints/step_000004/model"])
+def test_no_part_of_an_exported_run_is_a_link_out_of_it(tmp_path: Path, command: Path, place: str) -> None:
+    """A run folder of others could hold any model of yours so. A link to the inside, or to the run, is fine."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(command, run)
+    (run / place).rename(elsewhere)
+    (run / place).symlink_to(elsewhere)
+    with pytest.raises(UserError, match=rf"leads by a link to {elsewhere}.*name what it leads to"):
+        export_checkpoint(run, tmp_path / "out", False)
+    assert not (tmp_path / "out").exists()
+    if place.endswith("model"):  # it has to be in its checkpoint, whose files have hashes
+        return
+    (run / place).unlink()
+    elsewhere.rename(run / "inner")
+    (run / place).symlink_to(run / "inner")
+    (tmp_path / "linked").symlink_to(run)
+    assert (export_checkpoint(tmp_path / "linked", tmp_path / "out", False) / "model.safetensors").is_file()
 
 
 def test_a_config_object_and_a_file(tmp_path: Path, command: Path) -> None:

@@ -44,7 +44,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("key", CODE)
 def test_every_key_of_code_is_asked_for(tmp_path: Path, key: str) -> None:
     value, more = EXAMPLES[key]
-    config = tiny_config(tmp_path, {"task.reward": "jetrl.tasks.rewards:last_integer", **more, key: value})
+    config = tiny_config(tmp_path, {"task.reward": "jetrl.rewards.text:last_integer", **more, key: value})
     (named,) = trust.code_of(config)
     assert (named.key, named.name) == (key, value if isinstance(value, str) else value[0])
     with pytest.raises(UserError, match=rf"(?s)runs/x: .*{re.escape(key)} = {named.name}.*add --trust") as told:
@@ -71,15 +71,15 @@ def test_no_setting_names_code_outside_of_the_table() -> None:
 
 def test_built_in_functions_need_no_question(tmp_path: Path) -> None:
     """Those that are documented, and no other function of jetrl: one that writes files would be as bad as anyone's."""
-    texts = [path.read_text() for folder in ("docs", "jetrl/recipes", "jetrl/studies", "examples")
+    texts = [path.read_text() for folder in ("docs", "jetrl/recipes", "jetrl_study/studies", "examples")
              for path in (ROOT / folder).rglob("*.*") if path.suffix in (".md", ".toml")]
-    documented = {name for text in texts for name in re.findall(r"jetrl\.tasks\.\w+:\w+", text)}
-    assert documented <= trust.BUILT_IN
-    for name in ("jetrl.report.files:write_whole", "jetrl.tasks.rewards:partial"):
+    documented = {name for text in texts for name in re.findall(r"jetrl\.rewards\.\w+:\w+", text)}
+    assert documented and documented <= trust.BUILT_IN
+    for name in ("jetrl.report.files:write_whole", "jetrl.rewards.score:partial"):
         assert trust.code_of(config_with(tmp_path, task__reward=name))
     assert not trust.code_of(config_with(tmp_path, task__reward=sorted(documented)))
     named = trust.code_of(config_with(
-        tmp_path, task__reward="jetrl.tasks.rewards:last_integer", environment__name="retry",
+        tmp_path, task__reward="jetrl.rewards.text:last_integer", environment__name="retry",
         environment__params={"a": ["x.py:f", {"mod.b:c": 1}], "b": "no: code", "c": "12:30"},
     ))
     assert [one.name for one in named] == ["x.py:f", "mod.b:c"]

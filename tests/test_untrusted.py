@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import resource
 import subprocess
 import sys
 from io import StringIO
@@ -14,19 +16,23 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from jetrl.config.toml import read_toml
 from jetrl.errors import OutOfMemory, UserError
-from jetrl.model import hf, hub
-from jetrl.report.compiling import Compiling
+from jetrl.huggingface import hub
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.tokenizer import load_tokenizer_from
 from jetrl.report.console import Display, Output, summary
 from jetrl.report.files import write_whole
 from jetrl.report.html import write_report
 from jetrl.report.recorder import Recorder, read_held_out
 from jetrl.report.run import load_runs
+from jetrl.run.compiling.display import Compiling
+from jetrl.run.tryout import read_script
 from jetrl.tasks.datasets import read_dataset
 from jetrl.untrusted import MOST_DEPTH, inside, json_file, json_value, printable
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "jetrl").rglob("*.py"))
+FILES = sorted([*(ROOT / "jetrl").rglob("*.py"), *(ROOT / "jetrl_study").rglob("*.py")])
 EVIL = "\x1b]0;owned\x07 \x1b[2J \x9b31m \u202edlrow\u202c \r \udcff"
 
 
@@ -131,12 +137,14 @@ def test_all_that_is_printed_is_printable() -> None:
                 guarded = isinstance(first, ast.Call) and called(first) in ("printable", "json.dumps")
                 if not ours and not guarded:
                     wrong.append(where)
-    ours = ("jetrl/ending.py", "jetrl/config/docs.py")  # names of threads and processes; our own descriptions
+    ours = ("jetrl/process_exit.py", "jetrl/config/docs.py")  # names of threads and processes; our own descriptions
     assert [text for text in wrong if not text.startswith(ours)] == []
 
 
 # Other calls of json.loads: what this very program, or another process of this run, has written.
-OWN_JSON = {"jetrl/untrusted.py", "jetrl/tasks/template_child.py", "jetrl/parallel/watch.py", "jetrl/train/resume.py"}
+OWN_JSON = {
+    "jetrl/untrusted.py", "jetrl/chat/template_child.py", "jetrl/parallel/watch.py", "jetrl/run/checkpoint/resume.py",
+}
 
 
 def test_json_of_others_has_one_reader() -> None:
@@ -160,6 +168,80 @@ def test_json_is_bounded(tmp_path: Path) -> None:
     assert json_file(path, 102) == "x" * 100
     with pytest.raises(ValueError, match="it has more than"):
         json_file(path, 101)
+
+
+# Other calls that read a whole file: of jetrl itself, of this machine, or code of the user's that runs next.
+OWN_FILES = {
+    "jetrl/cli.py", "jetrl/config/shipped.py",  # recipes that come with jetrl
+    "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py", "jetrl/run/compiling/ahead.py",
+    "jetrl/doctor/gpu.py", "jetrl/parallel/host.py", "jetrl/report/environment.py",
+    "jetrl/huggingface/write.py", "jetrl/parallel/spawn.py", "jetrl_study/jobs.py",  # what its own processes write
+    "jetrl/user_code/neighbours.py", "jetrl/kernels/compiling/pool.py",
+}
+
+
+def test_whole_files_of_others_have_one_reader() -> None:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = called(node).rpartition(".")[2]
+                whole = name == "read" and not node.args and not node.keywords
+                if whole or name in ("read_text", "read_bytes", "readlines") or called(node) == "tomllib.load":
+                    found.add(path.relative_to(ROOT).as_posix())
+    assert found == OWN_FILES | {"jetrl_study/state.py"}, "text_file reads files of others; the end of one: state.py"
+
+
+WHOLE = {  # what jetrl reads whole: of a run folder, of a model folder
+    "config.toml": lambda folder: read_toml(folder / "config.toml"),
+    "report: config.toml": lambda folder: load_runs([folder]),
+    "report: env.json": lambda folder: load_runs([folder]),
+    "report: metrics.jsonl": lambda folder: load_runs([folder]),
+    "report: flow.svg": lambda folder: write_report([folder], folder / "report.html"),
+    "report: samples.jsonl": lambda folder: write_report([folder], folder / "report.html"),
+    "heldout.jsonl": read_held_out,
+    "model: config.json": hf.read_config,
+    "model: generation_config.json": hf.read_generation_config,
+    "model: tokenizer.json": load_tokenizer_from,
+    "model: chat_template.jinja": load_tokenizer_from,
+    "card: README.md": lambda folder: list(read_dataset(str(folder), None, None, "train").rows),
+    "script: turns": lambda folder: read_script(folder / "turns"),
+}
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "huge"])
+@pytest.mark.parametrize("what", WHOLE)
+def test_files_without_an_end_are_refused(tmp_path: Path, what: str, kind: str) -> None:
+    """A link to /dev/zero, a pipe that nobody writes, and a sparse file of 8 GiB: none fills memory or hangs."""
+    files = {"metrics__jsonl": '{"step": 0, "reward/mean": 0.5}\n'} if "model" not in what else {
+        "config__json": "{}", "tokenizer__json": "{}"}
+    folder = model_with(tmp_path / "folder", **files)
+    path = folder / what.rpartition(" ")[2]
+    path.unlink(missing_ok=True)
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(8 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    told = ""
+    try:
+        WHOLE[what](folder)
+    except UserError as error:
+        told = str(error)
+    refused = any(reason in told for reason in ("more than", "no regular file", "outside of"))
+    assert refused or (not path.is_file() and (not told or "has no " in told)), told  # or as if it were not there
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10
+
+
+def test_pipes_and_devices_are_read_where_they_are_named(tmp_path: Path) -> None:
+    program = "from pathlib import Path; from jetrl.config.toml import read_toml; print(read_toml(Path('/dev/stdin')))"
+    done = subprocess.run([sys.executable, "-c", program], input="a = 1", capture_output=True, text=True, check=True)
+    assert done.stdout == "{'a': 1}\n"
+    with pytest.raises(UserError, match="/dev/zero: cannot be read: it has more than 16 MiB"):
+        read_toml(Path("/dev/zero"))
 
 
 def test_names_stay_inside(tmp_path: Path) -> None:

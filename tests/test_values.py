@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from jetrl.environments.environment import BadReply, step_of
 from jetrl.errors import UserError
+from jetrl.rewards.calls import WeightedReward
+from jetrl.rewards.results import Log, as_list, plain, plain_number
+from jetrl.rewards.score import call_reward
 from jetrl.rl import own, own_terms
 from jetrl.rl.losses import Denominators
 from jetrl.rl.surrogate import Clip
-from jetrl.tasks.environment import BadReply, step_of
-from jetrl.tasks.reward_calls import WeightedReward
-from jetrl.tasks.reward_results import Log, as_list, plain, plain_number
-from jetrl.tasks.rewards import call_reward
 from jetrl.types import Problem
 from jetrl.values import entries_of, is_single, value_of
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from jetrl.config import Config, parse_config, resolve
-from jetrl.loop import StopRequest, run
 from jetrl.report.recorder import read_metrics
-from jetrl.train import store
+from jetrl.run.checkpoint import store
+from jetrl.run.loop import StopRequest, run
 
 ARCH: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 40, "intermediate_size": 136, "num_hidden_layers": 2,

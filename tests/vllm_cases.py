@@ -15,13 +15,13 @@ import tiny
 import torch
 from torch import Tensor
 
+from jetrl.chat.tokenizer import load_tokenizer
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.export import export
 from jetrl.kernels.reference import dequantize, quantize_1x128
-from jetrl.model import hf
-from jetrl.model.export import export
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec, RopeSpec
-from jetrl.tasks.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SPEC = ModelSpec(

@@ -145,12 +145,14 @@ def _unknown(path: list[str], value: Any, root: type[BaseModel]) -> Iterator[str
     known = [key.rpartition(".")[2] for key in keys]
     sections = difflib.get_close_matches(name.lower(), homes, 1) if not section else []
     peer = peer_name(".".join(path))
-    if isinstance(value, Mapping) and not peer and name not in known:
-        if value and (not sections or path[0] in FOREIGN_SECTIONS):
+    foreign = path[0] in FOREIGN_SECTIONS
+    if isinstance(value, Mapping) and (foreign or not peer) and (name not in known or foreign):
+        if value and (not sections or foreign):
             for inner, below in value.items():
                 yield from _unknown([*path, inner], below, root)
             return
-        hint = f"did you mean [{sections[0]}]?" if sections else f"the sections are {', '.join(homes)}"
+        near = f"did you mean [{sections[0]}]?" if sections else f"the sections are {', '.join(homes)}"
+        hint = peer or near
         yield f"{'.'.join(path)}: unknown section; {hint}"
         return
     here = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from jetrl import moved
 from jetrl.config.base import Section
 from jetrl.config.errors import explain
 from jetrl.config.precedence import Statements
@@ -36,12 +38,21 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
         raise _refused(error, source) from None
 
 
-def _refused(error: ValidationError, source: str, notes: Sequence[str] = ()) -> UserError:
-    """The user's error with all mistakes, and what was dropped before they were found."""
-    lines = explain(error, Config)
+def _refused(
+    error: ValidationError, source: str, notes: Sequence[str] = (), given_by: Mapping[str, str] | None = None
+) -> UserError:
+    """The user's error with all mistakes, and what was dropped before they were found. `given_by`: by key, where it was
+    given instead of in the source."""
+    lines, sources = [], set()
+    for line in explain(error, Config):
+        key = re.split(r"[:\[]", line, maxsplit=1)[0]
+        owner = next((by for other, by in (given_by or {}).items() if f"{key}.".startswith(f"{other}.")
+                      or f"{other}.".startswith(f"{key}.")), source)
+        sources.add(owner)
+        lines.append(line if owner == source else f"{owner}: {line}")
     told = "".join(f"\n  ({note})" for note in notes)
     if len(lines) == 1:
-        return UserError(f"{source}: {lines[0]}{told}")
+        return UserError((lines[0] if source not in sources else f"{source}: {lines[0]}") + told)
     return UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines) + told)
 
 
@@ -68,9 +79,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
 
 
 def config_of(
-    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell
+    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell,
+    given_by: Mapping[str, str] | None = None,
 ) -> Config:
-    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed."""
+    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed. `given_by`:
+    what messages call the place of an override, by its key; the others are in `source`."""
     before = copy.deepcopy(data)
     given: dict[str, Any] = {}
     for key, value in overrides:
@@ -80,7 +93,7 @@ def config_of(
         _take_back_preset(data)
     for key, value in given.items():
         set_override(data, key, value)
-    said = Statements(data, given)
+    said = Statements(data, given, changes_no_bit)
     said.replace_sources(before)
     while True:
         try:
@@ -88,7 +101,7 @@ def config_of(
             break
         except ValidationError as error:
             if not said.give_way(error):
-                raise _refused(error, source, said.notes) from None
+                raise _refused(error, source, said.notes, given_by) from None
     for note in said.notes:
         say(note)
     return config
@@ -193,6 +206,16 @@ NO_BITS = frozenset({
     "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights", "eval.pass_reward",
     "eval.num_samples_kept", "checkpoint.background",
 })
+# Likewise: places and limits, and whole sections that only look at a run or keep it.
+_AROUND = frozenset({"output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent"})
+_AROUND_SECTIONS = ("eval", "checkpoint", "track")
+
+
+def changes_no_bit(key: str) -> bool:
+    """Whether a setting, by its full key, may differ between a run and its resumption."""
+    return key in NO_BITS or key in _AROUND or key.split(".")[0] in _AROUND_SECTIONS
+
+
 # Settings that came later, each with the value at which a run is what it was before: digests of then stay.
 SINCE: dict[str, Any] = {
     "rl.signal": "reward", "environment.tools": None, "train.epochs": None, "track.project": None,
@@ -211,6 +234,8 @@ def digest(config: Config, leave_out: Collection[str] = ()) -> str:
         section, _, name = key.partition(".")
         if held[section][name] == value:
             del held[section][name]
+    held["task"]["reward"] = moved.first(held["task"]["reward"])
+    held["rollout"]["engine"] = moved.first(held["rollout"]["engine"])
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 PEERS = """
 rollout.group_size | verl: n; TRL: num_generations; NeMo RL: num_generations_per_prompt; slime, OpenRLHF, SkyRL:
   n_samples_per_prompt
-rollout.prompts_per_step (prompts, not completions) | verl, SkyRL: train_batch_size; TRL: generation_batch_size
+rollout.prompts_per_step (prompts, not completions) | verl, SkyRL: train_batch_size; verl: gen_batch_size; TRL:
+  generation_batch_size
   per_device_train_batch_size; NeMo RL: num_prompts_per_step; slime: rollout_batch_size; prime-rl: batch_size;
   torchtitan: num_prompts_per_train_step
 rollout.prompts_per_step (it sets the batch, micro-batches are packed up to train.max_tokens_per_gpu) | TRL:
@@ -60,6 +61,8 @@ rl.algo, or rl.adv_estimator alone | slime, OpenRLHF, SkyRL: advantage_estimator
 rl.gae_lambda | verl: lam
 rl.value_clip | verl: cliprange_value
 rl.critic_warmup_steps | verl: critic_warmup
+rl.critic_lr | verl: critic.optim.lr
+- a separate critic has the policy's architecture, and begins with its weights | verl: critic.model.path
 rl.entropy_coef | verl: entropy_coeff
 - jetrl has no Clip-Cov and no KL-Cov | verl: clip_cov_* kl_cov_ratio ppo_kl_coef
 - the constant is rollout.max_response_length, with rl.loss_agg = "seq_mean_token_sum_norm" | verl: loss_scale_factor
@@ -74,18 +77,28 @@ rl.rollout_is and rl.rollout_is_threshold (with jetrl's engine there is nothing 
 rl.rollout_rs, rl.rollout_rs_threshold and rl.rollout_rs_lower | slime: rs_*
 - jetrl records log-probs at sampling always | verl: calculate_log_probs
 - the reference model is the model before training, and stays | TRL: sync_ref_model ref_model_*
-rl.dynamic_sampling | verl: filter_groups; NeMo RL: use_dynamic_sampling dynamic_sampling_max_gen_batches; slime:
+rl.dynamic_sampling | verl: filter_groups filter_groups.enable; NeMo RL: use_dynamic_sampling
+  dynamic_sampling_max_gen_batches; slime:
   dynamic_sampling_filter_path; OpenRLHF: dynamic_filtering*; prime-rl: filter_zero_advantages; torchtitan:
   drop_zero_std_reward_groups
+rl.signal (what counts as all alike, the name of a reward function) | verl: filter_groups.metric
 rl.max_refill_rounds | verl: max_num_gen_batches
-rl.overlong_buffer_len | verl: overlong_buffer_cfg; TRL: soft_punish_cache; NeMo RL: overlong_buffer_length
-rl.overlong_penalty_factor | NeMo RL: overlong_buffer_penalty
+rl.overlong_buffer_len | verl: overlong_buffer_cfg overlong_buffer_cfg.len overlong_buffer.len overlong_buffer; TRL:
+  soft_punish_cache; NeMo RL: overlong_buffer_length
+rl.overlong_buffer_len (0: off) | verl: overlong_buffer_cfg.enable overlong_buffer.enable
+rl.overlong_penalty_factor | verl: overlong_buffer_cfg.penalty_factor overlong_buffer.penalty_factor; NeMo RL:
+  overlong_buffer_penalty
 rl.mask_truncated | NeMo RL: overlong_filtering; SkyRL: apply_overlong_filtering
 rl.mask_truncated (with rl.masked_sequences = "count") | TRL: mask_truncated_completions
 rollout.temperature, top_p and top_k | slime: rollout_temperature; SkyRL: sampling_params
 - sampling has rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p and rollout.stop | TRL:
   generation_kwargs repetition_penalty cache_implementation; verl: do_sample ignore_eos
 rollout.engine = "vllm" (the default engine is built in, and keeps the learner's bits) | TRL: use_vllm
+rollout.engine ("vllm" is there, and the default, "jetrl", keeps the learner's bits) | verl: rollout.name
+- rollouts and updates take turns, with one model | verl: rollout.mode hybrid_engine over_sample_rate agent.num_workers
+  layered_summon update_weights_bucket_megabytes
+- vLLM's own options are the keys of [vllm] | verl: engine_kwargs engine_kwargs.* load_format disable_log_stats
+  multi_stage_wake_up
 - jetrl runs vLLM inside of the training process: rollout.engine = "vllm" | TRL: vllm_mode vllm_server_* vllm_group_port
   vllm_model_impl use_transformers_*
   transformers_continuous_batching_config
@@ -108,6 +121,8 @@ eval.eval_interval (10 by default, 0: never) | TRL: eval_strategy do_eval
 - `jetrl eval RUN` evaluates without training | verl: val_only
 eval.num_samples | verl: val_kwargs.n
 eval.temperature | verl: val_kwargs.temperature
+eval.temperature (0: greedy) | verl: val_kwargs.do_sample
+- an evaluation draws from the whole distribution, at eval.temperature | verl: val_kwargs.top_p val_kwargs.top_k
 eval.temperature, eval.num_samples and eval.max_response_length | verl: val_kwargs
 checkpoint.save_interval | verl: save_freq; TRL: save_steps; NeMo RL: save_period; SkyRL: ckpt_interval
 checkpoint.save_interval (0: never) | TRL: save_strategy
@@ -116,11 +131,12 @@ checkpoint.keep | TRL: save_total_limit; verl: max_actor_ckpt_to_keep max_critic
 checkpoint.resume | verl, SkyRL: resume_mode; verl: resume_from_path; TRL: resume_from_checkpoint; slime: load
 precision (one key for both sides) | verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe
 precision ("bf16", and by default "fp8") | TRL: bf16 fp16; verl: dtype
-train.master_dtype and train.optimizer_dtype | TRL: dtype torch_dtype
+train.master_dtype and train.optimizer_dtype | TRL: dtype torch_dtype; verl: fsdp_config.model_dtype model_dtype
 - logits and log-probs are always in FP32 | TRL: cast_lm_head_to_fp32
+- jetrl has no reward models, but a function may ask a server, task.reward | verl: reward_model.model.path
 model.path | TRL: model_name_or_path; NeMo RL: model_name; slime: hf_checkpoint
 model.revision | TRL: model_revision
-model.tokenizer | verl: tokenizer_path
+model.tokenizer | verl: tokenizer_path data.tokenizer
 - jetrl runs no code of a model's folder, and knows its families: Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2 | TRL:
   trust_remote_code model_init_kwargs attn_implementation; verl: trust_remote_code external_lib override_config
 - jetrl has no LoRA yet: it trains all weights | TRL: use_peft peft_config lora_* use_rslora use_dora load_in_4bit
@@ -129,7 +145,7 @@ model.tokenizer | verl: tokenizer_path
 - jetrl has no reward models: rewards are functions, task.reward | TRL: reward_model_path; verl: reward_model
   reward_model.*
 train.lr | TRL: learning_rate
-train.lr_schedule | TRL: lr_scheduler_type
+train.lr_schedule | TRL: lr_scheduler_type; verl: optim.lr_scheduler_type
 train.lr_schedule (constant, linear, cosine) | verl: warmup_style
 train.warmup_steps (steps, not a share) | TRL: warmup_ratio; verl: lr_warmup_steps lr_warmup_steps_ratio
 train.adam_betas | TRL: adam_beta1 adam_beta2; verl: betas
@@ -141,15 +157,27 @@ train.activation_checkpointing | TRL: gradient_checkpointing; verl: enable_gradi
 train.max_grad_norm | slime: clip_grad; verl: grad_clip clip_grad
 train.offload_optimizer (the moments only) | verl: optimizer_offload; slime: optimizer_cpu_offload
 - only Adam's moments can leave the GPU, by train.offload_optimizer | verl:
-  param_offload enable_activation_offload
+  param_offload enable_activation_offload offload_policy reshard_after_forward forward_prefetch
 - jetrl train --nproc N shards masters, gradients and moments by itself | TRL: deepspeed
   fsdp fsdp_config ds3_gather_for_generation; verl: strategy fsdp_config fsdp_size
 - jetrl brings its own kernels | TRL: use_liger_kernel torch_compile; verl: use_liger
   use_torch_compile use_fused_kernels
+train.activation_checkpointing | TRL: gradient_checkpointing_kwargs
+train.collective_timeout | TRL: ddp_timeout
+device = "cpu" | TRL: use_cpu no_cuda
+- rows are held in memory | TRL: dataloader_num_workers dataloader_pin_memory dataloader_drop_last
+  dataloader_prefetch_factor; verl: filter_overlong_prompts_workers
+- jetrl computes log-probs and entropy in chunks by itself | verl: entropy_from_logits_with_chunking
+  entropy_checkpointing
 - jetrl packs and deals micro-batches by itself | verl: balance_batch use_shm dataloader_num_workers
-- checkpoints hold all that an exact resume needs | verl: save_contents load_contents
+- checkpoints stay, the newest checkpoint.keep of them | verl: del_local_ckpt_after_load; TRL: load_best_model_at_end
+  metric_for_best_model greater_is_better
+- a run never goes into the folder of another: it gets -2, -3 behind its name | TRL: overwrite_output_dir
+- there is no HDFS, output_dir is a folder | verl: default_hdfs_dir
+- checkpoints hold all that an exact resume needs | TRL: save_only_model; verl: save_contents load_contents
 - jetrl profiles nothing, metrics.jsonl has the seconds of each part of a step | verl: profiler global_profiler
 - train.min_lr_ratio is the only argument of a schedule | TRL: lr_scheduler_kwargs; verl: num_cycles
+- jetrl uses no Ray, but processes of its own | verl: ray_kwargs ray_kwargs.* ray_init.*
 - jetrl frees memory by itself | TRL: torch_empty_cache_steps
 - models have no dropout here | TRL: disable_dropout
 - jetrl train --nproc N starts a process per GPU (torchrun on several machines) | verl: n_gpus_per_node
@@ -168,13 +196,21 @@ task.overlong_prompts ("error" or "drop", prompts are never cut) | verl: truncat
 task.chat_template_kwargs | verl: apply_chat_template_kwargs
 - an evaluation is one rollout of task.num_eval problems | verl: val_batch_size validation_shuffle
 - all rows are used, a shorter file has fewer | verl: train_max_samples
-- jetrl trains on text alone | verl: image_key video_key freeze_vision_tower
+- your own rows come from jetrl.train(dataset=...), or a file | verl: custom_cls custom_cls.* datagen sampler.*
+- prompts and messages are kept always | verl: return_raw_chat return_raw_input_ids return_full_prompt
+- jetrl trains on text alone | verl: return_multi_modal_inputs image_key video_key freeze_vision_tower
 - the tokenizer's chat template counts, model.tokenizer may name another folder | verl: custom_chat_template
 - all columns reach the reward functions that ask for them | TRL: remove_unused_columns; verl: reward_fn_key
 - rows come in an order that depends on seed | TRL: shuffle_dataset data_seed; verl: shuffle
 task.reward | TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path
-task.reward (a function of whole batches, see task.reward_calls) | verl: reward_manager
-environment.name | verl: multi_turn.enable; TRL: environment_factory
+task.reward (file and function are one text, with a colon between them) | verl: custom_reward_function.path
+  custom_reward_function.name
+task.reward (a function of whole batches, see task.reward_calls) | verl: reward_manager reward_model.reward_manager
+- a reward function has its own defaults for further arguments, or reads them as columns | verl: reward_kwargs
+  reward_kwargs.*
+task.reward_calls = "group" | verl: launch_reward_fn_async
+environment.params (its call_format, with environment.name = "tools") | verl: multi_turn.format
+environment.name | verl: multi_turn.enable interaction_config_path; TRL: environment_factory
 environment.tools (with environment.name = "tools") | TRL: tools; verl: tool_config_path
 environment.max_concurrent | verl: max_parallel_calls
 - an environment cuts its own replies | verl: max_tool_response_length
@@ -183,7 +219,7 @@ track.backends | TRL: report_to; verl: logger
 track.project | verl: project_name; TRL: project
 name (of the run and its folder, for the tracker alone track.run_name) | TRL: run_name; verl: experiment_name
 output_dir | verl: default_local_dir
-- every step is logged, in metrics.jsonl and report.html | TRL: logging_steps logging_strategy
+- every step is logged, in metrics.jsonl and report.html | TRL: logging_steps logging_strategy logging_first_step
 - samples.jsonl and report.html show completions of every step | TRL: log_completions num_completions_to_print
   log_unique_prompts log_multimodal; verl: rollout_data_dir
 - report.html shows held-out answers | verl: log_val_generations validation_data_dir
@@ -209,8 +245,8 @@ SAME = {
 }
 FOREIGN_SECTIONS = frozenset({
     "trainer", "actor_rollout_ref", "algorithm", "data", "critic", "custom_reward_function", "reward_model",
-    "ray_kwargs",
-})
+    "ray_kwargs", "reward",
+})  # of verl
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +272,28 @@ def peers() -> Iterator[Peer]:
             yield from (Peer(ours, whose, name) for name in names.split())
 
 
+_SAME_IN_VERL = {key.rpartition(".")[2]: key for key in SAME["verl"]}
+
+
 def peer_name(key: str) -> str | None:
     """A sentence for a key of another system, or None: `"beta" is TRL's name; here it is rl.kl_coef`.
 
-    A dotted key is looked up whole first, then without its first sections.
+    Of a dotted key that which says most is looked up: all of it, then without its first sections, at last the sections
+    that it is in. In a section of verl's only verl's names count, those that it shares with jetrl too.
     """
-    known, parts = list(peers()), key.lower().replace("-", "_").split(".")
-    for start in range(len(parts)):
-        wanted, said = ".".join(parts[start:]), ".".join(key.split(".")[start:])
-        for peer in known:
-            if fnmatch.fnmatchcase(wanted, peer.name):
-                return f'"{said}" is {" and ".join(peer.whose.rsplit(", ", 1))}\'s name; {peer.answer}'
+    parts, words = key.lower().replace("-", "_").split("."), key.split(".")
+    foreign = parts[0] in FOREIGN_SECTIONS
+    known = [peer for peer in peers() if not foreign or "verl" in peer.whose.split(", ")]
+    plain = {peer.name: peer for peer in reversed(known)}
+    wild = [peer for peer in known if "*" in peer.name]
+    ends = [(start, len(parts)) for start in range(len(parts))]
+    inner = [(start, end) for end in range(len(parts) - 1, 0, -1) for start in range(end)] if foreign else []
+    for places in (ends, inner):
+        names = [(".".join(parts[start:end]), ".".join(words[start:])) for start, end in places]
+        found = [(said, plain[name]) for name, said in names if name in plain]
+        if not found and foreign and (same := _SAME_IN_VERL.get(parts[-1])) is not None:
+            return f'"{key}" is verl\'s name; here it is {same}'
+        found += [(said, peer) for name, said in names for peer in wild if fnmatch.fnmatchcase(name, peer.name)]
+        for said, peer in found:
+            return f'"{said}" is {" and ".join(peer.whose.rsplit(", ", 1))}\'s name; {peer.answer}'
     return None

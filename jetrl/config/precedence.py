@@ -1,12 +1,13 @@
 """Which setting gives way: the command line wins over the file, and what it makes void there is dropped with a note.
 
-Two settings that contradict each other on one level are refused, with one exception: a file that states a switch as off
-and keeps what depends on it, as an edited copy does.
+Two settings that contradict each other on one level are refused, with two exceptions: a file that states a switch as
+off and keeps what depends on it, as an edited copy does; and overrides that do so with what changes no bit of a run,
+such as the place of a cache, as a script does that always says where things go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,10 +30,11 @@ _BY_ALGO = {"overlong_buffer_len"}.union(*(preset.values for preset in PRESETS.v
 
 
 class Statements:
-    """The tables of a file with the overrides in them, and who stated what. `give_way` changes the tables in place."""
+    """The tables of a file with the overrides in them, and who stated what. `give_way` changes the tables in place.
+    `no_bits`: whether a full key changes no bit of a run."""
 
-    def __init__(self, data: dict[str, Any], given: Mapping[str, Any]) -> None:
-        self.data, self.notes = data, list[str]()
+    def __init__(self, data: dict[str, Any], given: Mapping[str, Any], no_bits: Callable[[str], bool]) -> None:
+        self.data, self.notes, self._no_bits = data, list[str](), no_bits
         self._given = set(given)
         self._dropped: dict[str, int] = {}  # by key, the level of what it gave way to
 
@@ -46,7 +48,9 @@ class Statements:
             for key, because in pairs:
                 level = max((self._level(other) for other in because), default=NOWHERE)
                 least = FILE if problem.void else LINE
-                if self._own(key) == FILE and level >= least:
+                own = self._own(key)
+                both = own == level == LINE and problem.void and self._no_bits(key)
+                if both or (own == FILE and level >= least):
                     self._drop(key, level, self._given_now(because[0]) if problem.either else _reason(problem.text))
                     found = True
                     break
@@ -62,11 +66,12 @@ class Statements:
 
     def _drop(self, key: str, level: int, reason: str) -> None:
         section, _, name = key.rpartition(".")
+        place = "recipe" if self._own(key) == FILE else "overrides"
         value = (self.data[section] if section else self.data).pop(name)
         self._dropped[key] = level
         literal = toml_literal(value)
         shown = f"{key} = {literal}" if len(literal) <= _LONGEST and not isinstance(value, Mapping) else key
-        self.notes.append(f"dropped {shown} (from the recipe): {reason}")
+        self.notes.append(f"dropped {shown} (from the {place}): {reason}")
         if (companion := GOES_WITH.get(key)) is not None and self._own(companion) == FILE:
             self._drop(companion, level, f"it went with {key}")
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from jetrl import moved
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import Problem, Rule, Section
 from jetrl.config.data import DATA_KEYS, MAX_DATA_GIB, ROW_KEYS, reward_problems, silent_columns, source_problems
@@ -157,6 +158,12 @@ class TaskConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of the chat template, such as enable_thinking = false.")
 
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _as_named_now(cls, value: Any) -> Any:
+        """A reward of the package under the name that an earlier version gave it."""
+        return moved.current(value)
+
     def problems(self) -> Iterator[Problem | str]:
         if self.name == "file":
             yield from source_problems(self)
@@ -227,6 +234,12 @@ class RolloutConfig(Section):
     def _switched(cls, value: Any) -> Any:
         """true and false, as this key once was."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _as_named_now(cls, value: Any) -> Any:
+        """An engine of the package under the name that an earlier version gave it."""
+        return moved.current(value)
 
 
 class EnvironmentConfig(Section):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config.syntax import explain_syntax
-from jetrl.errors import UserError
-from jetrl.untrusted import require_shallow
+from jetrl.errors import UserError, shown
+from jetrl.untrusted import require_shallow, text_file
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises UserError for an unreadable or empty file and, with line and cure, for bad syntax.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = text_file(path, encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -32,8 +32,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file. If it is one, save it as UTF-8"
         ) from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: too large, or a device
+        told = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read: {told}") from None
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -79,14 +80,16 @@ def plain_value(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{where} has the key {key!r}; keys must be text")
+                raise ValueError(f"{where} has the key {shown(key)}; keys must be text")
         return {key: plain_value(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_value(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
     if value is None:
         raise ValueError(f"{where} is None, which TOML cannot hold; leave it out")
     if not isinstance(value, (str, bool, int, float, datetime.date, datetime.time)):
-        raise ValueError(f"{where} is a {type(value).__name__} ({value!r}); TOML holds text, numbers, lists and tables")
+        raise ValueError(
+            f"{where} is a {type(value).__name__} ({shown(value)}); TOML holds text, numbers, lists and tables"
+        )
     return value
 
 
@@ -110,4 +113,4 @@ def toml_literal(value: Any) -> str:
         return f"{{{inner}}}"
     if isinstance(value, (datetime.date, datetime.time)):  # datetime is a date
         return value.isoformat()
-    return repr(value)
+    return shown(value)

@@ -9,8 +9,8 @@ import torch
 
 from jetrl.api import load_for_parity
 from jetrl.doctor.finding import attempted
-from jetrl.parity import Certificate, Workload, certify
-from jetrl.parity_rows import page_size_of
+from jetrl.parity.certificate import Certificate, Workload, certify
+from jetrl.parity.rows import page_size_of
 
 PRECISION = "fp8"
 

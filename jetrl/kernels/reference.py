@@ -3,7 +3,7 @@
 Every fast kernel is bit-equal to this file where it says so. Legend: `T` tokens, `D` model, `N` query heads, `G`
 key/value heads, `H` head size, `F` feed-forward, `V` vocabulary; in GEMMs `M, N, K`. "Rounded" means half to even to
 the dtype of the op's input (BF16 in a real run; FP32 in checks against other programs). No operation is fused.
-Attention has its own file, `reference_attention.py`.
+Attention has its own file, `attention/reference.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import exact
-from jetrl.kernels.adamw import AdamWStep
 from jetrl.kernels.qtensor import QTensor, blocks_of
+from jetrl.kernels.update.adamw import AdamWStep
 from jetrl.precision.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
 
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64).numpy()

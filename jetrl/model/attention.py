@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jetrl.kernels import pointwise
-from jetrl.kernels.attention import Heads, attend, attend_cached, attend_cached_quantize, attend_heads, norm_rope_attend
+from jetrl.kernels.attention.ops import (
+    Heads,
+    attend,
+    attend_cached,
+    attend_cached_quantize,
+    attend_heads,
+    norm_rope_attend,
+)
+from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.normed import norm_before, normed_linear
@@ -69,7 +76,7 @@ class Attention(Block):
         return qkv, residual
 
     def _tapped_heads(self, qkv: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
-        """`pointwise.norm_rope` op by op, with the same bits, so that a tap sees what is in between."""
+        """`pointwise.ops.norm_rope` op by op, with the same bits, so that a tap sees what is in between."""
         spec, at, positions = self.spec, self.at, context.batch.positions
         (n, g), (cos, sin) = self.heads, context.tables
         q, k, v = qkv.view(-1, n + 2 * g, spec.head_dim).split((n, g, g), dim=1)

@@ -1,7 +1,7 @@
 """The interface of a layer's blocks: modules that each compute one residual branch with the norm before it.
 
 The residual stream is carried next to the last branch's output, and the two are added at the next norm: `x` [T, D] is
-the output not yet added to `residual` [T, D], and a block returns the same pair. A block's `precision.block.Block`
+the output not yet added to `residual` [T, D], and a block returns the same pair. A block's `precision.blocks.Block`
 declares what it is made of (linears, flow nodes, names); `model/blocks.py` maps the one to the other.
 """
 
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from jetrl.kernels import pointwise
+from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
-from jetrl.precision import block as precision
+from jetrl.precision.blocks import block as precision
 from jetrl.precision.recipe import LinearRecipe, Recipe, Role
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, Side

@@ -11,7 +11,7 @@ from jetrl.model.attention import Attention
 from jetrl.model.block import Block, Build, Context, Tap
 from jetrl.model.mlp import MLP
 from jetrl.model.moe import MoE
-from jetrl.precision.blocks import blocks_of
+from jetrl.precision.blocks.layouts import blocks_of
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 

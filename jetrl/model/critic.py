@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jetrl.errors import UserError
-from jetrl.kernels import gemm, logprob
-from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.update.gradient import grad_done, grad_dtype, grad_in_place
 from jetrl.model.published import Note
 from jetrl.model.sharding import fill, shard_like
 from jetrl.model.transformer import Published, Transformer

@@ -3,7 +3,7 @@
 Forward is the rollout's kernels: no row is copied, and SwiGLU's output is written as codes only. Kept are the tokens
 [T, D], which the router keeps anyway, gate_up's output [R, 2F] and down's [R, D]. Backward makes codes of what it needs
 where it is read: of combine's and of SwiGLU's gradient both ways, of the rows of tokens and of SwiGLU's output for
-wgrad. Rows of padding (`groups.Groups`) may hold anything on the way; wgrad's operands have zeros there.
+wgrad. Rows of padding (`experts.groups.Groups`) may hold anything on the way; wgrad's operands have zeros there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels import moe
 from jetrl.kernels.dispatch import experts_backend_of
-from jetrl.kernels.groups import Groups
+from jetrl.kernels.experts import ops as moe
+from jetrl.kernels.experts.groups import Groups
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act, quantize_act_t
+from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t
 from jetrl.model.linear import FlowLinear, input_for_wgrad, saved_activation
 from jetrl.model.normed import NormBefore
 from jetrl.precision.recipe import LinearRecipe

@@ -5,7 +5,7 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
     fprop   y  = rounded(q(x) @ q(W).T)          dgrad   dx = rounded(q(dy) @ q(W))
     wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation, or x
                                                  itself, where something else keeps it (`model.normed`: the stream);
-                                                 dW is added to `weight.grad` in place (`kernels.gradient`)
+                                                 dW is added to `weight.grad` in place (`kernels.update.gradient`)
 
 With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
 """
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import begin_in_place, begins_in_place, grad_done, grad_dtype, grad_in_place
-from jetrl.kernels.pointwise import add
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.pointwise.ops import add
 from jetrl.kernels.qtensor import Granularity, QTensor
-from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.update.gradient import begin_in_place, begins_in_place, grad_done, grad_dtype, grad_in_place
 from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
 from jetrl.model.shards import Shard, gathered, gathered_codes, shard_of
 from jetrl.precision.recipe import LinearRecipe

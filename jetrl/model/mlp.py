@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels import pointwise
+from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.fused_mlp import fused_mlp, fused_recipe, normed_mlp
 from jetrl.model.normed import norm_before

@@ -1,7 +1,7 @@
 """The mixture-of-experts block: a router chooses k of E small MLPs for each token; their outputs, weighted and added.
 
 Legend: `T` tokens, `D` model, `F` an expert's feed-forward, `R` rows of tokens grouped by expert (`groups.Groups`).
-What is rounded where is said by `kernels/reference_moe.py`. No token is ever dropped: groups have the size that they
+`kernels/experts/reference.py` says what is rounded where. No token is ever dropped: groups have the size that they
 need.
 """
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels import gemm, moe
-from jetrl.kernels.gradient import grad_done, grad_dtype, grad_in_place
-from jetrl.kernels.groups import Groups
+from jetrl.kernels.experts import ops as moe
+from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act
+from jetrl.kernels.quantize.ops import quantize_act
+from jetrl.kernels.update.gradient import grad_done, grad_dtype, grad_in_place
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.fused_experts import fused_experts, fused_experts_recipe
 from jetrl.model.linear import FlowLinear

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jetrl.model.block import Piece
 from jetrl.model.blocks import MODULES
-from jetrl.precision.blocks import blocks_of
+from jetrl.precision.blocks.layouts import blocks_of
 from jetrl.spec import ModelSpec
 
 

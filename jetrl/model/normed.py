@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.gradient import grad_dtype
+from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act, quantize_act_t
+from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t
+from jetrl.kernels.update.gradient import grad_dtype
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
 from jetrl.precision.recipe import LinearRecipe

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetrl.errors import UserError
-from jetrl.kernels.gradient import grad_done, grad_dtype, rows_in_place
+from jetrl.kernels.update.gradient import grad_done, grad_dtype, rows_in_place
 from jetrl.model.shards import gathered, shard_of
 
 

@@ -2,7 +2,7 @@
 
 Matrices (linears, embedding, lm_head, value head) become parameters of this rank's rows (`shards.py`); vectors (norms,
 biases) stay whole on every rank. What `publish` makes is whole on every rank, so forward and backward passes need no
-communication. Gradients of whole matrices go to a sink (`kernels.gradient`), never to `.grad` directly.
+communication. Gradients of whole matrices go to a sink (`kernels.update.gradient`), never to `.grad` directly.
 
 A model is made on the meta device, cut there, and filled: no rank ever holds the masters of others.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.qtensor import QTensor, blocks_of
-from jetrl.kernels.quantize import quantize_weight
+from jetrl.kernels.quantize.ops import quantize_weight
 from jetrl.parallel.world import World
 from jetrl.precision.formats import BLOCK
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.errors import UserError
-from jetrl.kernels import gemm, logprob, pointwise
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.attention import Attention
 from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
@@ -27,7 +29,7 @@ from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Embedding, Note, Published
 from jetrl.model.rope import rope_tables
 from jetrl.model.shards import shard_of
-from jetrl.precision.blocks import linears_of
+from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.formats import BF16, kv_head
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
@@ -241,7 +243,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of `targets` [T] and entropies at the sampling temperature, FP32 [T] each; differentiable.
 
-        `keep` as in `logprob.token_logprobs`: False if the entropies will have a gradient.
+        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient.
         """
         head, operand = self.head, self.head_operand()
         return logprob.token_logprobs(hidden, head.weight, head.published, operand, targets, temperature, keep)

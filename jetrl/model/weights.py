@@ -16,7 +16,7 @@ from jetrl.model.linear import FlowLinear
 from jetrl.model.names import tensor_table
 from jetrl.model.published import Published
 from jetrl.model.transformer import Transformer
-from jetrl.precision.blocks import linears_of
+from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec

@@ -22,9 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jetrl.ending import INTERRUPTED, end_with_parent
 from jetrl.errors import UserError, status_of
-from jetrl.parallel.calls import PROGRESS, came_by_lost_contact
+from jetrl.parallel.progress import PROGRESS, came_by_lost_contact
+from jetrl.process_exit import INTERRUPTED, end_with_parent
 from jetrl.untrusted import printable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from jetrl.parallel.calls import LostContact
+from jetrl.parallel.progress import LostContact
 from jetrl.parallel.world import World, connect
 from jetrl.untrusted import json_value
 

@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from jetrl.parallel.calls import PROGRESS
+from jetrl.parallel.progress import PROGRESS
 
 Kind = Literal["mistake", "bug", "lost", "interrupted", "status"]
 PERIOD, SILENCE, GRACE, PATIENCE = 1.0, 25.0, 3.0, 10.0  # seconds; all of them together stay below a minute

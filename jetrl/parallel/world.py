@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl.errors import gpu_full
-from jetrl.parallel.calls import PROGRESS, LostContact
 from jetrl.parallel.measures import WAITS
+from jetrl.parallel.progress import PROGRESS, LostContact
 
 # torch 2.13 has given it another name, and warns of the old one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import get_args
 
-from jetrl.precision.block import Block
-from jetrl.precision.blocks import blocks_of
+from jetrl.precision.blocks.block import Block
+from jetrl.precision.blocks.layouts import blocks_of
 from jetrl.precision.formats import BF16, FP32, Format
 from jetrl.precision.graph import ROUNDING, Attribute, FlowEdge, FlowGraph, FlowNode, View
 from jetrl.precision.recipe import LinearRecipe, Recipe, Role

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.untrusted import MOST_LINE, fresh, json_value, refuse_link
+from jetrl.untrusted import MOST_LINE, fresh, json_value, open_regular, refuse_link, require_bounded
 
 
 def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
@@ -34,17 +34,35 @@ def lock(folder: Path, advice: str = "Wait, or choose another name.") -> int:
     return file
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; a torn last line is left out."""
-    with path.open("rb") as file:
+MOST_ROWS_BYTES = 1 << 30  # of a file whose rows are all held: one of a run of 300,000 steps
+
+
+def read_rows(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file; a torn last line is left out. UserError for more than `most_bytes`, if that is given."""
+    if most_bytes is not None:
+        require_bounded(path, most_bytes)
+    for number, line in enumerate(lines_of(path), start=1):
+        row = parse_row(line)
+        if row is not None:
+            yield row
+        elif line.endswith(b"\n"):
+            raise UserError(f"{path}, line {number}, is not a row: {line[:80]!r}. Remove that line.")
+
+
+def lines_of(path: Path, start: int = 0) -> Iterator[bytes]:
+    """The lines of a file, with their ends, from byte `start`. UserError for one that is too long, and for a pipe or
+    device."""
+    try:
+        file = open_regular(path)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}.") from error
+    with file:
+        file.seek(start)
         for number, line in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), start=1):
             if len(line) > MOST_LINE:
-                raise UserError(f"{path}, line {number}, has more than {MOST_LINE >> 20} MiB. Remove that line.")
-            row = parse_row(line)
-            if row is not None:
-                yield row
-            elif line.endswith(b"\n"):
-                raise UserError(f"{path}, line {number}, is not a row: {line[:80]!r}. Remove that line.")
+                behind = f" behind byte {start}" if start else ""
+                raise UserError(f"{path}, line {number}{behind}, has more than {MOST_LINE >> 20} MiB. Remove it.")
+            yield line
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -60,13 +78,11 @@ def cut_torn_line(path: Path) -> None:
     """End the file after its last whole row. A whole row that lost only its newline gets it back."""
     if not refuse_link(path).exists():
         return
-    with disk_errors(path), path.open("rb+") as file:
-        end = 0
-        last = b""
-        for line in file:
-            end += len(line)
-            last = line
-        if last and not last.endswith(b"\n"):
+    end, last = 0, b""
+    for line in lines_of(path):
+        end, last = end + len(line), line
+    if last and not last.endswith(b"\n"):
+        with disk_errors(path), path.open("rb+") as file:
             if parse_row(last) is None:
                 file.truncate(end - len(last))
             else:
@@ -78,8 +94,8 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> set[int]:
     """Remove the rows for which `keep` is false; the steps of the others."""
     temporary, steps = fresh(path), set()
     with disk_errors(path):
-        with path.open("rb") as source, temporary.open("wb") as target:
-            for number, line in enumerate(source, start=1):
+        with temporary.open("wb") as target:
+            for number, line in enumerate(lines_of(path), start=1):
                 row = parse_row(line)
                 if row is None or type(row["step"]) is not int:
                     raise UserError(f"{path}, line {number}, is not a row: {line[:80]!r}. Remove that line.")
@@ -94,8 +110,8 @@ def replace_row(path: Path, row: Mapping[str, Any]) -> None:
     """Put `row` in the place of the row of its step, whole or not at all."""
     temporary = fresh(path)
     with disk_errors(path):
-        with path.open("rb") as source, temporary.open("wb") as target:
-            for line in source:
+        with temporary.open("wb") as target:
+            for line in lines_of(path):
                 old = parse_row(line)
                 target.write(line_of(row) if old is not None and old["step"] == row["step"] else line)
         temporary.replace(path)

@@ -24,7 +24,7 @@ from jetrl.report.recorder import SAMPLES_FILE
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, SampleFile, finite, sample_note
 from jetrl.report.text import duration, parity_note
-from jetrl.untrusted import fresh
+from jetrl.untrusted import fresh, inside, text_file
 
 MAX_POINTS = 1500  # per curve; longer ones are binned
 FLOW_FILE = "flow.svg"
@@ -239,7 +239,13 @@ def _flows_of(runs: Sequence[Run]) -> dict[str, str]:
     for run in runs:
         path = run.path / FLOW_FILE
         if path.exists():
-            flows.setdefault(path.read_text(encoding="utf-8"), []).append(run.label)
+            try:
+                text = text_file(inside(run.path, FLOW_FILE))  # all of it goes into the report
+            except UserError:
+                raise
+            except ValueError as error:
+                raise UserError(f"{path}: {error}. Remove it, and the report has no picture of the flow.") from error
+            flows.setdefault(text, []).append(run.label)
     return {", ".join(labels): svg for svg, labels in flows.items()}
 
 

@@ -21,6 +21,7 @@ from jetrl.errors import UserError
 from jetrl.report.channel import Channel
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import (
+    MOST_ROWS_BYTES,
     cut_torn_line,
     disk_errors,
     keep_rows,
@@ -405,7 +406,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
         raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
-    rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
+    rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path, MOST_ROWS_BYTES)]
     if wrong := [row.get("step") for row in rows if type(row.get("step")) is not int]:
         raise UserError(f"{path}: a row has the step {wrong[0]!r}. Remove that row.")
     return rows
@@ -447,7 +448,7 @@ def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
     path = Path(run_dir) / HELD_OUT_FILE
     if not path.exists():
         return {}
-    rows = list(read_rows(path))
+    rows = list(read_rows(path, MOST_ROWS_BYTES))
     try:
         return {
             row["step"]: {**row, "rewards": [[_decode(value) for value in values] for values in row["rewards"]]}

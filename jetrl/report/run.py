@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.moved import current
 from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
-from jetrl.untrusted import json_file, require_shallow
+from jetrl.untrusted import json_file, require_shallow, text_file
 
 PARITY_KEY = "parity/logprob_abs_diff_max"
 ROUTING_KEY = "parity/frac_routing_different"
@@ -21,8 +22,8 @@ _ACCURACY = re.compile(r"eval/.+/avg@\d+")
 _REWARD = re.compile(r"reward/.+/mean")
 # Rewards that are 1 for a right answer and 0 otherwise, so that their mean is an accuracy.
 CORRECTNESS = frozenset((
-    "jetrl.tasks.rewards:exact_match", "jetrl.tasks.rewards:last_integer", "jetrl.tasks.gsm8k:gsm8k_reward",
-    "jetrl.tasks.math_reward:math_reward",
+    "jetrl.rewards.text:exact_match", "jetrl.rewards.text:last_integer", "jetrl.rewards.gsm8k:gsm8k_reward",
+    "jetrl.rewards.mathematics:math_reward",
 ))
 # Tasks whose own rewards are such, without `credit`.
 _RIGHT_OR_WRONG = ("addition", "chain", "sorting", "tracking", "recurrence")
@@ -76,7 +77,7 @@ class Run:
         signal = self.config.get("rl", {}).get("signal", "reward")
         if signal != "reward" and not isinstance(reward, str):  # the function that decides, of several
             reward = next((name for name in reward if name.rpartition(":")[2] == signal), None)
-        return "accuracy" if isinstance(reward, str) and reward in CORRECTNESS else "reward"
+        return "accuracy" if isinstance(reward, str) and current(reward) in CORRECTNESS else "reward"
 
     def phases(self) -> list[str]:
         """Names of the `time/*` phases without their sums."""
@@ -210,7 +211,7 @@ def _load(path: Path) -> Run:
         raise UserError(f"{path} holds no steps yet. Wait for the first step of the run, then try again.")
     config_file, env_file = path / CONFIG_FILE, path / ENV_FILE
     try:
-        text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
+        text = text_file(config_file) if config_file.exists() else ""
         config = tomllib.loads(text)
         env = json_file(env_file) if env_file.exists() else {}
         require_shallow(config)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jetrl.errors import UserError
-from jetrl.report.files import parse_row
+from jetrl.report.files import lines_of, parse_row
 from jetrl.report.recorder import decoded
 from jetrl.untrusted import json_value
 
@@ -72,17 +72,15 @@ class SampleFile:
             self._reset()
         if size == self._end:
             return
-        with self.path.open("rb") as file:
-            file.seek(self._end)
-            for line in file:
-                if not line.endswith(b"\n") and parse_row(line) is None:
-                    break  # torn, or being written
-                step, key = self._place(line)
-                if self._kept.get(step, 0) < max_rows:  # no more are ever shown of a step
-                    self._kept[step] = self._kept.get(step, 0) + 1
-                    self._places.setdefault(step, {}).setdefault(key, []).append((self._end, len(line)))
-                self._total += 1
-                self._end += len(line)
+        for line in lines_of(self.path, self._end):
+            if not line.endswith(b"\n") and parse_row(line) is None:
+                break  # torn, or being written
+            step, key = self._place(line)
+            if self._kept.get(step, 0) < max_rows:  # no more are ever shown of a step
+                self._kept[step] = self._kept.get(step, 0) + 1
+                self._places.setdefault(step, {}).setdefault(key, []).append((self._end, len(line)))
+            self._total += 1
+            self._end += len(line)
 
     def _place(self, line: bytes) -> tuple[int, Hashable]:
         """Step and group, from the first characters of the line where they are as `Recorder` writes them."""

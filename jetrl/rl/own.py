@@ -1,7 +1,7 @@
 """Parts of the objective that a user wrote: `rl.surrogate`, `rl.adv_estimator` and `rl.loss_agg` may each name a
 function, as `module:function` or `path/to/file.py:function`. docs/ALGORITHMS.md has their signatures.
 
-`train/own_parts.py` loads them and puts them here, by key and name; the rooms that need one ask for it. What they
+`run/own_parts.py` loads them and puts them here, by key and name; the rooms that need one ask for it. What they
 return is checked in every call, here and, if it is a tensor, in `own_terms.py`. UserErrors name the key, the function
 and, where it raised, the user's line.
 """
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jetrl.errors import UserError, as_user_error, place_of
+from jetrl.errors import UserError, as_user_error, defined_at, shown, told
 from jetrl.types import Trajectory
 from jetrl.values import entries_of, is_single, value_of
 
@@ -87,8 +87,8 @@ def _number(key: str, name: str, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        shown = described(one) if one is not None or value is None else f"a missing value ({type(value).__name__})"
-        refuse(key, name, f"returned {shown} as an advantage; it must be a finite number")
+        what = described(one) if one is not None or value is None else f"a missing value ({type(value).__name__})"
+        refuse(key, name, f"returned {what} as an advantage; it must be a finite number")
     if abs(number) > MAX_ADVANTAGE:  # a micro-batch holds it as float32
         refuse(key, name, f"returned {number:g} as an advantage; float32, in which the loss holds it, has no number "
                            f"beyond {MAX_ADVANTAGE:g}")
@@ -117,7 +117,7 @@ def call(key: str, name: str, *given: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:  # the user's code
         raise as_user_error(error)(
-            f"{key}: {name} raised {type(error).__name__}: {error}{place_of(error)}. Fix it; --debug shows the whole "
+            f"{key}: {name} raised {told(error, _functions[key, name])}. Fix it; --debug shows the whole "
             "traceback."
         ) from error
 
@@ -130,12 +130,9 @@ def described(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r}"[:60] + f" (type {type(value).__name__})"
+    return f"{shown(value, 60)} (type {type(value).__name__})"
 
 
 def refuse(key: str, name: str, what: str) -> NoReturn:
     """The UserError about what the function did, with the line where it is defined."""
-    code = getattr(_functions[key, name], "__wrapped__", _functions[key, name])
-    code = getattr(code, "__code__", None)
-    line = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
-    raise UserError(f"{key}: {name}{line} {what}.")
+    raise UserError(f"{key}: {name}{defined_at(_functions[key, name])} {what}.")

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from jetrl.engine.limits import RefusedRequest
 from jetrl.errors import UserError
-from jetrl.parallel.queue import Abandoned, Everything, Queues, Source
-from jetrl.parallel.together import MISTAKES, agree
+from jetrl.parallel.agreement import MISTAKES, agree
 from jetrl.rollout.exchange import dumps
-from jetrl.rollout.limits import RefusedRequest
+from jetrl.rollout.queue import Abandoned, Everything, Queues, Source
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.types import (
     Completion,

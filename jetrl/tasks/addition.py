@@ -19,11 +19,13 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jetrl.chat.tokenizer import is_arithmetic
+from jetrl.environments.calculator import calculate
 from jetrl.errors import UserError
-from jetrl.tasks.calculator import calculate
-from jetrl.tasks.protocol import RewardFunction, check_params, completion_text, gold_params, stable_hash
-from jetrl.tasks.rewards import last_integer
-from jetrl.tasks.tokenizer import is_arithmetic
+from jetrl.hashing import stable_hash
+from jetrl.rewards.function import RewardFunction, completion_text
+from jetrl.rewards.text import last_integer
+from jetrl.tasks.protocol import check_params, gold_params
 from jetrl.types import Author, Problem
 
 MAX_DIGITS = 18

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from jetrl.errors import UserError
-from jetrl.tasks.protocol import shorten
+from jetrl.errors import UserError, shorten, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Columns:
             value = row[name]
             if isinstance(value, bool) or not isinstance(value, (str, int, float)):
                 raise UserError(f"{where}: column {name!r} must be a text or a number to go into "
-                                f"task.{self.keys}prompt_template, got {shorten(repr(value))}.")
+                                f"task.{self.keys}prompt_template, got {shown(value)}.")
             text.append(str(value))
         return "".join(text)
 

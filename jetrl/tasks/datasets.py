@@ -1,6 +1,6 @@
 """Rows of a data set: by its name on the Hugging Face hub, or from a folder with data files, read by `datasets`.
 
-Files come through `model/hub.py`, as those of models do; the library then reads only the local folder. So the hub's
+Files come through `huggingface/hub.py`, as models do; the library then reads only the local folder. So the hub's
 cache is enough without network, and a data set comes from one commit.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from jetrl.config.data import MAX_DATA_GIB
 from jetrl.errors import UserError
-from jetrl.model import hub
-from jetrl.model.hf_files import some
-from jetrl.tasks.row_files import Budget
-from jetrl.untrusted import inside, require_shallow
+from jetrl.huggingface import hub
+from jetrl.huggingface.files import some
+from jetrl.tasks.row_files import read_by_library
+from jetrl.untrusted import Budget, inside, require_shallow, text_file
 
 _CARD = "README.md"
 # Ending of a file -> the reader of the library, and its settings.
@@ -102,8 +102,9 @@ def _rows(split: Any, budget: Budget) -> Iterator[dict[str, Any]]:
     """The library has the rows in files that are mapped into memory, and knows their size."""
     table = split.data
     budget.take(split.num_rows, split.num_rows * len(split.column_names), split.data.nbytes)
-    for table in split.with_format("arrow").iter(_ROWS_AT_ONCE):
-        yield from table.to_pylist()
+    with read_by_library(budget):
+        for table in split.with_format("arrow").iter(_ROWS_AT_ONCE):
+            yield from table.to_pylist()
 
 
 def _asked(name: str, call: Any) -> Any:
@@ -112,7 +113,9 @@ def _asked(name: str, call: Any) -> Any:
 
     try:
         return call()
-    except (DatasetsError, FileNotFoundError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileNotFoundError):
+            raise  # of the disk; pyarrow's about damaged files have no number
         texts = [str(each).strip().splitlines() for each in (error, error.__cause__) if each is not None]
         said = " ".join(lines[0] for lines in texts if lines) or type(error).__name__
         raise UserError(f"{name}: the library datasets cannot read it: {said}") from error
@@ -150,7 +153,10 @@ def _configs(card: Path) -> list[dict[str, Any]]:
     """The entry `configs` of a data set's card; [] where it has none."""
     import yaml
 
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    try:
+        text = text_file(card) if card.is_file() else ""
+    except ValueError as error:
+        raise UserError(f"{card}: it cannot be read: {error}.") from error
     found = re.match(r"---\s*\n(.*?)\n---\s*$", text, re.S | re.M)
     if found is None:
         return []

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jetrl.tasks.protocol import RewardFunction, check_params, stable_hash
+from jetrl.hashing import stable_hash
+from jetrl.rewards.function import RewardFunction
+from jetrl.tasks.protocol import check_params
 from jetrl.types import Problem
 
 

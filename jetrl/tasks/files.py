@@ -13,18 +13,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jetrl.chat.fields import Message, message_of
+from jetrl.chat.prompts import prompt_key
 from jetrl.config import TaskConfig
 from jetrl.config.data import MAX_DATA_GIB
-from jetrl.errors import UserError
-from jetrl.tasks.chat import Message, message_of
+from jetrl.errors import UserError, shown
+from jetrl.hashing import stable_hash
+from jetrl.rewards.function import RewardFunction
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.datasets import read_dataset
-from jetrl.tasks.from_python import NOTHING, FromPython, GivenRows
-from jetrl.tasks.prompts import prompt_key
-from jetrl.tasks.protocol import RewardFunction, check_params, gold_params, shorten, stable_hash
+from jetrl.tasks.protocol import check_params, gold_params
 from jetrl.tasks.row_files import read_jsonl, read_parquet
 from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
+from jetrl.user_code.from_python import NOTHING, FromPython, GivenRows
 
 _RESERVED = {"prompts", "completions", "completion_ids", "answer", "solution"}  # what reward functions get anyway
 
@@ -234,7 +236,7 @@ def _prompt(value: Any, where: str, key: str) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column {key!r} must be a text or chat messages, got {shorten(repr(value))}.")
+        raise UserError(f"{where}: column {key!r} must be a text or chat messages, got {shown(value)}.")
     return _messages(value, where, key)
 
 
@@ -245,7 +247,7 @@ def _messages(value: list[Any], where: str, key: str) -> tuple[Message, ...]:
         try:
             messages.append(message_of(message))
         except ValueError as error:
-            raise UserError(f"{where}: column {key!r}: {error}, got {shorten(repr(message))}.") from error
+            raise UserError(f"{where}: column {key!r}: {error}, got {shown(message)}.") from error
     return tuple(messages)
 
 
@@ -254,7 +256,7 @@ def _solution(value: Any, where: str) -> str | tuple[Message, ...] | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column 'solution' must be a text or chat messages, got {shorten(repr(value))}.")
+        raise UserError(f"{where}: column 'solution' must be a text or chat messages, got {shown(value)}.")
     messages = _messages(value, where, "solution")
     own = [message["role"] == "assistant" for message in messages]
     if not (own[0] and own[-1]) or any(a and b for a, b in itertools.pairwise(own)):
@@ -273,5 +275,5 @@ def _answer(row: Mapping[str, Any], where: str, key: str, needed: bool) -> str:
     if value is None and not needed:
         return ""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
-        raise UserError(f"{where}: {name} must be a text or a number, got {shorten(repr(value))}.")
+        raise UserError(f"{where}: {name} must be a text or a number, got {shown(value)}.")
     return str(value)

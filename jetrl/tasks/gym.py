@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.hashing import stable_hash
 from jetrl.requirements import install
-from jetrl.tasks.protocol import check_params, completion_text, gold_params, stable_hash
+from jetrl.rewards.function import completion_text
+from jetrl.tasks.protocol import check_params, gold_params
 from jetrl.types import Problem
 
 CHUNK_SIZE = 512  # problems from one seed

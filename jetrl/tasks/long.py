@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jetrl.chat.tokenizer import is_arithmetic
 from jetrl.errors import UserError
+from jetrl.hashing import stable_hash
+from jetrl.rewards.function import RewardFunction, completion_text
 from jetrl.tasks.addition import share
-from jetrl.tasks.protocol import RewardFunction, check_params, completion_text, gold_params, stable_hash
-from jetrl.tasks.tokenizer import is_arithmetic
+from jetrl.tasks.protocol import check_params, gold_params
 from jetrl.types import Problem
 
 HELD_OUT_SHARE = 16  # one problem in this many is held out

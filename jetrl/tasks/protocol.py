@@ -7,15 +7,12 @@ problems never appear in that stream.
 from __future__ import annotations
 
 import difflib
-import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from jetrl.errors import UserError
+from jetrl.rewards.function import RewardFunction
 from jetrl.types import Problem
-
-RewardFunction = Callable[..., Sequence[float | None]]
-"""`f(prompts, completions, **columns)`: one number per completion, None where it could not be scored."""
 
 
 class Task(Protocol):
@@ -41,23 +38,6 @@ class Task(Protocol):
     def describe(self) -> str:
         """One line on what is trained on and how the held-out problems were chosen."""
         ...
-
-
-def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of a completion in either of TRL's forms; for a conversation, that of the policy's last turn."""
-    if isinstance(completion, str):
-        return completion
-    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
-
-
-def stable_hash(*key: object) -> int:
-    """A 64-bit number from the key's text, the same in every process, on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
-
-
-def shorten(text: str, limit: int = 120) -> str:
-    """The text for a message: its beginning, and dots where it goes on."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def check_params(task: str, params: Mapping[str, Any], known: Collection[str]) -> None:

@@ -1,49 +1,24 @@
 """The rows of a jsonl or parquet file, within a limit of memory: a small file can stand for rows that fill a machine.
 
-What rows take is estimated before they are made: the bytes of their texts and numbers, and `ROW_BYTES` and
-`CELL_BYTES` for Python's objects. A limit counts the rows that were read so far, so that a file is refused at the batch
-that goes beyond it. One batch is held in addition, about a sixteenth of the limit or one row.
+What rows take is estimated before they are made (`untrusted.Budget`). A limit counts the rows that were read so far,
+so that a file is refused at the batch that goes beyond it. One batch is held in addition: at most 64 rows, and so few
+that they take a sixteenth of the limit if they are as large as those of the largest page; or one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, shorten
 from jetrl.requirements import install
-from jetrl.tasks.protocol import shorten
-from jetrl.untrusted import MOST_LINE, json_value
+from jetrl.tasks.parquet_pages import Page, pages_of
+from jetrl.untrusted import GIB, MOST_LINE, Budget, json_value
 
-GIB = 1 << 30
-ROW_BYTES, CELL_BYTES = 300, 60  # of a row's table, of a value in it
-_MOST_ROWS, _BATCHES = 4096, 16  # in a batch of parquet; batches that the limit must have room for
+_MOST_ROWS, _BATCHES = 64, 16  # in a batch of parquet (more is no faster); batches that the limit must have room for
 Row = tuple[int, Mapping[str, Any]]
-
-
-class Budget:
-    """Memory for the rows of `source`; UserError where they need more than `gib`."""
-
-    def __init__(self, source: object, gib: float) -> None:
-        self.source, self.gib = source, gib
-        self.left = self.limit = int(gib * GIB)
-
-    def take(self, rows: int, cells: int, content: int) -> None:
-        """Count rows with so many values and bytes of content."""
-        self.left -= self.needs(rows, cells, content)
-        if self.left < 0:
-            self.refuse(f"more than {self.gib:g} GiB")
-
-    @staticmethod
-    def needs(rows: int, cells: int, content: int) -> int:
-        return rows * ROW_BYTES + cells * CELL_BYTES + content
-
-    def refuse(self, size: str) -> None:
-        raise UserError(
-            f"{self.source}: its rows need {size} of memory, and task.max_data_gib is {self.gib:g}. If the file is "
-            "what you expect, and this machine has the memory, raise that; or take fewer rows or columns."
-        )
 
 
 def read_jsonl(path: Path, gib: float) -> Iterator[Row]:
@@ -83,67 +58,74 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def read_parquet(path: Path, gib: float) -> Iterator[Row]:
-    """Row numbers and rows, read batch by batch."""
+    """Row numbers and rows, read batch by batch. UserError for a file that the library cannot read, or in which it
+    finds values that Python does not have."""
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import parquet
     except ImportError as error:
         raise UserError(f"{path}: reading parquet needs pyarrow; run: {install('data')}") from error
     budget = Budget(path, gib)
     number = 0
-    try:
+    with read_by_library(budget):
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(_batch_size(path, file.metadata, budget)):
                 budget.take(batch.num_rows, batch.num_rows * batch.num_columns, batch.nbytes)
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except ArrowException as error:
-        raise UserError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+@contextmanager
+def read_by_library(budget: Budget) -> Iterator[None]:
+    """What a library raises about the content of `budget.source` becomes a UserError; errors of the disk stay."""
+    try:
+        yield
+    except UserError:
+        raise
     except MemoryError as error:
         raise UserError(
-            f"{path}: its rows need more memory than this machine has free. Take fewer rows or columns, or lower "
-            f"task.max_data_gib (now {gib:g}), so that such a file is refused early."
+            f"{budget.source}: its rows need more memory than this machine has free. Take fewer rows or columns, or "
+            f"lower task.max_data_gib (now {budget.gib:g}), so that they are refused early."
+        ) from error
+    except Exception as error:  # pyarrow has errors of its own, and an OSError without a number for damaged pages
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise UserError(
+            f"{budget.source}: its rows cannot be read: {told}. It is damaged, or has values that Python does not. "
+            "Write it again, or fetch it again."
         ) from error
 
 
 def _batch_size(path: Path, metadata: Any, budget: Budget) -> int:
-    """Rows to read at once. UserError where the file's own sizes are beyond the budget.
+    """Rows to read at once. UserError where the sizes that the file states are beyond the budget.
 
-    A column may hold each value once, in a dictionary, however often it is repeated: rows of it are at most so many
-    times the dictionary. Where that could be too much, batches are so small that one has a small part of the limit.
+    The library unpacks a page, which can take it twice, and makes a batch of rows before anything can be counted. So
+    the largest page has to fit in next to the rows, and a batch has a small part of the limit where rows are largest.
     """
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
-    chunks = [chunk for group in columns for chunk in group]
-    content, cells = (sum(getattr(chunk, key) for chunk in chunks) for key in ("total_uncompressed_size", "num_values"))
-    if (known := budget.needs(metadata.num_rows, cells, content)) > budget.limit:
-        budget.refuse(f"at least {known / GIB:.1f} GiB (it has {metadata.num_rows:,} rows)")
+    content = cells = largest = 0
+    per_row = 1.0
     with path.open("rb") as file:
-        largest = [[_dictionary_bytes(file, chunk) for chunk in group] for group in columns]
-    worst = [[size * chunk.num_values for size, chunk in zip(*pair, strict=True)]
-             for pair in zip(largest, columns, strict=True)]
-    if sum(map(sum, worst)) <= budget.limit:
-        return _MOST_ROWS
-    per_row = max(sum(sizes) / max(1, group.num_rows) for sizes, group in zip(worst, groups, strict=True))
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            in_group = 0.0
+            for column in map(group.column, range(group.num_columns)):
+                pages = list(pages_of(file, column))
+                content += sum(page.size for page in pages)
+                cells += column.num_values
+                largest = max([largest, *(page.size for page in pages)])
+                in_group += _most_bytes(column, pages) * column.num_values / max(1, group.num_rows)
+            per_row = max(per_row, in_group)
+    if (known := budget.needs(metadata.num_rows, cells, content + 2 * largest)) > budget.limit:
+        budget.refuse(f"at least {known / GIB:.1f} GiB (it has {metadata.num_rows:,} rows)")
     return max(1, min(_MOST_ROWS, int(budget.limit / _BATCHES / per_row)))
 
 
-def _dictionary_bytes(file: BinaryIO, chunk: Any) -> int:
-    """Bytes of a column's dictionary, unpacked; 0 without one. The largest value cannot have more.
+def _most_bytes(column: Any, pages: Sequence[Page]) -> float:
+    """The most that one of the column's values takes, on average over a page.
 
-    From the header of its page, in Thrift's compact protocol: the fields 1 (kind of page) and 2 (bytes, unpacked), each
-    a byte 0x15 and a zigzag number of 7 bits a byte. For any other header, the bytes of the whole column.
+    A dictionary holds each value once, however often it is repeated, and DELTA_BYTE_ARRAY leaves out what a text has in
+    common with the one before: there a value may be as large as all of the page.
     """
-    if not chunk.has_dictionary_page:
-        return 0
-    file.seek(chunk.dictionary_page_offset)
-    header, at = file.read(16), 0
-    numbers: list[int] = []
-    while len(numbers) < 2 and at < len(header) and header[at] == 0x15:
-        number, shift, at = 0, 0, at + 1
-        while at < len(header):
-            number, shift, at = number | (header[at] & 0x7F) << shift, shift + 7, at + 1
-            if header[at - 1] < 0x80:
-                break
-        numbers.append(number >> 1)
-    return numbers[1] if len(numbers) == 2 else int(chunk.total_uncompressed_size)
+    shared = "DELTA_BYTE_ARRAY" in column.encodings
+    return max((page.size if page.is_dictionary or shared else page.size / max(1, page.values) for page in pages),
+               default=0.0)

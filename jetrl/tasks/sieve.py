@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from jetrl.chat.prompts import prompt_key
 from jetrl.errors import UserError
-from jetrl.tasks.prompts import prompt_key
 from jetrl.types import Problem
 
 

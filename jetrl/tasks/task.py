@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jetrl.chat.prompts import OverlongPrompt, encode_problem, opened_text
 from jetrl.config import Config, TaskConfig
+from jetrl.rewards.function import RewardFunction
 from jetrl.tasks.addition import AdditionTask
 from jetrl.tasks.environment_task import EnvironmentTask, problem_seed
 from jetrl.tasks.files import FileTask
-from jetrl.tasks.from_python import NOTHING, FromPython
 from jetrl.tasks.gym import GymTask
 from jetrl.tasks.long import KINDS, LongTask
-from jetrl.tasks.prompts import OverlongPrompt, encode_problem, opened_text
-from jetrl.tasks.protocol import RewardFunction, Task
+from jetrl.tasks.protocol import Task
 from jetrl.types import Problem, Prompt
+from jetrl.user_code.from_python import NOTHING, FromPython
 
 __all__ = ["TASKS", "RewardFunction", "Task", "build_task", "encode_problem", "eval_prompts", "prompt_of", "sample"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 
 class _Room(ModuleType):
-    def __call__(self, recipe: Any, **arguments: Any) -> Any:
+    def __call__(self, recipe: Any = None, *unnamed: Any, **arguments: Any) -> Any:
         """Train to the last step; returns a `Result`. Arguments as of `jetrl.Trainer`."""
-        return import_module("jetrl.trainer").train(recipe, **arguments)
+        return import_module("jetrl.trainer").train(recipe, *unnamed, **arguments)
 
 
 sys.modules[__name__].__class__ = _Room

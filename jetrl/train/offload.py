@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.kernels.adamw import AdamWStep, adamw_step_
+from jetrl.kernels.update.adamw import AdamWStep, adamw_step_
 
 PIECE = 1 << 25  # 128 MiB of FP32: some milliseconds on the bus, so the cost of starting a copy is negligible
 SLOTS = 3

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.errors import UserError
-from jetrl.kernels.adamw import AdamWStep, adamw_step_
-from jetrl.kernels.squares import ROW, row_squares
+from jetrl.kernels.update.adamw import AdamWStep, adamw_step_
+from jetrl.kernels.update.squares import ROW, row_squares
 from jetrl.model.shards import shard_of
 from jetrl.train.offload import HostMemory, Update, stream_updates
 
@@ -58,7 +58,7 @@ class OptimizerConfig(Protocol):
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """AdamW on BF16 or FP32 parameters with moments in `state_dtype`; one pass a parameter (`kernels.adamw`).
+    """AdamW on BF16 or FP32 parameters with moments in `state_dtype`; one pass a parameter (`kernels.update.adamw`).
 
     A BF16 parameter is widened, changed, and rounded once, to nearest even. An entry whose change is below half the
     spacing of BF16 at p (|p| / 512 to |p| / 256) does not move at all: with the small rates of RL (1e-6) most entries

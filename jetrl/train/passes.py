@@ -16,7 +16,7 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.together import together
+from jetrl.parallel.agreement import together
 from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import kl_penalty
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.choices import Reduction
-from jetrl.kernels.gradient import first_waits, grad_dtype, num_sources, rows_in_use, sent_to
 from jetrl.kernels.qtensor import blocks_of
-from jetrl.kernels.squares import ROW, row_squares
-from jetrl.kernels.sums import add_in_order
+from jetrl.kernels.update.gradient import first_waits, grad_dtype, num_sources, rows_in_use, sent_to
+from jetrl.kernels.update.squares import ROW, row_squares
+from jetrl.kernels.update.sums import add_in_order
 from jetrl.model.shards import Shard, shard_of
 from jetrl.parallel.world import World
 from jetrl.precision.formats import BLOCK

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.config import Config
-from jetrl.errors import UserError
-from jetrl.kernels.attention import varlen_plan
+from jetrl.errors import RESUME, UserError
+from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
@@ -72,7 +72,7 @@ def forward_rows(
 ) -> Rows:
     """Training forward of one micro-batch; log-probs and entropy of the rows whose target is the policy's token.
 
-    `keep`: see `kernels.logprob.token_logprobs`.
+    `keep`: see `kernels.logprob.ops.token_logprobs`.
     """
     hidden = model(forward_batch(micro), routes=routes)
     index = micro.loss_mask.nonzero()[:, 0]
@@ -110,7 +110,7 @@ def update(
         except UserError as error:  # of a function of the user's
             if not compared.stepped and learner.world.alone:
                 raise
-            raise Midway(f"{error} The step under way is lost; --resume goes on from the newest checkpoint.") from error
+            raise Midway(f"{error} The step under way is lost; {RESUME} goes on from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:

@@ -20,8 +20,8 @@ from certificates import Case, expected_seconds, load, markdown
 from jetrl import cli
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Workload, certify
-from jetrl.parity_rows import LinkResult
+from jetrl.parity.certificate import Workload, certify
+from jetrl.parity.rows import LinkResult
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 

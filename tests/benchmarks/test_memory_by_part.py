@@ -1,4 +1,4 @@
-"""What ranks hold, counted from the objects of a run, is what `train/memory.py` predicts, to the byte."""
+"""What ranks hold, counted from the objects of a run, is what `run/fit/memory.py` predicts, to the byte."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from jetrl.cli import app
 from jetrl.config.shipped import find_recipe, shipped, summary
+from jetrl.rewards.gsm8k import gold_answer
 from jetrl.spec import SHAPES
-from jetrl.tasks.gsm8k import gold_answer
 
 TINY = replace(
     SHAPES["qwen3-0.6b"], vocab_size=2304, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2,
@@ -58,7 +58,7 @@ def test_what_recipes_of_real_models_say_of_themselves() -> None:
     measured = {row["recipe"]: row for row in rows}
     several = {name for name, row in measured.items() if row.get("ranks", 1) > 1}
     assert {name for name in shipped() if "qwen3" in name} == set(RECIPES) | several
-    for recipe in several:  # of the recipe as it is the memory is predicted (tests/train/test_memory.py)
+    for recipe in several:  # of the recipe as it is the memory is predicted (tests/run/test_memory.py)
         text, row = find_recipe(recipe).read_text().replace("\n# ", " "), measured[recipe]
         peaks = [round(row[key]) for key in ("peak GiB", "host GiB", "predicted GiB", "predicted host GiB")]
         told = "answers of {} tokens took {} and {} where {} and {} were predicted, parity 0"

@@ -19,8 +19,8 @@ from jetrl.doctor import diagnosis, gpu, libraries, machine, show, trial
 from jetrl.doctor.diagnosis import Diagnosis
 from jetrl.doctor.finding import Finding
 from jetrl.kernels import dispatch
-from jetrl.parity import Certificate
-from jetrl.parity_rows import LinkResult
+from jetrl.parity.certificate import Certificate
+from jetrl.parity.rows import LinkResult
 
 GOOD = LinkResult("a", "one = the other", 7, 0, 0.0, 0.1, None)
 WRONG = replace(GOOD, link="c", rows_different=2, max_abs_diff=0.5, first_difference="sequence 1, position 3")

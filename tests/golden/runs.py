@@ -69,7 +69,7 @@ def record_of(run_dir: Path) -> dict[str, Any]:
     """The hashes of a finished run: metrics and samples row by row, all tensors of its last checkpoint, its flow."""
     from tiny import numbers
 
-    from jetrl.train import store
+    from jetrl.run.checkpoint import store
 
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     samples: dict[int, list[Any]] = {}
@@ -104,7 +104,7 @@ def tiny(name: str, folder: Path) -> dict[str, Any]:
 def recipe(name: str, folder: Path) -> dict[str, Any]:
     """The record of a shipped recipe, cut to two steps."""
     from jetrl.config import load_config, resolve
-    from jetrl.loop import StopRequest, run
+    from jetrl.run.loop import StopRequest, run
 
     overrides = [*SMALL, *RECIPES[name], f"output_dir={folder}", "num_threads=2"]
     if name == "quickstart":

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.kernels.logprob import log_softmax
+from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
 from jetrl.precision.recipe import build_recipe

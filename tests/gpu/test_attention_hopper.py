@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels import reference_attention as ref
-from jetrl.kernels.attention import varlen_plan
+from jetrl.kernels.attention import reference as ref
+from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.dispatch import load_backend
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 

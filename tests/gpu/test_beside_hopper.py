@@ -11,7 +11,7 @@ import torch
 from tiny import ARCH, files_of, tiny_run
 
 from jetrl.model.shards import Part
-from jetrl.train.beside import HostCopy
+from jetrl.run.checkpoint.beside import HostCopy
 
 pytestmark = pytest.mark.gpu
 GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 64, "head_dim": 32}}

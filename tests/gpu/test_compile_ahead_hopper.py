@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from tiny import ARCH, tiny_config
 from jetrl.kernels.support import caches
-from jetrl.loop import StopRequest, run
+from jetrl.run.loop import StopRequest, run
 
 def kernels():
     where = caches()
@@ -46,10 +46,10 @@ def explain(key, known):
 
 if __name__ == "__main__":
     from jetrl.parallel.world import ALONE
-    from jetrl.report.compiling import Compiling
+    from jetrl.run.compiling.display import Compiling
     from jetrl.report.recorder import read_metrics
-    from jetrl.train.compile_ahead import compile_ahead
-    from jetrl.train.prepare import load_spec
+    from jetrl.run.compiling.ahead import compile_ahead
+    from jetrl.run.prepare import load_spec
     folder = Path(sys.argv[1])
     config = tiny_config(folder, {
         "device": "cuda", "quant.kv_cache": "fp8", "train.compile_ahead": True, "rollout.max_num_seqs": 16,

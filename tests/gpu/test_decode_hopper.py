@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.decode import SharedPages
-from jetrl.rollout.sharing import chunk_size, find_sharing
+from jetrl.engine.sharing import chunk_size, find_sharing
+from jetrl.kernels.attention.state import SharedPages
 from jetrl.types import LayerCache
 
 pytestmark = pytest.mark.gpu
@@ -22,9 +22,9 @@ CASES = [(*heads, False) for heads in BF16_HEADS] + [(*heads, True) for heads in
 
 @pytest.fixture(scope="module")
 def kernel():
-    from jetrl.kernels.backends import gluon_attention
+    from jetrl.kernels.attention import decode as walk
 
-    return gluon_attention
+    return walk
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +102,7 @@ def test_the_bits_are_flash_attentions(kernel, n: int, g: int, h: int, fp8: bool
     different = torch.nonzero(different.flatten(1).any(1)).flatten().tolist()
     assert not different, f"lengths {[LENGTHS[i] for i in different]}"
     if h == 128:
-        from jetrl.kernels.backends.triton_quant import quantize_act
+        from jetrl.kernels.quantize.triton import quantize_act
 
         for pow2 in (False, True):
             one = kernel.decode_quantize(q, pages.cache, pages.table, pages.lengths, h**-0.5, pow2)
@@ -145,9 +145,9 @@ SHAPES = [(16, 5), (32, 5), (32, 3), (64, 2)]
 
 @pytest.fixture(scope="module")
 def split():
-    from jetrl.kernels.backends import triton_decode_split
+    from jetrl.kernels.attention import decode_split
 
-    return triton_decode_split
+    return decode_split
 
 
 @pytest.mark.parametrize(("n", "g", "h", "fp8"), CASES)
@@ -211,8 +211,8 @@ SHARED = [
 @pytest.mark.parametrize(("n", "g", "h", "fp8"), CASES)
 @pytest.mark.parametrize("which", range(len(SHARED)))
 def test_shared_pages_are_read_once_and_change_no_bit(kernel, n: int, g: int, h: int, fp8: bool, which: int) -> None:
-    from jetrl.kernels.backends import triton_decode_choice as choice
-    from jetrl.kernels.backends.triton_quant import quantize_act
+    from jetrl.kernels.attention import choice
+    from jetrl.kernels.quantize.triton import quantize_act
 
     lengths, groups = SHARED[which]
     pages = Pages(g, h, 128, fp8, which, lengths, groups)

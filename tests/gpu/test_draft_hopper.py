@@ -11,12 +11,12 @@ import pytest
 import torch
 from bench_draft import Forced
 
-from jetrl.rollout import draft_graphs
-from jetrl.rollout.depth import DepthRule
-from jetrl.rollout.draft import DraftIndex
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.speculate import Speculator, build_speculator
-from jetrl.rollout.texts import SOURCES
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.graphs import drafts as draft_graphs
+from jetrl.engine.speculation.depth import DepthRule
+from jetrl.engine.speculation.drafts import DraftIndex
+from jetrl.engine.speculation.sources import SOURCES
+from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.types import Completion, LayerCache, Request, SamplingParams, WeightSet
 
 pytestmark = pytest.mark.gpu
@@ -52,28 +52,29 @@ def pages(g: int, h: int, page: int, fp8: bool) -> tuple[LayerCache, torch.Tenso
 @pytest.mark.parametrize(("n", "g", "h"), HEADS)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_each_token_has_the_bits_of_a_step_of_its_own(n: int, g: int, h: int, fp8: bool, tokens: int) -> None:
-    from jetrl.kernels.backends import gluon_attention, gluon_draft
+    from jetrl.kernels.attention import decode as walk
+    from jetrl.kernels.attention import decode_drafts
 
     for page in (128, 256):
         cache, table, lengths = pages(g, h, page, fp8)
         gen = torch.Generator(CUDA).manual_seed(tokens)
         q = torch.randn((len(LENGTHS), tokens, n, h), generator=gen, device=CUDA).mul_(3).to(torch.bfloat16)
         scale = h**-0.5
-        together = gluon_draft.decode(q.flatten(0, 1), cache, table, lengths, scale, tokens).view(q.shape)
+        together = decode_drafts.decode(q.flatten(0, 1), cache, table, lengths, scale, tokens).view(q.shape)
         for i in range(tokens):
             own = (lengths - (tokens - 1) + i).contiguous()
-            alone = gluon_attention.decode(q[:, i].contiguous(), cache, table, own, scale)
+            alone = walk.decode(q[:, i].contiguous(), cache, table, own, scale)
             wrong = (together[:, i] != alone).flatten(1).any(1).nonzero()[:, 0].tolist()
             assert not wrong, f"token {i} of sequences with {[LENGTHS[b] for b in wrong]} keys, pages of {page}"
             assert torch.equal(together[:, i].view(torch.int16), alone.view(torch.int16)), "zeros of other signs"
         if h != 128:
             continue
         for pow2 in (False, True):
-            both = gluon_draft.decode_quantize(q.flatten(0, 1), cache, table, lengths, scale, tokens, pow2)
+            both = decode_drafts.decode_quantize(q.flatten(0, 1), cache, table, lengths, scale, tokens, pow2)
             codes, units = both.codes.view(torch.uint8).view(*q.shape[:2], -1), both.scale.reshape(*q.shape[:2], -1)
             for i in range(tokens):
                 own = (lengths - (tokens - 1) + i).contiguous()
-                alone = gluon_attention.decode_quantize(q[:, i].contiguous(), cache, table, own, scale, pow2)
+                alone = walk.decode_quantize(q[:, i].contiguous(), cache, table, own, scale, pow2)
                 assert torch.equal(codes[:, i], alone.codes.view(torch.uint8)) and torch.equal(units[:, i], alone.scale)
 
 
@@ -113,10 +114,10 @@ def test_a_rollout_with_drafts_is_the_one_without(
 ) -> None:
     """First its own drafts, of which few hold; then those from the answers before, which hold; and these with every
     fifth token spoilt. Runs of graphs, and steps without them for truncated distributions."""
-    from jetrl.kernels.backends import gluon_draft
+    from jetrl.kernels.attention import decode_drafts
 
-    launches, launch = [], gluon_draft._launch
-    monkeypatch.setattr(gluon_draft, "_launch", lambda *args: (launches.append(1), launch(*args)))
+    launches, launch = [], decode_drafts._launch
+    monkeypatch.setattr(decode_drafts, "_launch", lambda *args: (launches.append(1), launch(*args)))
     model = _beside("test_model_parity_hopper").build(name, precision)
     sizes = dict(page_size=128, max_num_seqs=24)
     for asked in (requests(model.spec.vocab_size, 90), cut(requests(model.spec.vocab_size, 40))):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backends import few_rows_choice as choice
 from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.gemm import choice
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -51,7 +51,7 @@ def same(got: Tensor, want: Tensor) -> bool:
 @pytest.mark.parametrize("name", list(choice.VARIANTS))
 @pytest.mark.parametrize("kind", list(RANGES))
 def test_bits_are_those_of_deepgemm(ops, name: str, kind: str) -> None:
-    from jetrl.kernels.backends.gluon_few_rows import matmul
+    from jetrl.kernels.gemm.few_rows import matmul
 
     tried = 0
     for (n, k), m in ((size, m) for size in SIZES for m in (1, 3, 8, 13, 29, 64)):
@@ -69,7 +69,7 @@ def test_bits_are_those_of_deepgemm(ops, name: str, kind: str) -> None:
 
 def test_a_graph_whose_kernels_follow_each_other_at_once(ops) -> None:
     """Activations come from the kernel before while weights are already on their way."""
-    from jetrl.kernels.backends.gluon_few_rows import matmul
+    from jetrl.kernels.gemm.few_rows import matmul
 
     shape = choice.shape_of(4096, 4096, 5, "half")
     assert shape is not None

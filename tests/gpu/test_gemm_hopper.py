@@ -170,7 +170,7 @@ def test_what_the_kernels_cannot_do_is_refused(ops) -> None:
 
 @pytest.mark.parametrize(("k", "sections"), [(512, (256,)), (576, (576, 192, 192)), (2048, (2048, 512, 512))])
 def test_torch_scaled_mm_computes_the_same(ops, k: int, sections: tuple[int, ...]) -> None:
-    from jetrl.kernels.backends import scaled_mm
+    from jetrl.kernels.gemm import scaled_mm
 
     x, w, dy = matrix(48, k, 1), matrix(sum(sections), k, 2), matrix(48, sum(sections), 3)
     q = ops.quantize_weight(w.to(CUDA), False, sections)
@@ -183,7 +183,7 @@ def test_torch_scaled_mm_computes_the_same(ops, k: int, sections: tuple[int, ...
 
 @pytest.mark.parametrize("m", [1, 2, 7, 64, 131])
 def test_torch_scaled_mm_takes_any_number_of_rows(ops, m: int) -> None:
-    from jetrl.kernels.backends import scaled_mm
+    from jetrl.kernels.gemm import scaled_mm
 
     x, w = matrix(m, 576, 1), matrix(960, 576, 2)
     q = ops.quantize_weight(w.to(CUDA), False, (576, 192, 192))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.dispatch import load_backend
-from jetrl.kernels.logprob import token_logprobs
+from jetrl.kernels.logprob.ops import token_logprobs
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"

@@ -18,9 +18,9 @@ from ranks import run_ranks
 from test_ranks_loop import assert_same_run
 from tiny import ARCH, numbers, tiny_config, tiny_data
 
-from jetrl import loop
 from jetrl.parallel.world import ALONE, World
-from jetrl.train.stopping import StopRequest
+from jetrl.run import loop
+from jetrl.run.stopping import StopRequest
 
 pytestmark = pytest.mark.gpu4
 DEVICE = os.environ.get("JETRL_TEST_RANKS", "cuda")

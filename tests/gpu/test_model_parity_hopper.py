@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.gradient import accumulate_in
+from jetrl.engine.kv_cache import KVCache
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
-from jetrl.rollout.kv_cache import KVCache
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, PagedPlan, Side, VarlenPlan
 

@@ -1,6 +1,6 @@
 """Mixtures of experts on a GPU: grouped GEMMs with the dense kernels' bits, and what holds for padding and graphs.
 
-The Triton kernels run against their definitions in `test_triton.py` (`tests/kernels/triton_moe_cases.py`).
+The Triton kernels run against their definitions in `test_triton.py` (`tests/kernels/triton_experts_cases.py`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels import moe
 from jetrl.kernels import reference as ref
-from jetrl.kernels import reference_moe as rm
-from jetrl.kernels.backends.triton_moe_decode import group_quantize
-from jetrl.kernels.backends.triton_route import PaddedGroups
-from jetrl.kernels.backends.triton_route import group as grouped
 from jetrl.kernels.dispatch import load_backend, require_experts
+from jetrl.kernels.experts import ops as moe
+from jetrl.kernels.experts import reference as rm
+from jetrl.kernels.experts.few_tokens import group_quantize
+from jetrl.kernels.experts.route import PaddedGroups
+from jetrl.kernels.experts.route import group as grouped
 from jetrl.kernels.qtensor import QTensor
 
 pytestmark = pytest.mark.gpu

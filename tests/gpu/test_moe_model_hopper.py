@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from jetrl.api import random_model
-from jetrl.kernels.gradient import accumulate_in
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model import moe
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Workload, certify
+from jetrl.parity.certificate import Workload, certify
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import SHAPES, ExpertSpec, ModelSpec, RopeSpec

@@ -16,14 +16,14 @@ from ranks import run_ranks
 from test_ranks_loop import assert_same_run
 from tiny import ARCH, numbers, tiny_config, tiny_data
 
-from jetrl import loop
+from jetrl.engine.graphs.decode import DecodeGraphs
 from jetrl.parallel.world import ALONE, World
-from jetrl.parity import Workload
-from jetrl.parity_ranks import certified
-from jetrl.rollout.graphs import DecodeGraphs
-from jetrl.subject import Subject, config_for
-from jetrl.train.prepare import load_spec, recipe_of
-from jetrl.train.stopping import StopRequest
+from jetrl.parity.certificate import Workload
+from jetrl.parity.model_under_test import Subject, config_for
+from jetrl.parity.ranks import certified
+from jetrl.run import loop
+from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.stopping import StopRequest
 
 pytestmark = pytest.mark.gpu2
 DEVICE = os.environ.get("JETRL_TEST_RANKS", "cuda")

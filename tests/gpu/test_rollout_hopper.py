@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.sampler import SamplingTable, sample_rows
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.sampler import SamplingTable, sample_rows
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def generate(model: object, asked: list[Request], **sizes: int | str) -> list[Co
 def test_sampled_logprobs_are_the_learners_and_batches_change_no_token(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.kernels.backends import triton_decode_choice as choice
+    from jetrl.kernels.attention import choice
 
     launches, launch = [], choice._launch
     monkeypatch.setattr(choice, "_launch", lambda *args: (launches.append(1), launch(*args)))
@@ -107,7 +107,7 @@ def test_broken_logits_are_reported() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8 kv"])
 def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a long prompt each, of which some end early: the decode graphs read shared pages once."""
-    from jetrl.kernels.backends import triton_decode_shared
+    from jetrl.kernels.attention import decode_shared
 
     model = _models().build("qwen3", precision)
     g = np.random.default_rng(1)
@@ -116,8 +116,8 @@ def test_merged_prefixes_change_no_token(precision: str, monkeypatch: pytest.Mon
         Request(i, prompts[i // 12], SamplingParams(20 + 7 * (i % 5), ignore_eos=True)) for i in range(48)
     ]
     apart = generate(model, asked, page_size=128)
-    merged, go_on = [], triton_decode_shared.go_on
-    monkeypatch.setattr(triton_decode_shared, "go_on", lambda *args: (merged.append(1), go_on(*args)))
+    merged, go_on = [], decode_shared.go_on
+    monkeypatch.setattr(decode_shared, "go_on", lambda *args: (merged.append(1), go_on(*args)))
     together = generate(model, asked, page_size=128, merge_prefix="on")
     assert merged, "no step merged anything"
     for a, b in zip(apart, together, strict=True):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny import numbers, tiny_run
 
-from jetrl.kernels import quantize
-from jetrl.kernels.attention import attend_cached
-from jetrl.study.perturb import pages_reversed, quantize_otherwise
-from jetrl.study.plan import ENGINES
+from jetrl.kernels.attention.ops import attend_cached
+from jetrl.kernels.quantize import ops as quantize
 from jetrl.types import LayerCache, PagedPlan
+from jetrl_study.perturb import pages_reversed, quantize_otherwise
+from jetrl_study.plan import ENGINES
 
 pytestmark = pytest.mark.gpu
 # Heads of 64, as SmolLM2 has.

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tiny import ARCH, long_prompts, numbers, tiny_config, tiny_run, weights_hash
 
+from jetrl.engine.runner import ModelRunner
 from jetrl.kernels.dispatch import load_backend
-from jetrl.loop import StopRequest, run
 from jetrl.model import attention, mlp
 from jetrl.report.recorder import read_samples
-from jetrl.rollout.runner import ModelRunner
+from jetrl.run.loop import StopRequest, run
 from jetrl.train import reduction
 
 pytestmark = pytest.mark.gpu

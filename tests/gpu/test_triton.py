@@ -10,7 +10,7 @@ import torch
 pytestmark = pytest.mark.gpu
 
 
-FILES = ("triton_cases", "triton_cache_cases", "triton_moe_cases")
+FILES = ("triton_cases", "triton_cache_cases", "triton_experts_cases")
 if torch.cuda.is_available():
     CASES = [case for name in FILES for case in importlib.import_module(name).all_cases()]
 else:  # collected on a machine without a GPU: the marker keeps it from running

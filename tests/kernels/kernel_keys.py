@@ -9,23 +9,26 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
 from triton.runtime.jit import JITFunction
 
-from jetrl.kernels import backends
-from jetrl.kernels.backends import triton_keys
+from jetrl import kernels as kernels_room
+from jetrl.kernels.compiling import keys as settling
 
 
 def kernels() -> dict[str, JITFunction]:
-    found = {}
-    for path in sorted(Path(str(backends.__file__)).parent.glob("*.py")):
-        if path.stem.startswith(("triton_", "gluon_")):
-            module = importlib.import_module(f"{backends.__name__}.{path.stem}")
-            for name, value in vars(module).items():
-                if isinstance(value, JITFunction) and value.__module__ == module.__name__ and "kernel" in name:
-                    found[f"{path.stem}.{name}"] = value
+    root, found = Path(kernels_room.__path__[0]), {}
+    for path in sorted(root.rglob("*.py")):
+        if not re.search(r"^@(?:triton|gluon)\.jit", path.read_text(), re.M):
+            continue
+        place = path.relative_to(root).with_suffix("").parts
+        module = importlib.import_module(".".join([kernels_room.__name__, *place]))
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and value.__module__ == module.__name__ and "kernel" in name:
+                found[f"{module.__name__}.{name}"] = value
     return found
 
 
@@ -34,11 +37,11 @@ def main(how: str, seed: int = 0) -> None:
     names = list(found)
     random.Random(seed).shuffle(names)
     if how == "all":
-        triton_keys.settle_all()
+        settling.settle_all()
     keys = {}
     for name in names:
         if how == "alone":
-            triton_keys.settle(sys.modules[found[name].__module__])
+            settling.settle(sys.modules[found[name].__module__])
         keys[name] = found[name].cache_key
     print(json.dumps(keys))
 

@@ -15,12 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from jetrl.kernels.backends import few_rows_choice, recorded
-from jetrl.kernels.backends.gluon_few_rows import matmul
-from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize
-from jetrl.kernels.backends.triton_quant import quantize_act
-from jetrl.kernels.backends.triton_swiglu import swiglu
-from jetrl.kernels.compiling import Job, function
+from jetrl.kernels.compiling import recorded
+from jetrl.kernels.compiling.pool import Job, function
+from jetrl.kernels.gemm import choice
+from jetrl.kernels.gemm.few_rows import matmul
+from jetrl.kernels.pointwise.swiglu import swiglu
+from jetrl.kernels.pointwise.triton import add_rms_norm_quantize
+from jetrl.kernels.quantize.triton import quantize_act
 
 
 class Hopper:
@@ -49,7 +50,7 @@ def few_rows(tokens: int) -> None:
     """A GEMM whose operands TMA reads; all these tokens take one kernel, or two."""
     codes = torch.zeros(tokens, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
     weight = torch.zeros(256, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    shape = few_rows_choice.shape_of(256, 512, 1 if tokens <= 8 else 64, "one")
+    shape = choice.shape_of(256, 512, 1 if tokens <= 8 else 64, "one")
     assert shape is not None
     units = torch.empty_strided((tokens, 4), (1, -(-tokens // 4) * 4))
     matmul(codes, units, weight, torch.ones(2, 4), shape, early=tokens == 1)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from jetrl.kernels.adamw import AdamWStep, adamw_step_
+from jetrl.kernels.update.adamw import AdamWStep, adamw_step_
 
 KINDS = (torch.float32, torch.bfloat16)
 

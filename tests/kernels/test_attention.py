@@ -11,8 +11,8 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels import reference
-from jetrl.kernels.attention import attend, varlen_plan
-from jetrl.kernels.reference_attention import add_shared
+from jetrl.kernels.attention.ops import attend, varlen_plan
+from jetrl.kernels.attention.reference import add_shared
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 H = 16

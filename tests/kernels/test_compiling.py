@@ -14,7 +14,7 @@ import compiling_jobs
 import pytest
 from compiling_jobs import job
 
-from jetrl.kernels.compiling import Job, Outcome, compile_all, entries, processors
+from jetrl.kernels.compiling.pool import Job, Outcome, compile_all, entries, processors
 
 
 class Seen:
@@ -115,7 +115,7 @@ def test_when_the_time_is_up_what_is_left_is_left_and_nothing_runs_on(tmp_path: 
 def test_whatever_ends_us_ends_the_workers_and_what_they_started(tmp_path: Path, number: signal.Signals) -> None:
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from compiling_jobs import job; from jetrl.kernels.compiling import compile_all\n"
+        "from compiling_jobs import job; from jetrl.kernels.compiling.pool import compile_all\n"
         "compile_all('compiling_jobs:search', ([job(Path(sys.argv[1]), 'slow', how='hangs')], False), workers=1)\n"
     )
     tests = str(Path(compiling_jobs.__file__).parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jetrl.kernels.decode import DecodeState, advance
+from jetrl.kernels.attention.state import DecodeState, advance
 
 
 def test_a_step_feeds_the_next() -> None:

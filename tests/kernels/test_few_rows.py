@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from jetrl.kernels.backends import few_rows_choice as choice  # noqa: E402
-from jetrl.kernels.backends import gluon_few_rows as few  # noqa: E402
+from jetrl.kernels.gemm import choice
+from jetrl.kernels.gemm import few_rows as few
 
 SIZES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (16, 128), (4112, 384), (151936, 2560), (49152, 640)]
 

@@ -11,10 +11,10 @@ from invariance import assert_rows_independent
 from tolerances import assert_at_most_twice, assert_bitwise_equal, sqnr_db
 from torch import Tensor
 
-from jetrl.kernels import gemm
 from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight
 from jetrl.kernels.reference import row_scales
 
 f32 = np.float32

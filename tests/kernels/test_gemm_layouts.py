@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jetrl.kernels.backends.gemm_layouts import Layout, layouts, representatives
+from jetrl.kernels.gemm.layouts import Layout, layouts, representatives
 
 
 def test_decode_steps_take_tiles_of_their_size() -> None:

@@ -10,7 +10,7 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import nn
 
-from jetrl.kernels.gradient import (
+from jetrl.kernels.update.gradient import (
     accumulate_in,
     first_waits,
     grad_dtype,

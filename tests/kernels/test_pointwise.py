@@ -10,7 +10,7 @@ from invariance import assert_rows_independent
 from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.kernels import pointwise
+from jetrl.kernels.pointwise import ops as pointwise
 
 EPS = 1e-6
 Op = Callable[..., Tensor]

@@ -11,8 +11,8 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.kernels import quantize
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize import ops as quantize
 from jetrl.kernels.reference import dequantize, row_scales, transpose
 
 f32 = np.float32

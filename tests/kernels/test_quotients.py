@@ -1,4 +1,4 @@
-"""The arithmetic of `triton_quant.quotient`, `scale_from` and `triton_pointwise.sigmoid32`, tried on all its inputs.
+"""The arithmetic of `quantize.triton.quotient`, `scale_from` and `pointwise.triton.sigmoid32`, tried on all its inputs.
 
 Fused multiply-adds are computed here with one rounding: the float64 sum is made odd where it was rounded, after which
 rounding to FP32 is right. A hardware reciprocal may be a unit off; more are tried.

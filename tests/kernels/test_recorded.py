@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetrl.kernels.backends import recorded
+from jetrl.kernels.compiling import recorded
 
 CASES = Path(__file__).with_name("recorded_cases.py")
 
@@ -164,13 +164,13 @@ def test_jobs_that_take_longest_come_first() -> None:
 def test_kernels_have_one_variant_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from jetrl.kernels.backends.triton_decode import advance
-    from jetrl.kernels.backends.triton_logprob import logprobs_and_statistics, sample
-    from jetrl.kernels.backends.triton_optim import row_squares
-    from jetrl.kernels.backends.triton_pointwise import add_rms_norm_quantize
-    from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t
-    from jetrl.kernels.backends.triton_swiglu import swiglu_quantize
-    from jetrl.kernels.decode import DecodeState
+    from jetrl.kernels.attention.advance import advance
+    from jetrl.kernels.attention.state import DecodeState
+    from jetrl.kernels.logprob.triton import logprobs_and_statistics, sample
+    from jetrl.kernels.pointwise.swiglu import swiglu_quantize
+    from jetrl.kernels.pointwise.triton import add_rms_norm_quantize
+    from jetrl.kernels.quantize.triton import quantize_act, quantize_act_t
+    from jetrl.kernels.update.triton import row_squares
 
     found: dict[str, dict[str, int]] = {}
 
@@ -203,7 +203,7 @@ def test_models_of_the_meta_device_stay_there_while_tensors_are_filled() -> None
     code = """
 import torch
 from contextlib import ExitStack
-from jetrl.kernels.backends import recorded
+from jetrl.kernels.compiling import recorded
 with ExitStack() as stack:
     for patch in recorded._filled():
         stack.enter_context(patch)
@@ -217,9 +217,9 @@ with ExitStack() as stack:
 def test_a_process_that_only_records_spares_flash_attentions_import() -> None:
     code = """
 import sys
-from jetrl.kernels.backends import recorded
+from jetrl.kernels.compiling import recorded
 recorded.spare_imports()
-from jetrl.kernels.backends import flash
+from jetrl.kernels.attention import flash
 assert "cutlass" not in sys.modules
 try:
     flash._flash_attn_fwd(None)

@@ -11,9 +11,9 @@ from invariance import assert_rows_independent
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.kernels import pointwise
+from jetrl.kernels.attention.reference import read_cache, write_cache
+from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.kernels.reference import dequantize_heads, quantize_heads, round_heads
-from jetrl.kernels.reference_attention import read_cache, write_cache
 from jetrl.types import LayerCache
 
 H = 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl.kernels.squares import ROW, row_squares
+from jetrl.kernels.update.squares import ROW, row_squares
 
 
 @pytest.mark.parametrize("size", [1, ROW, ROW + 1, 5_000_000])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl.kernels.sums import add_in_order
+from jetrl.kernels.update.sums import add_in_order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

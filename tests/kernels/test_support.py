@@ -17,7 +17,7 @@ from tiny import tiny_config
 from jetrl.errors import UserError
 from jetrl.kernels import dispatch, support
 from jetrl.requirements import packages
-from jetrl.train.prepare import prepare
+from jetrl.run.prepare import prepare
 
 GOOD = {p.name: p.needed.removeprefix("==").replace("*", "0") for p in packages("hopper")}
 Machine = Callable[..., None]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from jetrl.kernels.backends import triton_decode_chain as chain  # noqa: E402
-from jetrl.kernels.backends import triton_decode_shared as shared  # noqa: E402
-from jetrl.kernels.backends import triton_decode_split as split  # noqa: E402
+from jetrl.kernels.attention import decode_chain as chain
+from jetrl.kernels.attention import decode_shared as shared
+from jetrl.kernels.attention import decode_split as split
 
 COMMON = {"FLOOR": 0x2B8CBCCC, "POW2": True, "PDL": True, "G": 8, "H": 128, "PAGE": 128, "QUANT": True, "N": 32}
 POINTERS = {

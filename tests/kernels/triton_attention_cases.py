@@ -1,7 +1,7 @@
 """Cases of the decode attention kernels in Triton, bit for bit against the steps of their definition, as in
 `triton_cases.py`: `python tests/kernels/triton_attention_cases.py [part of a name]`, interpreter or GPU as there.
 
-The definition is `attend_by_steps`, the text of `gluon_attention` in numpy: one sequence, one tile after another. In
+The definition is `attend_by_steps`, the text of `attention/decode.py` in numpy: a sequence, one tile after another. In
 the interpreter a product adds 16 elements at a time to FP32 sums, here and there (a GPU rounds inside of the 16 in its
 own way; `tests/gpu/test_decode_hopper.py` compares kernels with kernels there).
 """
@@ -18,14 +18,14 @@ import triton.language as tl
 import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
+from jetrl.engine.sharing import find_sharing
 from jetrl.kernels import reference as ref
-from jetrl.kernels.backends import triton_decode_chain as chain
-from jetrl.kernels.backends import triton_decode_shared as shared
-from jetrl.kernels.backends import triton_decode_split as split
-from jetrl.kernels.backends import triton_quant as tq
-from jetrl.kernels.decode import SharedPages
+from jetrl.kernels.attention import decode_chain as chain
+from jetrl.kernels.attention import decode_shared as shared
+from jetrl.kernels.attention import decode_split as split
+from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.qtensor import QTensor
-from jetrl.rollout.sharing import find_sharing
+from jetrl.kernels.quantize import triton as tq
 from jetrl.types import LayerCache
 
 DEVICE, Case, equal = base.DEVICE, base.Case, base.equal

@@ -14,10 +14,10 @@ import triton_cases as base  # also makes the interpreter round as a GPU does
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
-from jetrl.kernels import reference_attention as attention
+from jetrl.kernels.attention import cache as tc
+from jetrl.kernels.attention import heads as tb
+from jetrl.kernels.attention import reference as attention
 from jetrl.kernels.backends import reference as backend
-from jetrl.kernels.backends import triton_cache as tc
-from jetrl.kernels.backends import triton_qkv as tb
 from jetrl.types import LayerCache
 
 DEVICE, KINDS, Case, equal, sample = base.DEVICE, base.KINDS, base.Case, base.equal, base.sample

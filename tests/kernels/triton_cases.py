@@ -18,21 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.engine.sampler import SamplingTable, sample_rows
 from jetrl.kernels import reference as ref
-from jetrl.kernels.adamw import AdamWStep
+from jetrl.kernels.attention import advance as td
+from jetrl.kernels.attention import cache as tc
+from jetrl.kernels.attention import heads as tb
+from jetrl.kernels.attention.state import DecodeState
 from jetrl.kernels.backends import reference as backend
-from jetrl.kernels.backends import triton_cache as tc
-from jetrl.kernels.backends import triton_decode as td
-from jetrl.kernels.backends import triton_logprob as tv
-from jetrl.kernels.backends import triton_normed as tn
-from jetrl.kernels.backends import triton_optim as ta
-from jetrl.kernels.backends import triton_pointwise as tp
-from jetrl.kernels.backends import triton_qkv as tb
-from jetrl.kernels.backends import triton_quant as tq
-from jetrl.kernels.backends import triton_swiglu as ts
-from jetrl.kernels.backends import triton_transpose as tt
-from jetrl.kernels.decode import DecodeState
-from jetrl.rollout.sampler import SamplingTable, sample_rows
+from jetrl.kernels.logprob import triton as tv
+from jetrl.kernels.pointwise import normed as tn
+from jetrl.kernels.pointwise import swiglu as ts
+from jetrl.kernels.pointwise import triton as tp
+from jetrl.kernels.quantize import transpose as tt
+from jetrl.kernels.quantize import triton as tq
+from jetrl.kernels.update import triton as ta
+from jetrl.kernels.update.adamw import AdamWStep
 from jetrl.types import LayerCache, SamplingParams
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"

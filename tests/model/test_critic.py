@@ -11,9 +11,9 @@ from tiny import numbers, tiny_config, tiny_run, weights_hash
 from tolerances import assert_bitwise_equal
 
 from jetrl.errors import UserError
-from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.critic import Critic
-from jetrl.train.setup import Session, build
+from jetrl.run.setup import Session, build
 from jetrl.types import ForwardBatch, VarlenPlan
 
 PPO = {"rl.algo": "ppo", "rl.critic_lr": 3e-3}

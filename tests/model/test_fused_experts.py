@@ -8,14 +8,14 @@ from enlarged import enlarged
 from tolerances import assert_bitwise_equal, sqnr_db
 from torch import Tensor
 
-from jetrl.kernels import moe as ops
-from jetrl.kernels.gradient import accumulate_in
-from jetrl.kernels.groups import Groups
+from jetrl.kernels.experts import ops
+from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model import moe
 from jetrl.model.fused_experts import fused_experts, fused_experts_recipe
 from jetrl.model.moe import ExpertLinear
 from jetrl.model.transformer import Transformer
-from jetrl.parity_rows import varlen
+from jetrl.parity.rows import varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ExpertSpec, ModelSpec, RopeSpec
 

@@ -7,8 +7,8 @@ import torch
 from tolerances import assert_bitwise_equal, sqnr_db
 from torch import Tensor
 
-from jetrl.kernels import pointwise
-from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.fused_mlp import fused_mlp, fused_recipe
 from jetrl.model.linear import FlowLinear
 from jetrl.precision.recipe import build_recipe

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from jetrl import api
 from jetrl.errors import UserError
-from jetrl.kernels import gemm, reference
-from jetrl.kernels.quantize import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels import reference
+from jetrl.kernels.gemm import ops as gemm
+from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight
 from jetrl.model.linear import FlowLinear
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from jetrl import UserError, load_model
 from jetrl.api import random_model
-from jetrl.model import hf
+from jetrl.huggingface import read as hf
 from jetrl.model.linear import FlowLinear
 from jetrl.model.sharding import shard_model
 from jetrl.model.shards import shard_of
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published, published_bytes
 from jetrl.parallel.world import World
-from jetrl.parity_rows import learners_forward, varlen
+from jetrl.parity.rows import learners_forward, varlen
 from jetrl.precision.recipe import Recipe, build_recipe
+from jetrl.run import setup
 from jetrl.spec import SHAPES, ModelSpec
-from jetrl.train import setup
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 72}
 BIASED = {"model_type": "qwen2", "tie_word_embeddings": False, "num_attention_heads": 4}  # Q, K, V with a bias
@@ -155,7 +155,7 @@ def test_values_are_dropped_one_by_one(tmp_path: Path, monkeypatch: pytest.Monke
             del value
 
     monkeypatch.setattr(hf, "parameters_of", watched)
-    from jetrl.tasks.tokenizer import load_tokenizer
+    from jetrl.chat.tokenizer import load_tokenizer
 
     load_tokenizer("builtin:arithmetic").save_pretrained(folder)
     policy = load_model(folder, "fp8")

@@ -10,9 +10,9 @@ import torch
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.kernels import pointwise
-from jetrl.kernels.attention import Heads, attend_heads, norm_rope_attend, varlen_plan
-from jetrl.kernels.gradient import accumulate_in
+from jetrl.kernels.attention.ops import Heads, attend_heads, norm_rope_attend, varlen_plan
+from jetrl.kernels.pointwise import ops as pointwise
+from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.fused_mlp import fused_mlp, fused_recipe, normed_mlp
 from jetrl.model.linear import FlowLinear
 from jetrl.model.normed import norm_before, normed_linear

@@ -1,8 +1,8 @@
 """A block of one's own: an MLP with a squared ReLU (the Arcee family), defined and registered in this file alone.
 
 `down(relu(up(x)) ** 2)` has other linears, operators and tensors than `MLP`. Three entries bring it to life: the
-family's layers (`precision.blocks.LAYOUTS`), its module (`model.blocks.MODULES`), and, to read and write folders, what
-`model_type` says (`model.hf_config.FAMILIES`).
+family's layers (`layouts.LAYOUTS`), its module (`model.blocks.MODULES`), and, to read and write folders, what
+`model_type` says (`huggingface.config.FAMILIES`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from enlarged import enlarged
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.kernels.logprob import log_softmax
-from jetrl.model import hf
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.config import FAMILIES, Family
+from jetrl.huggingface.export import export, fp8_weights
+from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.block import Block, Build, Context, Piece, Tap
 from jetrl.model.blocks import MODULES
-from jetrl.model.export import export, fp8_weights
-from jetrl.model.hf_config import FAMILIES, Family
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
-from jetrl.parity import Workload, certify
-from jetrl.parity_rows import varlen
-from jetrl.precision.block import Block as FlowBlock
-from jetrl.precision.block import Linear
-from jetrl.precision.blocks import ATTENTION, LAYOUTS, dense, roles_of
+from jetrl.parity.certificate import Workload, certify
+from jetrl.parity.rows import varlen
+from jetrl.precision.blocks.block import Block as FlowBlock
+from jetrl.precision.blocks.block import Linear
+from jetrl.precision.blocks.layouts import ATTENTION, LAYOUTS, dense, roles_of
 from jetrl.precision.builder import BlockBackward, BlockForward
-from jetrl.precision.draw import flow_svg, flow_text
 from jetrl.precision.flow import build_flow, flow_digest, require_unified
-from jetrl.precision.pen import Graph, Pen
+from jetrl.precision.picture.draw import flow_svg, flow_text
 from jetrl.precision.recipe import Role, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 
@@ -51,6 +50,7 @@ class SquaredReLUFlow(FlowBlock):
         "squared_relu": "fp32 product, rounded once to bf16",
         "squared_relu_backward": "fp32 product, rounded once to bf16",
     }
+    formulas = {"squared_relu": "max(x, 0)²"}
 
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         return {
@@ -65,19 +65,6 @@ class SquaredReLUFlow(FlowBlock):
         dx = flow.linear("down", dy, "squared_relu")
         dx = flow.op("squared_relu.dgrad", "squared_relu_backward", {"dy": dx, "x": flow.saved("up")})
         return flow.linear("up", dx, "mlp_norm")
-
-    def rows(self, pen: Pen) -> list[str]:
-        return [*pen.linear_rows("up"), "squared_relu", *pen.linear_rows("down")]
-
-    def draw_forward(self, pen: Pen, graph: Graph, x: float) -> str:
-        pen.linear(graph, x, "up", "mlp_norm")
-        pen.operator(graph, x, "squared_relu", "x", "up", "max(x, 0)²")
-        return pen.linear(graph, x, "down", "squared_relu")
-
-    def draw_backward(self, pen: Pen, below: str) -> str:
-        below = pen.linear_backward("down", below, "squared_relu")
-        below = pen.gradient("squared_relu", "squared_relu.dgrad", "dy", below)
-        return pen.linear_backward("up", below, "mlp_norm")
 
 
 class SquaredReLU(Block):

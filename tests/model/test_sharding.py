@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.gradient import accumulate_in, grad_dtype, num_sources
+from jetrl.kernels.update.gradient import accumulate_in, grad_dtype, num_sources
 from jetrl.model.critic import Critic
 from jetrl.model.sharding import digest, fill, own_rows, parts_of, shard_like, shard_model, whole_value
 from jetrl.model.shards import shard_of

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetrl.kernels.qtensor import blocks_of
-from jetrl.kernels.quantize import quantize_weight
+from jetrl.kernels.quantize.ops import quantize_weight
 from jetrl.model.shards import Shard, shard
 from jetrl.parallel.world import World
 

@@ -12,8 +12,8 @@ from tolerances import assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.huggingface import read as hf
 from jetrl.kernels import reference
-from jetrl.model import hf
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
 from jetrl.precision.formats import act_1x128

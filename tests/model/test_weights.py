@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.kernels.logprob import log_softmax
-from jetrl.model import hf
-from jetrl.model.export import export
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.export import export
+from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
-from jetrl.parity_rows import varlen
+from jetrl.parity.rows import varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.train.publish import publish

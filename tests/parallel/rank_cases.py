@@ -9,8 +9,8 @@ import time
 
 from jetrl.errors import UserError
 from jetrl.parallel import launch
-from jetrl.parallel.calls import PROGRESS
-from jetrl.parallel.together import same_everywhere, together
+from jetrl.parallel.agreement import same_everywhere, together
+from jetrl.parallel.progress import PROGRESS
 
 
 def fine() -> None:
@@ -146,7 +146,7 @@ def full() -> None:
 
     from jetrl.config import load_config
     from jetrl.config.shipped import find_recipe
-    from jetrl.train.fitting import on_gpu, told_when_out_of_memory
+    from jetrl.run.fit.advice import on_gpu, told_when_out_of_memory
 
     world = launch.join("cpu")
     config = on_gpu(load_config(find_recipe("quickstart")))

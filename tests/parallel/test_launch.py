@@ -18,10 +18,10 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.parallel import launch
-from jetrl.parallel.calls import LostContact, came_by_lost_contact
+from jetrl.parallel.agreement import agree, same_everywhere, together
 from jetrl.parallel.launch import is_rank, join
+from jetrl.parallel.progress import LostContact, came_by_lost_contact
 from jetrl.parallel.spawn import _Hand, spawn
-from jetrl.parallel.together import agree, same_everywhere, together
 from jetrl.parallel.watch import Failure, who
 from jetrl.parallel.world import ALONE
 

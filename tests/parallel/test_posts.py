@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from jetrl.parallel.calls import LostContact
 from jetrl.parallel.posts import Abandoned, Posts
+from jetrl.parallel.progress import LostContact
 from jetrl.parallel.world import ALONE, World
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from jetrl.parallel.queue import Abandoned, Everything, Queues, SharedQueue, chunks, shares
 from jetrl.parallel.world import ALONE
+from jetrl.rollout.queue import Abandoned, Everything, Queues, SharedQueue, chunks, shares
 
 
 @pytest.mark.parametrize("seed", range(40))

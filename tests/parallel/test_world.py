@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from jetrl.parallel.calls import LostContact
+from jetrl.parallel.progress import LostContact
 from jetrl.parallel.world import ALONE, World, contact
 
 

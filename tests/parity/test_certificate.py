@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl import parity, parity_rows
 from jetrl.errors import UserError
-from jetrl.kernels import attention
+from jetrl.kernels.attention import ops as attention
 from jetrl.kernels.backends import reference as backend
 from jetrl.model.transformer import Transformer
-from jetrl.parity import Certificate, Workload, certify
-from jetrl.parity_drawn import graph_link, graph_links, merged_link
-from jetrl.parity_rows import Packed, random_sequences, row_hash, varlen
+from jetrl.parity import certificate as parity
+from jetrl.parity import rows as parity_rows
+from jetrl.parity.certificate import Certificate, Workload, certify
+from jetrl.parity.drawn import graph_link, graph_links, merged_link
+from jetrl.parity.rows import Packed, random_sequences, row_hash, varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
 from jetrl.types import ForwardBatch, MicroBatch

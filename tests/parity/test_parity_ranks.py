@@ -11,18 +11,18 @@ import torch
 from ranks import run_ranks
 from tiny import ARCH
 
-from jetrl import parity_ranks
 from jetrl.errors import UserError
 from jetrl.kernels.backends import reference as backend
 from jetrl.parallel.world import ALONE, World
-from jetrl.parity import Certificate, Workload
-from jetrl.parity_ranks import Masters, certified, certify_ranks, merged, rollout_links, training_of, update_link
-from jetrl.parity_rows import LinkResult, row_bits
+from jetrl.parity import ranks as parity_ranks
+from jetrl.parity.certificate import Certificate, Workload
+from jetrl.parity.model_under_test import Subject, config_for, subject_of
+from jetrl.parity.ranks import Masters, certified, certify_ranks, merged, rollout_links, training_of, update_link
+from jetrl.parity.rows import LinkResult, row_bits
 from jetrl.precision.recipe import Recipe
+from jetrl.run.prepare import load_spec, recipe_of
 from jetrl.spec import SHAPES
-from jetrl.subject import Subject, config_for, subject_of
 from jetrl.train import reduction
-from jetrl.train.prepare import load_spec, recipe_of
 
 WORK = Workload(num_sequences=3, max_prompt=14, new_tokens=6, chunk=6, page_size=4)
 
@@ -199,7 +199,7 @@ def test_row_bits_tell_every_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     assert found.shape == (7,) and len(set(found.tolist())) == 7
     if values.element_size() == 1:
         assert torch.equal(row_bits(padded.view(dtype)[:, :12]), found), "rows may lie apart"
-    monkeypatch.setattr("jetrl.parity_rows._HASHED", 30)
+    monkeypatch.setattr("jetrl.parity.rows._HASHED", 30)
     assert torch.equal(row_bits(values), found), "in parts"
     for byte in range(12 * values.element_size()):
         other = values.clone()

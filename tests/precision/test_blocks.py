@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from flow_shape import SPEC
 
-from jetrl.precision.attention import Attention
-from jetrl.precision.block import Linear
-from jetrl.precision.blocks import ATTENTION, DENSE_MLP, EXPERTS, LAYOUTS, blocks_of, linears_of, roles_of
+from jetrl.precision.blocks.attention import Attention
+from jetrl.precision.blocks.block import Linear
+from jetrl.precision.blocks.layouts import ATTENTION, DENSE_MLP, EXPERTS, LAYOUTS, blocks_of, linears_of, roles_of
+from jetrl.precision.blocks.mlp import MLP
+from jetrl.precision.blocks.moe import MoE
 from jetrl.precision.builder import build_flow
-from jetrl.precision.draw import flow_svg
 from jetrl.precision.flow import flow_digest, require_unified
 from jetrl.precision.graph import ROUNDING
-from jetrl.precision.mlp import MLP
-from jetrl.precision.moe import MoE
+from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import Role, build_recipe
 from jetrl.spec import ExpertSpec, ModelSpec
 
@@ -70,17 +70,6 @@ class Second(MLP):
 
     def backward(self, flow, dy):
         return flow.linear("up_2", flow.linear("down_2", dy, "up_2_bias"), "extra_norm")
-
-    def rows(self, pen):
-        return [*pen.linear_rows("up_2"), "up_2_bias", *pen.linear_rows("down_2")]
-
-    def draw_forward(self, pen, graph, x):
-        pen.linear(graph, x, "up_2", "extra_norm")
-        pen.operator(graph, x, "up_2_bias", "x", "up_2", "x + bias")
-        return pen.linear(graph, x, "down_2", "up_2_bias")
-
-    def draw_backward(self, pen, below):
-        return pen.linear_backward("up_2", pen.linear_backward("down_2", below, "up_2_bias"), "extra_norm")
 
 
 def test_a_block_of_experts_stands_where_the_mlp_does() -> None:

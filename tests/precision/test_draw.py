@@ -10,11 +10,11 @@ import xml.etree.ElementTree as ET
 import flow_shape
 import pytest
 
-from jetrl.precision.blocks import roles_of
-from jetrl.precision.draw import flow_svg, flow_text
+from jetrl.precision.blocks.layouts import roles_of
 from jetrl.precision.flow import build_flow, diff_recipe, flow_digest
+from jetrl.precision.picture.draw import flow_svg, flow_text
+from jetrl.precision.picture.table import rows
 from jetrl.precision.recipe import Recipe, build_recipe
-from jetrl.precision.table import rows
 from jetrl.spec import ModelSpec
 
 SPEC = dataclasses.replace(flow_shape.SPEC, num_layers=5)

@@ -13,7 +13,7 @@ import pytest
 from flow_shape import SPEC
 
 from jetrl.errors import UserError
-from jetrl.precision.blocks import roles_of
+from jetrl.precision.blocks.layouts import roles_of
 from jetrl.precision.flow import (
     FlowGraph,
     build_flow,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jetrl.chat.tokenizer import arithmetic_tokenizer
 from jetrl.report import console, html, plots
 from jetrl.report.run import CORRECTNESS, Run, headline, held_out_name, load_runs
+from jetrl.rewards.loading import import_function
+from jetrl.rewards.score import call_reward
 from jetrl.tasks.addition import AdditionTask
-from jetrl.tasks.reward_loading import import_function
-from jetrl.tasks.rewards import call_reward
-from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Problem
 
 OWN = {"name": "file", "reward": "mine.py:reward"}
@@ -33,8 +33,10 @@ def run_with(config: dict[str, Any]) -> Run:
         ({"name": "addition"}, None, "accuracy"), ({"name": "addition"}, "calculator", "accuracy"),
         ({"name": "addition"}, "mine.py:Env", "reward"), ({"name": "gym"}, None, "reward"), (OWN, None, "reward"),
         ({"name": "environment"}, "mine.py:Env", "reward"), ({"name": "addition", "reward": "m:f"}, None, "reward"),
-        ({"name": "file", "reward": "jetrl.tasks.gsm8k:gsm8k_reward"}, None, "accuracy"),
-        ({"name": "file", "reward": ["jetrl.tasks.gsm8k:gsm8k_reward", "m:f"]}, None, "reward"), ({}, None, "accuracy"),
+        ({"name": "file", "reward": "jetrl.rewards.gsm8k:gsm8k_reward"}, None, "accuracy"),
+        ({"name": "file", "reward": ["jetrl.rewards.gsm8k:gsm8k_reward", "m:f"]}, None, "reward"),
+        ({"name": "file", "reward": "jetrl.tasks.gsm8k:gsm8k_reward"}, None, "accuracy"),  # of an earlier version
+        ({}, None, "accuracy"),
     ],
 )
 def test_the_name_follows_from_the_config(task: dict[str, Any], environment: str | None, name: str) -> None:
@@ -44,7 +46,7 @@ def test_the_name_follows_from_the_config(task: dict[str, Any], environment: str
 
 
 def test_of_several_functions_the_deciding_one_may_be_an_accuracy() -> None:
-    task = {"name": "file", "reward": ["jetrl.tasks.gsm8k:gsm8k_reward", "m:f"]}
+    task = {"name": "file", "reward": ["jetrl.rewards.gsm8k:gsm8k_reward", "m:f"]}
     for signal, name in (("gsm8k_reward", "accuracy"), ("f", "reward"), ("reward", "reward")):
         assert run_with({"task": task, "rl": {"signal": signal}}).held_out == name
 

@@ -12,13 +12,13 @@ import torch
 from tiny import numbers, tiny_config, tiny_run
 from torch import Tensor
 
-from jetrl import loop
 from jetrl.errors import UserError
 from jetrl.model.weights import checksum
 from jetrl.report.recorder import read_samples
 from jetrl.rollout.requests import STEP_STRIDE
+from jetrl.run import loop
+from jetrl.run.setup import Session, build
 from jetrl.train import passes
-from jetrl.train.setup import Session, build
 from jetrl.types import Request, SamplingParams, WeightTensor
 
 FILE = Path(__file__).parents[2] / "examples" / "transformers_engine.py"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from hash_model import SPEC, BurstRunner, HashModel, learners_logprobs, make_engine, real_model, straight
 
+from jetrl.engine.engine import PagedEngine
 from jetrl.errors import UserError
-from jetrl.rollout.engine import PagedEngine
 from jetrl.types import Completion, Engine, Request, SamplingParams, StepReport, WeightSet
 
 

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from rollout.test_rollout import Script, game, prompts
 
 from jetrl.errors import UserError
-from jetrl.parallel.queue import Queues
 from jetrl.parallel.world import ALONE, World
+from jetrl.rollout.queue import Queues
 from jetrl.rollout.requests import Asked
 from jetrl.rollout.rollout import RankPart, Rollout, merged_parts, roll_out, rollout_stats
 from jetrl.types import Reply, SamplingParams

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jetrl.chat.tokenizer import arithmetic_tokenizer
 from jetrl.errors import UserError
 from jetrl.tasks.addition import AdditionTask, is_held_out, worked_solution
-from jetrl.tasks.rewards import check_gold
-from jetrl.tasks.tokenizer import arithmetic_tokenizer
+from jetrl.tasks.gold import check_gold
 
 TOKENIZER = arithmetic_tokenizer()
 

@@ -13,7 +13,7 @@ from hub_server import ONE, TWO, Hub, Repo, serving, use, write_cache
 
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
-from jetrl.model import hub
+from jetrl.huggingface import hub
 from jetrl.tasks.datasets import read_dataset
 from jetrl.tasks.files import FileTask
 
@@ -253,3 +253,21 @@ def test_other_formats_of_files(offline: Path, file: str, data: bytes) -> None:
     write_cache(offline, "acme/other", {"README.md": card, file: data}, kind="dataset")
     made = task(dataset="acme/other", prompt_column="question", num_eval=1)
     assert {(problem.prompt, problem.answer) for problem in made.all_problems()} == {("x", "1"), ("y", "2")}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_cannot_be_read_names_the_data_set(cache: Path, tmp_path: Path, damaged: bool) -> None:
+    """Damaged pages; and a day beyond those of Python, which the library reads and Python does not."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    texts = [f"{i}+1=" for i in range(3000)]
+    days = pa.array([2**40] * len(texts), pa.timestamp("s"))
+    parquet.write_table(pa.table({"prompt": texts, "answer": texts, "day": days}), folder / "train.parquet")
+    if damaged:
+        content = bytearray((folder / "train.parquet").read_bytes())
+        content[200:260] = bytes(byte ^ 0xFF for byte in content[200:260])
+        (folder / "train.parquet").write_bytes(content)
+    with pytest.raises(UserError, match=f"{folder}.*(cannot read it|cannot be read): "):
+        task(dataset=str(folder), num_eval=2)

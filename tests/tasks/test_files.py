@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from jetrl.chat.prompts import prompt_key
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks.columns import Columns
 from jetrl.tasks.files import FileTask, read_problems
-from jetrl.tasks.prompts import prompt_key
 from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
 
@@ -109,7 +109,7 @@ def test_a_whole_conversation_may_be_the_solution(tmp_path):
 
 def test_broken_parquet_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
-    with pytest.raises(UserError, match="a.parquet: cannot be read as parquet"):
+    with pytest.raises(UserError, match="a.parquet: its rows cannot be read"):
         read_problems(write(tmp_path / "a.parquet", ["no parquet"]))
 
 

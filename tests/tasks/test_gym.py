@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
+from jetrl.chat.tokenizer import arithmetic_tokenizer
 from jetrl.errors import UserError
+from jetrl.tasks.gold import check_gold
 from jetrl.tasks.gym import CHUNK_SIZE, GymTask
-from jetrl.tasks.rewards import check_gold
-from jetrl.tasks.tokenizer import arithmetic_tokenizer
 
 SMALL = {"dataset": "basic_arithmetic", "max_terms": 2, "max_digits": 1, "operators": ["+"], "allow_negation": False}
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
+from jetrl.chat.tokenizer import CHARACTERS, arithmetic_tokenizer
 from jetrl.config import load_config
 from jetrl.config.sections import LONG
 from jetrl.config.shipped import find_recipe
 from jetrl.errors import UserError
+from jetrl.rewards.score import call_reward
 from jetrl.tasks import long
+from jetrl.tasks.gold import check_gold, gold_text
 from jetrl.tasks.long import CELLS, FACTORS, KINDS, LongTask, answer_reward, rounds, steps_for, steps_reward
-from jetrl.tasks.rewards import call_reward, check_gold, gold_text
 from jetrl.tasks.task import build_task
-from jetrl.tasks.tokenizer import CHARACTERS, arithmetic_tokenizer
 from jetrl.types import Problem
 
 TOKENIZER = arithmetic_tokenizer()

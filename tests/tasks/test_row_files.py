@@ -12,8 +12,9 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.tasks import row_files
 from jetrl.tasks.files import read_problems
-from jetrl.tasks.row_files import GIB, read_jsonl, read_parquet
-from jetrl.untrusted import MOST_LINE
+from jetrl.tasks.parquet_pages import Page, pages_of
+from jetrl.tasks.row_files import read_jsonl, read_parquet
+from jetrl.untrusted import GIB, MOST_LINE
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -60,7 +61,7 @@ def test_lists_of_repeated_texts_and_many_rows_are_refused(tmp_path: Path) -> No
         next(read_parquet(rows, 0.25))
     packed = write(tmp_path / "packed.parquet", {"p": ["z" * 10**8]}, compression="zstd", use_dictionary=False)
     assert packed.stat().st_size < 10**5
-    with pytest.raises(UserError, match="at least 0.1 GiB"):
+    with pytest.raises(UserError, match="at least 0.3 GiB"):
         next(read_parquet(packed, 0.05))
 
 
@@ -77,12 +78,97 @@ def test_batches_give_the_rows_of_the_table(
 
 
 @pytest.mark.parametrize("size", [10, 300, 70_000])
-def test_size_of_a_dictionary_is_read_from_its_page(tmp_path: Path, size: int) -> None:
-    path = write(tmp_path / "a.parquet", {"p": ["x" * size] * 9, "q": [1.5] * 9})
-    metadata = parquet.ParquetFile(path).metadata.row_group(0)
+@pytest.mark.parametrize("options", [{}, {"compression": "none"}, {"data_page_version": "2.0"}])
+def test_pages_are_read_from_their_headers(tmp_path: Path, size: int, options: dict[str, object]) -> None:
+    columns = {"p": ["x" * size] * 9, "q": [1.5] * 9, "r": [[i] for i in range(9)]}
+    path = write(tmp_path / "a.parquet", columns, **options)
+    group = parquet.ParquetFile(path).metadata.row_group(0)
     with path.open("rb") as file:
-        assert row_files._dictionary_bytes(file, metadata.column(0)) == size + 4  # with its length
-        assert row_files._dictionary_bytes(file, metadata.column(1)) == 8
+        texts, numbers, lists = (list(pages_of(file, group.column(i))) for i in range(3))
+        assert texts[0] == Page(True, size + 4, 0)  # with its length
+        assert numbers[0] == Page(True, 8, 0)
+        for pages in (texts, numbers, lists):
+            assert sum(page.values for page in pages) == 9
+        packed = group.column(0)
+        file.seek(packed.dictionary_page_offset)
+        head = file.read(3)
+    broken = bytearray(path.read_bytes())
+    at = broken.index(head, 4)
+    broken[at : at + 3] = b"\x1b\xff\xff"
+    path.write_bytes(broken)
+    with path.open("rb") as file, pytest.raises(ValueError, match="header of a page"):
+        list(pages_of(file, packed))
+
+
+BIG = "x" * 10**6
+# small files of many MB of rows, without a dictionary
+BOMBS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "plain": ({"p": [BIG] * 200}, {}),
+    "binary": ({"p": [BIG.encode()] * 200}, {"compression": "gzip"}),
+    "large text": ({"p": pa.array([BIG] * 200, pa.large_string())}, {"row_group_size": 50}),
+    "lists": ({"p": [[BIG[:1000]] * 1000] * 200}, {}),
+    "structs": ({"p": [{"a": {"b": BIG}}] * 200}, {}),
+    "prefixes": ({"p": [BIG] * 2000}, {"column_encoding": "DELTA_BYTE_ARRAY"}),
+    "lengths": ({"p": [BIG] * 200}, {"column_encoding": "DELTA_LENGTH_BYTE_ARRAY"}),
+    "short, then long": ({"p": ["x"] * 50_000 + [BIG] * 200}, {}),
+    "long, then short": ({"p": [BIG] * 200 + ["x"] * 50_000}, {"data_page_version": "2.0"}),
+    "many numbers": ({"p": [[0] * 10**6] * 20}, {}),
+}
+
+
+@pytest.mark.parametrize("gib", [0.0625, 0.25])
+@pytest.mark.parametrize("kind", BOMBS)
+def test_memory_stays_near_the_limit(tmp_path: Path, kind: str, gib: float) -> None:
+    """Whether the rows are refused or read: what is held at any time is about the limit at most."""
+    columns, options = BOMBS[kind]
+    path = write(tmp_path / "a.parquet", columns, **{"compression": "zstd", "use_dictionary": False, **options})
+    assert path.stat().st_size < 10**6
+    program = f"""
+import resource
+import pyarrow.parquet
+from pathlib import Path
+from jetrl.errors import UserError
+from jetrl.tasks.row_files import read_parquet
+held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows, told = [], ""
+try:
+    for row in read_parquet(Path({str(path)!r}), {gib}):
+        rows.append(row)
+except UserError as error:
+    told = str(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held, len(rows), told)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    kib, rows, told = done.stdout.split(" ", 2)
+    assert "task.max_data_gib" in told or int(rows) == len(columns["p"])  # type: ignore[arg-type]
+    assert int(kib) / 2**20 < 1.5 * gib + 0.05
+
+
+DAMAGED = {"pages": (4, 400), "metadata": (-400, -40), "end": (-4, None), "all": (0, None)}
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip", "none"])
+@pytest.mark.parametrize("part", DAMAGED)
+def test_a_damaged_file_is_named_with_the_cure(tmp_path: Path, part: str, compression: str) -> None:
+    texts = [f"{i}+1=" for i in range(3000)]
+    path = write(tmp_path / "a.parquet", {"prompt": texts, "answer": texts}, compression=compression)
+    content, (first, last) = bytearray(path.read_bytes()), DAMAGED[part]
+    content[first:last] = bytes(byte ^ 0xFF for byte in content[first:last])
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a.parquet: .*(damaged|task.max_data_gib)"):
+        list(read_parquet(path, 1.0))
+
+
+def test_what_the_library_cannot_read_is_one_message(tmp_path: Path) -> None:
+    deep, kind = 1, pa.int8()
+    for _ in range(120):
+        deep, kind = [deep], pa.list_(kind)  # type: ignore[assignment]
+    day = pa.array([2**40], pa.timestamp("s"))  # beyond the years of Python
+    texts = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+    for name, column in {"deep": pa.array([deep], kind), "day": day, "text": texts}.items():
+        path = write(tmp_path / f"{name}.parquet", {"p": column})
+        with pytest.raises(UserError, match=f"{name}.parquet: its rows cannot be read.* damaged"):
+            list(read_parquet(path, 1.0))
 
 
 def test_lines_are_bounded(tmp_path: Path) -> None:

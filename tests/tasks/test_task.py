@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from jetrl.chat.prompts import encode_problem
+from jetrl.chat.tokenizer import arithmetic_tokenizer
 from jetrl.config import TaskConfig, parse_config
 from jetrl.errors import UserError
+from jetrl.hashing import stable_hash
 from jetrl.tasks.environment_task import problem_seed
-from jetrl.tasks.prompts import encode_problem
-from jetrl.tasks.protocol import stable_hash
 from jetrl.tasks.task import TASKS, build_task, eval_prompts, holds_out, sample
-from jetrl.tasks.tokenizer import arithmetic_tokenizer
 from jetrl.types import Problem
 
 TEMPLATE = (

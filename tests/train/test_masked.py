@@ -24,8 +24,8 @@ from jetrl.parallel.world import ALONE
 from jetrl.presets import PRESETS
 from jetrl.report.recorder import group_rows
 from jetrl.rl.objective import Inputs, objective
+from jetrl.run.no_signal import without_signal
 from jetrl.train import passes
-from jetrl.train.no_signal import without_signal
 from jetrl.train.packing import denominators, fill, pack
 from jetrl.train.passes import estimate
 from jetrl.train.step import Learner

@@ -23,19 +23,19 @@ from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import UserError
-from jetrl.loop import Clock
 from jetrl.model.sharding import fill, own_rows
 from jetrl.model.shards import gathered, shard, shard_of
 from jetrl.model.weights import published
 from jetrl.parallel.world import ALONE, World
 from jetrl.report.console import Display
+from jetrl.run.gather import gather
+from jetrl.run.loop import Clock
+from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.setup import build, build_learner, build_model, check_lanes
 from jetrl.train import reduction
-from jetrl.train.gather import gather
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
-from jetrl.train.prepare import load_spec, recipe_of
 from jetrl.train.publish import publish
-from jetrl.train.setup import build, build_learner, build_model, check_lanes
 from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import NonFiniteError, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch

@@ -12,18 +12,18 @@ from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
 from torch import Tensor
 
 from jetrl.api import random_model
+from jetrl.engine.engine import PagedEngine
+from jetrl.engine.runner import ModelRunner
 from jetrl.errors import UserError
+from jetrl.huggingface.read import spec_from_hf
 from jetrl.model.block import Routes
-from jetrl.model.hf import spec_from_hf
 from jetrl.model.transformer import Transformer
-from jetrl.parity import NoText
-from jetrl.parity_rows import varlen
-from jetrl.rollout.engine import PagedEngine
-from jetrl.rollout.runner import ModelRunner
-from jetrl.train.prepare import prepare
+from jetrl.parity.certificate import NoText
+from jetrl.parity.rows import varlen
+from jetrl.run.prepare import prepare
+from jetrl.run.setup import build
+from jetrl.run.sft import cache_path
 from jetrl.train.routing import KEYS, check_routing
-from jetrl.train.setup import build
-from jetrl.train.sft import cache_path
 from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 
 EXPERTS: dict[str, Any] = {

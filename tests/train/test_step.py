@@ -14,19 +14,19 @@ from tolerances import assert_at_most_twice
 from torch import Tensor
 
 from jetrl.errors import UserError
-from jetrl.loop import Clock
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.report.console import Display
 from jetrl.rl.objective import objective
+from jetrl.run.gather import gather
+from jetrl.run.loop import Clock
+from jetrl.run.prepare import prepare
+from jetrl.run.setup import Session, build, keeps_bits
 from jetrl.tasks import task
 from jetrl.train import reduction, trainer
-from jetrl.train.gather import gather
 from jetrl.train.packing import by_trajectory, denominators, held, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
-from jetrl.train.prepare import prepare
 from jetrl.train.publish import publish
-from jetrl.train.setup import Session, build, keeps_bits
 from jetrl.train.step import forward_rows, inputs_of, update
 from jetrl.types import PackedBatch
 

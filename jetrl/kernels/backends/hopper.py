@@ -11,8 +11,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels.backends import triton_logprob
-from jetrl.kernels.backends.deepgemm import (
+from jetrl.kernels.attention.advance import advance
+from jetrl.kernels.attention.cache import round_heads, write_cache
+from jetrl.kernels.attention.flash import (
+    attend,
+    attend_backward,
+    attend_cached,
+    attend_cached_quantize,
+    attend_varlen,
+)
+from jetrl.kernels.attention.heads import qkv_norm_rope, qkv_norm_rope_backward
+from jetrl.kernels.compiling.keys import settle_all
+from jetrl.kernels.experts.deepgemm import grouped_bf16_dgrad as grouped_bf16_dgrad
+from jetrl.kernels.experts.deepgemm import grouped_bf16_gemm as grouped_bf16_gemm
+from jetrl.kernels.experts.deepgemm import grouped_bf16_wgrad_into as grouped_bf16_wgrad_into
+from jetrl.kernels.experts.deepgemm import grouped_fp8_gemm as grouped_fp8_gemm
+from jetrl.kernels.experts.deepgemm import grouped_wgrad_into as grouped_wgrad_into
+from jetrl.kernels.experts.deepgemm import prepare_experts_bf16 as prepare_experts_bf16
+from jetrl.kernels.experts.deepgemm import prepare_experts_fp8 as prepare_experts_fp8
+from jetrl.kernels.experts.deepgemm import prepare_experts_fp8_t as prepare_experts_fp8_t
+from jetrl.kernels.experts.few_tokens import group_quantize as group_quantize
+from jetrl.kernels.experts.quantize import combine_backward_quantize as combine_backward_quantize
+from jetrl.kernels.experts.quantize import dispatch_quantize_t as dispatch_quantize_t
+from jetrl.kernels.experts.quantize import quantize_rows_t as quantize_rows_t
+from jetrl.kernels.experts.quantize import swiglu_rows_backward_quantize as swiglu_rows_backward_quantize
+from jetrl.kernels.experts.reference import route_backward as route_backward
+from jetrl.kernels.experts.route import group as group
+from jetrl.kernels.experts.route import route as route
+from jetrl.kernels.experts.rows import combine as combine
+from jetrl.kernels.experts.rows import combine_backward as combine_backward
+from jetrl.kernels.experts.rows import dispatch as dispatch
+from jetrl.kernels.experts.rows import dispatch_backward as dispatch_backward
+from jetrl.kernels.experts.rows import dispatch_quantize as dispatch_quantize
+from jetrl.kernels.experts.rows import swiglu_quantize_rows as swiglu_quantize_rows
+from jetrl.kernels.experts.rows import swiglu_rows as swiglu_rows
+from jetrl.kernels.experts.rows import swiglu_rows_backward as swiglu_rows_backward
+from jetrl.kernels.gemm.deepgemm import (
     PreparedBF16,
     add_outer,
     bf16_gemm,
@@ -22,42 +56,12 @@ from jetrl.kernels.backends.deepgemm import (
     wgrad_into,
     wgrad_rounded,
 )
-from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_dgrad as grouped_bf16_dgrad
-from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_gemm as grouped_bf16_gemm
-from jetrl.kernels.backends.deepgemm_grouped import grouped_bf16_wgrad_into as grouped_bf16_wgrad_into
-from jetrl.kernels.backends.deepgemm_grouped import grouped_fp8_gemm as grouped_fp8_gemm
-from jetrl.kernels.backends.deepgemm_grouped import grouped_wgrad_into as grouped_wgrad_into
-from jetrl.kernels.backends.deepgemm_grouped import prepare_experts_bf16 as prepare_experts_bf16
-from jetrl.kernels.backends.deepgemm_grouped import prepare_experts_fp8 as prepare_experts_fp8
-from jetrl.kernels.backends.deepgemm_grouped import prepare_experts_fp8_t as prepare_experts_fp8_t
-from jetrl.kernels.backends.flash import (
-    attend,
-    attend_backward,
-    attend_cached,
-    attend_cached_quantize,
-    attend_varlen,
-)
-from jetrl.kernels.backends.operands import prepare_fp8, prepare_fp8_t
-from jetrl.kernels.backends.triton_cache import round_heads, write_cache
-from jetrl.kernels.backends.triton_decode import advance
-from jetrl.kernels.backends.triton_keys import settle_all
-from jetrl.kernels.backends.triton_logprob import exp_weights, logprobs, sample
-from jetrl.kernels.backends.triton_moe import combine as combine
-from jetrl.kernels.backends.triton_moe import combine_backward as combine_backward
-from jetrl.kernels.backends.triton_moe import dispatch as dispatch
-from jetrl.kernels.backends.triton_moe import dispatch_backward as dispatch_backward
-from jetrl.kernels.backends.triton_moe import dispatch_quantize as dispatch_quantize
-from jetrl.kernels.backends.triton_moe import swiglu_quantize_rows as swiglu_quantize_rows
-from jetrl.kernels.backends.triton_moe import swiglu_rows as swiglu_rows
-from jetrl.kernels.backends.triton_moe import swiglu_rows_backward as swiglu_rows_backward
-from jetrl.kernels.backends.triton_moe_decode import group_quantize as group_quantize
-from jetrl.kernels.backends.triton_moe_quant import combine_backward_quantize as combine_backward_quantize
-from jetrl.kernels.backends.triton_moe_quant import dispatch_quantize_t as dispatch_quantize_t
-from jetrl.kernels.backends.triton_moe_quant import quantize_rows_t as quantize_rows_t
-from jetrl.kernels.backends.triton_moe_quant import swiglu_rows_backward_quantize as swiglu_rows_backward_quantize
-from jetrl.kernels.backends.triton_normed import add_rms_norm_kept, normed_t
-from jetrl.kernels.backends.triton_optim import adamw_step_, add_in_order, add_rounded, row_squares, sum_of_two
-from jetrl.kernels.backends.triton_pointwise import (
+from jetrl.kernels.gemm.operands import prepare_fp8, prepare_fp8_t
+from jetrl.kernels.logprob import triton as triton_logprob
+from jetrl.kernels.logprob.triton import exp_weights, logprobs, sample
+from jetrl.kernels.pointwise.normed import add_rms_norm_kept, normed_t
+from jetrl.kernels.pointwise.swiglu import swiglu, swiglu_backward, swiglu_backward_act, swiglu_quantize
+from jetrl.kernels.pointwise.triton import (
     add,
     add_rms_norm,
     add_rms_norm_quantize,
@@ -66,12 +70,8 @@ from jetrl.kernels.backends.triton_pointwise import (
     rope,
     rope_backward,
 )
-from jetrl.kernels.backends.triton_qkv import qkv_norm_rope, qkv_norm_rope_backward
-from jetrl.kernels.backends.triton_quant import quantize_act, quantize_act_t, quantize_weight
-from jetrl.kernels.backends.triton_route import group as group
-from jetrl.kernels.backends.triton_route import route as route
-from jetrl.kernels.backends.triton_swiglu import swiglu, swiglu_backward, swiglu_backward_act, swiglu_quantize
-from jetrl.kernels.reference_moe import route_backward as route_backward
+from jetrl.kernels.quantize.triton import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.update.triton import adamw_step_, add_in_order, add_rounded, row_squares, sum_of_two
 
 settle_all()  # all kernels are loaded: from here on each is found on disk whoever has compiled it
 
@@ -100,7 +100,7 @@ def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
-    """`kernels.gemm.bf16_wgrad_into`: in FP32 the GEMM adds; BF16 takes one more pass, and so one rounding."""
+    """`kernels.gemm.ops.bf16_wgrad_into`: in FP32 the GEMM adds; BF16 takes one more pass, and so one rounding."""
     if grad.dtype == torch.bfloat16 or grad.shape[0] % 8:  # TMA: rows of `dy` must be multiples of 16 bytes
         add_rounded(grad, bf16_wgrad(dy, x))
     else:
@@ -116,7 +116,7 @@ def thirds(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def router_backward(d_logits: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference_moe.router_backward`: `d_logits` in thirds, so BF16 GEMMs multiply exactly; sums are FP32."""
+    """`experts.reference.router_backward`: `d_logits` in thirds, so BF16 GEMMs multiply exactly; sums are FP32."""
     parts = torch.cat(thirds(d_logits), 1)
     dw = torch.mm(parts.T, x, out_dtype=torch.float32).view(3, *w.shape)
     return parts @ w.repeat(3, 1), dw.sum(0)

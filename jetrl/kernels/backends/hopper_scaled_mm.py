@@ -7,7 +7,7 @@ sums for another number of rows, so parity is not promised: the run reports its 
 from __future__ import annotations
 
 from jetrl.kernels.backends.hopper import *  # noqa: F403
-from jetrl.kernels.backends.scaled_mm import fp8_gemm as fp8_gemm
-from jetrl.kernels.backends.scaled_mm import wgrad_gemm as wgrad_gemm
-from jetrl.kernels.backends.scaled_mm import wgrad_into as wgrad_into
-from jetrl.kernels.backends.scaled_mm import wgrad_rounded as wgrad_rounded
+from jetrl.kernels.gemm.scaled_mm import fp8_gemm as fp8_gemm
+from jetrl.kernels.gemm.scaled_mm import wgrad_gemm as wgrad_gemm
+from jetrl.kernels.gemm.scaled_mm import wgrad_into as wgrad_into
+from jetrl.kernels.gemm.scaled_mm import wgrad_rounded as wgrad_rounded

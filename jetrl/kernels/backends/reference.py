@@ -8,40 +8,40 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
-from jetrl.kernels import reference_moe
-from jetrl.kernels.decode import DecodeState
-from jetrl.kernels.groups import Groups
+from jetrl.kernels.attention.reference import attend as attend
+from jetrl.kernels.attention.reference import attend_backward as attend_backward
+from jetrl.kernels.attention.reference import attend_cached as attend_cached
+from jetrl.kernels.attention.reference import write_cache
+from jetrl.kernels.attention.state import DecodeState
+from jetrl.kernels.experts import reference as reference_moe
+from jetrl.kernels.experts.groups import Groups
+from jetrl.kernels.experts.reference import combine as combine
+from jetrl.kernels.experts.reference import combine_backward as combine_backward
+from jetrl.kernels.experts.reference import combine_backward_quantize as combine_backward_quantize
+from jetrl.kernels.experts.reference import dispatch as dispatch
+from jetrl.kernels.experts.reference import dispatch_backward as dispatch_backward
+from jetrl.kernels.experts.reference import dispatch_quantize_t as dispatch_quantize_t
+from jetrl.kernels.experts.reference import group as group
+from jetrl.kernels.experts.reference import grouped_bf16_dgrad as grouped_bf16_dgrad
+from jetrl.kernels.experts.reference import grouped_bf16_gemm as grouped_bf16_gemm
+from jetrl.kernels.experts.reference import grouped_bf16_wgrad_into as grouped_bf16_wgrad_into
+from jetrl.kernels.experts.reference import grouped_fp8_gemm as grouped_fp8_gemm
+from jetrl.kernels.experts.reference import grouped_wgrad_into as grouped_wgrad_into
+from jetrl.kernels.experts.reference import quantize_rows_t as quantize_rows_t
+from jetrl.kernels.experts.reference import route as route
+from jetrl.kernels.experts.reference import route_backward as route_backward
+from jetrl.kernels.experts.reference import router_backward as router_backward
+from jetrl.kernels.experts.reference import swiglu_quantize_rows as swiglu_quantize_rows
+from jetrl.kernels.experts.reference import swiglu_rows as swiglu_rows
+from jetrl.kernels.experts.reference import swiglu_rows_backward as swiglu_rows_backward
+from jetrl.kernels.experts.reference import swiglu_rows_backward_quantize as swiglu_rows_backward_quantize
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
 from jetrl.kernels.reference import adamw_step_ as adamw_step_
 from jetrl.kernels.reference import add as add
 from jetrl.kernels.reference import exp_weights as exp_weights
 from jetrl.kernels.reference import round_heads as round_heads
-from jetrl.kernels.reference_attention import attend as attend
-from jetrl.kernels.reference_attention import attend_backward as attend_backward
-from jetrl.kernels.reference_attention import attend_cached as attend_cached
-from jetrl.kernels.reference_attention import write_cache
-from jetrl.kernels.reference_moe import combine as combine
-from jetrl.kernels.reference_moe import combine_backward as combine_backward
-from jetrl.kernels.reference_moe import combine_backward_quantize as combine_backward_quantize
-from jetrl.kernels.reference_moe import dispatch as dispatch
-from jetrl.kernels.reference_moe import dispatch_backward as dispatch_backward
-from jetrl.kernels.reference_moe import dispatch_quantize_t as dispatch_quantize_t
-from jetrl.kernels.reference_moe import group as group
-from jetrl.kernels.reference_moe import grouped_bf16_dgrad as grouped_bf16_dgrad
-from jetrl.kernels.reference_moe import grouped_bf16_gemm as grouped_bf16_gemm
-from jetrl.kernels.reference_moe import grouped_bf16_wgrad_into as grouped_bf16_wgrad_into
-from jetrl.kernels.reference_moe import grouped_fp8_gemm as grouped_fp8_gemm
-from jetrl.kernels.reference_moe import grouped_wgrad_into as grouped_wgrad_into
-from jetrl.kernels.reference_moe import quantize_rows_t as quantize_rows_t
-from jetrl.kernels.reference_moe import route as route
-from jetrl.kernels.reference_moe import route_backward as route_backward
-from jetrl.kernels.reference_moe import router_backward as router_backward
-from jetrl.kernels.reference_moe import swiglu_quantize_rows as swiglu_quantize_rows
-from jetrl.kernels.reference_moe import swiglu_rows as swiglu_rows
-from jetrl.kernels.reference_moe import swiglu_rows_backward as swiglu_rows_backward
-from jetrl.kernels.reference_moe import swiglu_rows_backward_quantize as swiglu_rows_backward_quantize
-from jetrl.kernels.squares import ROW
+from jetrl.kernels.update.squares import ROW
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
 
 __all__ = ["add", "advance", "attend", "attend_backward", "rms_norm", "rope", "swiglu", "swiglu_backward"]
@@ -64,14 +64,14 @@ def quantize_weight(
 
 
 def row_squares(x: Tensor, out: Tensor) -> None:
-    """`kernels.squares.row_squares`, a few million elements at a time."""
+    """`kernels.update.squares.row_squares`, a few million elements at a time."""
     for i, part in enumerate(torch.split(x.reshape(-1), ROW * 1024)):
         rows = torch.nn.functional.pad(part.double().square_(), (0, -len(part) % ROW)).view(-1, ROW)
         out[i * 1024 : i * 1024 + len(rows)] = rows.sum(1)
 
 
 def add_in_order(total: Tensor, parts: Tensor, first: bool) -> None:
-    """`kernels.sums.add_in_order`; `first`: what `total` holds does not count."""
+    """`kernels.update.sums.add_in_order`; `first`: what `total` holds does not count."""
     if first:
         total.copy_(parts[0])
         parts = parts[1:]
@@ -80,7 +80,7 @@ def add_in_order(total: Tensor, parts: Tensor, first: bool) -> None:
 
 
 def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor) -> None:
-    """`kernels.decode.advance`, plainly."""
+    """`kernels.attention.state.advance`, plainly."""
     step = int(state.count)
     state.drawn[:, step] = torch.stack([tokens, *(x.double().view(torch.int64) for x in (logprobs, maxima))])
     inputs, positions, slots, _, sample_positions = state.integers

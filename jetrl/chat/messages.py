@@ -1,0 +1,168 @@
+"""Messages of an environment as tokens: the prompt, and what lies between two turns of the policy.
+
+The policy's tokens are never encoded again. For a later turn only the difference is: what the chat template writes
+after the policy's turn, from its end-of-turn token to the opening of its next turn. A template that rewrites earlier
+turns (many remove the thinking) therefore changes nothing that was already said. Without a chat template, messages
+are plain text, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jetrl.chat.fields import Message
+from jetrl.chat.prompts import chat_messages, encode_problem, encode_text, opened_text, uses_chat_template
+from jetrl.chat.template import Template
+from jetrl.config import TaskConfig
+from jetrl.errors import UserError
+from jetrl.types import Author, Completion, Problem
+
+_MAX_CACHED = 4096
+
+
+class TurnEncoder:
+    """Encodes conversations with one tokenizer, by its chat template where `task.chat_template` says so."""
+
+    def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        self.chat = uses_chat_template(config.chat_template, tokenizer)
+        self.template = Template(tokenizer, config.chat_template_kwargs)
+        self._cache: dict[str, tuple[int, ...]] = {}
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The messages as text for people."""
+        return ("\n" if self.chat else "").join(m["content"] for m in messages)
+
+    def first(self, problem: Problem, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt: the environment's first messages, after `task.system_prompt`. UserError where it is too long."""
+        prompt = tuple(messages) if self.chat else self.text(messages)
+        return tuple(encode_problem(replace(problem, prompt=prompt), self.tokenizer, self.config))
+
+    def later(
+        self, problem: Problem, opening: Sequence[Message], messages: Sequence[Message], turn: Completion
+    ) -> tuple[int, ...]:
+        """What follows the policy's `turn`. `opening`: the conversation's first messages."""
+        if not self.chat:
+            return tuple(self._encode(self.text(messages), problem))
+        tokens = self._behind_turn(problem, opening, messages)
+        ended = turn.finish_reason == "stop" and turn.tokens[-1:] == tokens[:1]
+        return tokens[1:] if ended else tokens  # the policy has drawn the end of its turn itself
+
+    def opened(self, problem: Problem, messages: Sequence[Message]) -> str | None:
+        """What the template has written of the policy's first turn (`prompts.opened_text`)."""
+        return opened_text(replace(problem, prompt=tuple(messages)), self.tokenizer, self.config) if self.chat else ""
+
+    def _behind_turn(
+        self, problem: Problem, opening: Sequence[Message], messages: Sequence[Message]
+    ) -> tuple[int, ...]:
+        key = json.dumps([list(map(dict, part)) for part in (opening, messages)], sort_keys=True)
+        if key not in self._cache:
+            if len(self._cache) == _MAX_CACHED:
+                self._cache.clear()
+            text = self.template.reply(self.start(problem, opening), messages, problem.id)
+            self._cache[key] = tuple(self._encode(text, problem))
+        return self._cache[key]
+
+    def start(self, problem: Problem, opening: Sequence[Message]) -> list[Message]:
+        """The conversation's first messages, after `task.system_prompt`."""
+        return chat_messages(replace(problem, prompt=tuple(opening)), self.config)
+
+    def turn_end(self, problem: Problem, opening: Sequence[Message]) -> int | None:
+        """The first token that the template writes behind the policy's turn; None without one, or for plain text."""
+        if not self.chat:
+            return None
+        text = self.template.ending(self.start(problem, opening), problem.id)
+        return next(iter(self._encode(text, problem)), None)
+
+    def _encode(self, text: str, problem: Problem) -> list[int]:
+        return encode_text(text, self.tokenizer, f"Problem {problem.id}", "environment's reply")
+
+
+def encode_solution(
+    problem: Problem, encoder: TurnEncoder, stop: Sequence[str] = (), eos_ids: Collection[int] | None = None
+) -> tuple[tuple[Author, tuple[int, ...]], ...]:
+    """A worked solution as a rollout would hold it: tokens by author, after the prompt.
+
+    The policy's last turn ends with the token that `turn_end` says, and so does an earlier one unless it ends in a
+    string of `rollout.stop`. The environment's turns are what the pool would append. `eos_ids`: the tokens that end a
+    turn of the run (None: the tokenizer's).
+    """
+    assert problem.solution is not None
+    tokenizer, prompt = encoder.tokenizer, problem.prompt
+    opening: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    end = _turn_end(problem, encoder, opening, eos_ids)
+    parts: list[tuple[Author, tuple[int, ...]]] = []
+    turn: Completion | None = None
+    turns = solution_turns(problem)
+    said: list[Message] = []
+    for place, own in enumerate(turns, 1):
+        if own[0]["role"] == "assistant":
+            text = _policy_text(problem, encoder, [*opening, *said], own[0])
+            tokens = encode_text(text, tokenizer, f"Problem {problem.id}", "worked solution")
+            if place == len(turns) or not text.endswith(tuple(stop)):
+                tokens.append(end)
+            turn = Completion(0, tuple(tokens), (), text, "stop", 0, "")
+            parts.append(("policy", turn.tokens))
+        else:
+            assert turn is not None, f"{problem.id}: a worked solution begins with the policy's turn"
+            parts.append(("environment", encoder.later(problem, opening, own, turn)))
+        said += own
+    return tuple(parts)
+
+
+def solution_turns(problem: Problem) -> list[list[Message]]:
+    """A worked solution as turns: one message of the assistant, or the messages that the environment answers with."""
+    solution = problem.solution
+    assert solution is not None
+    messages: list[Message] = []
+    for each in ((("policy", solution),) if isinstance(solution, str) else solution):
+        if isinstance(each, Mapping):
+            messages.append(each)
+        else:
+            messages.append({"role": "assistant" if each[0] == "policy" else "user", "content": each[1]})
+    assert messages and messages[-1]["role"] == "assistant", f"{problem.id}: a worked solution ends with the policy"
+    turns: list[list[Message]] = []
+    for message in messages:
+        if turns and message["role"] != "assistant" and turns[-1][0]["role"] != "assistant":
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return turns
+
+
+def _policy_text(problem: Problem, encoder: TurnEncoder, before: Sequence[Message], message: Message) -> str:
+    """What the policy writes for this message: its content, or, with thinking or calls, what the template makes."""
+    if not message.keys() - {"role", "content"}:
+        return str(message["content"])
+    if not encoder.chat:
+        keys = ", ".join(sorted(message.keys() - {"role", "content"}))
+        raise UserError(
+            f"Problem {problem.id}: the worked solution has {keys}, and no chat template is in use that could write "
+            "it. Write what the policy should say as the message's content."
+        )
+    return encoder.template.turn(encoder.start(problem, before), message, problem.id)
+
+
+def _turn_end(
+    problem: Problem, encoder: TurnEncoder, opening: Sequence[Message], eos_ids: Collection[int] | None
+) -> int:
+    """The token that ends the policy's turn: what the chat template writes there, if the run stops at it; else the
+    tokenizer's end of sequence, else the only token at which the run stops."""
+    own: int | None = encoder.tokenizer.eos_token_id
+    ends = set(eos_ids if eos_ids is not None else () if own is None else (own,))
+    written = encoder.turn_end(problem, opening)
+    if written is not None and written in ends:
+        return written
+    if own is not None:
+        return own
+    if len(ends) == 1:
+        return next(iter(ends))
+    found = f"there are several ({', '.join(map(str, sorted(ends)))})" if ends else "there is none"
+    raise UserError(
+        f"Problem {problem.id}: the warm start needs the token that ends the policy's turn, and {found}: the tokenizer "
+        "has no eos_token, and what the chat template writes behind a turn ends no sequence. Set eos_token in "
+        "tokenizer_config.json, or eos_token_id in generation_config.json."
+    )

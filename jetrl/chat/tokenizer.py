@@ -1,0 +1,47 @@
+"""Tokenizers: the built-in one for arithmetic, one token a character, and those of Hugging Face folders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.huggingface.hub import tokenizer_folder
+from jetrl.huggingface.read import load_tokenizer_from
+
+BUILTIN_PREFIX = "builtin:"
+CHARACTERS = "0123456789+-*/=#:;,. \n()?<>|_^"
+VOCABULARY = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """`builtin:arithmetic`, or the tokenizer of a folder or of a repository on the hub."""
+    if not name.startswith(BUILTIN_PREFIX):
+        return load_tokenizer_from(tokenizer_folder(name, revision))
+    if revision is not None:
+        raise UserError(f"model.tokenizer_revision has no effect with model.tokenizer = {name!r}; remove it.")
+    if name != "builtin:arithmetic":
+        raise UserError(f"model.tokenizer = {name!r}: the only built-in tokenizer is 'builtin:arithmetic'.")
+    return arithmetic_tokenizer()
+
+
+def arithmetic_tokenizer() -> Any:
+    """A transformers `PreTrainedTokenizerFast` with one token a character, made in memory.
+
+    32 tokens: `<pad>`, `<eos>` and 30 characters. It adds no special tokens, and raises for any other character: an
+    unknown token would let a typo train silently.
+    """
+    # Slow imports, and not needed by runs with another tokenizer.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = Tokenizer(models.WordLevel(VOCABULARY))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )
+
+
+def is_arithmetic(tokenizer: Any) -> bool:
+    """Whether this is the built-in tokenizer, even after saving and loading."""
+    return tokenizer.get_vocab() == VOCABULARY

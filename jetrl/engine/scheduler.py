@@ -1,0 +1,392 @@
+"""Continuous batching: which tokens of which sequences each forward pass computes, in which cache pages. No torch.
+
+One `schedule` / `commit` pair is one engine step; requests may be added and forgotten between two of them. Decoding
+sequences get their token first, then prompts are computed in chunks with what is left of `max_tokens_per_step`.
+Requests with equal prompts share one prefill: when its last token is computed, every sample draws its own first token
+from that row and shares the prompt's pages (copy on write). A turn of a conversation continues in the pages that were
+kept from the one before.
+
+When pages run out, those held for waiting samples go first, then those of conversations between two turns. Then the
+youngest running sequence is preempted: it keeps its tokens and log-probs, gives its pages back, and is computed again
+later, with the same bits (a row's bits do not depend on the other rows), so recorded log-probs stay right. The
+oldest sequence never waits for a younger one, so all of them finish.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+
+from jetrl.engine.limits import check_sizes, most_tokens
+from jetrl.engine.pages import PageAllocator
+from jetrl.engine.plan import Finished, Plan, Prefix, Step, Tracked
+from jetrl.engine.prefixes import Prompts
+from jetrl.engine.slots import Slots
+from jetrl.engine.turns import Turns
+from jetrl.errors import UserError
+from jetrl.types import Request
+
+ForcePreempt = Callable[[int, tuple[int, ...]], Iterable[int]]  # (step, running requests) -> requests to preempt
+
+
+class Scheduler:
+    """Requests in, one `Plan` per step out; at most `max_num_seqs` sequences at once, `max_tokens_per_step` tokens."""
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        *,
+        max_num_seqs: int,
+        max_tokens_per_step: int,
+        max_position: int,
+        force_preempt: ForcePreempt | None = None,
+    ) -> None:
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step)):
+            if value < 1:
+                raise UserError(f"rollout.{name} = {value}; it must be at least 1.")
+        self.allocator, self.prompts, self.turns = allocator, Prompts(allocator), Turns(allocator)
+        self.max_tokens_per_step, self.max_position = max_tokens_per_step, max_position
+        self.num_preemptions = self.num_steps = self.num_computed_tokens = self.num_drawn_tokens = 0
+        self.num_added = 0
+        self.force_preempt = force_preempt
+        self.waiting: list[Tracked] = []  # both lists are kept in order of arrival
+        self.running: list[Tracked] = []
+        self._plan: Plan | None = None
+        self.slots = Slots(max_num_seqs)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse a request that could never run (UserError) or cannot continue its conversation (ValueError)."""
+        ids = set()
+        for request in requests:
+            check_sizes(request, self.max_position, self.allocator)
+            if request.id in ids:
+                raise ValueError(f"request {request.id}: two turns of one conversation at a time")
+            if self._is_turn(request):
+                ids.add(request.id)
+                self.turns.check(request)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests. If one is refused (see `check`), none is queued."""
+        self.check(requests)
+        for request in requests:
+            prefix = self.prompts.join(request.tokens)
+            tokens = np.array(request.tokens, dtype=np.int64)
+            logprobs = np.zeros(len(tokens), dtype=np.float32)
+            longest = len(tokens) + request.sampling.max_tokens
+            is_turn, keeps = self._is_turn(request), request.max_conversation is not None
+            self.waiting.append(Tracked(self.num_added, request.id, tokens, logprobs, longest, prefix, is_turn, keeps))
+            self.num_added += 1
+            if is_turn:
+                self.turns.begin(request.id)
+        width = max(map(most_tokens, requests), default=0)
+        self.slots.widen(width, self.allocator.pages_for(width))
+
+    def _is_turn(self, request: Request) -> bool:
+        return request.max_conversation is not None or request.id in self.turns
+
+    def forget(self, ids: Collection[int]) -> None:
+        """Free what is kept of these conversations. A request of theirs that still waits or runs is dropped."""
+        assert self._plan is None, "forget() must not come between schedule() and commit()"
+        gone = set(ids)
+        for seq in [s for s in self.running if s.id in gone]:
+            self.allocator.free(self._stop_running(seq))
+            self.prompts.leave(seq.prefix)
+        for seq in [s for s in self.waiting if s.id in gone]:
+            self.waiting.remove(seq)
+            self.prompts.wait_less(seq.prefix)
+            self.prompts.leave(seq.prefix)
+        for id in gone:
+            self.turns.forget(id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> Plan:
+        """Choose the work of the next step and take the pages for it."""
+        assert self._plan is None, "schedule() was called twice without commit()"
+        if self.force_preempt is not None:
+            self._preempt_forced(self.force_preempt)
+        step = Step(self.max_tokens_per_step)
+        slots, counts = self._continue_running(step)
+        step.slots, step.counts = slots.tolist(), counts.tolist()
+        step.budget -= sum(step.counts)
+        step.row = sum(step.counts)
+        self._advance(slots, counts, step)
+        if self.waiting and self.slots.free:
+            self._admit(step)
+        for prefix, (slot, _) in step.ready.items():
+            if prefix.waiting:
+                pages = self.slots.table[slot, : self.allocator.pages_for(prefix.length)].tolist()
+                self.prompts.hold(prefix, pages)
+        assert step.slots, "nothing can run: pages or slots are lost"
+        self._plan = self.slots.plan(step, self.allocator.page_size)
+        self.num_steps += 1
+        self.num_computed_tokens += len(self._plan.tokens)
+        return self._plan
+
+    def extend(self, limit: int, depth: int = 0) -> tuple[Plan, int]:
+        """Let the decode plan just made run for several steps, at most `limit`, before its `commit`, and each of them
+        compute up to `depth` drafted tokens of a sequence besides its own.
+
+        Takes the pages that all steps may write. There are fewer steps if a sequence would exceed its length or pages
+        run short (conversations between two turns give up theirs, but nothing is preempted), then no drafts; and one
+        step if preemption is forced from outside. Returns the plan, its block table widened, and the number of steps.
+        """
+        plan = self._plan
+        assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
+        assert not depth or len(plan.tokens) * (depth + 1) <= self.max_tokens_per_step, "too many drafts"
+        slots, size, at = plan.sample_slots, self.allocator.page_size, self.slots
+        limit = min(limit, int((at.max_length[slots] - at.length[slots]).min()))
+        steps = 1 if self.force_preempt is not None else limit
+        while steps > 1 or depth:
+            # the last token of a sequence is drawn, but not computed
+            reach = np.minimum(at.computed[slots] - 1 + steps * (depth + 1), at.max_length[slots] - 1)
+            more = np.maximum(-(-reach // size) - at.num_pages[slots], 0)
+            if int(more.sum()) <= self.allocator.num_free:
+                break
+            if not self.turns.drop_oldest():
+                steps, depth = (steps - 1, depth) if steps > 1 else (1, 0)
+        if steps <= 1 and not depth:
+            return plan, 1
+        for slot, count in zip(slots[more > 0].tolist(), more[more > 0].tolist(), strict=True):
+            held = int(at.num_pages[slot])
+            at.table[slot, held : held + count] = self.allocator.allocate(count)
+            at.num_pages[slot] = held + count
+        self.num_steps += steps - 1
+        self.num_computed_tokens += (steps * (depth + 1) - 1) * len(slots)
+        at.computed[slots] = reach
+        table = at.table[slots, : self.allocator.pages_for(int(reach.max()))]
+        self._plan = replace(plan, block_table=table, depth=depth, reach=reach if depth else None)
+        return self._plan, steps
+
+    def commit(
+        self, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray, drawn: np.ndarray | None = None
+    ) -> list[Finished]:
+        """Append the drawn `tokens` [S] with their `logprobs` [S]; end sequences that are full or where `stop` [S].
+
+        After `extend`, all are [N, S], of which the first `drawn[s]` (none given: all) have a meaning, and what a
+        sequence drew after its first `stop` is dropped. Returns the sequences that ended.
+        """
+        plan, self._plan = self._plan, None
+        tokens, logprobs, stop = np.atleast_2d(tokens), np.atleast_2d(logprobs), np.atleast_2d(stop)
+        assert plan is not None and tokens.shape[1] == len(plan.sample_slots), "commit() must follow schedule()"
+        at, slots = self.slots, plan.sample_slots
+        if drawn is None:
+            drawn = np.full(len(slots), len(tokens))
+        stop = stop & (np.arange(len(tokens))[:, None] < drawn)
+        stopped = np.asarray(stop.any(0))
+        counts = np.where(stopped, stop.argmax(0) + 1, drawn)
+        at.append(slots, tokens, logprobs, counts)
+        if plan.depth:
+            at.computed[slots] = at.length[slots] - 1
+            self._give_back(slots)
+        self.num_drawn_tokens += int(counts.sum())
+        ended = stopped | (at.length[slots] >= at.max_length[slots])
+        return [self._finish(at.owner[slots[s]], bool(stopped[s])) for s in np.flatnonzero(ended).tolist()]
+
+    def _give_back(self, slots: np.ndarray) -> None:
+        """Free the pages that were taken for drafts and hold no token. Keys of drafts that did not hold stay in the
+        others, beyond the sequence's end, until its own tokens take their places."""
+        at = self.slots
+        needed = -(-at.computed[slots] // self.allocator.page_size)
+        spare = at.num_pages[slots] > needed
+        for slot, count in zip(slots[spare].tolist(), needed[spare].tolist(), strict=True):
+            self.allocator.free(at.table[slot, count : at.num_pages[slot]])
+            at.num_pages[slot] = count
+
+    def _finish(self, seq: Tracked | None, stopped: bool) -> Finished:
+        """The sequence has finished; its pages stay if it is a turn whose conversation may continue."""
+        assert seq is not None, "the slot is empty"
+        pages, prompt = self._stop_running(seq), seq.prefix.length
+        if seq.is_turn:
+            self.turns.finish(seq, pages)
+        else:
+            self.allocator.free(pages)
+        self.prompts.leave(seq.prefix)
+        return Finished(seq.request, seq.id, seq.tokens[prompt:], seq.logprobs[prompt:], stopped, prompt)
+
+    def _continue_running(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Share the budget among running sequences, decoding ones first; slots and counts, in order of arrival."""
+        slots = np.array([s.slot for s in self.running], dtype=np.int64)
+        pending = self.slots.length[slots] - self.slots.computed[slots]
+        order = np.argsort(pending > 1, kind="stable")
+        before = np.cumsum(pending[order]) - pending[order]
+        counts = np.empty_like(pending)
+        counts[order] = np.clip(self.max_tokens_per_step - before, 0, pending[order])
+        slots, counts = slots[counts > 0], counts[counts > 0]
+        if self._secure_pages(slots, step):
+            alive = np.array([self.slots.owner[slot] is not None for slot in slots.tolist()], dtype=bool)
+            slots, counts = slots[alive], counts[alive]
+        return slots, counts
+
+    def _secure_pages(self, slots: np.ndarray, step: Step) -> bool:
+        """Give each slot a page of its own to write into; True if that meant preempting the youngest sequences.
+
+        Pages of known tokens are taken at admission, so only decoding sequences at a page's end need a new one, and
+        those whose next token falls into a shared page need a copy. Slots come in order of arrival: a victim is always
+        one that this step has not given a page yet.
+        """
+        before = self.num_preemptions
+        blocks = self.slots.computed[slots] // self.allocator.page_size
+        beyond = blocks >= self.slots.num_pages[slots]
+        shared = self.allocator.ref_counts[self.slots.table[slots, blocks]] > 1
+        for i in np.flatnonzero(beyond | shared).tolist():
+            slot, block = int(slots[i]), int(blocks[i])
+            while self.slots.owner[slot] is not None:  # until it has its page, or is the victim itself
+                old = int(self.slots.table[slot, block])
+                if not beyond[i] and self.allocator.ref_counts[old] == 1:
+                    break  # the other holders took copies or left
+                if self.allocator.num_free:
+                    (page,) = self.allocator.allocate()
+                    self.slots.table[slot, block] = page
+                    if beyond[i]:
+                        self.slots.num_pages[slot] = block + 1
+                    else:
+                        step.copies.append((old, page))
+                        self.allocator.free([old])
+                    break
+                if not (self.prompts.drop_last() or self.turns.drop_oldest()):
+                    self._preempt(self.running[-1])
+        return self.num_preemptions > before
+
+    def _advance(self, slots: np.ndarray, counts: np.ndarray, step: Step) -> None:
+        """Count the granted tokens as computed, and note the prompts that this completes."""
+        self.slots.computed[slots] += counts
+        for prefix in list(self.prompts.leading):
+            assert prefix.leader is not None
+            slot = prefix.leader.slot
+            if self.slots.computed[slot] >= prefix.length:
+                last = step.slots.index(slot)
+                end = sum(step.counts[: last + 1])
+                self._complete(prefix, slot, end - (int(self.slots.computed[slot]) - prefix.length) - 1, step)
+
+    def _complete(self, prefix: Prefix, slot: int, row: int, step: Step) -> None:
+        """The prompt is computed in this step: its last token is packed row `row`, its pages are those of `slot`."""
+        step.ready[prefix] = (slot, row)
+        self.prompts.lead_no_more(prefix)
+
+    def _admit(self, step: Step) -> None:
+        """Start waiting sequences in order of arrival, until slots, tokens or pages run out.
+
+        Sequences whose prompt is being computed right now are skipped; a slot stays reserved for each.
+        """
+        places = len(self.slots.free)
+        kept: list[Tracked] = []
+        for i, seq in enumerate(self.waiting):
+            prefix = seq.prefix
+            is_new = len(seq.tokens) == prefix.length
+            if places and (prefix.leader is not None or (prefix in step.ready and not is_new)):
+                kept.append(seq)
+            elif not places or not (self._fork(seq, step) if prefix in step.ready else self._start(seq, step)):
+                kept.extend(self.waiting[i:])
+                break
+            places -= 1
+        self.waiting = kept
+
+    def _fork(self, seq: Tracked, step: Step) -> bool:
+        """Let a sample start from the prompt that its leader completes in this step: no token to compute."""
+        while self.allocator.num_free <= step.promised:
+            if not self.turns.drop_oldest():
+                return False
+        step.promised += 1  # its first own page, in the next step
+        leader, row = step.ready[seq.prefix]
+        pages = self.slots.table[leader, : self.allocator.pages_for(seq.prefix.length)]
+        self.allocator.share(pages)
+        self.turns.drop(seq.id)  # the leader's pages hold more
+        slot = self._occupy(seq, pages, computed=seq.prefix.length)
+        step.forks.append((slot, row))
+        return True
+
+    def _start(self, seq: Tracked, step: Step) -> bool:
+        """Begin (or begin again) a sequence: all pages of its known tokens are taken now, kept or shared ones first."""
+        if step.budget == 0:
+            return False
+        prefix, size = seq.prefix, self.allocator.page_size
+        while True:
+            source, computed, usable = self._known_pages(seq)
+            need = self.allocator.pages_for(len(seq.tokens)) - usable
+            # leave the pages that running sequences will soon need, or they would preempt this one at once
+            reserve = step.promised + len(self.running) // size + 1 if self.running else 0
+            short = need + reserve - self.allocator.num_free
+            if short <= 0:
+                break
+            in_vain = self.running and self.turns.num_pages(spare=seq.id) < short
+            if not in_vain and self.turns.drop_oldest(spare=seq.id):
+                continue
+            if self.running or not self.prompts.drop_last():
+                return False
+        own = self.allocator.allocate(need)
+        if computed % size and usable == computed // size:
+            step.copies.append((source[usable], own[0]))
+        if self.turns.kept(seq.id)[0]:
+            self.turns.take(seq.id)  # with the reference of each page
+            self.allocator.free(source[usable:])
+        else:
+            self.allocator.share(source[:usable])
+        count = min(step.budget, len(seq.tokens) - computed)
+        leads = prefix.pages is None
+        slot = self._occupy(seq, np.array(source[:usable] + own, dtype=np.int32), computed=computed + count)
+        if leads:
+            self.prompts.lead(seq)
+            if computed + count >= prefix.length:
+                self._complete(prefix, slot, step.row + prefix.length - computed - 1, step)
+        step.slots.append(slot)
+        step.counts.append(count)
+        step.budget -= count
+        step.row += count
+        return True
+
+    def _known_pages(self, seq: Tracked) -> tuple[list[int], int, int]:
+        """Where keys of a waiting sequence already are: pages, how many tokens, and how many of the pages it can use as
+        they are. A page that it is going to write must be its own; the last page may need a copy."""
+        size, (pages, computed) = self.allocator.page_size, self.turns.kept(seq.id)
+        if pages:  # of its conversation's last turn, which this one takes over
+            alone = computed % size and self.allocator.ref_counts[pages[-1]] == 1
+            return pages, computed, len(pages) if alone else computed // size
+        if seq.prefix.pages is None:
+            return [], 0, 0
+        computed = min(seq.prefix.length, len(seq.tokens) - 1)  # the next token is drawn from the last known one's row
+        return seq.prefix.pages, computed, computed // size
+
+    def _occupy(self, seq: Tracked, pages: np.ndarray, computed: int) -> int:
+        """Let a waiting sequence run, with `pages`."""
+        slot = self.slots.occupy(seq, pages, computed)
+        insort(self.running, seq, key=attrgetter("request"))
+        self.prompts.wait_less(seq.prefix)
+        return slot
+
+    def _stop_running(self, seq: Tracked) -> list[int]:
+        """Take a sequence out of its slot; its pages are the caller's."""
+        self.running.remove(seq)
+        if seq.prefix.leader is seq:
+            self.prompts.lead_no_more(seq.prefix)
+        return self.slots.vacate(seq)
+
+    def _preempt(self, seq: Tracked) -> None:
+        """Back to the queue, with the tokens so far and without pages."""
+        self.allocator.free(self._stop_running(seq))
+        insort(self.waiting, seq, key=attrgetter("request"))
+        seq.prefix.waiting += 1
+        self.num_preemptions += 1
+
+    def _preempt_forced(self, choose: ForcePreempt) -> None:
+        by_request = {s.request: s for s in self.running}
+        for request in sorted(set(choose(self.num_steps, tuple(by_request)))):
+            if request not in by_request:
+                raise ValueError(f"force_preempt named request {request}; running are {sorted(by_request)}")
+            self._preempt(by_request[request])
+
+    def check_integrity(self) -> None:
+        """Assert that every page reference has a holder, and that slots, prompts and conversations are consistent."""
+        own = [self.slots.pages(s.slot) for s in self.running]
+        held = self.prompts.check_integrity(self.running, self.waiting)
+        self.allocator.check_integrity([*own, *held, *self.turns.check_integrity()])
+        assert len(self.slots.free) + len(self.running) == len(self.slots.owner), "a slot is lost"
+        for group in (self.running, self.waiting):
+            arrivals = [s.request for s in group]
+            assert arrivals == sorted(set(arrivals)), f"out of order of arrival: {arrivals}"

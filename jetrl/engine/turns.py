@@ -1,0 +1,101 @@
+"""`Turns`: what is kept of a conversation between two turns, so that the next computes only its new tokens. No torch.
+
+When a turn of L tokens ends, the keys of its first L - 1 are in its pages; the last token was drawn but not computed.
+The pages are kept until the next turn takes them over, until `forget`, or until pages run short: then those of the
+turns that finished first go first. A turn whose pages are gone is computed from its first token, with the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jetrl.engine.pages import PageAllocator
+from jetrl.engine.plan import Tracked
+from jetrl.types import Request
+
+
+class Turns:
+    """Open conversations: those with a turn that waits or runs, and those between two turns."""
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        self.allocator = allocator
+        self._tokens: dict[int, np.ndarray] = {}  # of each open conversation, at the end of its last turn
+        self._active: set[int] = set()  # those with a turn that waits or runs
+        self._pages: dict[int, list[int]] = {}  # in the order in which their turns finished
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def check(self, request: Request) -> None:
+        """ValueError if an open conversation cannot continue with `request`."""
+        if request.id in self._active:
+            raise ValueError(f"request {request.id}: a turn of this conversation still waits or runs")
+        before = self._tokens.get(request.id, _NO_TOKENS)
+        if not np.array_equal(before, request.tokens[: len(before)]):
+            raise ValueError(
+                f"request {request.id}: its {len(request.tokens)} tokens do not begin with the {len(before)} of the "
+                "conversation's last turn. Forget the conversation first, or give the request another id."
+            )
+
+    def begin(self, id: int) -> None:
+        """A turn has been queued. Kept pages stay where they are until it starts."""
+        self._tokens.setdefault(id, _NO_TOKENS)
+        self._active.add(id)
+
+    def finish(self, seq: Tracked, pages: list[int]) -> None:
+        """A turn has ended: keep its pages, or free them if the request did not ask for that."""
+        self._active.remove(seq.id)
+        self._tokens[seq.id] = seq.tokens
+        enough = self.allocator.pages_for(len(seq.tokens) - 1) if seq.keeps else 0
+        self.allocator.free(pages[enough:])  # a burst takes more pages than a turn that stops within it uses
+        if seq.keeps:
+            self._pages[seq.id] = pages[:enough]
+
+    def kept(self, id: int) -> tuple[list[int], int]:
+        """The pages kept for a conversation, one reference each, and how many tokens' keys they hold; else [] and 0."""
+        return (self._pages[id], len(self._tokens[id]) - 1) if id in self._pages else ([], 0)
+
+    def take(self, id: int) -> None:
+        """The pages are the caller's now."""
+        del self._pages[id]
+
+    def drop(self, id: int) -> None:
+        """Free what is kept of a conversation, which stays open."""
+        self.allocator.free(self._pages.pop(id, []))
+
+    def drop_oldest(self, spare: int | None = None) -> bool:
+        """Free what is kept of the conversation, other than `spare`, whose turn finished first; False if there is
+        none."""
+        victim = next((id for id in self._pages if id != spare), None)
+        if victim is not None:
+            self.drop(victim)
+        return victim is not None
+
+    def drop_all(self) -> None:
+        """Free what is kept of all conversations."""
+        while self.drop_oldest():
+            pass
+
+    def num_pages(self, spare: int) -> int:
+        """What is kept of conversations other than `spare`; pages that several keep count for each."""
+        return sum(len(pages) for id, pages in self._pages.items() if id != spare)
+
+    def forget(self, id: int) -> None:
+        """The conversation has ended; unknown ids are ignored."""
+        self.drop(id)
+        self._tokens.pop(id, None)
+        self._active.discard(id)
+
+    def check_integrity(self) -> list[list[int]]:
+        """Assert that what is kept is consistent; the pages of each conversation."""
+        assert self._active <= set(self._tokens) >= set(self._pages), "a conversation is not open and yet has a state"
+        for id, pages in self._pages.items():
+            enough = self.allocator.pages_for(len(self._tokens[id]) - 1)
+            assert len(pages) == enough, f"conversation {id} keeps {len(pages)} pages, its keys fill {enough}"
+        return list(self._pages.values())
+
+
+_NO_TOKENS = np.zeros(0, dtype=np.int64)

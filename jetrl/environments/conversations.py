@@ -1,0 +1,239 @@
+"""The environment's side of many conversations at once: `EnvironmentPool` implements `types.Conversations`.
+
+Environments work in the background (`user_code.calls`); messages become tokens in `poll`, in the caller's thread. What
+a conversation says depends on its own turns alone, whatever runs next to it and in whatever order replies arrive.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jetrl.chat.fields import Message
+from jetrl.chat.messages import TurnEncoder
+from jetrl.config import TaskConfig
+from jetrl.environments.environment import BadReply, Factory, opening_of, problem_mapping, step_of
+from jetrl.errors import UserError
+from jetrl.types import Completion, Problem, Reply
+from jetrl.user_code.calls import Background, Call, Loop
+from jetrl.user_code.guard import check_unchanged, process_settings, put_back
+
+
+@dataclass(slots=True, eq=False)
+class _Conversation:
+    """One conversation and what its environment is doing. `owes`: a reply is due; `over`: no more will come."""
+
+    key: int
+    problem: Problem
+    loop: Loop | None  # where its coroutines run
+    environment: Any = None
+    opening: Sequence[Message] = ()
+    turn: Completion | None = None  # the policy's last
+    method: str = ""  # what runs or ran last, for messages
+    busy: bool = False  # a call is under way
+    owes: bool = False
+    over: bool = False
+    closed: bool = False
+    closing: bool = False  # the environment's `close` is under way
+    stuck: bool = False  # a call was abandoned: the environment is out of our hands
+
+
+@dataclass(slots=True)
+class EnvironmentPool:
+    """`timeout`: seconds for one call of an environment; `max_concurrent`: maximum number of calls at the same time.
+
+    An environment that raises, hangs or returns something of the wrong form fails only its own conversation, with a
+    `Reply` that says how. Replies that have no tokens (a text that the tokenizer or its chat template refuses, a prompt
+    longer than `task.max_prompt_length`) make `poll` raise UserError.
+    """
+
+    factory: Factory
+    encoder: TurnEncoder
+    timeout: float = 60.0
+    max_concurrent: int = 64
+    close_failures: int = 0  # calls of `close` that raised or were late
+    _talks: dict[int, _Conversation] = field(default_factory=dict)
+    _calls: dict[Call, _Conversation] = field(default_factory=dict)
+    _ended: deque[Call] = field(default_factory=deque)  # calls that have ended and were not looked at yet
+    _background: Background = field(init=False)
+    _settings: dict[str, Any] = field(default_factory=process_settings)
+
+    def __post_init__(self) -> None:
+        self._background = Background(self.max_concurrent)
+
+    def start(self, key: int, problem: Problem) -> None:
+        """Begin conversation `key`; its first `Reply` is the prompt."""
+        assert key not in self._talks, f"conversation {key} is open already"
+        any_async = any(map(self.factory.is_async, self._methods()))
+        talk = _Conversation(key, problem, self._background.loop() if any_async else None)
+        self._talks[key] = talk
+        talk.owes = True
+        given = problem_mapping(problem)
+
+        def make() -> Any:
+            talk.method = f"{self.factory.name}()"
+            talk.environment = self.factory()
+            talk.method = f"{self.factory.name}.reset"
+            return talk.environment.reset(given)
+
+        self._submit(talk, "reset", make, lambda value: opening_of(value, f"{self.factory.name}.reset"))
+
+    def act(self, key: int, completion: Completion) -> None:
+        """The policy's turn; ignored if the conversation is over."""
+        talk = self._talks[key]
+        if talk.over:
+            return
+        assert not talk.owes, f"conversation {key}: it is the environment's turn"
+        talk.turn, talk.owes = completion, True
+        talk.method = where = f"{self.factory.name}.step"
+        self._submit(talk, "step", lambda: talk.environment.step(completion.text), lambda value: step_of(value, where))
+
+    def poll(self, wait: bool) -> list[Reply]:
+        """The replies that are ready; with `wait`, at least one (if any conversation owes one)."""
+        while True:
+            replies = self._ready()
+            self.check_settings()
+            if replies or not wait or not any(talk.owes for talk in self._talks.values()):
+                return replies
+            self._background.wait(self.timeout)
+
+    def _ready(self) -> list[Reply]:
+        """The replies from the calls that are over."""
+        self._ended += self._background.collect()
+        replies = []
+        while self._ended:
+            call = self._ended.popleft()
+            if (reply := self._reply(self._calls.pop(call), call)) is not None:
+                replies.append(reply)
+        return replies
+
+    def check_settings(self) -> None:
+        """Raises UserError where an environment has changed settings that it shares with training."""
+        check_unchanged(self._settings, f"Environment {self.factory.name}")
+
+    def close(self, key: int) -> None:
+        """The conversation is over, whoever ended it. The environment's `close` runs in the background."""
+        talk = self._talks.pop(key, None)
+        if talk is None:  # a signal came between the driver's note and `start`
+            return
+        talk.over = talk.closed = True
+        if not talk.busy:
+            self._close(talk)
+
+    def shutdown(self, patience: float = 5.0) -> None:
+        """Close all conversations, give environments that are still running a few seconds, and end the threads."""
+        deadline = time.monotonic() + patience
+        for key in list(self._talks):
+            self.close(key)
+        self._ready()
+        while self._calls and time.monotonic() < deadline:
+            self._background.wait(deadline - time.monotonic())
+            self._ready()
+        self._background.stop()
+        put_back(self._settings)  # a run that such a change stopped may not be the only one of the process
+        if self.close_failures > 1:
+            self._tell_close(f"{self.close_failures} calls of {self.factory.name}.close have failed in all")
+
+    def _methods(self) -> list[str]:
+        return ["reset", "step", *(["close"] if self.factory.can_close else [])]
+
+    def _submit(
+        self, talk: _Conversation, method: Literal["reset", "step", "close"], run: Callable[[], Any],
+        check: Callable[[Any], Any],
+    ) -> None:
+        """`run` gives what the environment returns, or its coroutine. `check` reads it right after the user's code, so
+        that lists are copied before the environment changes them again."""
+        is_async = self.factory.is_async(method)
+
+        async def coroutine() -> Any:
+            return check(await run())
+
+        call = Call(coroutine if is_async else lambda: check(run()), self.timeout, talk.loop if is_async else None)
+        self._calls[call] = talk
+        talk.busy, talk.closing = True, method == "close"
+        self._background.submit(call)
+
+    def _reply(self, talk: _Conversation, call: Call) -> Reply | None:
+        """The reply from a call that is over; None where nothing waits for it any more."""
+        talk.busy = False
+        talk.stuck |= call.written_off
+        if talk.closed:
+            if talk.closing:
+                self._warn(talk, call)
+            else:
+                self._close(talk)
+            return None
+        talk.owes = False
+        if call.late:
+            talk.over = True
+            return Reply(talk.key, failure="timeout", error=self._too_long(talk, call))
+        if call.error is not None:
+            if isinstance(call.error, UserError):  # ours: a task's reward that cannot be used, and the like
+                raise call.error
+            talk.over = True
+            said = isinstance(call.error, BadReply)
+            error = str(call.error) if said else self._raised(talk, call)
+            return Reply(talk.key, failure="error", error=error)
+        return self._spoken(talk, call.value)
+
+    def _spoken(self, talk: _Conversation, value: Any) -> Reply:
+        """The reply that `reset` or `step` gave, as tokens."""
+        if talk.turn is None:
+            talk.opening = value
+            first = self.encoder.first(talk.problem, value)
+            opened = self.encoder.opened(talk.problem, value)
+            return Reply(talk.key, first, self.encoder.text(value), messages=tuple(value), opened=opened)
+        messages, reward, talk.over = value
+        text = self.encoder.text(messages)
+        if talk.over:
+            return Reply(talk.key, (), text, reward, done=True, messages=tuple(messages))
+        tokens = self.encoder.later(talk.problem, talk.opening, messages, talk.turn)
+        return Reply(talk.key, tokens, text, reward, messages=tuple(messages))
+
+    def _close(self, talk: _Conversation) -> None:
+        """Call the environment's `close`, if there is one and its last call has come back."""
+        if self.factory.can_close and talk.environment is not None and not talk.stuck:
+            talk.method = f"{self.factory.name}.close"
+            self._submit(talk, "close", lambda: talk.environment.close(), lambda value: None)
+
+    def _warn(self, talk: _Conversation, call: Call) -> None:
+        """The conversation's result stands, but what `close` should have released may not be."""
+        if not call.late and call.error is None:
+            return
+        if isinstance(call.error, UserError):  # os._exit
+            raise call.error
+        self.close_failures += 1
+        if self.close_failures == 1:
+            what = self._too_long(talk, call) if call.late else self._raised(talk, call)
+            self._tell_close(f"{what}. What it holds may stay open. Further failures are counted")
+        elif str(self.close_failures).strip("0") == "1":
+            self._tell_close(f"{self.close_failures} calls of {talk.method} have failed")
+
+    def _raised(self, talk: _Conversation, call: Call) -> str:
+        called = getattr(self.factory.kind, talk.method.rpartition(".")[2], self.factory.kind)
+        return f"{talk.method} raised {call.describe_error(called)}"
+
+    def _tell_close(self, text: str) -> None:
+        warnings.warn(f"Environment {self.factory.name}: {text}.", stacklevel=3)
+
+    def _too_long(self, talk: _Conversation, call: Call) -> str:
+        text = f"{talk.method} took longer than environment.timeout = {self.timeout:g} seconds"
+        blocks = (
+            " and blocked the event loop, which all conversations share, so that each such call costs its whole time "
+            "limit, one after the other: use await where it waits, or write def instead of async def"
+        )
+        return text + (blocks if call.blocking else "")
+
+
+def build_pool(
+    factory: Factory, tokenizer: Any, config: TaskConfig, *, timeout: float = 60.0, max_concurrent: int = 64
+) -> EnvironmentPool:
+    """The pool of a run, from its tokenizer and `task` section."""
+    if factory.variables:
+        variables = {**config.chat_template_kwargs, **factory.variables}
+        config = config.model_copy(update={"chat_template_kwargs": variables})
+    return EnvironmentPool(factory, TurnEncoder(tokenizer, config), timeout, max_concurrent)

@@ -1,0 +1,76 @@
+"""The attention block: o(attention(rope(qk_norm(qkv(x))))), with the KV cache on the rollout's side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.recipe import Role
+from jetrl.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from jetrl.precision.builder import BlockBackward, BlockForward
+
+
+class Attention(Block):
+    kind, name = "attention", "attn"
+    roundings = {
+        "rope": "fp32 products and sum, rounded once to bf16",
+        "cache_write": "none (a copy in the cache's format)",
+        "cache_read": "none (a copy)",
+        "attention": "fp32 scores, exact sums over keys, rounded once to bf16",
+        "concat": "none (a copy)",
+        "rope_backward": "fp32 products and sum, rounded once to bf16",
+        "attention_backward": "fp32, rounded once to bf16",
+    }
+    formulas = {"attention": "softmax(q kᵀ) v"}
+
+    def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
+        return {
+            "qkv": Linear(spec.qkv_sections, spec.hidden_size, bias=spec.qkv_bias),
+            "o": Linear((spec.hidden_size,), spec.num_heads * spec.head_dim, writes_residual=True),
+        }
+
+    def forward(self, flow: BlockForward, x: str) -> str:
+        s = flow.spec
+        q = k = v = flow.linear("qkv", x)
+        if s.qk_norm:
+            q, k = flow.norm("q_norm", q), flow.norm("k_norm", k)
+        q = self._rope(flow, "rope_q", q)
+        k = self._key_value(flow, "k", self._rope(flow, "rope_k", k))
+        v = self._key_value(flow, "v", v)
+        heads = (s.num_heads, s.num_kv_heads)
+        a = flow.op("attention", "attention", {"q": q, "k": k, "v": v}, heads=heads, head_dim=s.head_dim)
+        return flow.linear("o", a)
+
+    def _rope(self, flow: BlockForward, name: str, x: str) -> str:
+        rope = asdict(flow.spec.rope)
+        constants = rope if rope["factor"] is not None else {"theta": rope["theta"]}
+        return flow.op(name, "rope", {"x": x}, **constants)
+
+    def _key_value(self, flow: BlockForward, name: str, x: str) -> str:
+        """If the cache holds it quantized, training quantizes it too; the cache itself only copies."""
+        cache = flow.recipe.kv_cache
+        if cache.is_quantized:
+            x = flow.op(f"{name}.quantize", "quantize", {"x": x}, cache)
+        if flow.side == "rollout":
+            x = flow.op(f"{name}_cache_write", "cache_write", {"x": x}, cache)
+            x = flow.op(f"{name}_cache_read", "cache_read", {"x": x}, cache)
+        return x
+
+    def backward(self, flow: BlockBackward, dy: str) -> str:
+        """Gradients pass unchanged (straight through) a quantizer of K and V."""
+        s, cache = flow.spec, flow.recipe.kv_cache
+        dy = flow.linear("o", dy, "attention")
+        projection = "qkv_bias" if s.qkv_bias else "qkv"
+        key, value = ("k.quantize", "v.quantize") if cache.is_quantized else ("rope_k", projection)
+        inputs = {"dy": dy, "q": flow.saved("rope_q"), "k": flow.saved(key, cache), "v": flow.saved(value, cache)}
+        v = flow.op("attention.dgrad", "attention_backward", inputs)
+        q = flow.op("rope_q.dgrad", "rope_backward", {"dy": v})
+        k = flow.op("rope_k.dgrad", "rope_backward", {"dy": v})
+        if s.qk_norm:
+            x = flow.saved(projection)
+            q, k = flow.norm("q_norm", q, x), flow.norm("k_norm", k, x)
+        return flow.linear("qkv", flow.op("qkv.dy", "concat", {"q": q, "k": k, "v": v}), "attn_norm")

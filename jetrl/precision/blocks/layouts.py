@@ -1,0 +1,52 @@
+"""What a layer consists of: for each model family, a function from spec and layer to the blocks, in order.
+
+A new block is a subclass of `block.Block`; it needs an entry of `LAYOUTS` that uses it (and its module an entry in
+`model/blocks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jetrl.precision.blocks.attention import Attention
+from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.blocks.mlp import MLP
+from jetrl.precision.blocks.moe import MoE
+from jetrl.precision.recipe import Role
+from jetrl.spec import ModelSpec
+
+Layout = Callable[[ModelSpec, int], tuple[Block, ...]]
+
+ATTENTION, DENSE_MLP, EXPERTS = Attention(), MLP(), MoE()
+
+
+def dense(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """Attention and an MLP, in every layer."""
+    return (ATTENTION, DENSE_MLP)
+
+
+def mixture(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """Attention, and experts or an MLP as the spec says for this layer."""
+    return (ATTENTION, EXPERTS if spec.experts is not None and spec.experts.in_layer(layer) else DENSE_MLP)
+
+
+LAYOUTS: dict[str, Layout] = {"llama": dense, "qwen2": dense, "qwen3": dense, "qwen3_moe": mixture}
+
+
+def blocks_of(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
+    """The blocks of a layer, in the order of execution."""
+    assert 0 <= layer < spec.num_layers, f"layer {layer} of {spec.num_layers}"
+    assert spec.family in LAYOUTS, f"no layout for the family {spec.family!r}; there are {', '.join(LAYOUTS)}"
+    blocks = LAYOUTS[spec.family](spec, layer)
+    assert len({block.name for block in blocks}) == len(blocks), f"two blocks of layer {layer} have one name"
+    return blocks
+
+
+def linears_of(spec: ModelSpec, layer: int) -> dict[tuple[str, Role], Linear]:
+    """The linears of a layer by (name of the block, role), in the order of execution."""
+    return {(b.name, role): linear for b in blocks_of(spec, layer) for role, linear in b.linears(spec).items()}
+
+
+def roles_of(spec: ModelSpec, layer: int = 0) -> tuple[Role, ...]:
+    """The roles of a layer's linears, in the order of execution."""
+    return tuple(role for _, role in linears_of(spec, layer))

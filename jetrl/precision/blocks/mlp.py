@@ -1,0 +1,40 @@
+"""The feed-forward block: down(silu(gate) * up), gate and up in one GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.formats import BF16
+from jetrl.precision.recipe import Role
+from jetrl.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from jetrl.precision.builder import BlockBackward, BlockForward
+
+
+class MLP(Block):
+    kind, name = "mlp", "mlp"
+    roundings = {
+        "swiglu": "fp32 products, rounded once to bf16",
+        "swiglu_backward": "fp32 products, rounded once to bf16",
+    }
+    formulas = {"swiglu": "silu(gate) · up"}
+
+    def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
+        return {
+            "gate_up": Linear(spec.gate_up_sections, spec.hidden_size),
+            "down": Linear((spec.hidden_size,), spec.intermediate_size, writes_residual=True),
+        }
+
+    def forward(self, flow: BlockForward, x: str) -> str:
+        product = flow.op("swiglu", "swiglu", {"gate_up": flow.linear("gate_up", x)})
+        return flow.linear("down", product)
+
+    def backward(self, flow: BlockBackward, dy: str) -> str:
+        dx = flow.linear("down", dy, "swiglu")
+        linear = flow.recipe.linear(flow.layer, "gate_up", flow.side)
+        kept = flow.saved("gate_up", BF16 if linear is None else linear.saved_out)
+        dx = flow.op("swiglu.dgrad", "swiglu_backward", {"dy": dx, "gate_up": kept})
+        return flow.linear("gate_up", dx, "mlp_norm")

@@ -1,0 +1,107 @@
+"""Which settings must be those of the checkpoint that a run is resumed from, and how a difference is reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jetrl import moved
+from jetrl.config import Config, sections
+from jetrl.config.load import by_full_key, changes_no_bit
+from jetrl.config.paths import path_values
+from jetrl.config.toml import toml_literal
+from jetrl.errors import UserError
+from jetrl.run.checkpoint import store
+from jetrl.run.checkpoint.checkpoint import Meta
+from jetrl.tasks.task import holds_out
+from jetrl.user_code.from_python import ARGUMENTS, MARK, NOTHING, FromPython, same_objects
+
+MAY_CHANGE = (
+    "train.steps or epochs, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout "
+    "and max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate "
+    "and max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
+    "train.offload_optimizer"
+)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The settings that must not change between a run and its resumption, by full key."""
+    free = set()
+    if config.train.lr_schedule == "constant":
+        free |= {"train.steps", "train.epochs"}
+    if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
+        free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
+    found = by_full_key(config)
+    kept = {k: v for k, v in found.items() if k not in free and not changes_no_bit(k)}
+    # the only thing in [eval] that decides which problems are trained on
+    return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
+
+
+def paths(config: Config) -> dict[str, Any]:
+    """The paths of a config, made absolute, which `check` compares instead of their spelling."""
+    return {key: value for key, value in path_values(config).items() if key in settings(config)}
+
+
+def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: str) -> None:
+    """UserError that names every setting in which this run is not the one that wrote the checkpoint."""
+    if meta.step > absolute.train.steps:
+        epochs = given.train.epochs
+        said = f"train.steps = {given.train.steps}. Raise train.steps"
+        if epochs is not None:
+            said = f"train.epochs = {epochs:g}, which is {absolute.train.steps} steps. Raise it"
+        raise UserError(f"{path} is at step {meta.step}, beyond {said}.")
+    found = [*_differences(meta.settings, meta.paths, given, absolute)]
+    if not found and meta.flow_digest != flow_digest:
+        found = [f"the flow of the model: {meta.flow_digest} there, {flow_digest} here (its config.json, or jetrl's "
+                 "version)"]
+    if not found:
+        return
+    raise UserError(
+        f"{path} was written by a run with other settings:\n" + "\n".join(f"  {line}" for line in found)
+        + "\nResume with the run's own config.toml, or start a run under a new name. You may change "
+        f"{MAY_CHANGE}."
+    )
+
+
+DATA = ("task.train_file", "task.eval_file")
+
+
+def data_digests(config: Config, own: FromPython = NOTHING) -> dict[str, str]:
+    """SHA-256 of the local data files that the config names, and of the rows that a program gave, by key."""
+    files = {key: Path(value) for key, value in path_values(config).items() if key in DATA}
+    return {key: store.sha256(file) for key, file in files.items() if file.is_file()} | own.digests
+
+
+def check_data(path: Path, meta: Meta, config: Config, data: Mapping[str, str]) -> None:
+    """UserError if a local data file has another content than when the checkpoint was written."""
+    changed = [key for key, digest in meta.data.items() if data.get(key, digest) != digest]
+    if changed and not config.checkpoint.allow_changed_data:
+        values = path_values(config)
+        files = ", ".join(f"{key} ({'rows from Python' if values[key] == MARK else values[key]})" for key in changed)
+        raise UserError(
+            f"{files}: the content has changed since {path} was written, so the run would go on with other problems. "
+            "Put the file back, or go on with the new one by checkpoint.allow_changed_data=true."
+        )
+
+
+def _differences(
+    there: Mapping[str, Any], paths_there: Mapping[str, Any], given: Config, absolute: Config
+) -> Iterator[str]:
+    """One line for each key whose value differs."""
+    here, defaults, paths_here = settings(given), _defaults(), json.loads(json.dumps(paths(absolute)))
+    for key in {**there, **here}:
+        old, new = (values.get(key, defaults.get(key)) for values in (there, here))
+        old = moved.current(old)  # an earlier version wrote the names that it had
+        same_file = key in paths_here and paths_here[key] == paths_there.get(key)
+        same = old == new or (key in ARGUMENTS and same_objects(old, new))
+        if not same and not same_file and (key in here or key in there):
+            yield f"{key} = {toml_literal(old)} there, {toml_literal(new)} here"
+
+
+def _defaults() -> dict[str, Any]:
+    """Defaults by full key, for keys that the checkpoint does not have because they were added later."""
+    fields = [(f"{name}.{key}", field) for name, kind in sections().items() for key, field in kind.model_fields.items()]
+    fields += [(key, field) for key, field in Config.model_fields.items() if key not in sections()]
+    return {key: json.loads(json.dumps(f.get_default(call_default_factory=True), default=str)) for key, f in fields}

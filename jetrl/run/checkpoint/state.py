@@ -1,0 +1,227 @@
+"""What a run saves and restores: masters, optimizer state, counters; all else follows from the step and the seed.
+
+Every rank writes and reads its own rows (`run/checkpoint/store.py`): a run may go on with another number of ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from jetrl.config import Config
+from jetrl.errors import UserError
+from jetrl.huggingface import read as hf
+from jetrl.model.sharding import parts_of
+from jetrl.model.shards import Part
+from jetrl.parallel.agreement import by_first, common, together
+from jetrl.parallel.world import World
+from jetrl.run.checkpoint import checkpoint, resume, store
+from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
+from jetrl.run.setup import Session, reference_of
+from jetrl.spec import ModelSpec
+from jetrl.train.packing import joined
+from jetrl.train.publish import publish
+from jetrl.train.routing import LOSSES
+from jetrl.train.trainer import NonFiniteError, not_by_an_update
+from jetrl.types import PackedBatch
+
+_REFERENCE = "reference"
+_TERMS = ("rl.kl_coef", "rl.entropy_coef", *(f"train.{key}" for key in LOSSES))  # of the loss, by their weights
+
+
+def find(config: Config, run_dir: Path) -> Path | None:
+    """The checkpoint that `checkpoint.resume` names; None to start from the beginning."""
+    asked = config.checkpoint.resume
+    if asked == "never":
+        return None
+    if asked == "auto":
+        return checkpoint.newest(run_dir / "checkpoints")
+    if not Path(asked).is_dir():
+        raise UserError(f"checkpoint.resume = {asked}: there is no such folder. Give a checkpoint folder, or auto.")
+    if (Path(asked) / "checkpoints").is_dir():  # a run folder: its newest
+        return checkpoint.newest(Path(asked) / "checkpoints")
+    return Path(asked)
+
+
+def begin(session: Session, run_dir: Path) -> None:
+    """After the warm start: the critic takes the policy's weights; the reference policy, if there is a KL penalty, is
+    frozen and kept for resume."""
+    if session.learner.critic is not None:
+        session.learner.critic.start_from(session.model)
+    if session.config.rl.kl_coef > 0:
+        session.reference = reference_of(session.model)
+        _keep_reference(session, run_dir)
+
+
+def parts_of_run(session: Session) -> dict[str, Part]:
+    """What this rank has of the tensors in a checkpoint, by their names there."""
+    learner = session.learner
+    parts = prefixed("model", parts_of(learner.model)) | prefixed("optimizer", optimizer_parts(learner.optimizer))
+    if learner.critic is not None:
+        parts |= prefixed("critic", parts_of(learner.critic))
+    if learner.critic_optimizer is not None:
+        parts |= prefixed("critic_optimizer", optimizer_parts(learner.critic_optimizer))
+    return parts
+
+
+def save(session: Session, run_dir: Path) -> None:
+    """Begin the checkpoint of the current step, after the one before has ended. Beside the run it goes on from here
+    (`Session.beside` ends it); else it is on the disk. Collective."""
+    session.beside.finish()
+    parts, world = parts_of_run(session), session.world
+    meta = checkpoint.Meta(
+        session.step, session.weight_version, session.flow_digest, resume.settings(session.given),
+        resume.paths(session.config), session.initial_accuracy, session.num_prompts,
+        session.first_row, session.data,
+    )
+    if world.first and session.model_files is None:  # not in a thread: a tokenizer is one caller's at a time
+        session.model_files = hf.small_files(
+            session.model.spec, tokenizer=session.tokenizer, base_config=session.base_config,
+            generation_config=session.generation_config, trained_with=session.model.recipe,
+        )
+    writing = checkpoint.begin(
+        run_dir / "checkpoints", meta, parts,
+        partial(_write_model, session.model.spec, session.model_files or {}, world), session.config.checkpoint.keep,
+        world, session.beside.copy_of(parts),
+    )
+    if session.beside.copies:
+        model = sum(prod(part.size) for name, part in parts.items() if name.startswith("model."))
+        whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
+        session.beside.start(writing, whole + 2 * model)  # once more in BF16
+    else:
+        writing.finish()
+    session.saved_step = session.step
+
+
+def _write_model(
+    spec: ModelSpec, small: Mapping[str, bytes], world: World,
+    folder: Path, state: Path, parts: Mapping[str, Part], check: Callable[[], None],
+) -> list[Path]:
+    """This rank's files of the policy in BF16 as a Hugging Face folder, tokenizer included. Not collective: with
+    several ranks, whole weights are read from the `state` that all have written."""
+    reader = None if world.alone else store.Reader(state)
+
+    def whole(name: str) -> Tensor:
+        key = f"model.{name}"
+        return parts[key].value if reader is None else reader.whole(key)
+
+    return hf.write_shards(folder, spec, whole, small, world.rank, world.size, check=check)
+
+
+def restore(session: Session, path: Path, run_dir: Path) -> None:
+    """Bring `session` to the state of a checkpoint, to the bit. Collective; every rank reads its rows."""
+    learner, world = session.learner, session.world
+    meta = checkpoint.load(path, world)
+    with together(world):
+        resume.check(path, meta, session.given, session.config, session.flow_digest)
+        resume.check_data(path, meta, session.config, session.data)
+    _read(session, path)
+    learner.model.publish()
+    if learner.critic is not None:
+        learner.critic.publish()
+    session.step, session.weight_version, session.num_prompts = meta.step, meta.weight_version, meta.num_prompts
+    session.initial_accuracy = meta.initial_accuracy
+    # rows before are the other folder's
+    session.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
+    if session.config.rl.kl_coef > 0:
+        reference, kept = reference_of(session.model), path.parent / _REFERENCE
+        with together(world):
+            if not kept.is_dir():
+                raise UserError(f"{kept} is missing: the KL penalty needs the initial policy. Start a new run.")
+        store.unseal(kept, lambda _: parts_of(reference), "Start a new run.", world)
+        session.reference = reference.publish()
+    weights = publish(session.model, session.weight_version, session.flow_digest)
+    with together(world):
+        session.engine.load(weights)
+
+    def is_newest() -> bool:
+        newest = checkpoint.newest(run_dir / "checkpoints")
+        return newest is not None and newest.samefile(path)
+
+    session.saved_step = session.step if by_first(world, is_newest) else -1
+
+
+def move_in(session: Session, path: Path, run_dir: Path) -> None:
+    """After `restore`, once no other process writes `run_dir`: what a run that goes on from another folder's checkpoint
+    needs in its own, so that it resumes from there whenever it ends. Collective."""
+    if _is_of(path, run_dir):
+        return
+    if session.reference is not None:
+        _keep_reference(session, run_dir)
+    if session.config.checkpoint.save_interval:
+        save(session, run_dir)
+        session.beside.finish()  # before anything of the other folder may go
+
+
+def _is_of(path: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint is one of this run folder."""
+    return path.parent.resolve() == (run_dir / "checkpoints").resolve()
+
+
+def _read(session: Session, path: Path) -> None:
+    """Masters and optimizer states of this rank from a checkpoint. Collective."""
+    learner, takes = session.learner, []
+
+    def places(stored: store.Stored) -> dict[str, Part]:
+        parts = prefixed("model", parts_of(learner.model))
+        if learner.critic is not None:
+            parts |= prefixed("critic", parts_of(learner.critic))
+        for name, optimizer in (("optimizer", learner.optimizer), ("critic_optimizer", learner.critic_optimizer)):
+            if optimizer is not None:
+                own, take = load_optimizer_state(optimizer, with_prefix(stored, name))
+                parts |= prefixed(name, own)
+                takes.append(take)
+        return parts
+
+    checkpoint.read(path, places, session.world)
+    for take in takes:
+        take()
+
+
+def stop_non_finite(
+    session: Session, batches: list[PackedBatch], step: int, run_dir: Path,
+    error: NonFiniteError | FloatingPointError,
+) -> UserError:
+    """Save the step's data and weights for replay; returns the error that ends the run. Collective.
+
+    `failed/step_NNNNNN/` holds batches.pt, and the masters in weights/ (`store.whole` reads them).
+    """
+    session.beside.finish()
+    folder = run_dir / "failed" / f"step_{step:06d}"
+    parts = session.world.collect(batches)  # each rank holds its own micro-batches
+
+    def write() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        whole = [joined(of_update) for of_update in zip(*parts, strict=True)]
+        torch.save({"step": step, "batches": whole}, folder / "batches.pt")
+
+    by_first(session.world, write)
+    store.seal(folder / "weights", parts_of(session.model), session.world)
+    learner, config = session.learner, session.config
+    updated = any(
+        slots for of in (learner.policy_optimizer, learner.critic_optimizer) if of is not None
+        for slots in of.state.values()
+    )
+    if updated:
+        advice = "Start a new run under another name with a lower train.lr or train.max_grad_norm."
+    else:
+        advice = not_by_an_update(config, config.sft.steps > 0, _TERMS)
+    return common(UserError(
+        f"Step {step} stops the run: {error}. The step's batches and weights are in {folder} for replay. "
+        f"{checkpoint.left(run_dir / 'checkpoints')} {advice}"
+    ))
+
+
+def _keep_reference(session: Session, run_dir: Path) -> None:
+    """Write the reference policy where a resumed run finds it. Collective."""
+    assert session.reference is not None
+    folder = run_dir / "checkpoints"
+    by_first(session.world, lambda: folder.mkdir(parents=True, exist_ok=True))
+    store.seal(folder / _REFERENCE, parts_of(session.reference), session.world)

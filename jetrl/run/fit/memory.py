@@ -1,0 +1,349 @@
+"""The memory of one GPU by part, predicted from a config and a model's shape: arithmetic, no tensor is made.
+
+What a rank holds always (masters, moments, published weights, rotary tables, a reference policy or critic), and what
+only the rollout (KV cache) or only the update holds (gradients, activations, logits). The larger of the two phases is
+the peak. Counted from what `model/linear.py`, `kernels/` and `engine/engine.py` keep on a GPU; `docs/MEMORY.md`
+compares it with measured peaks.
+
+Legend: `T` packed tokens, `D` model, `F` feed-forward, `V` vocabulary, `N`, `G` query and key heads, `H` head size,
+`E` experts, `k` of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from jetrl.config import Config
+from jetrl.engine.kv_cache import page_bytes
+from jetrl.model.names import tensor_table
+from jetrl.model.shards import shard
+from jetrl.parallel.world import World
+from jetrl.precision.blocks.layouts import linears_of
+from jetrl.precision.formats import BLOCK
+from jetrl.precision.recipe import Recipe, build_recipe
+from jetrl.rollout.queue import shares
+from jetrl.run.fit.activations import activations, expert_rows, passing
+from jetrl.spec import ModelSpec
+from jetrl.train.offload import PIECE, SLOTS
+
+GIB = 2**30
+IN_FLIGHT = 4  # whole gradients of matrices that several ranks hold while they exchange them
+WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
+SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
+CACHE_SHARE = 0.8  # as `engine.kv_cache` has it
+GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
+MARGIN = 0.05  # of a predicted update, which must be free too where a cache is to stay: a cache is not worth a crash
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix [sum(sections), width]; `fp8`: whether training and rollout read it as FP8 codes."""
+
+    name: str
+    sections: tuple[int, ...]
+    width: int
+    fp8: tuple[bool, bool] = (False, False)
+
+    @property
+    def size(self) -> int:
+        return sum(self.sections) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Elements of a model's parameters: its matrices, and each vector."""
+
+    matrices: tuple[Matrix, ...]
+    vectors: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(m.size for m in self.matrices) + sum(self.vectors)
+
+    def owned(self, ranks: int) -> list[int]:
+        """Elements of each parameter that rank 0, which has the most, owns of `ranks`; vectors are whole."""
+        return [_rows(m, ranks) * m.width for m in self.matrices] + list(self.vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one GPU. A cache of up to `keep` bytes stays during the update.
+
+    `host` and `copy` are a rank's, in host memory.
+    `sequences` of `wanted` ones have room in the cache at the same time.
+    """
+
+    masters: int
+    moments: int
+    published: int
+    tables: int
+    others: int  # reference policy, critic
+    gradients: int
+    in_flight: int  # whole gradients of matrices on their way to their owners
+    activations: int
+    passing: int  # in the update: logits and what a layer's backward pass makes
+    optimizer: int  # while it steps: slots of offloaded moments
+    cache: int
+    keep: int
+    rollout_passing: int
+    host: int  # moments
+    copy: int  # of what a checkpoint holds, on the host too
+    tokens: int
+    sequences: int
+    wanted: int
+
+    @property
+    def resident(self) -> int:
+        return self.masters + self.moments + self.published + self.tables + self.others
+
+    @property
+    def kept_cache(self) -> int:
+        """The cache, if it stays during the update."""
+        return self.cache if self.cache <= self.keep else 0
+
+    @property
+    def rollout(self) -> int:
+        return self.resident + self.cache + self.rollout_passing + WORKSPACE
+
+    @property
+    def update(self) -> int:
+        during = max(self.activations + self.passing, self.optimizer)
+        kept = self.kept_cache + GRAPHS if self.kept_cache else 0
+        return self.resident + self.gradients + self.in_flight + during + kept + WORKSPACE
+
+    @property
+    def peak(self) -> int:
+        return max(self.rollout, self.update)
+
+    def fits(self, capacity: int) -> bool:
+        """Whether a GPU of `capacity` bytes has room for the peak, and the cache for one sequence."""
+        return self.peak + SPARE <= capacity and self.sequences >= 1
+
+
+def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memory:
+    """The memory of the rank that holds most, on a GPU of `capacity` bytes; `config` as resolved for a GPU."""
+    train, recipe = config.train, recipe_for(config, spec)
+    sizes = sizes_of(spec, recipe)
+    master, grad = _BYTES[train.master_dtype], _BYTES[train.grad_dtype]
+    owned = sizes.owned(ranks)
+    moments = sum(_moments(n, config) for n in owned)
+    others, other_host = _others(config, spec, recipe, ranks)
+    tokens = min(train.max_tokens_per_gpu, _step_tokens(config))
+    held: dict[str, int] = dict(
+        masters=master * sum(owned), moments=0 if train.offload_optimizer else moments,
+        published=published_on_gpu(sizes, train.master_dtype, ranks, keeps_transposed(config)),
+        tables=_tables(spec), others=others,
+    )
+    slots = SLOTS * 2 * _BYTES.get(train.optimizer_dtype, 0) * min(PIECE, max(owned))
+    cache, sequences, wanted = _cache(config, spec, recipe, ranks, capacity - sum(held.values()))
+    memory = Memory(
+        **held, gradients=grad * sum(owned), in_flight=_in_flight(sizes, config, ranks),
+        activations=activations(config, spec, recipe, tokens),
+        passing=passing(config, spec, recipe, tokens),
+        optimizer=slots if train.offload_optimizer else 0, cache=cache,
+        keep=0,
+        rollout_passing=_rollout_passing(config, spec, recipe, wanted),
+        host=(moments if train.offload_optimizer else 0) + other_host, tokens=tokens, sequences=sequences,
+        copy=checkpoint_bytes(config, spec, ranks) if copies(config) else 0, wanted=wanted,
+    )
+    left = max(0, capacity - SPARE - GRAPHS - int((1 + MARGIN) * memory.update))
+    room = {"auto": left, "always": capacity, "never": 0}
+    return replace(memory, keep=room[config.rollout.keep_kv_cache])
+
+
+def keeps_transposed(config: Config) -> bool:
+    """Whether the FP8 codes that dgrad reads stay from one backward pass to the next."""
+    return not (config.train.activation_checkpointing or config.train.lean_backward)
+
+
+def recipe_for(config: Config, spec: ModelSpec) -> Recipe:
+    """The precision recipe of a config."""
+    q = config.quant
+    return build_recipe(
+        config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
+    )
+
+
+@lru_cache(maxsize=8)
+def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
+    """Every parameter, in the order of the model."""
+    linears = {
+        f"layers.{layer}.{block}.{role}.weight": (linear, layer, role)
+        for layer in range(spec.num_layers) for (block, role), linear in linears_of(spec, layer).items()
+    }
+    matrices, vectors = [], []
+    for name, pieces in tensor_table(spec).items():
+        if len(pieces[0].shape) == 1:
+            vectors.append(sum(prod(piece.shape) for piece in pieces))
+        elif name in linears:
+            linear, layer, role = linears[name]
+            fp8 = (recipe.linear(layer, role, "train") is not None, recipe.linear(layer, role, "rollout") is not None)
+            matrices.append(Matrix(name, linear.sections, linear.in_size, fp8))
+        else:
+            matrices.append(Matrix(name, (pieces[0].shape[0],), pieces[0].shape[1]))
+    return Sizes(tuple(matrices), tuple(vectors))
+
+
+def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
+    """What `publish` and the backward pass leave: FP8 codes with scales, the same again `transposed` where training is
+    FP8, and BF16 values where a side reads them (in one process BF16 masters themselves)."""
+    alias = master_dtype == "bfloat16"
+    total = 0 if alias else 2 * sum(sizes.vectors)
+    for m in sizes.matrices:
+        if not all(m.fp8) and not (ranks == 1 and alias):
+            total += 2 * m.size
+        if any(m.fp8):
+            total += _codes(m) * (2 if m.fp8[0] and transposed else 1)
+    return total
+
+
+def _codes(m: Matrix) -> int:
+    blocks, groups = sum(-(-rows // BLOCK) for rows in m.sections), -(-m.width // BLOCK)
+    padded = BLOCK * groups * sum(m.sections)
+    gaps = any(rows % BLOCK for rows in m.sections[:-1])  # then the GEMM reads a copy with whole blocks
+    return padded + 4 * blocks * groups + (BLOCK * blocks * BLOCK * groups if gaps else 0)
+
+
+@lru_cache(maxsize=4096)
+def _rows(m: Matrix, ranks: int) -> int:
+    return shard(m.sections, World(0, ranks)).rows[0]
+
+
+def _tables(spec: ModelSpec) -> int:
+    """cos and sin of the rotary embedding, FP32."""
+    return 2 * 4 * spec.max_position * (spec.head_dim // 2)
+
+
+def _moments(elements: int, config: Config) -> int:
+    """Adam's two moments of a parameter."""
+    if config.train.optimizer_dtype != "8bit":
+        return 2 * elements * _BYTES[config.train.optimizer_dtype]
+    if elements < 4096 or elements % 256:
+        return 2 * elements * _BYTES[config.train.master_dtype]
+    return 2 * (elements + 4 * (elements // 256) + 4 * 256)
+
+
+def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
+    """Whole gradients next to the sum of the owned rows (`train/reduction.py`): of all matrices while a lane has
+    several micro-batches, and of the largest ones, which are on their way."""
+    train = config.train
+    if ranks == 1 and train.reduction == "fast":
+        return 0
+    whole = sorted((m.size for m in sizes.matrices), reverse=True)
+    flying = sum(whole[:IN_FLIGHT])
+    count = -(-_step_tokens(config) // (train.max_tokens_per_gpu * config.rl.updates_per_step))
+    lanes = ranks if train.reduction == "fast" else train.reduction_lanes or count
+    if count > lanes:  # with one lane a rank, whole gradients are given up as the owned sum grows
+        flying += sum(whole) if lanes > ranks else sum(whole) - sum(_rows(m, ranks) * m.width for m in sizes.matrices)
+    return _BYTES[train.grad_dtype] * flying
+
+
+def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tuple[int, int]:
+    """A reference policy and a critic of its own: bytes on the GPU and on the host."""
+    train, device, host = config.train, 0, 0
+    sizes = sizes_of(spec, recipe)
+    masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
+    if config.rl.kl_coef > 0:
+        device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
+    if config.rl.adv_estimator == "gae" and config.rl.critic != "shared":
+        body = _critic(spec, sizes)
+        owned = body.owned(ranks)
+        moments = sum(_moments(n, config) for n in owned)
+        device += _BYTES[train.master_dtype] * sum(owned) + _tables(spec)
+        device += published_on_gpu(body, train.master_dtype, ranks, keeps_transposed(config))
+        device += (0 if train.offload_optimizer else moments)
+        host += moments if train.offload_optimizer else 0
+    return device, host
+
+
+def _critic(spec: ModelSpec, sizes: Sizes) -> Sizes:
+    """The parameters of a critic of its own, from the policy's."""
+    head = Matrix("head.weight", (1,), spec.hidden_size)
+    return Sizes((*(m for m in sizes.matrices if m.name != "lm_head.weight"), head), sizes.vectors)
+
+
+def copies(config: Config) -> bool:
+    """Whether checkpoints are to be written beside the run, from a copy."""
+    return config.checkpoint.save_interval > 0 and config.checkpoint.background != "off"
+
+
+def checkpoint_bytes(config: Config, spec: ModelSpec, ranks: int) -> int:
+    """Masters and moments of rank 0, which has the most: what a checkpoint holds of it, and a copy of that takes."""
+    return sum(_BYTES[config.train.master_dtype] * n + _moments(n, config) for n in _trained(config, spec, ranks))
+
+
+def host_moments(config: Config, spec: ModelSpec, ranks: int) -> int:
+    """Bytes of moments that rank 0 keeps in host memory."""
+    return sum(_moments(n, config) for n in _trained(config, spec, ranks)) if config.train.offload_optimizer else 0
+
+
+def _trained(config: Config, spec: ModelSpec, ranks: int) -> list[int]:
+    """Elements of each parameter of the policy, and of a critic of its own, that rank 0 owns."""
+    sizes = sizes_of(spec, recipe_for(config, spec))
+    own_critic = config.rl.adv_estimator == "gae" and config.rl.critic != "shared"
+    return sizes.owned(ranks) + (_critic(spec, sizes).owned(ranks) if own_critic else [])
+
+
+def _step_tokens(config: Config) -> int:
+    """The most tokens that a step can train on."""
+    r = config.rollout
+    return r.prompts_per_step * r.group_size * (config.task.max_prompt_length + r.max_response_length)
+
+
+def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: int) -> tuple[int, int, int]:
+    """Bytes of the KV cache, how many sequences it has room for, and how many are to run at the same time."""
+    if config.rollout.engine != "jetrl":
+        return 0, 1, 1  # not known
+    page = config.rollout.page_size
+    assert page is not None, "resolve() has set it"
+    asked = list(_asked(config, ranks))
+    each = max(-(-tokens // page) for _, tokens in asked)
+    wanted = max(count for count, _ in asked)
+    need = max(count * -(-tokens // page) + count // page + 1 for count, tokens in asked)
+    size = page_bytes(spec, page, torch.bfloat16, recipe.kv_cache)
+    if config.rollout.kv_cache_tokens is not None:
+        pages = -(-config.rollout.kv_cache_tokens // page)
+    else:
+        more = page_bytes(spec, page, torch.bfloat16, build_recipe("bf16", spec.num_layers).kv_cache)
+        asked_of = size + (more // spec.num_layers if recipe.kv_cache.is_quantized else 0)
+        pages = min(need, max(0, int(CACHE_SHARE * max(0, free - SPARE)) // asked_of))
+    return pages * size, min(wanted, pages // each), wanted
+
+
+def _asked(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
+    """For rollouts and evaluations: sequences that one rank runs at the same time, and the tokens of the longest."""
+    r, prompt = config.rollout, config.task.max_prompt_length
+    whole = [(r.prompts_per_step * r.group_size, r.group_size, r.max_response_length)]
+    if config.eval.eval_interval:
+        samples, longest = config.eval.num_samples, config.eval.max_response_length or r.max_response_length
+        whole.append((config.task.num_eval * samples, samples, longest))
+    for number, group, response in whole:
+        count = min(number, r.max_num_seqs)
+        if ranks > 1 and number <= r.max_num_seqs * ranks:
+            count = max(map(len, shares([1.0] * number, group, r.max_num_seqs, ranks)[0]))
+        if config.environment.name is not None:  # the engine expects more conversations than have begun
+            count = r.max_num_seqs
+        yield count, prompt + response
+
+
+def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences: int) -> int:
+    """The most that an engine step makes and frees: a layer over its tokens, and logits of all that draw."""
+    r = config.rollout
+    assert r.max_tokens_per_step is not None, "resolve() has set it"
+    tokens = min(r.max_tokens_per_step, r.prompts_per_step * config.task.max_prompt_length + sequences)
+    d, f = spec.hidden_size, spec.intermediate_size
+    fp8 = recipe.name != "bf16"
+    layer = 4 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f))
+    rows = 0
+    if spec.experts is not None:
+        f = spec.experts.intermediate_size
+        rows = expert_rows(spec, tokens) * (2 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f)))
+    scratch = 4 * spec.num_kv_heads * spec.head_dim if recipe.kv_cache.is_quantized else 0
+    return max(tokens * layer, rows + 4 * tokens * d) + tokens * scratch + 2 * 4 * sequences * spec.vocab_size

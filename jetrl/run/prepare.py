@@ -1,0 +1,207 @@
+"""Everything of a run that needs no weights: what is wrong in a config, or missing on this machine, shows up here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from jetrl.chat.tokenizer import load_tokenizer
+from jetrl.config import Config
+from jetrl.environments.environment import TOOLS, Factory, load_environment
+from jetrl.environments.tools import tools_factory
+from jetrl.errors import UserError
+from jetrl.huggingface import read as hf
+from jetrl.huggingface.hub import model_folder
+from jetrl.kernels.dispatch import require_experts
+from jetrl.kernels.support import require
+from jetrl.precision.flow import require_unified
+from jetrl.precision.recipe import Recipe, build_recipe
+from jetrl.rewards.calls import names_of
+from jetrl.rewards.loading import import_reward, needs_answer
+from jetrl.run.engines import eos_ids, require_engine
+from jetrl.run.own_parts import load_own_parts
+from jetrl.spec import ModelSpec
+from jetrl.tasks.gold import required_reward
+from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, rows_of_epoch, sample
+from jetrl.train.routing import check_routing
+from jetrl.user_code.from_python import NOTHING, FromPython
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything of a run except its weights."""
+
+    tokenizer: Any
+    spec: ModelSpec
+    base_config: dict[str, Any] | None
+    recipe: Recipe
+    task: Task
+    reward: RewardFunction | None
+    environment: Factory | None
+    eos_ids: frozenset[int]  # the tokens that end a completion
+
+
+def prepare(
+    config: Config, *, trains: bool = True, samples: bool = True, own: FromPython = NOTHING
+) -> Prepared:
+    """Everything of `build` that needs no weights: what is wrong in a config or missing here shows up now.
+
+    Without `samples` no engine will be built, so that none has to be installed or to take the model. `own`:
+    what a program gave as objects.
+    """
+    require(config.kernels)
+    tokenizer, spec, base = load_spec(config)
+    check_lengths(config, spec)
+    check_experts(config, spec)
+    ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
+    if trains:  # a recipe may evaluate models of other kinds than it trains
+        check_routing(config.train, spec)
+        check_saved(config, spec)
+        load_own_parts(config)
+    recipe = recipe_of(config, spec)
+    if samples:
+        require_engine(config, spec, recipe)
+    if recipe.name != "fp8_rollout":
+        require_unified(spec, recipe)
+    named = import_reward(config.task, own)
+    task = build_task(
+        config.task, config.seed, tokenizer, config.environment.name, needs_answer=needs_answer(named),
+        hold_out=holds_out(config), own=own,
+    )
+    reward, environment = scoring(config, task, named, tokenizer, own)
+    if trains:
+        check_prompts(config, task, tokenizer, conversations=environment is not None)
+    return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends)
+
+
+def in_steps(config: Config, task: Task) -> Config:
+    """The config with the steps that `train.epochs` means for the rows of `task`; without epochs as it is.
+
+    Steps have `rollout.prompts_per_step` prompts, so the last one may go beyond the last epoch. UserError where
+    warm-ups are longer.
+    """
+    epochs, per_step, rows = config.train.epochs, config.rollout.prompts_per_step, rows_of_epoch(task)
+    if epochs is None:
+        return config
+    assert rows is not None, "the config allows epochs of data only"
+    steps = max(1, math.ceil(Fraction(str(epochs)) * rows / per_step))
+    told = f"train.epochs = {epochs:g} of {rows} rows are {steps} steps of {per_step} prompts"
+    if config.train.warmup_steps > steps:
+        raise UserError(f"{told}, but train.warmup_steps = {config.train.warmup_steps}. Lower it.")
+    if config.rl.critic_warmup_steps >= steps:
+        raise UserError(
+            f"{told}, but rl.critic_warmup_steps = {config.rl.critic_warmup_steps}, so the policy would never learn. "
+            "Lower it, or raise train.epochs."
+        )
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def epochs_told(config: Config, task: Task) -> str:
+    """One line on the steps of `train.epochs`, for a config that `in_steps` has made; empty without epochs."""
+    if config.train.epochs is None:
+        return ""
+    rows, steps, per_step = rows_of_epoch(task), config.train.steps, config.rollout.prompts_per_step
+    more = " (more where dynamic sampling refills)" if config.rl.dynamic_sampling == "refill" else ""
+    return f"train.epochs = {config.train.epochs:g} of {rows} rows: {steps} steps of {per_step} prompts{more}"
+
+
+def check_prompts(config: Config, task: Task, tokenizer: Any, conversations: bool) -> None:
+    """UserError, before a warm start, if there are too few held-out problems, or if a prompt of step 1 or of the
+    evaluations cannot be encoded or is too long. An environment makes its prompts itself."""
+    sample(task, tokenizer, 0, config.rollout.prompts_per_step, config, conversations)
+    if config.eval.eval_interval:
+        eval_prompts(task, tokenizer, config, conversations)
+
+
+def check_experts(config: Config, spec: ModelSpec) -> None:
+    """UserError if the model is a mixture of experts and the config's kernels cannot compute one."""
+    if spec.experts is not None:
+        require_experts(config.kernels)
+
+
+def check_saved(config: Config, spec: ModelSpec) -> None:
+    """Refuse `quant.saved_gate_up = "fp8"` for a model in which no layer has a dense MLP in FP8."""
+    q = config.quant
+    in_fp8 = range(q.num_first_layers_in_bf16, spec.num_layers - q.num_last_layers_in_bf16)
+    if q.saved_gate_up == "fp8" and set(in_fp8) <= set(spec.expert_layers):
+        raise UserError(
+            f'quant.saved_gate_up = "fp8" has no effect: no layer of this {spec.family} model has a dense MLP in FP8. '
+            "Remove it."
+        )
+
+
+def scoring(
+    config: Config, task: Task, named: RewardFunction | None, tokenizer: Any, given: FromPython = NOTHING
+) -> tuple[RewardFunction | None, Factory | None]:
+    """The reward function and the environment. An environment's own rewards count unless `task.reward` is set; tools
+    give none."""
+    if config.environment.name is None:
+        return with_signal(required_reward(task, named), config), None
+    if config.environment.name == TOOLS:
+        return with_signal(required_reward(task, named), config), tools_factory(config, tokenizer)
+    with_signal(named, config)
+    own = named if named is not None else task.reward
+    return named, load_environment(config.environment.name, config.environment.params, own, given)
+
+
+def with_signal(reward: RewardFunction | None, config: Config) -> RewardFunction | None:
+    """The reward, if it has the function that `rl.signal` names; UserError otherwise."""
+    signal, names = config.rl.signal, () if reward is None else names_of(reward)
+    if signal != "reward" and signal not in names:
+        known = ", ".join(map(repr, names)) or "none (only an environment gives rewards)"
+        raise UserError(
+            f'rl.signal = {signal!r}: no reward function has this name. Their names are: {known}. Or "reward", the '
+            "weighted sum."
+        )
+    return reward
+
+
+def load_spec(config: Config) -> tuple[Any, ModelSpec, dict[str, Any] | None]:
+    """Tokenizer, model shape and (for a model folder) its config.json; checked against each other."""
+    m, folder = config.model, model_source(config)
+    base = hf.read_config(folder) if folder is not None else None
+    if m.tokenizer is not None:
+        tokenizer = load_tokenizer(m.tokenizer, m.tokenizer_revision)
+    else:
+        assert folder is not None, "the config requires a tokenizer with model.arch"
+        tokenizer = hf.load_tokenizer_from(folder)
+    if folder is not None:
+        spec = hf.spec_from_folder(folder, base)
+    else:
+        spec = hf.spec_from_hf({"vocab_size": len(tokenizer)} | (m.arch or {}))
+    hf.check_vocab(tokenizer, spec)
+    return tokenizer, spec, base
+
+
+def spec_of(config: Config) -> ModelSpec:
+    """The model's shape alone; of a model folder it reads config.json, and no tokenizer."""
+    folder = model_source(config)
+    return hf.spec_from_folder(folder) if folder is not None else load_spec(config)[1]
+
+
+def model_source(config: Config, *, weights: bool = False) -> Path | None:
+    """The folder of `model.path`, from the hub where it is a name (without its weights unless asked); None: random."""
+    m = config.model
+    return model_folder(m.path, m.revision, weights=weights) if m.path is not None else None
+
+
+def check_lengths(config: Config, spec: ModelSpec) -> None:
+    """Refuse prompts and responses that the model has no positions for."""
+    longest = config.task.max_prompt_length + config.rollout.max_response_length
+    if longest > spec.max_position:
+        raise UserError(
+            f"task.max_prompt_length + rollout.max_response_length = {longest}, but the model has positions for "
+            f"{spec.max_position} tokens (max_position_embeddings). Lower one of the two."
+        )
+
+
+def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
+    """The precision recipe of a run."""
+    q = config.quant
+    return build_recipe(
+        config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
+    )

@@ -1,0 +1,292 @@
+"""The one builder: a resolved config becomes a `Session` with everything that a run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl.chat.prompts import decoded
+from jetrl.config import Config
+from jetrl.config.paths import absolute_paths
+from jetrl.environments.conversations import EnvironmentPool, build_pool
+from jetrl.errors import UserError
+from jetrl.huggingface import read as hf
+from jetrl.kernels.dispatch import DEVICE_OF, select
+from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.critic import Critic
+from jetrl.model.sharding import fill, own_rows, shard_like, shard_model
+from jetrl.model.transformer import Transformer
+from jetrl.parallel.agreement import by_each, together
+from jetrl.parallel.world import ALONE, World
+from jetrl.precision.flow import flow_digest
+from jetrl.precision.recipe import Recipe
+from jetrl.rollout.queue import Queues
+from jetrl.run.checkpoint.beside import Beside, beside
+from jetrl.run.compiling.ahead import Displays, compile_ahead
+from jetrl.run.engines import build_engine, check_engine, keep_cache
+from jetrl.run.evaluation import Evaluation
+from jetrl.run.prepare import Prepared, check_experts, in_steps, model_source, prepare
+from jetrl.spec import ModelSpec
+from jetrl.tasks.task import RewardFunction, Task
+from jetrl.train.optim import build_optimizer
+from jetrl.train.step import Learner
+from jetrl.types import Engine
+from jetrl.user_code.from_python import NOTHING, FromPython
+
+
+@dataclass(slots=True)
+class Session:
+    """What a run works with. Mutable: the loop counts steps and weight versions here."""
+
+    config: Config  # every path in it is absolute
+    tokenizer: Any
+    task: Task
+    reward: RewardFunction | None  # None: the environment gives the rewards
+    learner: Learner
+    engine: Engine
+    flow_digest: str
+    unified: bool
+    base_config: dict[str, Any] | None  # the model's own config.json, kept in what we save
+    generation_config: dict[str, Any] | None  # likewise
+    given: Config  # as the user wrote it, hub names with their commits
+    conversations: EnvironmentPool | None = None  # None: single answers
+    reference: Transformer | None = None
+    queues: Queues | None = None  # of the ranks' rollouts; None: one process
+    step: int = 0
+    weight_version: int = 0
+    num_prompts: int = 0  # taken from the task's training stream so far
+    initial_accuracy: float | None = None
+    first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
+    data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
+    own: FromPython = NOTHING  # what a program gave as objects
+    saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
+    beside: Beside = field(default_factory=Beside)  # the checkpoint that is being written
+    model_files: dict[str, bytes] | None = None  # of a saved model, without the tensors; made with the first checkpoint
+    texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
+    owes_evaluation: bool = False  # a signal ended this step's evaluation
+    held_out: Evaluation | None = None  # the last evaluation problem by problem, until it is recorded
+    before: dict[str, float] = field(default_factory=dict)  # metrics of the start, for the first row that is written
+
+    @property
+    def model(self) -> Transformer:
+        return self.learner.model
+
+    @property
+    def world(self) -> World:
+        return self.learner.world
+
+    def close(self) -> None:
+        """End what runs in the background: environments are closed, and an engine that has a `close`. A checkpoint that
+        is being written, which only an error or a signal leaves here, is given up."""
+        self.beside.abandon()
+        if self.conversations is not None:
+            self.conversations.shutdown()
+        if callable(close := getattr(self.engine, "close", None)):
+            close()
+
+    def engine_metrics(self, *, of_evaluation: bool = False) -> dict[str, float]:
+        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start.
+
+        Those of an evaluation have names of their own: it asks the same problems every time, and often greedily.
+        """
+        take = getattr(self.engine, "take_metrics", None)
+        taken: dict[str, float] = take() if callable(take) else {}
+        if of_evaluation:
+            return {f"in_eval/{key}": value for key, value in taken.items()}
+        before, self.before = self.before, {}
+        return before | taken
+
+    def check_settings(self, error: Exception) -> None:
+        """Reports an error caused by an environment that changed torch's settings as such."""
+        if self.conversations is not None and not isinstance(error, UserError):
+            try:
+                self.conversations.check_settings()
+            except UserError as cause:
+                raise cause from error
+
+    def take_held_out(self) -> Evaluation | None:
+        """The last evaluation problem by problem, once."""
+        taken, self.held_out = self.held_out, None
+        return taken
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens as the policy read it, special ones included."""
+        return decoded(self.tokenizer, tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, for the sample browser."""
+        text = self.texts.get(token)
+        if text is None:  # a tokenizer takes some microseconds
+            text = self.texts[token] = self.tokenizer.decode([token])
+        return text
+
+
+def build(
+    config: Config, *, weights: bool = True, evaluates: bool = False, world: World = ALONE,
+    displays: Displays | None = None, own: FromPython = NOTHING,
+) -> Session:
+    """Build model, optimizer, engine, task and reward from a resolved config. A collective of the run's `world`.
+
+    Without `weights` the model's weights are not read (nor downloaded): a checkpoint's follow. `evaluates`: the model
+    is only sampled from, and `model.path` is a folder on every rank's disk; there are no masters and no optimizer then,
+    and each rank reads all weights: it needs them whole. `displays`: shows how kernels are compiled ahead of need.
+    `own`: what a program gave as objects.
+    """
+    given = config
+    config, plan, before = begin(config, trains=not evaluates, world=world, displays=displays, own=own)
+    if not evaluates:
+        model = build_model(config, plan.spec, plan.recipe, weights=weights, world=world)
+        learner = build_learner(config, model, world)
+    else:
+        with together(world):
+            model = build_published(config, plan.spec, plan.recipe)
+        learner = Learner(model, None, world=world)
+    with together(world):
+        engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+        if not evaluates and config.device != "cpu":
+            gpu = torch.cuda.get_device_properties(model.head_weight.device)
+            keep_cache(engine, config, world.size, gpu.total_memory)
+    source = model_source(config)
+    return Session(
+        config=config, tokenizer=plan.tokenizer, task=plan.task, reward=plan.reward,
+        learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
+        unified=keeps_bits(config, engine), base_config=plan.base_config,
+        generation_config=hf.read_generation_config(source) if source is not None else None,
+        conversations=build_conversations(config, plan), given=given, before=before, own=own,
+        queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
+        beside=Beside() if evaluates else beside(config, plan.spec, world),
+    )
+
+
+def begin(
+    config: Config, *, trains: bool = True, samples: bool = True, world: World = ALONE,
+    displays: Displays | None = None, own: FromPython = NOTHING,
+) -> tuple[Config, Prepared, dict[str, float]]:
+    """What comes before a model: checks, the settings of the process, and kernels that are compiled ahead of need.
+
+    The config that is returned has absolute paths only; the numbers are metrics of the compilation. A collective.
+    """
+    if trains:
+        check_lanes(config, world)
+    check_engine(config, world)
+    config = absolute_paths(config)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.use_deterministic_algorithms(True)
+    # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    plan = by_each(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    if trains:
+        config = in_steps(config, plan.task)
+    # before the model: workers need memory of the GPU
+    return config, plan, compile_ahead(config, plan.spec, world, displays, trains=trains)
+
+
+def check_lanes(config: Config, world: World) -> None:
+    """Refuse fewer lanes of gradients than ranks: some would have no work in any update."""
+    lanes = config.train.reduction_lanes
+    if lanes is not None and lanes < world.size:
+        raise UserError(
+            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {world.size}. Set it to at "
+            f"least {world.size}, best to a multiple of the numbers of ranks that are to give the same bits."
+        )
+
+
+def build_conversations(config: Config, plan: Prepared) -> EnvironmentPool | None:
+    """The environments of a run; None for single answers."""
+    if plan.environment is None:
+        return None
+    e = config.environment
+    return build_pool(plan.environment, plan.tokenizer, config.task, timeout=e.timeout, max_concurrent=e.max_concurrent)
+
+
+def build_learner(config: Config, model: Transformer, world: World = ALONE) -> Learner:
+    """Optimizer and, for PPO, the critic: with an optimizer of its own, or a value head in the policy's.
+
+    The model is cut for `world` already (`build_model`); a critic is cut as its policy is.
+    """
+    if config.rl.adv_estimator != "gae":
+        return Learner(model, build_optimizer(model.named_parameters(), config.train), world=world)
+    shared = config.rl.critic == "shared"
+    critic = Critic(model, shared)
+    accumulate_in(critic, getattr(torch, config.train.grad_dtype))
+    named = [(f"critic.{name}", p) for name, p in critic.named_parameters()]
+    if shared:
+        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic, world=world)
+    settings = config.train.model_copy(update={"lr": config.rl.critic_lr})
+    policy_optimizer = build_optimizer(model.named_parameters(), config.train)
+    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings), world)
+
+
+def keeps_bits(config: Config, engine: Engine) -> bool:
+    """Whether the learner's log-probs are the sampler's, bit for bit: the engine must promise it, and so must the flow
+    (not across two precisions, nor with cuBLASLt)."""
+    flow = config.precision != "fp8_rollout" and (config.precision, config.kernels) != ("fp8", "hopper_scaled_mm")
+    return flow and engine.keeps_bits
+
+
+def build_model(
+    config: Config, spec: ModelSpec, recipe: Recipe, *, weights: bool = True, world: World = ALONE
+) -> Transformer:
+    """The policy with its initial weights, published. Without `weights` they are zeros: the caller loads others.
+
+    Each rank makes its own rows, on the device, one parameter after the other. A collective.
+    """
+    device = torch.device(config.device)
+    assert DEVICE_OF[config.kernels] == device.type, "resolve() pairs devices with kernels"
+    select(config.kernels)
+    with torch.device("meta"):
+        model = Transformer(
+            spec, recipe, master_dtype=getattr(torch, config.train.master_dtype),
+            activation_checkpointing=config.train.activation_checkpointing,
+            lean_backward=config.train.lean_backward,
+        )
+    shard_model(model, world)
+    source = by_each(world, lambda: model_source(config, weights=True)) if weights else None
+    with together(world):
+        if source is not None:
+            load_weights(model, source, device)
+        elif weights:
+            fill(model, model.random_values(config.model.init_seed), device)
+        else:
+            fill(model, ((name, torch.zeros(p.shape, device=device)) for name, p in model.named_parameters()), device)
+    model.to(device).publish()
+    accumulate_in(model, getattr(torch, config.train.grad_dtype))
+    return model
+
+
+def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transformer:
+    """Only the policy's published weights, with the bits of `build_model`: for uses that train nothing.
+
+    Weights are read, published and dropped one by one; what stays is FP8 codes with scales and the parts in BF16.
+    """
+    assert DEVICE_OF[config.kernels] == torch.device(config.device).type, "resolve() pairs devices with kernels"
+    select(config.kernels)
+    check_experts(config, spec)
+    source = model_source(config, weights=True)
+    # checked before a model that may be far larger than its weights is built
+    values = None if source is None else hf.parameters_of(source, spec)
+    model = Transformer(spec, recipe, master_dtype=None).to(config.device)
+    return model.init_random(config.model.init_seed) if values is None else model.publish_values(values)
+
+
+def load_weights(model: Transformer, folder: str | Path, device: torch.device | None = None) -> None:
+    """Fill the master weights from a Hugging Face folder, of which a rank reads its own rows, one parameter at a time.
+
+    `device`: of parameters that are on the meta device until now.
+    """
+    fill(model, hf.parameters_of(folder, model.spec, own_rows(model)), device)
+
+
+def reference_of(model: Transformer) -> Transformer:
+    """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
+    device = model.head_weight.device
+    with torch.device("meta"):
+        copy = Transformer(model.spec, model.recipe, master_dtype=model.head_weight.dtype)
+    shard_like(copy, model)
+    fill(copy, model.named_parameters(), device)
+    return copy.to(device).requires_grad_(False).publish()

@@ -1,0 +1,219 @@
+"""The warm start: supervised training on a task's worked solutions (`jetrl sft`), cached by what determines it.
+
+It runs in BF16 whatever the run's precision is, so that `jetrl compare` starts all flows from the same weights. All
+ranks train it, each with its rows of masters and moments. Gradients are added in one order for any number of ranks
+(`train/reduction.py`, fixed), and so the weights do not depend on that number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl import __version__
+from jetrl.chat.messages import TurnEncoder, encode_solution
+from jetrl.config import Config
+from jetrl.config.load import by_full_key
+from jetrl.environments.tools import with_tools
+from jetrl.errors import UserError
+from jetrl.model.sharding import digest, fill, parts_of, shard_model
+from jetrl.model.transformer import Transformer
+from jetrl.parallel.agreement import by_first, common, together
+from jetrl.parallel.world import ALONE, World
+from jetrl.precision.recipe import build_recipe
+from jetrl.rl.losses import Stats
+from jetrl.run.checkpoint import store
+from jetrl.run.engines import eos_ids
+from jetrl.run.prepare import model_source
+from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
+from jetrl.train.optim import build_optimizer, schedule_factor
+from jetrl.train.packing import denominators, pack_in_order
+from jetrl.train.reduction import own_numbers
+from jetrl.train.routing import LOSSES, Routing
+from jetrl.train.step import forward_rows
+from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
+from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
+
+_READ = {  # next to the sections sft and task
+    "seed", "model.tokenizer", "model.tokenizer_revision", "rollout.stop", "train.max_tokens_per_gpu",
+    "train.max_grad_norm", "train.weight_decay", "train.adam_betas", "train.adam_eps", *(f"train.{k}" for k in LOSSES),
+}
+_SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
+
+
+def cache_path(
+    config: Config, model: Transformer, world: World = ALONE, given: Mapping[str, str] | None = None
+) -> Path:
+    """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task
+    and the settings. The initial weights are the masters: the same in every precision flow. `given`: digests of
+    rows that a program gave, by key. Collective."""
+    files = {key: (given or {}).get(f"task.{key}") for key in ("train_file", "eval_file")}
+    settings = made_of(config) | {
+        "version": __version__, "start": digest(model, world),
+        "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v},
+        "data": files["train_file"] or _file_hash(config.task.train_file),
+        "held out": files["eval_file"] or _file_hash(config.task.eval_file),  # its prompts are not trained on
+        "threads": torch.get_num_threads(), "device": model.head_weight.device.type,
+        "turns end": "as the chat template ends them",  # once: with the tokenizer's end of sequence
+    }
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return Path(config.sft.cache_dir).expanduser() / key
+
+
+def made_of(config: Config) -> dict[str, Any]:
+    """The settings that a warm start reads, by full key: `cache_path` has their values."""
+    unread = {"sft.cache_dir", "task.reward_calls", "task.reward", "task.reward_weights"}
+    if not num_eval_shapes_training(config):
+        unread |= {"task.num_eval"}
+    kept = {
+        key: value for key, value in by_full_key(config).items()
+        if key in _READ or (key.partition(".")[0] in ("sft", "task") and key not in unread)
+    }
+    # where nothing is held out, it may train on every row
+    return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
+
+
+def starts_from(config: Config) -> dict[str, Any]:
+    """The settings behind what `cache_path` has as found: the first weights, the device and the number of threads."""
+    return {
+        key: value for key, value in by_full_key(config).items()
+        if key in ("device", "num_threads", "train.master_dtype") or key.startswith("model.")
+    }
+
+
+def warm_start(
+    model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
+    tell: Callable[[str], None], world: World = ALONE, given: Mapping[str, str] | None = None,
+) -> Path:
+    """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`;
+    `given` as in `cache_path`.
+
+    The model is cut for `world`; each rank trains, writes and reads its rows. A collective.
+    """
+    with together(world):
+        config = with_tools(config)
+    path = world.share(cache_path(config, model, world, given))
+    if by_first(world, path.is_dir):
+        if world.first:
+            tell(f"warm start loaded from {path}")
+        with together(world):
+            if not path.is_dir():
+                raise UserError(
+                    f"The warm start {path} is not on this machine. Set sft.cache_dir to a folder that all share."
+                )
+        store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
+    else:
+        if world.first:
+            tell(f"no cached warm start for this model, task, seed and [sft] in {path.parent}: training one now")
+        with together(world):
+            require_writable(path.parent)
+        student = train_sft(model, config, task, tokenizer, progress, world)
+        fill(model, student.named_parameters())
+        store.seal(path, parts_of(model), world, mark=f"_{world.share(os.getpid())}")
+    model.publish()
+    return path
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder of warm starts and a folder in it, as its end will. UserError before the work, not behind it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
+    except OSError as error:
+        raise UserError(
+            f"The warm start cannot be kept in sft.cache_dir = {folder}: {error.strerror or error}. Set sft.cache_dir "
+            "to a folder that can be written to."
+        ) from error
+
+
+def _file_hash(file: str | None) -> str | None:
+    """What the solutions are read from, as far as the config names a file; data of the hub are bound to a commit."""
+    return store.sha256(Path(file)) if file is not None else None
+
+
+def train_sft(
+    model: Transformer, config: Config, task: Task, tokenizer: Any, progress: Callable[[int, float], None],
+    world: World = ALONE,
+) -> Transformer:
+    """Minimise the mean negative log-prob of the solutions' policy tokens, from the masters of `model`; returns a model
+    with the trained masters, FP32, cut as that one. Collective."""
+    sft, device = config.sft, model.head_weight.device
+    with torch.device("meta"):
+        student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
+    shard_model(student, world)
+    fill(student, model.named_parameters(), device)
+    student.to(device).publish()
+    fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
+    settings = config.train.model_copy(update={"lr": sft.lr} | fp32)
+    solved = SolutionEncoder.of(config, tokenizer, model.spec.vocab_size)
+    optimizer = build_optimizer(student.named_parameters(), settings)
+    for step in range(1, sft.steps + 1):
+        with together(world):
+            batch = _batch(step, config, task, solved, world)
+        factor = schedule_factor(step - 1, steps=sft.steps, schedule=sft.lr_schedule, warmup_steps=sft.warmup_steps)
+
+        shares = denominators(batch, config.rollout.max_response_length)
+        routing = Routing(student, config.train, shares)
+
+        def loss_of(micro: MicroBatch, routing: Routing = routing) -> tuple[Tensor, Stats]:
+            rows = forward_rows(student, micro, 1.0, routes := routing.routes())
+            loss = -rows.logprobs.sum() / routing.shares.num_loss_tokens
+            return routing.add_to(loss, {}, routes, rows.index, micro.sequence_ids)
+
+        try:
+            stats = optimizer_step(
+                list(student.parameters()), optimizer, batch, loss_of, lr=sft.lr * factor,
+                max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
+            )
+        except NonFiniteError as error:
+            advice = "Lower sft.lr, or set sft.warmup_steps."
+            if step == 1:
+                advice = not_by_an_update(config, False, [f"train.{key}" for key in LOSSES])
+            raise common(UserError(f"The warm start stops at step {step}: {error}. {advice}")) from error
+        student.publish()
+        progress(step, stats["loss"])
+    return student
+
+
+def _batch(step: int, config: Config, task: Task, solved: SolutionEncoder, world: World) -> PackedBatch:
+    """The solutions of one step, of which each rank packs its micro-batches."""
+    sft, first = config.sft, (step - 1) * config.sft.batch_size
+    index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
+    return pack_in_order([solved.trajectory(task.problem(i)) for i in index],
+                         config.train.max_tokens_per_gpu, own_numbers(world, "fixed"))
+
+
+@dataclass(frozen=True, slots=True)
+class SolutionEncoder:
+    """Makes trajectories of worked solutions, with the tokens that end a turn of this run."""
+
+    config: Config
+    turns: TurnEncoder
+    eos_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> SolutionEncoder:
+        """That of a run. UserError for token ids that the model does not have."""
+        ends = eos_ids(tokenizer, model_source(config), vocab_size)
+        return cls(config, TurnEncoder(tokenizer, config.task), ends)
+
+    def trajectory(self, problem: Problem) -> Trajectory:
+        """Prompt and worked solution as a trajectory, token for token what a rollout would hold."""
+        if problem.solution is None:
+            raise UserError(
+                f"The warm start needs worked solutions, and problem {problem.id} has none. Set sft.steps = 0, or give "
+                "a `solution` column."
+            )
+        tokens = encode_problem(problem, self.turns.tokenizer, self.config.task)
+        parts = encode_solution(problem, self.turns, self.config.rollout.stop, self.eos_ids)
+        segments = [Segment(author, own, "") for author, own in (("environment", tuple(tokens)), *parts)]
+        return Trajectory(tuple(segments), "stop", 0, "")

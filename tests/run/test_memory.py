@@ -1,0 +1,225 @@
+"""The prediction of memory against measured peaks, against a small model counted by hand, and where it must move."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl.config import Config, load_config
+from jetrl.config.shipped import find_recipe
+from jetrl.precision.blocks.mlp import MLP
+from jetrl.run.fit import activations, memory
+from jetrl.run.fit.advice import GPUS, on_gpu
+from jetrl.run.fit.memory import GIB, GRAPHS, MARGIN, SPARE, WORKSPACE, Memory, predict
+from jetrl.spec import SHAPES, ExpertSpec, ModelSpec, RopeSpec
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H200 = GPUS["h200"]
+SMALL = ModelSpec(
+    family="qwen3", vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=64, rms_norm_eps=1e-6, rope=RopeSpec(1e6), max_position=4096, tie_embeddings=True, qkv_bias=False,
+    qk_norm=True,
+)
+
+
+def config_of(*overrides: str, recipe: str = "gsm8k_qwen3_8b") -> Config:
+    return on_gpu(load_config(find_recipe(recipe), overrides))
+
+
+def of(spec: ModelSpec, *overrides: str, ranks: int = 1, capacity: int = H200) -> Memory:
+    return predict(config_of(*overrides), spec, ranks, capacity)
+
+
+def of_before(config: Config, spec: ModelSpec) -> tuple[float, float]:
+    """GiB in the update and in the rollout, of the code that the stored peaks were measured with.
+
+    It had `lean_backward` off, and kept more: the BF16 values of FP8 linears with FP32 masters, codes of the inputs of
+    qkv, gate_up and o, and 2 GB of logits.
+    """
+    lean = config.model_copy(update={"train": config.train.model_copy(update={"lean_backward": False})})
+    now, fp8 = predict(lean, spec, 1, H200), config.precision == "fp8"
+    sizes = memory.sizes_of(spec, memory.recipe_for(config, spec))
+    copies = 2 * sum(m.size for m in sizes.matrices if all(m.fp8)) if config.train.master_dtype == "float32" else 0
+    codes = (2 * spec.hidden_size + spec.num_heads * spec.head_dim) * 33 / 32 * spec.num_layers if fp8 else 0
+    if config.train.activation_checkpointing:
+        codes /= spec.num_layers
+    rows = [n // spec.vocab_size // 128 * 128 for n in (activations.LOGITS, activations.FORWARD_LOGITS)]
+    logits = 4 * spec.vocab_size * (min(now.tokens, rows[0]) - rows[1])
+    return (now.update + copies + now.tokens * codes + logits) / GIB, (now.rollout + copies) / GIB
+
+
+def recipe_rows(several: bool) -> list[dict[str, Any]]:
+    """The recipes measured on one GPU, or on several."""
+    rows = json.loads((RESULTS / "recipes_on_random.json").read_text())["rows"]
+    return [row for row in rows if (row.get("ranks", 1) > 1) == several]
+
+
+@pytest.mark.parametrize("row", recipe_rows(several=True), ids=lambda row: row["recipe"])
+def test_peaks_of_the_recipes_for_several_gpus(row: dict[str, Any]) -> None:
+    """Predicted before the run, as now; measured, a few percent less."""
+    overrides = [f"rollout.prompts_per_step={row['prompts']}", f"rollout.max_response_length={row['response']}"]
+    config = config_of(*overrides, "task.num_eval=16", recipe=row["recipe"])
+    predicted = predict(config, SHAPES["qwen3-30b-a3b"], row["ranks"], H200)
+    assert predicted.peak / GIB == pytest.approx(row["predicted GiB"], rel=0.01)
+    assert predicted.host / GIB == pytest.approx(row["predicted host GiB"], rel=0.01)
+    assert 0.95 < row["peak GiB"] / row["predicted GiB"] <= 1.0 and row["host GiB"] / row["predicted host GiB"] < 1.05
+
+
+@pytest.mark.parametrize("row", recipe_rows(several=False), ids=lambda row: row["recipe"])
+def test_peaks_of_the_recipes_within_five_percent(row: dict[str, Any]) -> None:
+    name, response = row["recipe"], row["response"]
+    overrides = [f"rollout.prompts_per_step={row['prompts']}", f"rollout.max_response_length={response}"]
+    overrides += ["task.num_eval=16", "rollout.keep_kv_cache=never"]  # most were measured so: the cache was freed
+    overrides += ["rl.overlong_buffer_len=1024"] if name.startswith("dapo") else []
+    spec = SHAPES["qwen3-" + name.rpartition("_")[2]]
+    assert max(of_before(config_of(*overrides, recipe=name), spec)) == pytest.approx(row["peak GiB"], rel=0.05)
+
+
+def piece(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / "table.json").read_text())["pieces"][name]["rows"][0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_measured_updates_and_what_is_held_between_them_within_three_percent(precision: str) -> None:
+    """`bench_step.py`: BF16 masters and moments on the GPU, FP32 gradients, micro-batches of one sequence."""
+    overrides = ["train.master_dtype=bfloat16", "train.offload_optimizer=false", f"precision={precision}"]
+    overrides += ["quant.kv_cache=bf16"] if precision == "fp8" else []
+    spec = SHAPES["qwen3-8b"]
+    update, whole = piece(f"update {precision}"), piece(f"whole {precision}")
+    overrides += ["train.lean_backward=false", "rollout.keep_kv_cache=never"]  # as measured
+    config = config_of(*overrides, f"train.max_tokens_per_gpu={update['length']}")
+    assert of_before(config, spec)[0] == pytest.approx(update["update peak GiB"], rel=0.03)
+    now = predict(config, spec, 1, H200)
+    held = now.resident + now.gradients
+    assert held / GIB == pytest.approx(update["optimizer peak GiB"], rel=0.01)
+    sizes = ["train.max_tokens_per_gpu=4608", "rollout.prompts_per_step=8", "rollout.max_response_length=4096",
+             "eval.eval_interval=0"]
+    in_update, in_rollout = of_before(config_of(*overrides, *sizes), spec)
+    assert in_update == pytest.approx(whole["whole update peak GiB"], rel=0.03)
+    assert in_rollout == pytest.approx(whole["whole rollout peak GiB"], rel=0.05)
+
+
+def test_a_small_model_by_hand() -> None:
+    """SMALL: per layer qkv [512, 256], o [256, 256], gate_up [1024, 256], down [256, 512]; embedding [1024, 256]."""
+    layer = 512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512
+    vectors = 2 * (2 * 256 + 2 * 64) + 256
+    total = 1024 * 256 + 2 * layer + vectors
+    memory = of(SMALL, "train.optimizer_dtype=float32", "train.offload_optimizer=false")
+    assert (memory.masters, memory.gradients, memory.moments) == (4 * total, 4 * total, 8 * total)
+    blocks = 2 * layer // (128 * 128)
+    plain = 1024 * 256 + vectors
+    assert memory.published == 2 * plain + 2 * layer + 4 * blocks, "no BF16 of FP8 linears"
+    fast = of(SMALL, "train.lean_backward=false")
+    assert fast.published == memory.published + 2 * layer + 4 * blocks, "codes with scales in two orders"
+    assert fast.activations == memory.activations + 2 * 2 * 512 * 8192, "q, k and v"
+    two = of(SMALL, ranks=2)  # all matrices divide evenly into blocks of 128 rows
+    own = (1024 * 256 + 2 * layer) // 2 + vectors
+    assert (two.masters, two.moments, two.host) == (4 * own, 0, 2 * 2 * own)
+    assert two.published == memory.published
+    flying = 1024 * 256 + 2 * 1024 * 256 + 512 * 256
+    matrices = 1024 * 256 + 2 * layer
+    assert (two.gradients, two.in_flight) == (4 * own, 4 * (flying + matrices // 2)), "fast: whole gradients"
+    light = of(SMALL, "train.reduction=fixed", ranks=2)
+    assert (light.gradients, light.in_flight) == (4 * own, 4 * flying)
+    lanes = of(SMALL, "train.reduction=fixed", "train.reduction_lanes=8", ranks=2)
+    assert (lanes.gradients, lanes.in_flight) == (4 * own, 4 * (flying + matrices))
+    saved = 2 * (4 * 256 + 4 + 2 * 512 + 2 * 256 + 16 + 4 + 4 * 512) + 264 - 4  # the first norm adds nothing
+    assert memory.activations == memory.tokens * (saved + 10 * 256) and memory.tokens == 8192
+    assert memory.passing == 8192 * (4 * 256 + 10 * 512), "more than 6 bytes for each of 8192 x 1024 logits"
+    update = 16 * total + memory.published + memory.tables + memory.activations + memory.passing + WORKSPACE
+    assert memory.update == update + memory.cache + GRAPHS, "there is room for the cache, so it is kept"
+    assert of(SMALL, "train.optimizer_dtype=float32", "train.offload_optimizer=false",
+              "rollout.keep_kv_cache=never").update == update
+    assert memory.tables == 2 * 4096 * 32 * 4
+
+
+def test_what_settings_and_ranks_change() -> None:
+    spec = SHAPES["qwen3-8b"]
+    base = of(spec)
+    chunk = 3456 * 151936  # logits in FP32; of all rows what the backward pass needs of them, in BF16
+    assert base.passing == 4 * 768 * 151936 + 2 * 8192 * 151936
+    assert of(spec, "train.max_tokens_per_gpu=3072").passing == (4 * 768 + 2 * 3072) * 151936
+    assert of(spec, "train.max_tokens_per_gpu=12000").passing == 6 * chunk + (5 << 29) // (2 * 151936) * 2 * 151936
+    assert of(spec, "rl.entropy_coef=0.01").passing == 6 * chunk, "logits are made again"
+    assert of(spec, "train.activation_checkpointing=true").activations < base.activations / 4.9
+    assert of(spec, "train.reduction=fixed").in_flight > base.in_flight == 0
+    shared = of(spec, ranks=2)
+    assert 2 * shared.masters == pytest.approx(base.masters, rel=1e-3) and shared.published == base.published
+    assert of(spec, "rl.kl_coef=0.1").others == pytest.approx(base.masters + base.published, rel=0.3)
+    critic = ["rl.algo=ppo", "rl.critic=separate"]
+    assert of(spec, *critic).others > base.masters and of(spec, *critic).host > 1.8 * base.host
+    eight = of(spec, "train.optimizer_dtype=8bit", "train.offload_optimizer=false")
+    assert eight.moments == pytest.approx(base.masters / 2, rel=0.02) and eight.host == 0
+    assert of(spec, "train.grad_dtype=bfloat16", "train.master_dtype=bfloat16").passing > base.passing, "FP32 lm_head"
+    assert of(spec, "precision=bf16").cache > 1.9 * base.cache
+
+
+def test_a_cache_is_kept_where_the_update_leaves_room() -> None:
+    spec, never, fixed = SHAPES["qwen3-8b"], "rollout.keep_kv_cache=never", "rollout.kv_cache_tokens=100000"
+    without = of(spec, fixed, never)
+    assert without.kept_cache == 0 and without.cache > 6 * GIB
+    margin = int((1 + MARGIN) * without.update) - without.update
+    just = without.update + margin + without.cache + GRAPHS + SPARE
+    kept, short = of(spec, fixed, capacity=just), of(spec, fixed, capacity=just - 1)
+    assert kept.kept_cache == kept.keep == without.cache and kept.update == just - SPARE - margin and kept.fits(just)
+    assert short.kept_cache == 0 and short.update == without.update
+    tight = just - margin - 1
+    always = of(spec, fixed, "rollout.keep_kv_cache=always", capacity=tight)
+    assert always.kept_cache == without.cache and not always.fits(tight)
+
+
+def test_a_cache_takes_what_is_left() -> None:
+    memory = of(SHAPES["qwen3-8b"], "train.max_tokens_per_gpu=2048", "train.lean_backward=false", capacity=80 * GIB)
+    assert 0 < memory.sequences < memory.wanted == 256
+    assert memory.cache < 0.8 * (80 * GIB - memory.resident)
+    assert of(SHAPES["qwen3-32b"], capacity=GPUS["h100"]).sequences == 0
+    odd = replace(SMALL, hidden_size=200, intermediate_size=300)
+    assert of(odd).published > of(SMALL).published / 2, "sizes that end within a block are padded"
+
+
+def test_experts_by_hand() -> None:
+    """A router and two matrices of all experts; each token's rows twice, padded to tiles of 128."""
+    experts = ExpertSpec(count=4, per_token=2, intermediate_size=128, normalized=True)
+    spec = replace(SMALL, family="qwen3_moe", experts=experts)
+    recipe = memory.recipe_for(config_of("precision=fp8"), spec)
+    sizes = {m.name: m for m in memory.sizes_of(spec, recipe).matrices}
+    assert sizes["layers.0.mlp.gate_up.weight"].size == 4 * 2 * 128 * 256
+    assert sizes["layers.0.mlp.router.weight"].fp8 == (False, False)
+    assert activations.expert_rows(spec, 1000) == 2432, "2000 choices and 4 x 127, in whole tiles"
+    assert activations.expert_rows(spec, 1) == 256 and activations.expert_rows(SMALL, 1000) == 0
+    dense, mixed = (activations.saved_of_layer.__wrapped__(s, recipe, 0, True, 1000) for s in (SMALL, spec))
+    row = 4 * 128 + 2 * 256 + 4  # what both linears read is made again
+    of_mlp = 4 + 4 * 512  # SwiGLU's output is made again
+    assert mixed - dense == pytest.approx(2 * 256 + 4 * 4 + 20 * 2 + row * 2.432 - of_mlp)
+    plain = memory.recipe_for(config_of("precision=bf16"), spec)
+    dense, mixed = (activations.saved_of_layer.__wrapped__(s, plain, 0, True, 1000) for s in (SMALL, spec))
+    row, of_mlp = 512 + 4 * 128 + 256 + 2 * 256 + 4, 512 + 4 * 512 + 1024
+    assert mixed - dense == pytest.approx(2 * 256 + 4 * 4 + 20 * 2 + row * 2.432 - of_mlp)
+    assert of(spec).passing >= of(replace(spec, experts=None, family="qwen3")).passing
+
+
+def test_the_recipe_of_the_large_mixture_fits_two_h200() -> None:
+    """And its head comment says what is predicted."""
+    name = "gsm8k_qwen3_30b_a3b"
+    predicted = predict(config_of(recipe=name), SHAPES["qwen3-30b-a3b"], 2, H200)
+    assert predicted.fits(H200) and predicted.sequences == predicted.wanted == 512
+    peak, host = round(predicted.peak / GIB), round(predicted.host / GIB)
+    told = f"Memory: {peak} GiB of each GPU at the peak, and {host} GiB of host memory"
+    assert told in find_recipe(name).read_text()
+    wider = config_of("train.master_dtype=float32", "train.grad_dtype=float32", recipe=name)
+    assert not predict(wider, SHAPES["qwen3-30b-a3b"], 2, H200).fits(H200)
+    assert predict(wider, SHAPES["qwen3-30b-a3b"], 4, H200).fits(H200), "as the comment says"
+
+
+def test_a_block_from_outside_counts_by_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Squared(MLP):
+        kind = "squared"
+
+    monkeypatch.setattr(activations, "blocks_of", lambda spec, layer: (Squared(),))
+    recipe = memory.recipe_for(config_of("precision=fp8"), SMALL)
+    saved = activations.saved_of_layer.__wrapped__(SMALL, recipe, 0)
+    assert saved == 2 * 256 + (264 + 2 * 1024) + (528 + 2 * 256)

@@ -466,6 +466,10 @@ def test_eval_equals_the_last_evaluation_of_the_run(jetrl: Cli, finished: Path, 
     assert status == 0, err
     value = float(re.search(r"eval/addition/avg@1\s+([0-9.]+)", out).group(1))
     assert value == pytest.approx(numbers(finished)[-1]["eval/addition/avg@1"], abs=1e-4)
+    assert "rl.signal" not in out, "the reward, as usual"
+    two = 'task.reward=["jetrl.rewards.text:exact_match", "jetrl.rewards.text:last_integer"]'
+    status, out, err = jetrl("eval", finished, two, "rl.signal=exact_match", "task.num_eval=2")
+    assert status == 0 and "avg@k and pass@k are those of rl.signal = 'exact_match'" in out, err
 
 
 def test_export_gives_transformers_the_same_greedy_tokens(jetrl: Cli, finished: Path, tmp_path: Path) -> None:

@@ -210,3 +210,22 @@ def test_a_mistake_in_a_step_saves_the_steps_before(tmp_path: Path) -> None:
     assert newest is not None and newest.name == "step_000002"
     rows = numbers(tiny_run(tmp_path, late | {"checkpoint.resume": "auto"}))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+
+
+def test_refill_takes_the_place_of_groups_outside_the_loss(tmp_path: Path) -> None:
+    """Most answers are cut off: a step learns from as many groups as it wants, each with an answer in the loss."""
+    (tmp_path / "mine.py").write_text(
+        "def digits(completions, **_):\n    return [sum(map(ord, c)) % 11 / 10 for c in completions]\n"
+    )
+    short = {
+        "rl.dynamic_sampling": "refill", "rl.mask_truncated": True, "rl.max_refill_rounds": 20, "train.steps": 1,
+        "task.reward": f"{tmp_path}/mine.py:digits", "task.params": {"digits": [2], "check_gold": False},
+        "rollout.max_response_length": 2, "eval.eval_interval": 0,
+    }
+    run_dir = tiny_run(tmp_path, short)
+    row, rows = numbers(run_dir)[1], [one for one in read_samples(run_dir) if one["step"] == 1]
+    learnt = {one["group"] for one in rows if one["advantage"] is not None}
+    assert row["rollout/refill_rounds"] > 1 and row["response_length/frac_truncated"] > 0.5
+    assert len(learnt) == 4, "rollout.prompts_per_step"
+    dropped = {one["group"] for one in rows} - learnt
+    assert row["reward/num_groups_dropped"] == len(dropped)

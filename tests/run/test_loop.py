@@ -14,6 +14,7 @@ from tiny import ARCH, numbers, saved, tiny_run, weights_hash
 from jetrl.errors import UserError
 from jetrl.kernels.attention import ops as attention
 from jetrl.report.recorder import read_samples
+from jetrl.run import loop
 from jetrl.run.checkpoint import store
 from jetrl.train import reduction
 
@@ -275,3 +276,21 @@ def test_masked_sequences_that_count_make_a_smaller_update(tmp_path: Path) -> No
     assert 0 < share < 1 and rows["drop"]["reward/mean"] == rows["count"]["reward/mean"]
     assert rows["count"]["policy/loss"] == pytest.approx(share * rows["drop"]["policy/loss"], rel=1e-5)
     assert rows["count"]["policy/grad_norm"] == pytest.approx(share * rows["drop"]["policy/grad_norm"], rel=1e-4)
+
+
+def test_hints_name_the_step_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an update tells, and what is told once its step is done."""
+    usual = loop.update
+
+    def telling(learner: Any, batches: Any, config: Any, step: int, tell: Any) -> dict[str, float]:
+        tell("a telling update", "of this step")
+        return usual(learner, batches, config, step, tell)
+
+    monkeypatch.setattr(loop, "update", telling)
+    rejecting = {"rl.rollout_rs": "token", "rl.rollout_rs_threshold": 1.0000001, "precision": "fp8_rollout"}
+    tiny_run(tmp_path, rejecting | {"train.steps": 1, "eval.eval_interval": 0})
+    out = " ".join(capsys.readouterr().out.split())
+    assert "step 1: a telling update: of this step" in out
+    assert "step 1: nothing was learned: the corrections for the gap" in out and "every token out of the loss" in out

@@ -3,7 +3,7 @@
 A preset names only the keys whose value differs from the field's default; whatever the user sets wins over it. An
 algorithm has no code of its own: each of its parts is a key, so a mixture of two papers is a recipe, not a patch.
 
-`IGNORED` and `REQUIRED` say which keys have no effect with which choice, and which choices do not go together.
+Which keys have no effect with which choice, and which choices do not go together, stands at the keys (`config/rl.py`).
 """
 
 from __future__ import annotations
@@ -39,26 +39,6 @@ class Preset:
     paper: str  # arXiv number
     values: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """`keys` have no effect while `switch` has one of the values `off`. All are keys of `[rl]`."""
-
-    keys: tuple[str, ...]
-    switch: str
-    off: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Required:
-    """While `key` has one of `values`, `other` must have one of `allowed`: `why` says what would go wrong."""
-
-    key: str
-    values: tuple[Any, ...]
-    other: str
-    allowed: tuple[Any, ...]
-    why: str
 
 
 _KL_IN_REWARD = {
@@ -145,30 +125,3 @@ _PRESETS = (
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})
 """By name, in the order of `choices.Algo`. dapo's `overlong_buffer_len` depends on another key: the config sets it."""
-
-IGNORED: tuple[Ignored, ...] = (
-    Ignored(("norm_adv_by_std",), "adv_estimator", ("rloo", "reinforce_pp")),  # rloo: never; reinforce_pp: always
-    Ignored(("adv_epsilon",), "adv_estimator", ("rloo",)),
-    Ignored(("adv_epsilon",), "norm_adv_by_std", (False,)),
-    Ignored(("gamma",), "adv_estimator", ("grpo", "rloo")),
-    # a function of the user's gets no values: it has no critic
-    Ignored(("gae_lambda", "value_clip", "value_coef"), "adv_estimator", ("grpo", "rloo", "reinforce_pp", OWN)),
-    Ignored(("clip_ratio_c",), "surrogate", ("cispo",)),
-    Ignored(("kl_estimator", "kl_in"), "kl_coef", (0,)),
-    Ignored(("max_refill_rounds",), "dynamic_sampling", ("off", "drop")),
-)
-
-REQUIRED: tuple[Required, ...] = (
-    Required(
-        "ratio", ("sequence_mean", "sequence"), "adv_estimator", ("grpo", "rloo", OWN),
-        "a ratio of the whole sequence needs one advantage for the whole sequence",
-    ),
-    Required(
-        "surrogate", ("cispo",), "ratio", ("token", "sequence_mean"),
-        "cispo weights the log-prob of each token; with the product over the sequence it has no definition",
-    ),
-    Required(
-        "kl_estimator", ("k1",), "kl_in", ("reward",),
-        "as a loss k1 has gradient grad log pi, whose mean is 0: noise, no pull towards the reference",
-    ),
-)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config import Config
-from jetrl.config.paths import CODE, absolute_paths
+from jetrl.config.keys import value_of
+from jetrl.config.paths import absolute_paths, holding
 from jetrl.config.toml import split_override
 from jetrl.errors import UserError
 
@@ -43,9 +44,9 @@ class Named:
 
 def code_of(config: Config) -> list[Named]:
     """The code that a config names, beyond what comes with jetrl, in the order of the keys."""
-    found = [Named(key, name) for key in CODE for name in _texts(_value(config, key)) if ":" in name]
+    found = [Named(key, name) for key in holding("code") for name in _texts(value_of(config, key)) if ":" in name]
     for key in _PARAMS:
-        found += [Named(key, name) for name in _texts(_value(config, key)) if _NAMES_CODE.fullmatch(name)]
+        found += [Named(key, name) for name in _texts(value_of(config, key)) if _NAMES_CODE.fullmatch(name)]
     return [one for one in found if one.name not in BUILT_IN]
 
 
@@ -90,7 +91,7 @@ def require(
 def _note(config: Config) -> Path:
     """The file that says that the code of a config was run: named by where the code lies, and by its arguments."""
     code = [[one.key, one.name, _origin(one.name)] for one in code_of(absolute_paths(config))]
-    held = json.dumps([code, [_value(config, key) for key in _PARAMS]], sort_keys=True, default=str)
+    held = json.dumps([code, [value_of(config, key) for key in _PARAMS]], sort_keys=True, default=str)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "jetrl" / "own_code" / hashlib.sha256(held.encode()).hexdigest()[:32]
 
@@ -105,11 +106,6 @@ def _origin(name: str) -> str:
     except (ImportError, ValueError):
         return ""
     return str(found.origin) if found is not None else ""
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config import Config, load_config
-from jetrl.config.errors import NAME, NAME_RULE
-from jetrl.config.load import NO_BITS, device_of, digest, quiet, tell
+from jetrl.config.base import NAME, NAME_RULE
+from jetrl.config.keys import marked
+from jetrl.config.load import device_of, digest, quiet, tell
+from jetrl.config.markers import NoBits
 from jetrl.config.paths import absolute_paths
 from jetrl.config.shipped import find_recipe, summary
 from jetrl.config.toml import read_toml, split_override, toml_literal
@@ -164,7 +166,7 @@ def planned(study: Study, out: Path, arm: Arm, seed: int, say: Callable[[str], o
     if not plain.eval.eval_interval:
         raise UserError(f"arm {arm.name}: eval.eval_interval is 0, so that there would be nothing to compare.")
     resumed = config.checkpoint.model_copy(update={"resume": "auto"})
-    return Planned(arm, seed, config.model_copy(update={"checkpoint": resumed}), digest(plain, NO_BITS))
+    return Planned(arm, seed, config.model_copy(update={"checkpoint": resumed}), digest(plain, marked(NoBits)))
 
 
 def all_planned(study: Study, out: Path) -> list[Planned]:

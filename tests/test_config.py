@@ -76,9 +76,8 @@ def test_every_key_has_a_description() -> None:
 def test_every_rule_names_keys_that_exist_and_a_value_that_switches_off() -> None:
     owners: list[type[Section]] = [Config, *sections().values()]
     for section in owners:
-        for rule in section.rules:
-            for key in (*rule.keys, rule.switch):
-                assert section.full_key(key) in all_keys(), key
+        for key, rule in section.rules():
+            assert {section.full_key(key), rule.switch} <= set(all_keys()), key
             assert rule.off
 
 

@@ -12,10 +12,11 @@ import pytest
 
 from jetrl.config import Config, load_config, parse_config, sections, to_toml
 from jetrl.config.base import Section
-from jetrl.config.load import changes_no_bit, digest
-from jetrl.config.precedence import OF
-from jetrl.config.sections import LONG
+from jetrl.config.keys import changes_no_bit, keys, marked
+from jetrl.config.load import digest
+from jetrl.config.markers import NoEffectWhile, PartOf
 from jetrl.config.shipped import shipped
+from jetrl.config.task import LONG
 from jetrl.config.toml import read_toml, set_override, toml_literal
 from jetrl.errors import UserError
 from jetrl.parity.model_under_test import _chosen, config_for
@@ -70,7 +71,7 @@ def all_fields() -> Iterator[tuple[str, Any]]:
 
 
 FIELDS = dict(all_fields())
-RULES = [(section, rule) for section in SECTIONS for rule in section.rules]
+RULES = [(key.full, rule) for key in keys().values() for rule in key.all(NoEffectWhile)]
 
 
 def example(off: Any) -> Any:
@@ -78,8 +79,7 @@ def example(off: Any) -> Any:
     return "mine.py:f" if off is OWN else off
 
 
-PAIRS = sorted({(section.full_key(rule.switch), example(value), section.full_key(key))
-                for section, rule in RULES for value in rule.off for key in rule.keys}, key=str)
+PAIRS = sorted({(rule.switch, example(value), key) for key, rule in RULES for value in rule.off}, key=str)
 
 
 def merged(data: dict[str, Any], **dotted: Any) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def with_switch(switch: str, value: Any) -> dict[str, Any]:
 
 def test_the_bases_switch_every_rule_off() -> None:
     found = [parse_config(base) for base in BASES.values()]
-    for section, rule in RULES:
+    for _, rule in RULES:
         for value in rule.off:
-            assert any(value_of(config, section.full_key(rule.switch)) == value for config in found), (rule, value)
+            assert any(value_of(config, rule.switch) == value for config in found), (rule, value)
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -358,7 +358,7 @@ def test_sources_columns_and_sums_give_way_too(
 
 
 def test_what_names_a_part_of_something_else_is_a_setting() -> None:
-    assert {key for pair in OF.items() for key in pair} <= FIELDS.keys()
+    assert {key for part, mark in marked(PartOf).items() for key in (part, mark.whole)} <= FIELDS.keys()
 
 
 # ---- every shipped recipe with common changes -----------------------------------------------------------------------
@@ -398,9 +398,8 @@ def test_shipped_recipes_take_common_changes(recipe: str) -> None:
 def test_a_switch_edited_in_a_copied_recipe_drops_what_depends_on_it(recipe: str, tmp_path: Path) -> None:
     """Every rule whose switch can be edited in the recipe without more ado: the copy is the recipe with an override."""
     data = read_toml(shipped()[recipe])
-    for section, rule in RULES:
-        switch = section.full_key(rule.switch)
-        for off in map(example, rule.off):
+    for switch, offs in sorted({(rule.switch, rule.off) for _, rule in RULES}, key=str):
+        for off in map(example, offs):
             if switch.startswith("model.") or switch in ("task.dataset", "task.name") or off == "vllm":
                 continue  # those need another key in their place
             edited = in_file(merged(data, **{switch: off}), tmp_path / "copy.toml")
@@ -414,4 +413,6 @@ def test_a_switch_edited_in_a_copied_recipe_drops_what_depends_on_it(recipe: str
 
 
 def test_every_rule_names_settings() -> None:
-    assert all(section.full_key(key) in FIELDS for section, rule in RULES for key in (*rule.keys, *rule.instead))
+    assert all(key in FIELDS for whose, rule in RULES for key in (whose, rule.switch, *rule.instead))
+    checked = [(section.full_key(key), rule) for section in SECTIONS for key, rule in section.rules()]
+    assert sorted(checked, key=str) == sorted(RULES, key=str), "each is checked by one section"

@@ -15,8 +15,8 @@ import pytest
 
 from jetrl import trust
 from jetrl.config import Config, parse_config
-from jetrl.config.load import sections
-from jetrl.config.paths import CODE
+from jetrl.config.keys import sections
+from jetrl.config.paths import holding
 from jetrl.errors import UserError
 from tests.tiny import tiny_config, tiny_data, tiny_run
 
@@ -33,7 +33,8 @@ def config_with(folder: Path, **changes: object) -> Config:
     return tiny_config(folder, {key.replace("__", "."): value for key, value in changes.items()})
 
 
-# A value that names code, for each key of CODE: a new key needs one.
+CODE = holding("code")
+# A value that names code, for each of these keys: a new key needs one.
 EXAMPLES = {
     "task.reward": ("subprocess:getoutput", {}), "rollout.engine": ("mine.py:Engine", {}),
     **{f"rl.{key}": ("mine.py:part", {}) for key in ("surrogate", "adv_estimator", "loss_agg")},

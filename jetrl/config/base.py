@@ -1,29 +1,25 @@
-"""`Section`, the base of every table of the config; `Rule` and `Problem`: what does not go together."""
+"""`Section`, the base of every table of the config; `Problem`: what does not go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_origin
+from functools import cache
+from types import UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
-from jetrl.config.errors import union_members
+from jetrl.config.markers import NoEffectWhile, marks
 from jetrl.config.toml import plain_value, toml_literal
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, of a study and its arms: folders are named after them
+NAME_RULE = "must be letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """`keys` have no effect while the value of `switch` is one of `off`: then any but their usual values are a mistake.
 
-    `instead`: keys that stand in for the switch; who states one of them has switched it off. All are relative to the
-    section that states the rule and may be dotted.
-    """
-
-    keys: tuple[str, ...]
-    switch: str
-    off: tuple[Any, ...]
-    instead: tuple[str, ...] = ()
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +54,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     section: ClassVar[str]
-    rules: ClassVar[tuple[Rule, ...]] = ()
 
     @classmethod
     def full_key(cls, key: str) -> str:
         """`key` of this section as users write it in an override."""
         return f"{cls.section}.{key}" if cls.section else key
+
+    @classmethod
+    def rules(cls) -> tuple[tuple[str, NoEffectWhile], ...]:
+        """The markers that this section checks, each with its key, relative to the section: those with a switch in it.
+        `Config` checks all others."""
+        return _rules_of(cls)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -84,13 +85,11 @@ class Section(BaseModel):
     def _check(self) -> Section:
         """Raises all problems of this section at once, one line each; every line starts with the full key."""
         problems = [_problem(found) for found in self.problems()]
-        for rule in self.rules:
-            value, switch = self._lookup(rule.switch), self.full_key(rule.switch)
-            for key in rule.keys if value in rule.off else ():
-                if self._differs(key):
-                    why = f"has no effect while {switch} = {toml_literal(value)}; change that, or remove this key"
-                    because = (switch, *map(self.full_key, rule.instead))
-                    problems.append(Problem(self.full_key(key), why, because, void=True))
+        for key, rule in self.rules():
+            value = self._switch(rule)
+            if value in rule.off and self._differs(key):
+                why = f"has no effect while {rule.switch} = {toml_literal(value)}; change that, or remove this key"
+                problems.append(Problem(self.full_key(key), why, (rule.switch, *rule.instead), void=True))
         if problems:
             raise Contradiction(problems)
         return self
@@ -101,7 +100,10 @@ class Section(BaseModel):
 
     def without_effect(self) -> set[str]:
         """The keys, relative to this section, that have no effect with the other values."""
-        return {key for rule in self.rules if self._lookup(rule.switch) in rule.off for key in rule.keys}
+        return {key for key, rule in self.rules() if self._switch(rule) in rule.off}
+
+    def _switch(self, rule: NoEffectWhile) -> Any:
+        return self._lookup(rule.switch.removeprefix(f"{self.section}."))
 
     def _lookup(self, key: str) -> Any:
         value: Any = self
@@ -118,6 +120,27 @@ class Section(BaseModel):
         parent, _, name = key.rpartition(".")
         home: Section = self._lookup(parent) if parent else self
         return bool(getattr(home, name) != home.usual(name))
+
+
+@cache
+def _rules_of(section: type[Section]) -> tuple[tuple[str, NoEffectWhile], ...]:
+    found: list[tuple[str, NoEffectWhile]] = []
+    for name, field in section.model_fields.items():
+        own, inner = marks(field, NoEffectWhile), field.annotation
+        if not (isinstance(inner, type) and issubclass(inner, Section)):
+            found += [(name, rule) for rule in own if section.section in ("", _home(rule))]
+            continue
+        found += [(f"{name}.{key}", rule) for key in inner.model_fields for rule in own]
+        found += [
+            (f"{name}.{key}", rule) for key, deeper in inner.model_fields.items()
+            for rule in marks(deeper, NoEffectWhile) if _home(rule) != inner.section
+        ]
+    return tuple(found)
+
+
+def _home(rule: NoEffectWhile) -> str:
+    """The section of the switch."""
+    return rule.switch.rpartition(".")[0]
 
 
 def _problem(found: Problem | str) -> Problem:

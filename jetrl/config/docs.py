@@ -6,12 +6,15 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from jetrl.config import Config, sections
-from jetrl.config.base import Section
-from jetrl.config.errors import describe_bounds, describe_type, union_members
-from jetrl.config.peers import SAME, peers
+from jetrl.config.base import Section, union_members
+from jetrl.config.errors import describe_bounds, describe_type
+from jetrl.config.keys import keys
+from jetrl.config.markers import NoEffectWhile, Since, marks
+from jetrl.config.peers import peers, same_in
 from jetrl.config.toml import toml_literal
 from jetrl.presets import OWN
 
@@ -57,6 +60,7 @@ class Setting:
     values: str  # in words, with bounds
     default: str | None  # as TOML; None: it must be given
     meaning: str
+    since: str | None  # the version that brought it; None: the first
 
 
 def settings_of(section: type[Section]) -> Iterator[Setting]:
@@ -67,23 +71,20 @@ def settings_of(section: type[Section]) -> Iterator[Setting]:
         default = None if field.is_required() else toml_literal(field.get_default(call_default_factory=True))
         meaning = field.description or ""
         switches: dict[str, tuple[Any, ...]] = {}
-        for rule in (*section.rules, *Config.rules):
-            home = section if rule in section.rules else Config
-            if section.full_key(key) in map(home.full_key, rule.keys):
-                switch = home.full_key(rule.switch)
-                switches[switch] = (*switches.get(switch, ()), *rule.off)
+        for rule in keys()[section.full_key(key)].all(NoEffectWhile):
+            switches[rule.switch] = (*switches.get(rule.switch, ()), *rule.off)
         if switches:
             meaning += f" Only used when {' and '.join(_is_on(*each) for each in switches.items())}."
         values = describe_type(field.annotation, describe_bounds(field))
-        yield Setting(key, section.full_key(key), values, default, meaning)
+        since = next((since.version for since in marks(field, Since)), None)
+        yield Setting(key, section.full_key(key), values, default, meaning, since)
 
 
 def _is_on(switch: str, off: tuple[Any, ...]) -> str:
     """In words, that a switch has none of the values `off`: `is` what is left where that is shorter."""
     if off == (None,):
         return f"`{switch}` is set"
-    home, _, key = switch.rpartition(".")
-    annotation = (sections()[home] if home else Config).model_fields[key].annotation
+    annotation = keys()[switch].field.annotation
     members = [member for member in union_members(annotation) if get_origin(member) is not Annotated]
     named = all(get_origin(member) is Literal for member in members)
     choices = [value for member in members for value in get_args(member)] if named else []
@@ -105,24 +106,37 @@ def _describe(title: str, section: type[Section]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def peer_table(whose: str) -> str:
-    """The keys of another system and ours, as a Markdown table: for docs/FROM_TRL.md and docs/FROM_VERL.md."""
-    rows: dict[str, list[str]] = {}
-    for key in SAME[whose]:
-        rows.setdefault(key, []).append(key.rpartition(".")[2])
+def peer_table(whose: str, page: str = "") -> str:
+    """The keys of another system and ours, as a Markdown table: for docs/FROM_TRL.md and docs/FROM_VERL.md.
+
+    Rows are in the order that they have on `page`, which groups them by what they are about; new ones come last.
+    """
+    rows: dict[tuple[str, bool], list[str]] = {}
+    for key in same_in(whose):
+        rows.setdefault((key, True), []).append(key.rpartition(".")[2])
     for peer in peers():
         if whose in peer.whose.split(", "):
-            rows.setdefault(peer.ours, []).append(peer.name)
-    lines = [f"| {whose} | jetrl |", "|---|---|"]
-    for ours, names in rows.items():
-        told = re.sub(r"(?<![\w.`])([a-z]+\.[a-z_]+)(?= = | |,|:|\)|$)(?!\.\w)", r"`\1`", ours.removeprefix("- "))
-        first = re.match(r"\w+", told)
-        if first is not None and first[0] in Config.model_fields:
-            told = f"`{first[0]}`{told[first.end():]}"
-        told = f"no key: {told}" if ours.startswith("- ") else told
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {told} |")
-    return "\n".join(lines) + "\n"
+            rows.setdefault((peer.ours, peer.key is not None), []).append(peer.name)
+    order = {ours: place for place, ours in enumerate(re.findall(r"^\|.* \| (.*) \|$", page, re.M))}
+    cells = [(_shown(*row), ", ".join(f"`{name}`" for name in names)) for row, names in rows.items()]
+    cells.sort(key=lambda cell: order.get(cell[0], len(order)))
+    return "\n".join([f"| {whose} | jetrl |", "|---|---|", *(f"| {theirs} | {ours} |" for ours, theirs in cells), ""])
+
+
+def _shown(ours: str, is_key: bool) -> str:
+    """What stands in jetrl's column, with its keys marked as code."""
+    told = re.sub(r"(?<![\w.`])([a-z]+\.[a-z_]+)(?= = | |,|:|\)|$)(?!\.\w)", r"`\1`", ours)
+    first = re.match(r"\w+", told)
+    if first is not None and first[0] in Config.model_fields:
+        told = f"`{first[0]}`{told[first.end():]}"
+    return told if is_key else f"no key: {told}"
+
+
+def _printed(which: str) -> str:
+    """What `python -m jetrl.config.docs WHICH` prints, in the repository."""
+    page = Path("docs") / f"FROM_{which.upper()}.md"
+    return peer_table(which, page.read_text(encoding="utf-8")) if which else describe_config()
 
 
 if __name__ == "__main__":
-    print(peer_table(sys.argv[1]) if len(sys.argv) > 1 else describe_config(), end="")
+    print(_printed("".join(sys.argv[1:])), end="")

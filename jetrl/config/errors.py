@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from jetrl.config.base import NAME_RULE, union_members
 from jetrl.config.peers import FOREIGN_SECTIONS, peer_name
 from jetrl.config.toml import toml_literal
-
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, of a study and its arms: folders are named after them
-NAME_RULE = "must be letters, digits, '.', '_' and '-', beginning with a letter or digit"
-
-
-def union_members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the annotation itself."""
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-
 
 _NAMES = {int: "an integer", float: "a number", str: "a string", type(None): '"none"'}
 

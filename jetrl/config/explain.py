@@ -85,7 +85,8 @@ def _print_table(title: str, about: str, rows: Sequence[Setting], console: Conso
     table.add_column("meaning")
     for row in rows:
         default = Text("required", style="yellow") if row.default is None else Text(row.default)
-        meaning = Text.assemble(_plain(row.meaning), (f"\n{row.values}", "dim"))
+        since = f" (since {row.since})" if row.since is not None else ""
+        meaning = Text.assemble(_plain(row.meaning), (f"\n{row.values}{since}", "dim"))
         table.add_row(Text(row.key, style="bold"), default, meaning)
     console.print(table, width=width, soft_wrap=False)
 

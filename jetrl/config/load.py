@@ -14,16 +14,19 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 
 from jetrl import moved
 from jetrl.config.base import Section
 from jetrl.config.errors import explain
+from jetrl.config.keys import keys, marked, sections
+from jetrl.config.markers import NoEffectWhile, Since
 from jetrl.config.precedence import Statements
 from jetrl.config.rl import RLConfig
-from jetrl.config.sections import Config, RolloutConfig, dapo_buffer_len
+from jetrl.config.rollout import RolloutConfig
+from jetrl.config.sections import Config, dapo_buffer_len
 from jetrl.config.toml import read_toml, set_override, split_override, toml_key, toml_literal
 from jetrl.errors import UserError
 from jetrl.presets import PRESETS
@@ -93,7 +96,7 @@ def config_of(
         _take_back_preset(data)
     for key, value in given.items():
         set_override(data, key, value)
-    said = Statements(data, given, changes_no_bit)
+    said = Statements(data, given)
     said.replace_sources(before)
     while True:
         try:
@@ -131,19 +134,10 @@ def _take_back_preset(data: dict[str, Any]) -> None:
 
 def switched_off(key: str, value: Any) -> set[str]:
     """The full keys that have no effect once an override has set `key` to `value`."""
-    keys = set()
-    for section in (cast(type[Section], Config), *sections().values()):
-        for rule in section.rules:
-            off = value in rule.off or (value == "none" and None in rule.off)
-            if off and section.full_key(rule.switch) == key:
-                keys |= {section.full_key(dependent) for dependent in rule.keys}
-    return keys
-
-
-def sections() -> dict[str, type[Section]]:
-    """The sections of a config by name, in order."""
-    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+    return {
+        other.full for other in keys().values() for rule in other.all(NoEffectWhile)
+        if rule.switch == key and (value in rule.off or (value == "none" and None in rule.off))
+    }
 
 
 def device_of(config: Config, *, cuda_available: bool) -> str:
@@ -199,45 +193,23 @@ def _table(name: str, section: Section, silent: set[str]) -> str:
     return "\n".join([f"[{name}]", *rows] if name and rows else rows)
 
 
-# Settings that change no bit of a run, only its time, its memory or what it checks.
-NO_BITS = frozenset({
-    "task.max_data_gib",
-    "rollout.merge_prefix", "rollout.keep_kv_cache", "rollout.speculate", "rollout.max_draft_tokens",
-    "train.compile_ahead", "train.collective_timeout", "vllm.sleep", "vllm.check_weights", "eval.pass_reward",
-    "eval.num_samples_kept", "checkpoint.background",
-})
-# Likewise: places and limits, and whole sections that only look at a run or keep it.
-_AROUND = frozenset({"output_dir", "sft.cache_dir", "environment.timeout", "environment.max_concurrent"})
-_AROUND_SECTIONS = ("eval", "checkpoint", "track")
-
-
-def changes_no_bit(key: str) -> bool:
-    """Whether a setting, by its full key, may differ between a run and its resumption."""
-    return key in NO_BITS or key in _AROUND or key.split(".")[0] in _AROUND_SECTIONS
-
-
-# Settings that came later, each with the value at which a run is what it was before: digests of then stay.
-SINCE: dict[str, Any] = {
-    "rl.signal": "reward", "environment.tools": None, "train.epochs": None, "track.project": None,
-    "track.entity": None, "track.group": None, "track.tags": [], "track.run_name": None, "track.num_samples": 8,
-}
-
-
 def digest(config: Config, leave_out: Collection[str] = ()) -> str:
     """16 hexadecimal digits that name the config: equal configs, and only they, have equal digests. `leave_out`: full
-    keys, of sections, that do not count."""
+    keys that do not count. Keys that came later (`Since`) leave the digests of before as they were."""
     held = config.model_dump(mode="json")
-    for key in leave_out:
-        section, _, name = key.partition(".")
-        del held[section][name]
-    for key, value in SINCE.items():
-        section, _, name = key.partition(".")
-        if held[section][name] == value:
-            del held[section][name]
+    later = {full for full, since in marked(Since).items() if _table_of(held, full)[keys()[full].name] == since.before}
+    for full in {*leave_out, *later}:
+        del _table_of(held, full)[keys()[full].name]
     held["task"]["reward"] = moved.first(held["task"]["reward"])
     held["rollout"]["engine"] = moved.first(held["rollout"]["engine"])
     text = json.dumps(held, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _table_of(held: dict[str, Any], full: str) -> dict[str, Any]:
+    """The table of a dumped config that has a key."""
+    section = keys()[full].section
+    return held[section] if section else held
 
 
 def by_full_key(config: Config) -> dict[str, Any]:

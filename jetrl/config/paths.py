@@ -10,31 +10,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetrl.config.keys import marked, value_of
+from jetrl.config.markers import Holds
 from jetrl.config.sections import Config
 from jetrl.errors import UserError
 
-PLACES = ("output_dir", "sft.cache_dir")  # written to: made if they do not exist
-# What may also be a name (on the hub, of a built-in tokenizer): a path only if it exists.
-FILES = (
-    "model.path", "model.tokenizer", "task.train_file", "task.eval_file", "task.dataset", "task.eval_dataset",
-    "checkpoint.resume",
-)
-# path/to/file.py:name, or a list of them
-CODE = (
-    "task.reward", "environment.name", "environment.tools", "rollout.engine", "rl.surrogate", "rl.adv_estimator",
-    "rl.loss_agg",
-)
+
+def holding(*kinds: str) -> list[str]:
+    """The full keys that hold a "place", a "file" or "code": the kinds of `markers.Holds`."""
+    return [key for key, mark in marked(Holds).items() if mark.kind in kinds]
 
 
 def absolute_paths(config: Config) -> Config:
     """The config with every path absolute, seen from the current folder. Names that are not paths stay as they are."""
     changed: dict[str, Any] = {}
-    for key in (*PLACES, *FILES, *CODE):
-        value = _value(config, key)
+    for key, mark in marked(Holds).items():
+        value = value_of(config, key)
         if value is None:
             continue
         section, _, name = key.rpartition(".")
-        new = _absolute(value, key)
+        new = _absolute(value, mark.kind)
         if section:
             changed.setdefault(section, {})[name] = new
         else:
@@ -63,26 +58,21 @@ def in_own_folder(config: Config, recipe: str, overrides: Sequence[str]) -> Conf
 
 def path_values(config: Config) -> dict[str, Any]:
     """The values of the keys that may hold paths, by full key."""
-    values = {key: _value(config, key) for key in (*PLACES, *FILES, *CODE)}
+    values = {key: value_of(config, key) for key in marked(Holds)}
     named = (key for key, value in values.items() if key.startswith("rl.") and ":" not in value)  # a part of jetrl's
     left_out = {key for key, value in values.items() if value is None}.union(named)
     return {key: value for key, value in values.items() if key not in left_out}
 
 
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, name, None)
-
-
-def _absolute(value: Any, key: str) -> Any:
+def _absolute(value: Any, kind: str) -> Any:
     if isinstance(value, Mapping):
-        return {_absolute(k, key): v for k, v in value.items()}
+        return {_absolute(k, kind): v for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_absolute(inner, key) for inner in value)
-    if key in CODE:
+        return type(value)(_absolute(inner, kind) for inner in value)
+    if kind == "code":
         place, colon, name = value.rpartition(":")
         return f"{_full(place)}:{name}" if colon and place.endswith(".py") and _exists(place) else value
-    return _full(value) if key in PLACES or _exists(value) else value
+    return _full(value) if kind == "place" or _exists(value) else value
 
 
 def _exists(text: str) -> bool:

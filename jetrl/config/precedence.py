@@ -7,34 +7,28 @@ such as the place of a cache, as a script does that always says where things go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from jetrl.config.base import Contradiction, Problem
+from jetrl.config.keys import changes_no_bit, marked
+from jetrl.config.markers import GoesWith, PartOf
 from jetrl.config.toml import toml_literal
 from jetrl.presets import PRESETS
 
 NOWHERE, FILE, LINE = range(3)  # where a key is stated; the higher wins
 
-# What names a part or a version of something else, and means nothing for another one.
-OF = {
-    "model.revision": "model.path", "model.tokenizer_revision": "model.tokenizer",
-    "task.dataset_config": "task.dataset", "task.dataset_revision": "task.dataset",
-    "task.eval_dataset_config": "task.eval_dataset", "task.eval_dataset_revision": "task.eval_dataset",
-}
-GOES_WITH = {"model.arch": "model.tokenizer"}  # a folder has its own; random weights have none
 _LONGEST = 60  # characters of a value in a note
 _BY_ALGO = {"overlong_buffer_len"}.union(*(preset.values for preset in PRESETS.values()))
 
 
 class Statements:
-    """The tables of a file with the overrides in them, and who stated what. `give_way` changes the tables in place.
-    `no_bits`: whether a full key changes no bit of a run."""
+    """The tables of a file with the overrides in them, and who stated what. `give_way` changes the tables in place."""
 
-    def __init__(self, data: dict[str, Any], given: Mapping[str, Any], no_bits: Callable[[str], bool]) -> None:
-        self.data, self.notes, self._no_bits = data, list[str](), no_bits
+    def __init__(self, data: dict[str, Any], given: Mapping[str, Any]) -> None:
+        self.data, self.notes = data, list[str]()
         self._given = set(given)
         self._dropped: dict[str, int] = {}  # by key, the level of what it gave way to
 
@@ -49,7 +43,7 @@ class Statements:
                 level = max((self._level(other) for other in because), default=NOWHERE)
                 least = FILE if problem.void else LINE
                 own = self._own(key)
-                both = own == level == LINE and problem.void and self._no_bits(key)
+                both = own == level == LINE and problem.void and changes_no_bit(key)
                 if both or (own == FILE and level >= least):
                     self._drop(key, level, self._given_now(because[0]) if problem.either else _reason(problem.text))
                     found = True
@@ -58,7 +52,8 @@ class Statements:
 
     def replace_sources(self, before: Mapping[str, Any]) -> None:
         """Drop revisions and subsets of what an override has replaced by something else; `before`: the file alone."""
-        for key, source in OF.items():
+        for key, part in marked(PartOf).items():
+            source = part.whole
             old = _get(before, source)
             if source in self._given and old is not None and _get(self.data, source) not in (old, None, "none"):
                 if self._own(key) == FILE:
@@ -72,8 +67,9 @@ class Statements:
         literal = toml_literal(value)
         shown = f"{key} = {literal}" if len(literal) <= _LONGEST and not isinstance(value, Mapping) else key
         self.notes.append(f"dropped {shown} (from the {place}): {reason}")
-        if (companion := GOES_WITH.get(key)) is not None and self._own(companion) == FILE:
-            self._drop(companion, level, f"it went with {key}")
+        for companion, mark in marked(GoesWith).items():
+            if mark.other == key and self._own(companion) == FILE:
+                self._drop(companion, level, f"it went with {key}")
 
     def _given_now(self, key: str) -> str:
         value = _get(self.data, key)

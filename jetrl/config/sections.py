@@ -5,43 +5,67 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from jetrl import moved
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
-from jetrl.config.base import Problem, Rule, Section
-from jetrl.config.data import DATA_KEYS, MAX_DATA_GIB, ROW_KEYS, reward_problems, silent_columns, source_problems
-from jetrl.config.errors import NAME
+from jetrl.config.base import NAME, Problem, Section
+from jetrl.config.markers import (
+    Elsewhere,
+    FirstWeights,
+    GoesWith,
+    Holds,
+    Kernels,
+    MayChange,
+    NoBits,
+    NoEffectWhile,
+    PartOf,
+    SavesMemory,
+    Since,
+    WarmStart,
+)
 from jetrl.config.rl import RLConfig
+from jetrl.config.rollout import EnvironmentConfig as EnvironmentConfig
+from jetrl.config.rollout import RolloutConfig
+from jetrl.config.task import TaskConfig as TaskConfig
 from jetrl.config.toml import toml_literal
 from jetrl.config.train import TrainConfig
 from jetrl.config.vllm import VLLMConfig, vllm_problems
+
+WARM_START_ONLY = NoEffectWhile("sft.steps", (0,))
+NAMED_RUNS_ONLY = NoEffectWhile("track.backends", ((), ("tensorboard",)))
 
 
 class ModelConfig(Section):
     """Which model is trained: a Hugging Face folder or name, or an architecture with random weights."""
 
     section: ClassVar[str] = "model"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("init_seed",), "arch", (None,), instead=("path",)),
-        Rule(("revision",), "path", (None,), instead=("arch",)),
-        Rule(("tokenizer_revision",), "tokenizer", (None,)),
-    )
-    path: str | None = Field(
+    path: Annotated[
+        str | None, Holds("file"),
+        Elsewhere("TRL: model_name_or_path; NeMo RL: model_name; slime: hf_checkpoint", same=("verl",)),
+    ] = Field(
         default=None, description="Hugging Face folder with config.json, safetensors and a tokenizer; or a name on "
         "the hub, such as Qwen/Qwen3-0.6B. If a folder of that name exists, it wins.")
-    revision: str | None = Field(
+    revision: Annotated[
+        str | None, NoEffectWhile("model.path", (None,), instead=("model.arch",)), PartOf("model.path"),
+        Elsewhere("TRL: model_revision"),
+    ] = Field(
         default=None, min_length=1, description="Branch, tag or commit of a model from the hub. none: main.")
     arch: dict[str, Any] | None = Field(
         default=None, min_length=1, description="Keys of a Hugging Face config.json (model_type, hidden_size, ...) for "
         "a model with random weights. Without vocab_size, the tokenizer gives it.",
     )
-    tokenizer: str | None = Field(
+    tokenizer: Annotated[
+        str | None, GoesWith("model.arch"), Holds("file"), WarmStart(),
+        Elsewhere("verl: tokenizer_path data.tokenizer"),
+    ] = Field(
         default=None, description="Tokenizer folder or hub name, or builtin:arithmetic. none: the tokenizer of "
         "model.path.")
-    tokenizer_revision: str | None = Field(
+    tokenizer_revision: Annotated[
+        str | None, NoEffectWhile("model.tokenizer", (None,)), PartOf("model.tokenizer"), WarmStart(),
+    ] = Field(
         default=None, min_length=1, description="Branch, tag or commit of a tokenizer from the hub. none: main.")
-    init_seed: int = Field(default=0, ge=0, description="Seed of the random weights of model.arch.")
+    init_seed: Annotated[int, NoEffectWhile("model.arch", (None,), instead=("model.path",))] = Field(
+        default=0, ge=0, description="Seed of the random weights of model.arch.")
 
     def problems(self) -> Iterator[Problem | str]:
         if (self.path is None) == (self.arch is None):
@@ -58,7 +82,6 @@ class QuantConfig(Section):
     """Details of the FP8 recipe; the blocks are 128x128 for weights and 1x128 for activations and gradients."""
 
     section: ClassVar[str] = "quant"
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("saved_gate_up",), "wgrad", ("row",)),)
     weight_scale: ScaleKind = Field(
         default="fp32", description="Scales of weight blocks: any FP32 number, or powers of two.")
     activation_scale: ScaleKind = Field(
@@ -67,235 +90,37 @@ class QuantConfig(Section):
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
-    wgrad: WgradKind = Field(
+    wgrad: Annotated[WgradKind, NoEffectWhile("precision", ("fp8_rollout",))] = Field(
         default="tile", description="Activations that weight gradients read (dense layers; experts take row). row: a "
         "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
         "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
-    saved_gate_up: CacheKind = Field(
+    saved_gate_up: Annotated[
+        CacheKind, NoEffectWhile("quant.wgrad", ("row",)), NoEffectWhile("precision", ("fp8_rollout",)),
+    ] = Field(
         default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused "
         "where all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory "
         "for the backward pass.")
-    kv_cache: CacheKind = Field(
+    kv_cache: Annotated[
+        CacheKind, SavesMemory(10, {"bf16": "fp8"}, unless=("precision", "bf16")),
+        Elsewhere("vLLM, SGLang: kv_cache_dtype"),
+    ] = Field(
         default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
-
-
-LONG = ("chain", "sorting", "tracking", "recurrence")  # tasks of jetrl/tasks/long.py
-
-
-class TaskConfig(Section):
-    """Which problems are asked, and how answers are scored."""
-
-    section: ClassVar[str] = "task"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule((*DATA_KEYS, *ROW_KEYS), "name", ("addition", "gym", "environment", *LONG)),
-        Rule(("dataset_config", "dataset_revision", "train_split"), "dataset", (None,), instead=("train_file",)),
-        Rule(("eval_dataset_config", "eval_dataset_revision"), "eval_dataset", (None,), instead=("eval_file",)),
-        Rule(("system_prompt", "chat_template_kwargs"), "chat_template", (False,)),
-        Rule(("reward_weights",), "reward", (None,)),
-    )
-    name: Literal["addition", "file", "gym", "environment", "chain", "sorting", "tracking", "recurrence"] = Field(
-        description="addition: sums made on the fly. file: your jsonl or parquet, or a data set by name. gym: a "
-        "reasoning-gym data set. environment: problems that the environment itself makes from a seed. chain, sorting, "
-        "tracking, recurrence: long answers of a chosen length, made on the fly.",
-    )
-    params: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of the task itself: digits, style (addition); dataset and "
-        "its own settings (gym); steps or tokens, style, credit (chain, sorting, tracking, recurrence); forget_carry "
-        "(addition, recurrence); factors (recurrence); gold_template, check_gold (all).",
-    )
-    train_file: str | None = Field(default=None, description="Training problems of task file: jsonl or parquet.")
-    eval_file: str | None = Field(default=None, description="Held-out problems of task file.")
-    dataset: str | None = Field(
-        default=None, min_length=1, description="Training problems of task file by name on the Hugging Face hub, such "
-        "as openai/gsm8k, instead of train_file (docs/MODELS_AND_DATA.md).")
-    dataset_config: str | None = Field(
-        default=None, min_length=1, description="Configuration (subset) of the data set. none: its only one.")
-    dataset_revision: str | None = Field(
-        default=None, min_length=1, description="Branch, tag or commit of the data set. none: main.")
-    train_split: str = Field(default="train", min_length=1, description="Split of the data set to train on.")
-    eval_split: str | None = Field(
-        default=None, min_length=1, description="Split for evaluation, of eval_dataset if that is set, else of "
-        "dataset. none: problems are held out of the training ones.")
-    eval_dataset: str | None = Field(
-        default=None, min_length=1, description="Another data set for evaluation, by name; needs eval_split.")
-    eval_dataset_config: str | None = Field(
-        default=None, min_length=1, description="Configuration of eval_dataset. none: its only one.")
-    eval_dataset_revision: str | None = Field(
-        default=None, min_length=1, description="Branch, tag or commit of eval_dataset. none: main.")
-    prompt_column: str = Field(
-        default="prompt", min_length=1, description="Column of the prompts, texts or chat messages.")
-    answer_column: str = Field(default="answer", min_length=1, description="Column of the answers.")
-    prompt_template: str | None = Field(
-        default=None, min_length=1, description="The prompt made of a row's columns, instead of prompt_column: "
-        '"{question} Answer with a number." Write {{ for a brace.')
-    eval_prompt_column: str | None = Field(
-        default=None, min_length=1, description="prompt_column of the evaluation data. none: as in training.")
-    eval_answer_column: str | None = Field(
-        default=None, min_length=1, description="answer_column of the evaluation data. none: as in training.")
-    eval_prompt_template: str | None = Field(
-        default=None, min_length=1, description="prompt_template of the evaluation data. none: as in training.")
-    reward: str | tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="Your reward, as module:function or path/to/file.py:function, or a "
-        "list of several, which are added up (docs/REWARDS.md). none: the task's own.")
-    reward_weights: tuple[float, ...] | None = Field(
-        default=None, description="What each function of task.reward is multiplied by. none: 1.")
-    reward_calls: Literal["step", "group"] = Field(
-        default="step", description="step: the reward is called after the rollout, with all completions. group: with "
-        "those of a prompt as soon as they have ended, in a thread next to the rollout (docs/REWARDS.md).")
-    max_prompt_length: int = Field(default=512, ge=1, description="Longest prompt in tokens, chat template included.")
-    overlong_prompts: Literal["error", "drop"] = Field(
-        default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
-    repeated_prompts: Literal["keep", "drop"] = Field(
-        default="keep", description="Rows of the data that repeat an earlier prompt: keep, or leave them out.")
-    max_data_gib: float = Field(
-        default=MAX_DATA_GIB, gt=0, description="Most memory in GiB for the rows of one file or split, as estimated; a "
-        "file whose rows need more is refused before it is in memory.")
-    num_eval: int = Field(default=128, ge=1, description="Held-out problems in an evaluation.")
-    chat_template: bool | Literal["auto"] = Field(
-        default="auto", description="Whether prompts go through the tokenizer's chat template. auto: if it has one.")
-    system_prompt: str | None = Field(
-        default=None, description="System message in front of each prompt (chat template only).")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments of the chat template, such as enable_thinking = false.")
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _as_named_now(cls, value: Any) -> Any:
-        """A reward of the package under the name that an earlier version gave it."""
-        return moved.current(value)
-
-    def problems(self) -> Iterator[Problem | str]:
-        if self.name == "file":
-            yield from source_problems(self)
-            for key, (why, because) in silent_columns(self).items():
-                if self._differs(key):
-                    text = f"has no effect, because {why}; change that, or remove this key"
-                    yield Problem(f"task.{key}", text, because, void=True)
-        yield from reward_problems(self)
-
-    def without_effect(self) -> set[str]:
-        return super().without_effect() | silent_columns(self).keys()
-
-
-class RolloutConfig(Section):
-    """How completions are sampled, and the sizes of the engine."""
-
-    section: ClassVar[str] = "rollout"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("page_size", "keep_kv_cache", "merge_prefix", "speculate", "max_draft_tokens"), "engine", ("vllm",)),
-        Rule(("max_draft_tokens",), "speculate", ("off",)),
-    )
-    engine: str = Field(
-        default="jetrl", min_length=1, description="jetrl: the engine that keeps the learner's bits. vllm: vLLM, which "
-        "does not (docs/ENGINES.md). Or your own, as module:Class or path/to/file.py:Class.",
-    )
-    prompts_per_step: int = Field(default=16, ge=1, description="Prompts in a training step.")
-    group_size: int = Field(
-        default=8, ge=1, description="Completions of each prompt. At least 2 where they are each other's baseline.")
-    max_response_length: int = Field(
-        default=64, ge=1, description="Longest completion in tokens; in a conversation, all that follows the prompt.")
-    temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature; the learner's log-probs use the same.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: keep this much probability. 1: off.")
-    top_k: int = Field(default=0, ge=0, description="Sample among the k most probable tokens. 0: off.")
-    min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top token's probability. 0: off.")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
-    page_size: int | None = Field(
-        default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU. At most "
-        "the longest sequence rounded up to a power of two, or 128 if that is more.")
-    merge_prefix: Literal["auto", "on", "off"] = Field(
-        default="auto", description="Whether decode steps read pages that samples of a prompt share once for all of "
-        "them; tokens and log-probs keep their bits. auto: where that was measured to take less time. on (or true): "
-        "wherever pages are shared, for tests. off (or false): never. On a CPU it does nothing (docs/RUNS.md).")
-    max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
-    max_tokens_per_step: int | None = Field(
-        default=None, ge=1,
-        description="Tokens in one engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
-    kv_cache_tokens: int | None = Field(
-        default=None, ge=1, description="Size of the KV cache in tokens. none: what is needed, if memory allows.")
-    keep_kv_cache: Literal["auto", "always", "never"] = Field(
-        default="auto", description="Whether the KV cache stays on a GPU during the update, with the CUDA graphs of "
-        "decode steps, which each rollout else captures again. auto: where the predicted peak of the update leaves "
-        "room for it. Changes no bit. On a CPU it does nothing.",
-    )
-    speculate: Literal["off", "auto", "on"] = Field(
-        default="off", description="Guess tokens from what stands in the answer so far, in its siblings and in earlier "
-        "answers to its prompt, and compute several at once; tokens and log-probs keep their bits. auto: as many as "
-        "pay, by measured acceptance and times. on: always max_draft_tokens, for tests (docs/RUNS.md).",
-    )
-    max_draft_tokens: int = Field(
-        default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step. Steps guess 0, 1, 3 or 7, so "
-        "2 means 1, and 4, 5 and 6 mean 3.")
-
-    @field_validator("merge_prefix", mode="before")
-    @classmethod
-    def _switched(cls, value: Any) -> Any:
-        """true and false, as this key once was."""
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _as_named_now(cls, value: Any) -> Any:
-        """An engine of the package under the name that an earlier version gave it."""
-        return moved.current(value)
-
-
-class EnvironmentConfig(Section):
-    """Conversations: an environment that answers the policy, turn by turn (docs/ENVIRONMENTS.md)."""
-
-    section: ClassVar[str] = "environment"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            ("params", "tools", "max_turns", "max_turn_tokens", "timeout", "max_concurrent", "at_limit"),
-            "name", (None,),
-        ),
-    )
-    name: str | None = Field(
-        default=None, description="calculator, retry, tools, or your own as module:Class or path/to/file.py:Class. "
-        "none: single answers.",
-    )
-    params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
-    tools: str | tuple[str, ...] | None = Field(
-        default=None, min_length=1, description='For name = "tools": the functions and classes that the policy may '
-        "call, as module:name or path/to/file.py:name, or a list of them (docs/ENVIRONMENTS.md).")
-    max_turns: int = Field(default=8, ge=1, description="Maximum number of policy turns in a conversation.")
-    max_turn_tokens: int | None = Field(
-        default=None, ge=1, description="Maximum tokens in one turn. none: what is left of "
-        "rollout.max_response_length, which bounds all turns together, the environment's included.",
-    )
-    timeout: float = Field(default=60.0, gt=0, description="Seconds for one call of the environment.")
-    max_concurrent: int = Field(default=64, ge=1, description="Maximum number of environment calls at the same time.")
-    at_limit: Literal["keep", "zero"] = Field(
-        default="keep", description="Reward of a conversation that hit max_turns or max_response_length: what the "
-        "environment has given so far (not scored if nothing), or 0.",
-    )
-
-    def problems(self) -> Iterator[str]:
-        if self.name == "tools" and self.tools is None:
-            yield ('environment.tools: is needed with environment.name = "tools"; list functions, as in '
-                   '["my_tools.py:search"]')
-        if self.name not in (None, "tools") and self.tools is not None:
-            yield ('environment.tools: has no effect with environment.name = '
-                   f'{toml_literal(self.name)}; set environment.name = "tools", or remove this key')
 
 
 class SFTConfig(Section):
     """Supervised warm start on the task's worked solutions, before RL."""
 
     section: ClassVar[str] = "sft"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("batch_size", "lr", "warmup_steps", "lr_schedule", "num_examples", "cache_dir"), "steps", (0,)),
-    )
-    steps: int = Field(default=0, ge=0, description="Optimizer steps of the warm start. 0: no warm start.")
-    batch_size: int = Field(default=32, ge=1, description="Sequences in a step.")
-    lr: float = Field(default=1e-3, gt=0, le=1e30, description="Peak learning rate.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
-    lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
-    num_examples: int | None = Field(
+    steps: Annotated[int, Kernels(off=(0,))] = Field(
+        default=0, ge=0, description="Optimizer steps of the warm start. 0: no warm start.")
+    batch_size: Annotated[int, WARM_START_ONLY] = Field(default=32, ge=1, description="Sequences in a step.")
+    lr: Annotated[float, WARM_START_ONLY] = Field(default=1e-3, gt=0, le=1e30, description="Peak learning rate.")
+    warmup_steps: Annotated[int, WARM_START_ONLY] = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    lr_schedule: Annotated[Schedule, WARM_START_ONLY] = Field(
+        default="constant", description="Learning rate after the warm-up.")
+    num_examples: Annotated[int | None, WARM_START_ONLY] = Field(
         default=None, ge=1, description="Distinct examples to draw from. none: as many as needed.")
-    cache_dir: str = Field(
+    cache_dir: Annotated[str, WARM_START_ONLY, MayChange(), Holds("place"), WarmStart(reads=False)] = Field(
         default="~/.cache/jetrl/sft", description="Where warm-started weights are kept for the next run.")
 
     def problems(self) -> Iterator[Problem | str]:
@@ -310,15 +135,23 @@ class EvalConfig(Section):
     """Evaluation on held-out problems; their number is task.num_eval."""
 
     section: ClassVar[str] = "eval"
-    eval_interval: int = Field(default=10, ge=0, description="Steps between evaluations. 0: never.")
-    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature. 0: greedy.")
-    num_samples: int = Field(default=1, ge=1, description="Completions of each problem: the k of avg@k and pass@k.")
+    eval_interval: Annotated[
+        int, Elsewhere("verl: test_freq; TRL: eval_steps; NeMo RL: val_period"),
+        Elsewhere("TRL: eval_strategy do_eval", " (10 by default, 0: never)"),
+    ] = Field(default=10, ge=0, description="Steps between evaluations. 0: never.")
+    temperature: Annotated[
+        float, Elsewhere("verl: val_kwargs.temperature"), Elsewhere("verl: val_kwargs.do_sample", " (0: greedy)"),
+        Elsewhere("verl: val_kwargs", ", eval.num_samples and eval.max_response_length"),
+    ] = Field(default=0.0, ge=0, description="Sampling temperature. 0: greedy.")
+    num_samples: Annotated[
+        int, Elsewhere("slime: n_samples_per_eval_prompt; TRL: num_generations_eval; verl: val_kwargs.n"),
+    ] = Field(default=1, ge=1, description="Completions of each problem: the k of avg@k and pass@k.")
     max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
-    pass_reward: float = Field(
+    pass_reward: Annotated[float, NoBits()] = Field(
         default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if one of its completions reaches this "
         "(less 0.001, for rounding) in what rl.signal names.")
-    num_samples_kept: int = Field(
+    num_samples_kept: Annotated[int, NoBits()] = Field(
         default=32, ge=0, description="Completions of each evaluation that go to eval_samples.jsonl, evenly over the "
         "problems and always of the same ones. 0: none.")
 
@@ -334,13 +167,24 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     section: ClassVar[str] = "checkpoint"
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("keep", "background"), "save_interval", (0,)),)
-    save_interval: int = Field(default=10, ge=0, description="Steps between checkpoints. 0: never.")
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep.")
-    background: Literal["auto", "on", "off"] = Field(
+    save_interval: Annotated[
+        int, Elsewhere("verl: save_freq; TRL: save_steps; NeMo RL: save_period; SkyRL: ckpt_interval"),
+        Elsewhere("TRL: save_strategy", " (0: never)"),
+    ] = Field(default=10, ge=0, description="Steps between checkpoints. 0: never.")
+    keep: Annotated[
+        int, NoEffectWhile("checkpoint.save_interval", (0,)),
+        Elsewhere("TRL: save_total_limit; verl: max_actor_ckpt_to_keep max_critic_ckpt_to_keep"),
+    ] = Field(default=2, ge=1, description="Newest checkpoints to keep.")
+    background: Annotated[
+        Literal["auto", "on", "off"], NoEffectWhile("checkpoint.save_interval", (0,)), NoBits(),
+        Elsewhere("verl: async_save"),
+    ] = Field(
         default="auto", description="Whether a checkpoint is written while the run goes on, from a copy in host "
         "memory. auto: where that copy fits. on: refused where it does not. off: the run waits.")
-    resume: str = Field(
+    resume: Annotated[
+        str, Holds("file"),
+        Elsewhere("verl, SkyRL: resume_mode; verl: resume_from_path; TRL: resume_from_checkpoint; slime: load"),
+    ] = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
     allow_changed_data: bool = Field(
         default=False, description="Resume although the content of a local data file has changed.")
@@ -350,27 +194,27 @@ class TrackConfig(Section):
     """Experiment trackers, in addition to metrics.jsonl and report.html, which are always written."""
 
     section: ClassVar[str] = "track"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("project", "group", "tags", "run_name"), "backends", ((), ("tensorboard",))),
-        Rule(("entity", "num_samples"), "backends", ((),)),
-    )
-    backends: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+    backends: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Elsewhere("TRL: report_to; verl: logger"),
+    ] = Field(
         default=(), description="Trackers that also receive the metrics (docs/TRACKING.md). Checked before the model "
         "is loaded; one that fails later does not end the run.")
-    project: str | None = Field(
+    project: Annotated[
+        str | None, NAMED_RUNS_ONLY, Since("0.1.0", None), Elsewhere("verl: project_name; TRL: project"),
+    ] = Field(
         default=None, description="Project (wandb, trackio) or experiment (mlflow). Default: the tracker's own "
         'variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME), else "jetrl".')
-    entity: str | None = Field(
+    entity: Annotated[str | None, NoEffectWhile("track.backends", ((),)), Since("0.1.0", None)] = Field(
         default=None, description="wandb's user or team. Default: WANDB_ENTITY, else that of the login.")
-    group: str | None = Field(
+    group: Annotated[str | None, NAMED_RUNS_ONLY, Since("0.1.0", None)] = Field(
         default=None, description="Group of the run (wandb, trackio), or its tag `group` (mlflow). Default: "
         "WANDB_RUN_GROUP, else none.")
-    tags: tuple[str, ...] = Field(
+    tags: Annotated[tuple[str, ...], NAMED_RUNS_ONLY, Since("0.1.0", [])] = Field(
         default=(), description="Tags of the run; `key=value` for mlflow. Default: WANDB_TAGS, else none.")
-    run_name: str | None = Field(
+    run_name: Annotated[str | None, NAMED_RUNS_ONLY, Since("0.1.0", None)] = Field(
         default=None, description="The run's name in the tracker. Default: WANDB_NAME or MLFLOW_RUN_NAME, else the "
         "name of the run folder.")
-    num_samples: int = Field(
+    num_samples: Annotated[int, NoEffectWhile("track.backends", ((),)), Since("0.1.0", 8)] = Field(
         default=8, ge=0, description="Completions per step and per evaluation that trackers get as a table. 0: none.")
 
     def problems(self) -> Iterator[Problem | str]:
@@ -389,32 +233,55 @@ class Config(Section):
     """A whole run. `device` and `kernels` are concrete once `resolve` has run."""
 
     section: ClassVar[str] = ""
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(tuple(f"quant.{key}" for key in QuantConfig.model_fields), "precision", ("bf16",)),
-        Rule(("quant.wgrad", "quant.saved_gate_up"), "precision", ("fp8_rollout",)),
-        Rule(tuple(f"vllm.{key}" for key in VLLMConfig.model_fields), "rollout.engine", ("jetrl",)),
-    )
-    name: str = Field(pattern=NAME, description="Name of the run and of its folder.")
-    seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
-    precision: Precision = Field(
+    name: Annotated[
+        str,
+        Elsewhere(
+            "TRL: run_name; verl: experiment_name",
+            " (of the run and its folder, for the tracker alone track.run_name)",
+        ),
+    ] = Field(pattern=NAME, description="Name of the run and of its folder.")
+    seed: Annotated[int, WarmStart(), Elsewhere(same=("TRL", "verl"))] = Field(
+        default=0, ge=0, description="Seed of data and sampling.")
+    precision: Annotated[
+        Precision, Kernels(),
+        Elsewhere(
+            "verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe",
+            " (one key for both sides)",
+        ),
+        Elsewhere("TRL: bf16 fp16; verl: dtype", ' ("bf16", and by default "fp8")'),
+    ] = Field(
         default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: the GPU if there is one.")
-    kernels: Literal["auto", "reference", "hopper", "hopper_scaled_mm"] = Field(
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], FirstWeights(), Elsewhere(same=("verl",)),
+        Elsewhere("TRL: use_cpu no_cuda", ' = "cpu"'),
+    ] = Field(default="auto", description="auto: the GPU if there is one.")
+    kernels: Annotated[Literal["auto", "reference", "hopper", "hopper_scaled_mm"], Kernels()] = Field(
         default="auto", description="auto: reference on a CPU, hopper on a GPU. hopper_scaled_mm: torch's FP8 GEMMs.")
-    output_dir: str = Field(default="runs", min_length=1, description="Parent of the run folder.")
-    num_threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads. none: torch's own choice.")
-    model: ModelConfig = Field(description="The model.")
-    quant: QuantConfig = Field(default=QuantConfig(), description="FP8 details.")
-    task: TaskConfig = Field(description="Problems and rewards.")
+    output_dir: Annotated[
+        str, MayChange(), Holds("place"), Elsewhere("verl: default_local_dir", same=("TRL",)),
+    ] = Field(default="runs", min_length=1, description="Parent of the run folder.")
+    num_threads: Annotated[int | None, FirstWeights()] = Field(
+        default=None, ge=1, le=1024, description="CPU threads. none: torch's own choice.")
+    model: Annotated[ModelConfig, FirstWeights()] = Field(description="The model.")
+    quant: Annotated[QuantConfig, NoEffectWhile("precision", ("bf16",)), Kernels()] = Field(
+        default=QuantConfig(), description="FP8 details.")
+    task: Annotated[TaskConfig, WarmStart()] = Field(description="Problems and rewards.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
-    vllm: VLLMConfig = Field(default=VLLMConfig(), description="vLLM as the rollout's engine.")
+    vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",))] = Field(
+        default=VLLMConfig(), description="vLLM as the rollout's engine.")
     environment: EnvironmentConfig = Field(default=EnvironmentConfig(), description="Conversations.")
     rl: RLConfig = Field(default=RLConfig(), description="Objective.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimizer.")
-    sft: SFTConfig = Field(default=SFTConfig(), description="Warm start.")
-    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation.")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
-    track: TrackConfig = Field(default=TrackConfig(), description="Trackers.")
+    sft: Annotated[SFTConfig, WarmStart()] = Field(default=SFTConfig(), description="Warm start.")
+    eval: Annotated[EvalConfig, MayChange()] = Field(default=EvalConfig(), description="Evaluation.")
+    checkpoint: Annotated[CheckpointConfig, MayChange()] = Field(
+        default=CheckpointConfig(), description="Saving and resuming.")
+    track: Annotated[TrackConfig, MayChange()] = Field(default=TrackConfig(), description="Trackers.")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its longest response."""
+        return self.task.max_prompt_length + self.rollout.max_response_length
 
     @model_validator(mode="before")
     @classmethod
@@ -467,7 +334,7 @@ class Config(Section):
 
     def _size_problems(self) -> Iterator[Problem | str]:
         """Sizes that do not hold one prompt and one response."""
-        rollout, longest = self.rollout, self.task.max_prompt_length + self.rollout.max_response_length
+        rollout, longest = self.rollout, self.longest
         sizes = f"task.max_prompt_length + rollout.max_response_length = {longest}"
         if self.rl.overlong_buffer_len > rollout.max_response_length:
             yield Problem(

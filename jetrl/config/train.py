@@ -8,7 +8,19 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from jetrl.choices import Reduction, Schedule
-from jetrl.config.base import Problem, Rule, Section
+from jetrl.config.base import Problem, Section
+from jetrl.config.markers import (
+    Elsewhere,
+    FirstWeights,
+    Kernels,
+    MayChange,
+    NoBits,
+    NoEffectWhile,
+    SavesMemory,
+    Since,
+    WarmStart,
+    halves,
+)
 from jetrl.config.toml import toml_literal
 
 
@@ -16,64 +28,110 @@ class TrainConfig(Section):
     """The optimizer (AdamW) and its schedule."""
 
     section: ClassVar[str] = "train"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("min_lr_ratio",), "lr_schedule", ("constant",)), Rule(("reduction_lanes",), "reduction", ("fast",)),
-    )
-    steps: int = Field(
+    steps: Annotated[
+        int, MayChange("train.lr_schedule", "constant"),
+        Elsewhere("TRL: max_steps; verl: total_training_steps; slime: num_rollout"),
+    ] = Field(
         default=100, ge=1, description="Training steps; each samples, scores and updates. Not with train.epochs.")
-    epochs: float | None = Field(
+    epochs: Annotated[
+        float | None, MayChange("train.lr_schedule", "constant"), Since("0.1.0", None),
+        Elsewhere("TRL: num_train_epochs; verl: total_epochs"),
+    ] = Field(
         default=None, gt=0, le=1e6, description="Instead of train.steps, for task file: passes over the training rows. "
         "The run has ceil(epochs * rows / rollout.prompts_per_step) steps (docs/MODELS_AND_DATA.md).")
-    lr: float = Field(default=1e-6, gt=0, le=1e30, description="Peak learning rate.")
-    lr_schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Last learning rate as a share of the peak.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay.")
-    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+    lr: Annotated[float, Elsewhere("TRL: learning_rate", same=("verl",))] = Field(
+        default=1e-6, gt=0, le=1e30, description="Peak learning rate.")
+    lr_schedule: Annotated[
+        Schedule, Elsewhere("TRL: lr_scheduler_type; verl: optim.lr_scheduler_type"),
+        Elsewhere("verl: warmup_style", " (constant, linear, cosine)"),
+    ] = Field(default="constant", description="Learning rate after the warm-up.")
+    warmup_steps: Annotated[
+        int, Elsewhere(same=("TRL",)),
+        Elsewhere("TRL: warmup_ratio; verl: lr_warmup_steps lr_warmup_steps_ratio", " (steps, not a share)"),
+    ] = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    min_lr_ratio: Annotated[
+        float, NoEffectWhile("train.lr_schedule", ("constant",)), Elsewhere(same=("verl",)),
+    ] = Field(default=0.0, ge=0, le=1, description="Last learning rate as a share of the peak.")
+    weight_decay: Annotated[float, WarmStart(), Elsewhere(same=("TRL", "verl"))] = Field(
+        default=0.0, ge=0, description="Decoupled weight decay.")
+    adam_betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], WarmStart(),
+        Elsewhere("TRL: adam_beta1 adam_beta2; verl: betas"),
+    ] = Field(
         default=(0.9, 0.95), description="Decay of Adam's two moments.")
-    adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
-    max_tokens_per_gpu: int = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
-    share_prompts: bool = Field(
+    adam_eps: Annotated[float, WarmStart(), Elsewhere("TRL: adam_epsilon")] = Field(
+        default=1e-8, gt=0, description="Added to Adam's denominator.")
+    max_grad_norm: Annotated[
+        float, WarmStart(), Elsewhere("slime: clip_grad; verl: grad_clip clip_grad", same=("TRL",)),
+    ] = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    max_tokens_per_gpu: Annotated[
+        int, WarmStart(), Kernels(), SavesMemory(6, lambda c: halves(c.train.max_tokens_per_gpu, 5, c.longest)),
+        Elsewhere("verl: ppo_max_token_len_per_gpu; NeMo RL: train_mb_tokens; SkyRL: max_tokens_per_microbatch"),
+        Elsewhere(
+            "TRL: per_device_eval_batch_size; verl: ppo_micro_batch_size_per_gpu ppo_micro_batch_size "
+            "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu",
+            " (tokens, not sequences)",
+        ),
+    ] = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
+    share_prompts: Annotated[bool, Kernels()] = Field(
         default=False,
         description="Compute a prompt once for all its samples in a micro-batch, in every pass of the update. "
         "Log-probs keep their bits; gradients are those of the same loss, rounded elsewhere. Not in the warm start "
         "(docs/MEMORY.md).")
-    master_dtype: Literal["float32", "bfloat16"] = Field(
+    master_dtype: Annotated[
+        Literal["float32", "bfloat16"], FirstWeights(), Kernels(),
+        SavesMemory(11, {"float32": "bfloat16"}, also=(("train.grad_dtype", "bfloat16"),)),
+        Elsewhere("TRL: dtype torch_dtype; verl: fsdp_config.model_dtype model_dtype", " and train.optimizer_dtype"),
+    ] = Field(
         default="float32", description="Type of the optimizer's weights.")
-    grad_dtype: Literal["float32", "bfloat16"] = Field(
+    grad_dtype: Annotated[
+        Literal["float32", "bfloat16"], Kernels(),
+        SavesMemory(12, {"float32": "bfloat16"}, unless=("train.master_dtype", "float32")),
+    ] = Field(
         default="float32", description="Type in which gradients are added up over micro-batches.")
-    reduction: Reduction = Field(
+    reduction: Annotated[Reduction, Kernels(), SavesMemory(3, {"fast": "fixed"})] = Field(
         default="fast",
         description="Order in which gradients of micro-batches are added. fast: each GPU adds its own up, then the "
         "GPUs' sums are added; each GPU holds whole gradients. fixed: in an order that does not depend on the number "
         "of GPUs, which gives the same bits on any number of them.")
-    reduction_lanes: int | None = Field(
+    reduction_lanes: Annotated[int | None, NoEffectWhile("train.reduction", ("fast",))] = Field(
         default=None, ge=1,
         description="For fixed: micro-batch i is added up in lane i % reduction_lanes, and then the lanes, which the "
         "GPUs share; each holds whole gradients, as with fast, and sends them once for each of its lanes. Not set: a "
         "lane for each micro-batch, which takes the least memory, and all gradients travel for each micro-batch.")
-    optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
+    optimizer_dtype: Annotated[
+        Literal["float32", "bfloat16", "8bit"], Kernels(), SavesMemory(7, {"float32": "bfloat16"}),
+        Elsewhere("TRL: optim; verl: optimizer", ' (the optimizer is AdamW, "8bit" is torchao\'s)'),
+    ] = Field(
         default="float32", description="Type of Adam's two moments. 8bit: torchao's AdamW8bit (the extra optim8).")
-    offload_optimizer: bool = Field(
+    offload_optimizer: Annotated[
+        bool, MayChange("train.master_dtype", "bfloat16"), MayChange("train.optimizer_dtype", "bfloat16"), Kernels(),
+        SavesMemory(2, {False: True}, unless=("train.optimizer_dtype", "8bit")),
+        Elsewhere("verl: optimizer_offload; slime: optimizer_cpu_offload", " (the moments only)"),
+    ] = Field(
         default=False, description="Keep Adam's moments in host memory, streamed through the GPU. CPU: no change.")
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: Annotated[
+        bool, Kernels(), SavesMemory(5, {False: True}),
+        Elsewhere("TRL: gradient_checkpointing gradient_checkpointing_kwargs; verl: enable_gradient_checkpointing"),
+    ] = Field(
         default=False,
         description="Recompute layers in the backward pass, and transposed FP8 weights, to save memory.")
-    lean_backward: bool = Field(
+    lean_backward: Annotated[
+        bool, SavesMemory(4, {False: True}, unless=("train.activation_checkpointing", True)),
+    ] = Field(
         default=True,
         description="Make the heads of attention and FP8 weights' transposes again in each backward pass instead of "
         "keeping them: 10 GiB less for Qwen3-8B and 8K tokens, about 1 % of the update's time. No bit depends on it.")
-    compile_ahead: bool = Field(
+    compile_ahead: Annotated[bool, NoBits()] = Field(
         default=True, description="On a GPU, compile the run's kernels in several processes before it starts, once for "
         "each machine and kind of run. false: each when it is needed, as the run goes. No number depends on it.")
-    collective_timeout: float = Field(
+    collective_timeout: Annotated[float, NoBits(), Elsewhere("TRL: ddp_timeout")] = Field(
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
         "before the run ends. One process: no meaning.")
-    router_aux_loss_coef: float = Field(
+    router_aux_loss_coef: Annotated[float, WarmStart(), Elsewhere(same=("TRL",))] = Field(
         default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the loss that evens the experts' "
         "load, within each sequence (1 where the load is even), in the warm start too; usually 1e-3 to 1e-2. 0: off.")
-    router_z_loss_coef: float = Field(
+    router_z_loss_coef: Annotated[float, WarmStart()] = Field(
         default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the mean of logsumexp(router "
         "logits)^2, in the warm start too; usually 1e-3. 0: off.")
     compare_routing: bool = Field(

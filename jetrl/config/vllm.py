@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from jetrl.choices import CacheKind
-from jetrl.config.base import Problem, Rule, Section
+from jetrl.config.base import Problem, Section
+from jetrl.config.markers import Elsewhere, NoBits, NoEffectWhile
 
 if TYPE_CHECKING:
     from jetrl.config.sections import Config
@@ -21,22 +22,21 @@ class VLLMConfig(Section):
     """vLLM as the rollout's engine (docs/ENGINES.md)."""
 
     section: ClassVar[str] = "vllm"
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("kv_scale_tokens",), "kv_cache", ("bf16",)),)
     kv_cache: CacheKind = Field(
         default="bf16", description="vLLM's KV cache. fp8: one scale each for the queries, keys and values of a layer, "
         "measured again at every step. Training does not round keys and values.")
-    kv_scale_tokens: int = Field(
+    kv_scale_tokens: Annotated[int, NoEffectWhile("vllm.kv_cache", ("bf16",))] = Field(
         default=8192, ge=1, description="Tokens of the last rollout, prompts and answers, that these scales are "
         "measured on.")
     partial_blocks: Literal["refuse", "bf16"] = Field(
         default="refuse", description="FP8 weights with a size that is no multiple of 128, which vLLM does not take. "
         "refuse: so does jetrl. bf16: vLLM computes these linears in BF16, from code * scale.")
-    sleep: bool = Field(
+    sleep: Annotated[bool, NoBits(), Elsewhere("TRL: vllm_enable_sleep_mode; verl: free_cache_engine")] = Field(
         default=True, description="Give vLLM's memory to training between rollouts; weights are sent again then. On a "
         "CPU: no change.")
-    enforce_eager: bool = Field(
+    enforce_eager: Annotated[bool, Elsewhere(same=("verl",))] = Field(
         default=False, description="No CUDA graphs and no torch.compile: starts faster, runs slower.")
-    check_weights: bool = Field(
+    check_weights: Annotated[bool, NoBits()] = Field(
         default=False, description="For debugging: after each sending, read all weights back from vLLM and compare "
         "their checksum with that of the published ones. On a GPU.")
 

@@ -22,7 +22,9 @@ from torch import Tensor
 from jetrl import __version__
 from jetrl.chat.messages import TurnEncoder, encode_solution
 from jetrl.config import Config
+from jetrl.config.keys import key_of
 from jetrl.config.load import by_full_key
+from jetrl.config.markers import FirstWeights, WarmStart
 from jetrl.environments.tools import with_tools
 from jetrl.errors import UserError
 from jetrl.model.sharding import digest, fill, parts_of, shard_model
@@ -43,10 +45,6 @@ from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
 from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
 
-_READ = {  # next to the sections sft and task
-    "seed", "model.tokenizer", "model.tokenizer_revision", "rollout.stop", "train.max_tokens_per_gpu",
-    "train.max_grad_norm", "train.weight_decay", "train.adam_betas", "train.adam_eps", *(f"train.{k}" for k in LOSSES),
-}
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
 
@@ -71,23 +69,26 @@ def cache_path(
 
 def made_of(config: Config) -> dict[str, Any]:
     """The settings that a warm start reads, by full key: `cache_path` has their values."""
-    unread = {"sft.cache_dir", "task.reward_calls", "task.reward", "task.reward_weights"}
-    if not num_eval_shapes_training(config):
-        unread |= {"task.num_eval"}
-    kept = {
-        key: value for key, value in by_full_key(config).items()
-        if key in _READ or (key.partition(".")[0] in ("sft", "task") and key not in unread)
-    }
+    unread = set() if num_eval_shapes_training(config) else {"task.num_eval"}
+    kept = {key: value for key, value in _marked_settings(config, WarmStart).items() if key not in unread}
     # where nothing is held out, it may train on every row
     return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
 
 
 def starts_from(config: Config) -> dict[str, Any]:
     """The settings behind what `cache_path` has as found: the first weights, the device and the number of threads."""
-    return {
-        key: value for key, value in by_full_key(config).items()
-        if key in ("device", "num_threads", "train.master_dtype") or key.startswith("model.")
-    }
+    return _marked_settings(config, FirstWeights)
+
+
+def _marked_settings(config: Config, kind: type[WarmStart] | type[FirstWeights]) -> dict[str, Any]:
+    """The settings whose key has the marker, those inside of a key's table too."""
+    kept = {}
+    for name, value in by_full_key(config).items():
+        key = key_of(name)
+        mark = key.get(kind) if key is not None else None
+        if isinstance(mark, FirstWeights) or (isinstance(mark, WarmStart) and mark.reads):
+            kept[name] = value
+    return kept
 
 
 def warm_start(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetrl.config.data import MAX_DATA_GIB
+from jetrl.config.task import MAX_DATA_GIB
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
 from jetrl.huggingface.files import some

@@ -16,7 +16,7 @@ from typing import Any
 from jetrl.chat.fields import Message, message_of
 from jetrl.chat.prompts import prompt_key
 from jetrl.config import TaskConfig
-from jetrl.config.data import MAX_DATA_GIB
+from jetrl.config.task import MAX_DATA_GIB
 from jetrl.errors import UserError, shown
 from jetrl.hashing import stable_hash
 from jetrl.rewards.function import RewardFunction

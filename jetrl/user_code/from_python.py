@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jetrl.config.data import MAX_DATA_GIB
+from jetrl.config.task import MAX_DATA_GIB
 from jetrl.errors import UserError, as_user_error, shown, told
 from jetrl.untrusted import MOST_DEPTH, Budget
 

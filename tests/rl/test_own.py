@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.config import RLConfig
+from jetrl.config import RLConfig, switched_off
+from jetrl.config.keys import keys
+from jetrl.config.markers import Needs
 from jetrl.errors import UserError
-from jetrl.presets import IGNORED, OWN, REQUIRED
+from jetrl.presets import OWN
 from jetrl.rl import own, own_terms
 from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import Denominators, policy_loss, token_weights
@@ -173,10 +175,12 @@ def test_one_ratio_for_the_sequence_needs_one_advantage() -> None:
 
 def test_the_rules_of_the_config_know_functions_of_the_users() -> None:
     assert OWN == "a.py:f" and OWN == "package.module:f" and OWN != "grpo"
-    of_estimator = [rule for rule in IGNORED if rule.switch == "adv_estimator"]
-    ignored = {key for rule in of_estimator if "a.py:f" in rule.off for key in rule.keys}
-    assert ignored == {"gae_lambda", "value_clip", "value_coef"}, "it has no critic; the rest it may read"
-    assert all("a.py:f" in rule.allowed for rule in REQUIRED if rule.other == "adv_estimator")
+    ignored = switched_off("rl.adv_estimator", "a.py:f")
+    critic = {"rl.critic", "rl.critic_lr", "rl.critic_warmup_steps"}
+    values = {"rl.gae_lambda", "rl.value_clip", "rl.value_coef"}
+    assert ignored == critic | values, "it has no critic; the rest it may read"
+    needs = [need for key in keys().values() for need in key.all(Needs) if need.other == "rl.adv_estimator"]
+    assert needs and all("a.py:f" in need.allowed for need in needs)
     RLConfig(adv_estimator="a.py:f", surrogate="m:g", loss_agg="b.py:h", gamma=0.9, adv_epsilon=1e-4,
              ratio="sequence", updates_per_step=2, clip_ratio_c=3.0)
     for wrong in ("tanh", "a.py:", ":f", "a.py:1f"):

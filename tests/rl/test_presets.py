@@ -8,12 +8,18 @@ import pytest
 
 from jetrl import choices
 from jetrl.config import RLConfig
-from jetrl.presets import IGNORED, OWN, PRESETS, REQUIRED
+from jetrl.config.keys import keys
+from jetrl.config.markers import Needs, NoEffectWhile
+from jetrl.presets import OWN, PRESETS
 from jetrl.rl.advantage import BY_GROUP, BY_TOKEN
 from jetrl.rl.surrogate import RATIOS, SURROGATES
 
 # The defaults of the config's fields, as far as presets and rules speak of them.
 DEFAULTS: dict[str, Any] = RLConfig().model_dump()
+IN_RL = [key for key in keys().values() if key.section == "rl"]
+NEEDS = [(key.name, need, need.other.removeprefix("rl.")) for key in IN_RL for need in key.all(Needs)]
+# The rules by which the choice of a part leaves another part without effect, with their switch.
+IGNORED = [(key.name, rule, rule.switch.removeprefix("rl.")) for key in IN_RL for rule in key.all(NoEffectWhile)]
 LITERALS = {
     "adv_estimator": choices.AdvEstimator, "ratio": choices.Ratio, "surrogate": choices.Surrogate,
     "loss_agg": choices.LossAgg, "kl_estimator": choices.KLEstimator, "kl_in": choices.KLIn,
@@ -40,21 +46,23 @@ def test_a_preset_names_differences_and_says_why(name: str):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_keeps_the_rules(name: str):
     values = DEFAULTS | PRESETS[name].values
-    for rule in REQUIRED:
-        assert values[rule.key] not in rule.values or values[rule.other] in rule.allowed, rule.why
-    for off in IGNORED:
-        if off.switch != "kl_coef" and values[off.switch] in off.off:  # a preset prepares the KL for who turns it on
-            assert not set(off.keys) & set(PRESETS[name].values), off
+    for key, need, other in NEEDS:
+        assert values[key] not in need.values or values[other] in need.allowed, need.why
+    for key, rule, switch in IGNORED:
+        # a preset prepares the KL for who turns it on, and clips for who takes several updates
+        if switch not in ("kl_coef", "updates_per_step") and values[switch] in rule.off:
+            assert key not in PRESETS[name].values, rule
 
 
 def test_rules_speak_of_known_keys_and_values():
-    for rule in REQUIRED:
-        assert set(rule.values) < set(get_args(LITERALS[rule.key]))
-        assert {v for v in rule.allowed if v is not OWN} < set(get_args(LITERALS[rule.other]))
-    for off in IGNORED:
-        assert {*off.keys, off.switch} <= set(DEFAULTS)
-        known = {value for value in off.off if value is not OWN}
-        assert off.switch not in LITERALS or known < set(get_args(LITERALS[off.switch]))
+    assert len(NEEDS) >= 3 and len(IGNORED) >= 20
+    for key, need, other in NEEDS:
+        assert set(need.values) < set(get_args(LITERALS[key]))
+        assert {v for v in need.allowed if v is not OWN} < set(get_args(LITERALS[other]))
+    for key, rule, switch in IGNORED:
+        assert {key, switch} <= set(DEFAULTS)
+        known = {value for value in rule.off if value is not OWN}
+        assert switch not in LITERALS or known < set(get_args(LITERALS[switch]))
 
 
 def test_presets_of_the_papers():

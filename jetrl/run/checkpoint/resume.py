@@ -9,7 +9,9 @@ from typing import Any
 
 from jetrl import moved
 from jetrl.config import Config, sections
-from jetrl.config.load import by_full_key, changes_no_bit
+from jetrl.config.keys import Key, changes_no_bit, keys, marked, may_change
+from jetrl.config.load import by_full_key
+from jetrl.config.markers import MayChange, Since
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
@@ -18,25 +20,30 @@ from jetrl.run.checkpoint.checkpoint import Meta
 from jetrl.tasks.task import holds_out
 from jetrl.user_code.from_python import ARGUMENTS, MARK, NOTHING, FromPython, same_objects
 
-MAY_CHANGE = (
-    "train.steps or epochs, the sections eval, checkpoint and track, output_dir, sft.cache_dir, environment.timeout "
-    "and max_concurrent, train.collective_timeout and compile_ahead, rollout.merge_prefix, keep_kv_cache, speculate "
-    "and max_draft_tokens, vllm.sleep and check_weights, how a path is written and, with BF16 masters or moments, "
-    "train.offload_optimizer"
-)
-
 
 def settings(config: Config) -> dict[str, Any]:
     """The settings that must not change between a run and its resumption, by full key."""
-    free = set()
-    if config.train.lr_schedule == "constant":
-        free |= {"train.steps", "train.epochs"}
-    if "bfloat16" in (config.train.master_dtype, config.train.optimizer_dtype):
-        free |= {"train.offload_optimizer"}  # one optimizer and the same bits, on or off; all in FP32 it is another
-    found = by_full_key(config)
-    kept = {k: v for k, v in found.items() if k not in free and not changes_no_bit(k)}
+    kept = {key: value for key, value in by_full_key(config).items() if not may_change(key, config)}
     # the only thing in [eval] that decides which problems are trained on
     return kept | {"eval.eval_interval > 0 (holds problems out)": holds_out(config)}
+
+
+def may_change_in_words() -> str:
+    """All that may change at a resume, for a message."""
+    whole = [name for name in sections() if all(changes_no_bit(k) for k, key in keys().items() if key.section == name)]
+    groups: dict[tuple[str, str], list[Key]] = {}  # by section and condition
+    for key in keys().values():
+        when = [f"{m.where} = {toml_literal(m.value)}" for m in key.all(MayChange) if m.where is not None]
+        if key.section not in whole and (when or changes_no_bit(key.full)):
+            groups.setdefault((key.section, f" while {' or '.join(when)}" if when else ""), []).append(key)
+    parts = [f"the sections {_listed(whole)}", "how a path is written"]
+    for (_, condition), (first, *others) in groups.items():
+        parts.append(_listed([first.full, *(key.name for key in others)]) + condition)
+    return ", ".join(parts)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def paths(config: Config) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
     raise UserError(
         f"{path} was written by a run with other settings:\n" + "\n".join(f"  {line}" for line in found)
         + "\nResume with the run's own config.toml, or start a run under a new name. You may change "
-        f"{MAY_CHANGE}."
+        f"{may_change_in_words()}."
     )
 
 
@@ -101,7 +108,7 @@ def _differences(
 
 
 def _defaults() -> dict[str, Any]:
-    """Defaults by full key, for keys that the checkpoint does not have because they were added later."""
-    fields = [(f"{name}.{key}", field) for name, kind in sections().items() for key, field in kind.model_fields.items()]
-    fields += [(key, field) for key, field in Config.model_fields.items() if key not in sections()]
-    return {key: json.loads(json.dumps(f.get_default(call_default_factory=True), default=str)) for key, f in fields}
+    """What a run did before it had a key, by full key: for those that the checkpoint does not have."""
+    usual = {full: key.field.get_default(call_default_factory=True) for full, key in keys().items()}
+    usual |= {full: since.before for full, since in marked(Since).items()}
+    return {full: json.loads(json.dumps(value, default=str)) for full, value in usual.items()}

@@ -18,6 +18,8 @@ import torch
 
 from jetrl import __version__
 from jetrl.config import Config
+from jetrl.config.keys import marked, value_of
+from jetrl.config.markers import Kernels
 from jetrl.kernels import support
 from jetrl.kernels.compiling.pool import Outcome, Watcher, compile_all, processors
 from jetrl.parallel.agreement import by_each
@@ -107,24 +109,17 @@ def told(outcome: Outcome) -> list[str]:
 
 def needs(config: Config, spec: ModelSpec, gpu: str, trains: bool) -> dict[str, Any]:
     """All that decides which kernels are compiled, and where they are kept."""
-    r, t, rl = config.rollout, config.train, config.rl
-    sizes = {
-        "rollout": (
-            r.engine, r.page_size, r.max_num_seqs, r.max_tokens_per_step, r.top_p < 1, r.top_k > 0, r.min_p > 0
-        ),
-        "train": (
-            t.max_tokens_per_gpu, t.share_prompts, t.master_dtype, t.grad_dtype, t.optimizer_dtype,
-            t.offload_optimizer, t.activation_checkpointing, t.reduction,
-        ) if trains else None,
-        "rl": (rl.adv_estimator, rl.critic, rl.kl_coef > 0, rl.entropy_coef > 0, config.sft.steps > 0),
-        "longest": config.task.max_prompt_length + r.max_response_length,
+    settings = {
+        key: mark.decides(value_of(config, key)) for key, mark in marked(Kernels).items()
+        if trains or not key.startswith("train.")
     }
-    return sizes | {
+    return {
+        "settings": settings, "trains": trains, "longest": config.longest,
         "jetrl": (__version__, sources()), "gpu": gpu, "torch": torch.__version__,
         "toolkit": str(support.cuda_toolkit()),
         "packages": [f"{p.name} {p.found}" for p in packages(support.EXTRA)],
         "caches": {name: str(path) for name, path in support.caches().items()},
-        "precision": (config.precision, config.kernels, config.quant.model_dump(mode="json")), "spec": repr(spec),
+        "spec": repr(spec),
     }
 
 

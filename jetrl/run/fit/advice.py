@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from jetrl.config import Config, load_config, resolve
+from jetrl.config.keys import marked, value_of
 from jetrl.config.load import quiet
+from jetrl.config.markers import SavesMemory
 from jetrl.config.paths import absolute_paths
 from jetrl.errors import OutOfMemory, UserError, gpu_full
 from jetrl.parallel.progress import PROGRESS, came_by_lost_contact
@@ -44,45 +46,22 @@ class Change:
 
 
 def changes(config: Config) -> list[list[Change]]:
-    """What could be set to save memory, one list of values for each setting, cheapest first.
+    """What could be set to save memory, one list of values for each setting, cheapest first (`SavesMemory`)."""
+    found = []
+    for key, way in sorted(marked(SavesMemory).items(), key=lambda each: each[1].cost):
+        options = [Change(((key, value),)) for value in _better(config, key, way)]
+        found.append(options + [Change((*option.values, *way.also)) for option in options if way.also])
+    return [options for options in found if options]
 
-    First what costs time only, then what rounds more, last BF16 masters, which lose small updates.
-    """
-    train, rollout = config.train, config.rollout
-    found: list[list[Change]] = []
 
-    def add(key: str, *values: Any) -> None:
-        if values:
-            found.append([Change(((key, value),)) for value in values])
-
-    if rollout.keep_kv_cache == "always":
-        add("rollout.keep_kv_cache", "auto")
-    if not train.offload_optimizer and train.optimizer_dtype != "8bit":
-        add("train.offload_optimizer", True)
-    if train.reduction == "fast":  # of several ranks
-        add("train.reduction", "fixed")
-    if not (train.lean_backward or train.activation_checkpointing):
-        add("train.lean_backward", True)
-    if not train.activation_checkpointing:
-        add("train.activation_checkpointing", True)
-    longest = config.task.max_prompt_length + rollout.max_response_length
-    halves = [max(longest, train.max_tokens_per_gpu >> i) for i in range(1, 6)]
-    add("train.max_tokens_per_gpu", *dict.fromkeys(n for n in halves if n < train.max_tokens_per_gpu))
-    if train.optimizer_dtype == "float32":
-        add("train.optimizer_dtype", "bfloat16")
-    if rollout.kv_cache_tokens is not None:
-        add("rollout.kv_cache_tokens", *dict.fromkeys(
-            max(longest, rollout.kv_cache_tokens >> i) for i in range(1, 4) if rollout.kv_cache_tokens > longest
-        ))
-    add("rollout.max_num_seqs", *(n for n in (rollout.max_num_seqs >> i for i in range(1, 5)) if n >= 8))
-    if config.precision != "bf16" and config.quant.kv_cache == "bf16":
-        add("quant.kv_cache", "fp8")
-    if train.master_dtype == "float32":
-        both = (("train.master_dtype", "bfloat16"), ("train.grad_dtype", "bfloat16"))
-        found.append([Change(both[:1]), Change(both)])
-    elif train.grad_dtype == "float32":
-        add("train.grad_dtype", "bfloat16")
-    return found
+def _better(config: Config, key: str, way: SavesMemory) -> Sequence[Any]:
+    """The values of a key that need less memory than the one it has, mildest first."""
+    if way.unless is not None and value_of(config, way.unless[0]) == way.unless[1]:
+        return []
+    if not isinstance(way.ways, Mapping):
+        return way.ways(config)
+    value = value_of(config, key)
+    return [way.ways[value]] if value in way.ways else []
 
 
 def cure(config: Config, fits: Callable[[Config], bool]) -> Change | None:

@@ -26,7 +26,7 @@ def test_paths_become_absolute_and_names_stay(tmp_path: Path, monkeypatch: pytes
         "model.tokenizer": "builtin:arithmetic", "task.reward": f"{tmp_path}/rw.py:reward",
         "rollout.engine": "package.module:Engine", "environment.name": "absent.py:Env", "checkpoint.resume": "auto",
     }
-    other = {key.split(".")[0] for key in holding("place", "file", "code")}
+    other = {key.split(".")[0] for key in holding("place", "file", "data", "code")}
     assert all(getattr(changed, k) == getattr(config, k) for k in type(config).model_fields if k not in other)
     assert absolute_paths(changed) == changed, "a second time changes nothing"
 

@@ -17,7 +17,7 @@ from jetrl.errors import UserError
 
 
 def holding(*kinds: str) -> list[str]:
-    """The full keys that hold a "place", a "file" or "code": the kinds of `markers.Holds`."""
+    """The full keys that hold a "place", a "file", "data" or "code": the kinds of `markers.Holds`."""
     return [key for key, mark in marked(Holds).items() if mark.kind in kinds]
 
 

@@ -39,8 +39,7 @@ class RLConfig(Section):
     section: ClassVar[str] = "rl"
     algo: Annotated[
         Algo, Elsewhere("slime, OpenRLHF, SkyRL: advantage_estimator", ", or rl.adv_estimator alone"),
-    ] = Field(
-        default="grpo", description="The algorithm: a preset of the keys below.")
+    ] = Field(default="grpo", description="The algorithm: a preset of the keys below.")
     adv_estimator: Annotated[AdvEstimator | OwnFunction, Holds("code"), Kernels(), Elsewhere(same=("verl",))] = Field(
         default="grpo", description="Advantages: relative to the group (grpo), to the others of the group (rloo), "
         "normalized over the step (reinforce_pp), from a critic (gae). Or yours, as path/to/file.py:function "
@@ -50,12 +49,10 @@ class RLConfig(Section):
         bool, NoEffectWhile("rl.adv_estimator", ("rloo", "reinforce_pp")),
         Elsewhere(
             "verl: norm_adv_by_std_in_grpo; NeMo RL: normalize_rewards; SkyRL: grpo_norm_by_std; torchtitan: "
-            "should_std_normalize",
-        ),
+            "should_std_normalize"),
         Elsewhere(
             "TRL: scale_rewards",
-            ' ("group" is true, "none" is false, and rl.algo = "reinforce_pp" normalizes over the step)',
-        ),
+            ' ("group" is true, "none" is false, and rl.algo = "reinforce_pp" normalizes over the step)'),
         Elsewhere("slime: disable_grpo_std_normalization", ", the other way round"),
     ] = Field(
         default=True, description="Divide advantages by the standard deviation of the group (grpo) or step (gae).")
@@ -73,12 +70,10 @@ class RLConfig(Section):
         Ratio,
         Needs(
             ("sequence_mean", "sequence"), "rl.adv_estimator", ("grpo", "rloo", OWN),
-            "a ratio of the whole sequence needs one advantage for the whole sequence",
-        ),
+            "a ratio of the whole sequence needs one advantage for the whole sequence"),
         Elsewhere(
             "TRL: importance_sampling_level",
-            ' ("sequence" is "sequence_mean", and rl.algo = "gspo" sets GSPO\'s other keys too)',
-        ),
+            ' ("sequence" is "sequence_mean", and rl.algo = "gspo" sets GSPO\'s other keys too)'),
     ] = Field(
         default="token", description="Policy ratio. token: of the token. sequence_mean: the geometric mean over its "
         "sequence (GSPO). sequence: the product over its sequence (RLOO).",
@@ -87,8 +82,7 @@ class RLConfig(Section):
         Surrogate | OwnFunction,
         Needs(
             ("cispo",), "rl.ratio", ("token", "sequence_mean"),
-            "cispo weights the log-prob of each token; with the product over the sequence it has no definition",
-        ),
+            "cispo weights the log-prob of each token; with the product over the sequence it has no definition"),
         Holds("code"), Elsewhere("verl: loss_mode", ' and rl.ratio, or rl.algo ("gspo", "cispo")'),
     ] = Field(
         default="clip", description="clip: PPO's clipped ratio. cispo: the ratio is clipped, the gradient is not. Or "
@@ -99,11 +93,9 @@ class RLConfig(Section):
         Elsewhere(
             "TRL: loss_type",
             ' ("dapo" and "bnpo" are "token_mean", "grpo" is "seq_mean_token_mean", "dr_grpo" is '
-            '"seq_mean_token_sum_norm", "cispo" is rl.algo = "cispo", and sapo, luspo and vespo are not there)',
-        ),
+            '"seq_mean_token_sum_norm", "cispo" is rl.algo = "cispo", and sapo, luspo and vespo are not there)'),
         Elsewhere(
-            "verl: loss_agg_mode; NeMo RL: token_level_loss; slime: calculate_per_token_loss; SkyRL: loss_reduction",
-        ),
+            "verl: loss_agg_mode; NeMo RL: token_level_loss; slime: calculate_per_token_loss; SkyRL: loss_reduction"),
     ] = Field(
         default="token_mean", description="token_mean: mean over all tokens. seq_mean_token_mean: mean over each "
         "sequence, then over sequences. seq_mean_token_sum: sum over each sequence, mean over sequences. "
@@ -113,16 +105,13 @@ class RLConfig(Section):
     clip_ratio_low: Annotated[
         float, OFF_POLICY_ONLY, Elsewhere(same=("verl",)), Elsewhere("verl: clip_ratio", " and rl.clip_ratio_high"),
         Elsewhere(
-            "TRL: epsilon; NeMo RL: ratio_clip_min; slime: eps_clip; SkyRL: eps_clip_low; torchtitan: ratio_clip_low",
-        ),
-    ] = Field(
-        default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")
+            "TRL: epsilon; NeMo RL: ratio_clip_min; slime: eps_clip; SkyRL: eps_clip_low; torchtitan: ratio_clip_low"),
+    ] = Field(default=0.2, gt=0, le=1, description="The policy ratio is clipped from below at 1 - this.")
     clip_ratio_high: Annotated[
         float, OFF_POLICY_ONLY,
         Elsewhere(
             "TRL: epsilon_high; NeMo RL: ratio_clip_max; slime, SkyRL: eps_clip_high; torchtitan: ratio_clip_high",
-            same=("verl",),
-        ),
+            same=("verl",)),
     ] = Field(default=0.2, gt=0, description="The policy ratio is clipped from above at 1 + this.")
     clip_ratio_c: Annotated[
         float | None, NoEffectWhile("rl.surrogate", ("cispo",)), OFF_POLICY_ONLY,
@@ -133,16 +122,14 @@ class RLConfig(Section):
         float, Kernels(off=(0.0,)), Elsewhere(same=("verl",)),
         Elsewhere(
             "verl: use_kl_loss; verl, slime, SkyRL: kl_loss_coef",
-            ' (0: no reference model), with rl.kl_in = "loss"',
-        ),
+            ' (0: no reference model), with rl.kl_in = "loss"'),
         Elsewhere("TRL: beta; NeMo RL: reference_policy_kl_penalty", " (0: no reference model)"),
     ] = Field(default=0.0, ge=0, description="Weight of the KL penalty. 0: no reference model is loaded.")
     kl_estimator: Annotated[
         KLEstimator, NoEffectWhile("rl.kl_coef", (0,)),
         Needs(
             ("k1",), "rl.kl_in", ("reward",),
-            "as a loss k1 has gradient grad log pi, whose mean is 0: noise, no pull towards the reference",
-        ),
+            "as a loss k1 has gradient grad log pi, whose mean is 0: noise, no pull towards the reference"),
         Elsewhere("verl: kl_loss_type kl_penalty", ' (low_var_kl is "k3", kl is "k1", mse is "k2")'),
         Elsewhere("slime: kl_loss_type; NeMo RL: reference_policy_kl_type; SkyRL: kl_estimator_type"),
     ] = Field(
@@ -163,8 +150,7 @@ class RLConfig(Section):
     ] = Field(default=1e-5, gt=0, le=1e30, description="Learning rate of a separate critic.")
     critic_warmup_steps: Annotated[
         int, CRITIC_ONLY, NoEffectWhile("rl.critic", ("shared",)), Elsewhere("verl: critic_warmup"),
-    ] = Field(
-        default=0, ge=0, description="Steps at the start in which only the (separate) critic learns.")
+    ] = Field(default=0, ge=0, description="Steps at the start in which only the (separate) critic learns.")
     value_coef: Annotated[float, CRITIC_ONLY, NoEffectWhile("rl.critic", ("separate",))] = Field(
         default=0.5, gt=0, description="Weight of the value loss of a shared critic.")
     value_clip: Annotated[float | None, CRITIC_ONLY, OFF_POLICY_ONLY, Elsewhere("verl: cliprange_value")] = Field(
@@ -174,18 +160,15 @@ class RLConfig(Section):
         Elsewhere(
             "verl: ppo_mini_batch_size ppo_epochs; TRL: steps_per_generation num_iterations; NeMo RL: "
             "train_global_batch_size; slime: num_steps_per_rollout; SkyRL: policy_mini_batch_size",
-            " (how many, not their size)",
-        ),
-    ] = Field(
-        default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
+            " (how many, not their size)"),
+    ] = Field(default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
     rollout_is: Annotated[
         RolloutIS, Elsewhere(same=("verl",)),
         Elsewhere(
             "TRL: vllm_importance_sampling_*; NeMo RL: use_importance_sampling_correction "
             "truncated_importance_sampling_*; slime: use_tis tis_*; OpenRLHF: is_correction_*; SkyRL: "
             "off_policy_correction",
-            " and rl.rollout_is_threshold (with jetrl's engine there is nothing to correct)",
-        ),
+            " and rl.rollout_is_threshold (with jetrl's engine there is nothing to correct)"),
     ] = Field(
         default="none", description="Truncated importance weights between sampler and learner (for fp8_rollout, vllm).")
     rollout_is_threshold: Annotated[
@@ -194,12 +177,10 @@ class RLConfig(Section):
     rollout_rs: Annotated[
         RolloutRS, Elsewhere(same=("verl",)),
         Elsewhere("slime: rs_*", ", rl.rollout_rs_threshold and rl.rollout_rs_lower"),
-    ] = Field(
-        default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
+    ] = Field(default="none", description="Mask tokens or sequences where sampler and learner disagree too much.")
     rollout_rs_threshold: Annotated[
         float, NoEffectWhile("rl.rollout_rs", ("none",)), Elsewhere(same=("verl",)),
-    ] = Field(
-        default=2.0, gt=1, description="Ratios above this are masked.")
+    ] = Field(default=2.0, gt=1, description="Ratios above this are masked.")
     rollout_rs_lower: Annotated[
         Annotated[float, Field(ge=0, lt=1)] | Literal["inverse"], NoEffectWhile("rl.rollout_rs", ("none",)),
     ] = Field(
@@ -214,8 +195,7 @@ class RLConfig(Section):
         Elsewhere(
             "verl: filter_groups filter_groups.enable; NeMo RL: use_dynamic_sampling "
             "dynamic_sampling_max_gen_batches; slime: dynamic_sampling_filter_path; OpenRLHF: dynamic_filtering*; "
-            "prime-rl: filter_zero_advantages; torchtitan: drop_zero_std_reward_groups",
-        ),
+            "prime-rl: filter_zero_advantages; torchtitan: drop_zero_std_reward_groups"),
     ] = Field(
         default="off", description="Groups in which all of rl.signal are equal. drop: leave them out. "
         "refill: also sample further prompts, until prompts_per_step groups carry a signal. off: learn from all.",
@@ -230,14 +210,12 @@ class RLConfig(Section):
     )
     max_refill_rounds: Annotated[
         int, NoEffectWhile("rl.dynamic_sampling", ("off", "drop")), Elsewhere("verl: max_num_gen_batches"),
-    ] = Field(
-        default=8, ge=1, description="Maximum rounds of refill in a step, after its first sampling.")
+    ] = Field(default=8, ge=1, description="Maximum rounds of refill in a step, after its first sampling.")
     overlong_buffer_len: Annotated[
         int,
         Elsewhere(
             "verl: overlong_buffer_cfg overlong_buffer_cfg.len overlong_buffer.len overlong_buffer; TRL: "
-            "soft_punish_cache; NeMo RL: overlong_buffer_length",
-        ),
+            "soft_punish_cache; NeMo RL: overlong_buffer_length"),
         Elsewhere("verl: overlong_buffer_cfg.enable overlong_buffer.enable", " (0: off)"),
     ] = Field(
         default=0, ge=0, description="Soft length penalty over the last tokens before max_response_length. 0: off.")
@@ -245,8 +223,7 @@ class RLConfig(Section):
         float, NoEffectWhile("rl.overlong_buffer_len", (0,)),
         Elsewhere(
             "verl: overlong_buffer_cfg.penalty_factor overlong_buffer.penalty_factor; NeMo RL: "
-            "overlong_buffer_penalty",
-        ),
+            "overlong_buffer_penalty"),
     ] = Field(default=1.0, gt=0, description="Penalty at the end of that buffer.")
     mask_truncated: Annotated[
         bool, Elsewhere("NeMo RL: overlong_filtering; SkyRL: apply_overlong_filtering"),

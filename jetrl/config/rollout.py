@@ -45,19 +45,16 @@ class RolloutConfig(Section):
             "verl, SkyRL: train_batch_size; verl: gen_batch_size; TRL: generation_batch_size "
             "per_device_train_batch_size; NeMo RL: num_prompts_per_step; slime: rollout_batch_size; prime-rl: "
             "batch_size; torchtitan: num_prompts_per_train_step",
-            " (prompts, not completions)",
-        ),
+            " (prompts, not completions)"),
         Elsewhere(
             "TRL: gradient_accumulation_steps",
-            " (it sets the batch, micro-batches are packed up to train.max_tokens_per_gpu)",
-        ),
+            " (it sets the batch, micro-batches are packed up to train.max_tokens_per_gpu)"),
     ] = Field(default=16, ge=1, description="Prompts in a training step.")
     group_size: Annotated[
         int,
         Elsewhere(
             "verl: n; TRL: num_generations; NeMo RL: num_generations_per_prompt; slime, OpenRLHF, SkyRL: "
-            "n_samples_per_prompt",
-        ),
+            "n_samples_per_prompt"),
     ] = Field(
         default=8, ge=1, description="Completions of each prompt. At least 2 where they are each other's baseline.")
     max_response_length: Annotated[
@@ -65,19 +62,16 @@ class RolloutConfig(Section):
         Elsewhere(
             "TRL: max_completion_length; verl: response_length; slime: rollout_max_response_len; SkyRL: "
             "max_generate_length; transformers: max_new_tokens",
-            same=("verl",),
-        ),
+            same=("verl",)),
         Elsewhere(
             "NeMo RL: max_total_sequence_length; TRL: vllm_max_model_length; verl: max_model_len",
-            ", with task.max_prompt_length",
-        ),
+            ", with task.max_prompt_length"),
     ] = Field(
         default=64, ge=1, description="Longest completion in tokens; in a conversation, all that follows the prompt.")
     temperature: Annotated[
         float, Elsewhere(same=("TRL", "verl")),
         Elsewhere("slime: rollout_temperature; SkyRL: sampling_params", ", top_p and top_k"),
-    ] = Field(
-        default=1.0, gt=0, description="Sampling temperature; the learner's log-probs use the same.")
+    ] = Field(default=1.0, gt=0, description="Sampling temperature; the learner's log-probs use the same.")
     top_p: Annotated[float, Kernels(off=(1.0,)), Elsewhere(same=("TRL", "verl"))] = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: keep this much probability. 1: off.")
     top_k: Annotated[int, Kernels(off=(0,)), Elsewhere(same=("TRL", "verl"))] = Field(
@@ -102,8 +96,7 @@ class RolloutConfig(Section):
         description="Tokens in one engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
     kv_cache_tokens: Annotated[
         int | None, SavesMemory(8, lambda c: halves(c.rollout.kv_cache_tokens or 0, 3, c.longest)),
-    ] = Field(
-        default=None, ge=1, description="Size of the KV cache in tokens. none: what is needed, if memory allows.")
+    ] = Field(default=None, ge=1, description="Size of the KV cache in tokens. none: what is needed, if memory allows.")
     keep_kv_cache: Annotated[
         Literal["auto", "always", "never"], NOT_VLLM, NoBits(), SavesMemory(1, {"always": "auto"}),
     ] = Field(

@@ -48,8 +48,7 @@ class ModelConfig(Section):
     revision: Annotated[
         str | None, NoEffectWhile("model.path", (None,), instead=("model.arch",)), PartOf("model.path"),
         Elsewhere("TRL: model_revision"),
-    ] = Field(
-        default=None, min_length=1, description="Branch, tag or commit of a model from the hub. none: main.")
+    ] = Field(default=None, min_length=1, description="Branch, tag or commit of a model from the hub. none: main.")
     arch: dict[str, Any] | None = Field(
         default=None, min_length=1, description="Keys of a Hugging Face config.json (model_type, hidden_size, ...) for "
         "a model with random weights. Without vocab_size, the tokenizer gives it.",
@@ -62,8 +61,7 @@ class ModelConfig(Section):
         "model.path.")
     tokenizer_revision: Annotated[
         str | None, NoEffectWhile("model.tokenizer", (None,)), PartOf("model.tokenizer"), WarmStart(),
-    ] = Field(
-        default=None, min_length=1, description="Branch, tag or commit of a tokenizer from the hub. none: main.")
+    ] = Field(default=None, min_length=1, description="Branch, tag or commit of a tokenizer from the hub. none: main.")
     init_seed: Annotated[int, NoEffectWhile("model.arch", (None,), instead=("model.path",))] = Field(
         default=0, ge=0, description="Seed of the random weights of model.arch.")
 
@@ -103,8 +101,7 @@ class QuantConfig(Section):
     kv_cache: Annotated[
         CacheKind, SavesMemory(10, {"bf16": "fp8"}, unless=("precision", "bf16")),
         Elsewhere("vLLM, SGLang: kv_cache_dtype"),
-    ] = Field(
-        default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
+    ] = Field(default="bf16", description="Keys and values in the rollout's cache; training rounds them the same way.")
 
 
 class SFTConfig(Section):
@@ -237,8 +234,7 @@ class Config(Section):
         str,
         Elsewhere(
             "TRL: run_name; verl: experiment_name",
-            " (of the run and its folder, for the tracker alone track.run_name)",
-        ),
+            " (of the run and its folder, for the tracker alone track.run_name)"),
     ] = Field(pattern=NAME, description="Name of the run and of its folder.")
     seed: Annotated[int, WarmStart(), Elsewhere(same=("TRL", "verl"))] = Field(
         default=0, ge=0, description="Seed of data and sampling.")
@@ -246,11 +242,9 @@ class Config(Section):
         Precision, Kernels(),
         Elsewhere(
             "verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe",
-            " (one key for both sides)",
-        ),
+            " (one key for both sides)"),
         Elsewhere("TRL: bf16 fp16; verl: dtype", ' ("bf16", and by default "fp8")'),
-    ] = Field(
-        default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
+    ] = Field(default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
     device: Annotated[
         Literal["auto", "cpu", "cuda"], FirstWeights(), Elsewhere(same=("verl",)),
         Elsewhere("TRL: use_cpu no_cuda", ' = "cpu"'),

@@ -33,10 +33,10 @@ class TaskConfig(Section):
         "(addition, recurrence); factors (recurrence); gold_template, check_gold (all).",
     )
     train_file: Annotated[
-        str | None, DATA_ONLY, Holds("file"), Elsewhere("verl: train_files; slime: prompt_data"),
+        str | None, DATA_ONLY, Holds("data"), Elsewhere("verl: train_files; slime: prompt_data"),
     ] = Field(default=None, description="Training problems of task file: jsonl or parquet.")
     eval_file: Annotated[
-        str | None, DATA_ONLY, Holds("file"), Elsewhere("verl: val_files; slime: eval_prompt_data"),
+        str | None, DATA_ONLY, Holds("data"), Elsewhere("verl: val_files; slime: eval_prompt_data"),
     ] = Field(default=None, description="Held-out problems of task file.")
     dataset: Annotated[str | None, DATA_ONLY, Holds("file"), Elsewhere("TRL: dataset_name")] = Field(
         default=None, min_length=1, description="Training problems of task file by name on the Hugging Face hub, such "
@@ -44,13 +44,11 @@ class TaskConfig(Section):
     dataset_config: Annotated[
         str | None, DATA_ONLY, NoEffectWhile("task.dataset", (None,), instead=("task.train_file",)),
         PartOf("task.dataset"), Elsewhere("TRL: dataset_config_name"),
-    ] = Field(
-        default=None, min_length=1, description="Configuration (subset) of the data set. none: its only one.")
+    ] = Field(default=None, min_length=1, description="Configuration (subset) of the data set. none: its only one.")
     dataset_revision: Annotated[
         str | None, DATA_ONLY, NoEffectWhile("task.dataset", (None,), instead=("task.train_file",)),
         PartOf("task.dataset"),
-    ] = Field(
-        default=None, min_length=1, description="Branch, tag or commit of the data set. none: main.")
+    ] = Field(default=None, min_length=1, description="Branch, tag or commit of the data set. none: main.")
     train_split: Annotated[
         str, DATA_ONLY, NoEffectWhile("task.dataset", (None,), instead=("task.train_file",)),
         Elsewhere("TRL: dataset_train_split"),
@@ -63,13 +61,11 @@ class TaskConfig(Section):
     eval_dataset_config: Annotated[
         str | None, DATA_ONLY, NoEffectWhile("task.eval_dataset", (None,), instead=("task.eval_file",)),
         PartOf("task.eval_dataset"),
-    ] = Field(
-        default=None, min_length=1, description="Configuration of eval_dataset. none: its only one.")
+    ] = Field(default=None, min_length=1, description="Configuration of eval_dataset. none: its only one.")
     eval_dataset_revision: Annotated[
         str | None, DATA_ONLY, NoEffectWhile("task.eval_dataset", (None,), instead=("task.eval_file",)),
         PartOf("task.eval_dataset"),
-    ] = Field(
-        default=None, min_length=1, description="Branch, tag or commit of eval_dataset. none: main.")
+    ] = Field(default=None, min_length=1, description="Branch, tag or commit of eval_dataset. none: main.")
     prompt_column: Annotated[str, DATA_ONLY, Elsewhere("verl: prompt_key; slime, OpenRLHF: input_key")] = Field(
         default="prompt", min_length=1, description="Column of the prompts, texts or chat messages.")
     answer_column: Annotated[str, DATA_ONLY, Elsewhere("slime, OpenRLHF: label_key")] = Field(
@@ -88,20 +84,17 @@ class TaskConfig(Section):
         Elsewhere("TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path"),
         Elsewhere(
             "verl: custom_reward_function.path custom_reward_function.name",
-            " (file and function are one text, with a colon between them)",
-        ),
+            " (file and function are one text, with a colon between them)"),
         Elsewhere(
             "verl: reward_manager reward_model.reward_manager",
-            " (a function of whole batches, see task.reward_calls)",
-        ),
+            " (a function of whole batches, see task.reward_calls)"),
     ] = Field(
         default=None, min_length=1, description="Your reward, as module:function or path/to/file.py:function, or a "
         "list of several, which are added up (docs/REWARDS.md). none: the task's own.")
     reward_weights: Annotated[
         tuple[float, ...] | None, NoEffectWhile("task.reward", (None,)), WarmStart(reads=False),
         Elsewhere(same=("TRL",)),
-    ] = Field(
-        default=None, description="What each function of task.reward is multiplied by. none: 1.")
+    ] = Field(default=None, description="What each function of task.reward is multiplied by. none: 1.")
     reward_calls: Annotated[
         Literal["step", "group"], WarmStart(reads=False), Elsewhere("verl: launch_reward_fn_async", ' = "group"'),
     ] = Field(
@@ -112,8 +105,7 @@ class TaskConfig(Section):
     overlong_prompts: Annotated[
         Literal["error", "drop"], DATA_ONLY, Elsewhere("verl: filter_overlong_prompts"),
         Elsewhere("verl: truncation; TRL: max_length", ' ("error" or "drop", prompts are never cut)'),
-    ] = Field(
-        default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
+    ] = Field(default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
     repeated_prompts: Annotated[Literal["keep", "drop"], DATA_ONLY] = Field(
         default="keep", description="Rows of the data that repeat an earlier prompt: keep, or leave them out.")
     max_data_gib: Annotated[float, DATA_ONLY, NoBits()] = Field(

@@ -31,8 +31,7 @@ class TrainConfig(Section):
     steps: Annotated[
         int, MayChange("train.lr_schedule", "constant"),
         Elsewhere("TRL: max_steps; verl: total_training_steps; slime: num_rollout"),
-    ] = Field(
-        default=100, ge=1, description="Training steps; each samples, scores and updates. Not with train.epochs.")
+    ] = Field(default=100, ge=1, description="Training steps; each samples, scores and updates. Not with train.epochs.")
     epochs: Annotated[
         float | None, MayChange("train.lr_schedule", "constant"), Since("0.1.0", None),
         Elsewhere("TRL: num_train_epochs; verl: total_epochs"),
@@ -57,8 +56,7 @@ class TrainConfig(Section):
     adam_betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], WarmStart(),
         Elsewhere("TRL: adam_beta1 adam_beta2; verl: betas"),
-    ] = Field(
-        default=(0.9, 0.95), description="Decay of Adam's two moments.")
+    ] = Field(default=(0.9, 0.95), description="Decay of Adam's two moments.")
     adam_eps: Annotated[float, WarmStart(), Elsewhere("TRL: adam_epsilon")] = Field(
         default=1e-8, gt=0, description="Added to Adam's denominator.")
     max_grad_norm: Annotated[
@@ -70,8 +68,7 @@ class TrainConfig(Section):
         Elsewhere(
             "TRL: per_device_eval_batch_size; verl: ppo_micro_batch_size_per_gpu ppo_micro_batch_size "
             "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu",
-            " (tokens, not sequences)",
-        ),
+            " (tokens, not sequences)"),
     ] = Field(default=8192, ge=1, description="Packed tokens in a micro-batch.")
     share_prompts: Annotated[bool, Kernels()] = Field(
         default=False,
@@ -82,13 +79,11 @@ class TrainConfig(Section):
         Literal["float32", "bfloat16"], FirstWeights(), Kernels(),
         SavesMemory(11, {"float32": "bfloat16"}, also=(("train.grad_dtype", "bfloat16"),)),
         Elsewhere("TRL: dtype torch_dtype; verl: fsdp_config.model_dtype model_dtype", " and train.optimizer_dtype"),
-    ] = Field(
-        default="float32", description="Type of the optimizer's weights.")
+    ] = Field(default="float32", description="Type of the optimizer's weights.")
     grad_dtype: Annotated[
         Literal["float32", "bfloat16"], Kernels(),
         SavesMemory(12, {"float32": "bfloat16"}, unless=("train.master_dtype", "float32")),
-    ] = Field(
-        default="float32", description="Type in which gradients are added up over micro-batches.")
+    ] = Field(default="float32", description="Type in which gradients are added up over micro-batches.")
     reduction: Annotated[Reduction, Kernels(), SavesMemory(3, {"fast": "fixed"})] = Field(
         default="fast",
         description="Order in which gradients of micro-batches are added. fast: each GPU adds its own up, then the "

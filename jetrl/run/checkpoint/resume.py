@@ -12,7 +12,7 @@ from jetrl.config import Config, sections
 from jetrl.config.keys import Key, changes_no_bit, keys, marked, may_change
 from jetrl.config.load import by_full_key
 from jetrl.config.markers import MayChange, Since
-from jetrl.config.paths import path_values
+from jetrl.config.paths import holding, path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
 from jetrl.run.checkpoint import store
@@ -72,12 +72,9 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
     )
 
 
-DATA = ("task.train_file", "task.eval_file")
-
-
 def data_digests(config: Config, own: FromPython = NOTHING) -> dict[str, str]:
     """SHA-256 of the local data files that the config names, and of the rows that a program gave, by key."""
-    files = {key: Path(value) for key, value in path_values(config).items() if key in DATA}
+    files = {key: Path(value) for key, value in path_values(config).items() if key in holding("data")}
     return {key: store.sha256(file) for key, file in files.items() if file.is_file()} | own.digests
 
 

@@ -40,7 +40,7 @@ _ROOMS = (  # (old room, new room, modules that kept their name)
     ("train", "run.fit", "activations memory"),
 )
 _RENAMED = {
-    "compare": "run.compare", "ending": "process_exit", "entry": "run.start",
+    "compare": "run.compare", "config.data": "config.task", "ending": "process_exit", "entry": "run.start",
     "kernels.attention": "kernels.attention.ops", "kernels.backends.deepgemm_grouped": "kernels.experts.deepgemm",
     "kernels.backends.few_rows_choice": "kernels.gemm.choice", "kernels.backends.gemm_layouts": "kernels.gemm.layouts",
     "kernels.backends.gluon_attention": "kernels.attention.decode",

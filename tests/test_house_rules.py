@@ -64,6 +64,8 @@ SWALLOWERS = [
 ]
 # A module that no test of its room names -> the module, with tests, that uses it and whose tests cover it.
 REACHED_THROUGH = {
+    "config/precedence": "config/load",
+    "config/rollout": "config/sections",
     "config/train": "config/sections",
     "huggingface/config": "huggingface/read",
     "kernels/gemm/deepgemm": "kernels/backends/hopper",

@@ -94,6 +94,10 @@ class FileTask:
         """The first `n` held-out problems in the order of their hash, so that any number of them is a fair sample."""
         return self._held_out[:n]
 
+    def training_problems(self) -> list[Problem]:
+        """The rows of one epoch, in the order of the data."""
+        return list(self._train)
+
     def all_problems(self) -> list[Problem]:
         """Every problem, those for training first."""
         return [*self._train, *self._held_out]

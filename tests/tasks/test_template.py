@@ -258,8 +258,9 @@ def test_what_the_template_has_opened_of_the_policys_turn(
 def test_messages_of_tables_lose_their_padding_and_nothing_else() -> None:
     padded = {"role": "assistant", "content": None, "name": None, "tool_calls": [
         {"id": "c", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
-    assert message_of(padded) == {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "c", "function": {"name": "add", "arguments": {"a": 1}}}]}
+    for padding, kept in ((True, {"a": 1}), (False, {"a": 1, "b": None})):
+        assert message_of(padded, padded=padding) == {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "c", "function": {"name": "add", "arguments": kept}}]}
     for wrong in ({"role": "user", "content": None}, {"role": "user"}, {"content": "x"}, {"role": "", "content": "x"},
                   "text", {"role": "user", "content": "x", 3: "y"}, {"role": "user", "content": "x", "y": b""}):
         with pytest.raises(ValueError, match="chat message"):

@@ -159,9 +159,9 @@ def before_and_after(folder: Path, change: Callable[[Path, Any], None]) -> list[
     (folder / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer.save_pretrained(str(model))
     given = {
-        "model.arch": None, "model.tokenizer": None, "model.path": str(model), "task.name": "file", "task.dataset": str(folder / "data"), "task.num_eval": 2,
-        "task.max_prompt_length": 48, "task.params": {"check_gold": False},
-        "sft.num_examples": 2, "sft.batch_size": 2,
+        "model.arch": None, "model.tokenizer": None, "model.path": str(model), "task.name": "file",
+        "task.dataset": str(folder / "data"), "task.num_eval": 2, "task.max_prompt_length": 48,
+        "task.params": {"check_gold": False}, "sft.num_examples": 2, "sft.batch_size": 2,
     }
     names = [path_of(session_of(folder, given)).name]
     change(folder, tokenizer)

@@ -56,6 +56,11 @@ def gpu_full(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
 
 
+def reason(error: BaseException) -> str:
+    """What an error says; its kind where it says nothing, as MemoryError."""
+    return str(error).strip() or type(error).__name__
+
+
 def place_of(error: BaseException) -> str:
     """Where an error was raised, as the user should read it: ` (FILE, line N)` of the last line in the user's own code,
     not of a library that it called; empty without a traceback."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetrl.config import TaskConfig
-from jetrl.errors import UserError
+from jetrl.errors import UserError, reason
 from jetrl.tasks.chat import Message, message_of
 from jetrl.tasks.protocol import shorten
 from jetrl.tasks.template import Template, source_of, tell
@@ -146,8 +146,8 @@ def encode_text(text: str, tokenizer: Any, where: str, kind: str, *, add_special
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except Exception as error:  # the tokenizers library raises bare Exception, e.g. for a character without a token
         raise UserError(
-            f"{where}: the tokenizer cannot encode the {kind} {shorten(text)!r}: {error}. Use a tokenizer that knows "
-            f"these characters, or change the {kind}."
+            f"{where}: the tokenizer cannot encode the {kind} {shorten(text)!r}: {reason(error)}. Use a tokenizer that "
+            f"knows these characters, or change the {kind}."
         ) from error
 
 

@@ -229,7 +229,5 @@ def build_pool(
     factory: Factory, tokenizer: Any, config: TaskConfig, *, timeout: float = 60.0, max_concurrent: int = 64
 ) -> EnvironmentPool:
     """The pool of a run, from its tokenizer and `task` section."""
-    if factory.variables:
-        variables = {**config.chat_template_kwargs, **factory.variables}
-        config = config.model_copy(update={"chat_template_kwargs": variables})
-    return EnvironmentPool(factory, TurnEncoder(tokenizer, config), timeout, max_concurrent)
+    encoder = TurnEncoder(tokenizer, factory.task(config), factory.adds)
+    return EnvironmentPool(factory, encoder, timeout, max_concurrent)

@@ -24,10 +24,11 @@ _MAX_CACHED = 4096
 
 
 class TurnEncoder:
-    """Encodes conversations with one tokenizer, by its chat template where `task.chat_template` says so."""
+    """Encodes conversations with one tokenizer, by its chat template where `task.chat_template` says so. `adds`: keys
+    of the environment's messages that the template need not write (`environment.Factory`)."""
 
-    def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(self, tokenizer: Any, config: TaskConfig, adds: frozenset[str] = frozenset()) -> None:
+        self.tokenizer, self.config, self.adds = tokenizer, config, adds
         self.chat = uses_chat_template(config.chat_template, tokenizer)
         self.template = Template(tokenizer, config.chat_template_kwargs)
         self._cache: dict[str, tuple[int, ...]] = {}
@@ -62,7 +63,7 @@ class TurnEncoder:
         if key not in self._cache:
             if len(self._cache) == _MAX_CACHED:
                 self._cache.clear()
-            text = self.template.reply(self.start(problem, opening), messages, problem.id)
+            text = self.template.reply(self.start(problem, opening), messages, problem.id, self.adds)
             self._cache[key] = tuple(self._encode(text, problem))
         return self._cache[key]
 

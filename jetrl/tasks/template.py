@@ -117,7 +117,8 @@ class Template:
         return self._behind(self.render(talk, problem_id, opened=False), mark, problem_id)
 
     def turn(self, messages: Sequence[Message], message: Message, problem_id: str) -> str:
-        """The text of an assistant's message with thinking or calls, as the policy would write it after `messages`."""
+        """The text of an assistant's message with thinking or calls, as the policy would write it after `messages`.
+        Checked as a prompt is: what the template does not write would not be taught."""
         prompt = self.render(messages, problem_id)
         whole, end = self.render([*messages, message], problem_id, opened=False), self.ending(messages, problem_id)
         if not whole.startswith(prompt) or not whole.endswith(end):
@@ -126,6 +127,11 @@ class Template:
                 "as a continuation of the prompt, so what the policy should say is unknown. Write all of it as the "
                 "message's content."
             )
+        where, talk, last = f"Problem {problem_id}, the worked solution", [*messages, message], len(messages)
+        look = _Look(self, talk, None, whole, opened=False)
+        if message["content"].strip() and (fate := self._fates(talk, None).get(last) or look.fate(last)[0]) != "written":
+            self._tell_fate(where, message, fate, "Write the whole turn as its content,")
+        self._check_keys(where, look, last, frozenset())
         return whole[len(prompt) : len(whole) - len(end)]
 
     def opened(self, messages: Sequence[Message]) -> str | None:
@@ -229,9 +235,9 @@ class Template:
             last = max(last, at)
         return found
 
-    def _read(self, messages: Sequence[Message], policy: int | None) -> str | None:
+    def _read(self, messages: Sequence[Message], policy: int | None, *, opened: bool = True) -> str | None:
         """What the policy reads of this rendering: all of it, or what stands behind its turn."""
-        text = self._attempt(messages)
+        text = self._attempt(messages, opened=opened)
         if text is None or policy is None:
             return text
         return text.rpartition(messages[policy]["content"])[2]
@@ -249,7 +255,8 @@ class Template:
         elif fate == "dropped":
             told = (f"{where}: {self.source} does not write the content of a message of role {role!r} that says "
                     f"{text!r}, though it writes others: the policy never reads it. Nothing to do if it only holds "
-                    f"what the template leaves out on purpose, such as earlier thinking; else change the text, {_CURE}.")
+                    "what the template leaves out on purpose, such as earlier thinking; else change the text, "
+                    f"{_CURE}.")
         else:
             told = (f"{where}: {self.source} writes the content of a message of role {role!r} {_HOW[fate]}, such as "
                     f"{text!r}: that is what the policy reads (prompt_rendered in samples.jsonl). To change it, use "
@@ -313,7 +320,7 @@ class Template:
         if skeleton is not None and (i, *path) in skeleton.written:
             value = at_path(look.messages[i], path)
             return look.whole or skeleton.shows(look.read, (i, *path), value) or look.reads(i, path)
-        unread = self._kept("unread", (look.kind, look.policy), set)
+        unread = self._kept("unread", (look.kind, look.policy, look.opened), set)
         if (i, path) in unread:  # told
             return False
         if look.reads(i, path):
@@ -339,8 +346,8 @@ class Template:
             paths = [path for path in leaves(self.variables) if path[0] == name]
             unread = [path for path in paths if not matters(changed(self.variables, path))]
             whole = not matters({k: v for k, v in self.variables.items() if k != name})
-            if isinstance(value, Schemas):
-                self._tell_schemas(unread)
+            if isinstance(value, Schemas):  # where none is read, task.system_prompt describes them (tools.py)
+                self._tell_schemas([] if whole else unread)
                 continue
             shown = [(name,)] if whole and len(unread) == len(paths) else unread
             for key in dict.fromkeys(map(_general, shown)):
@@ -385,16 +392,18 @@ class Template:
 class _Look:
     """What the policy reads of one conversation, and what the template writes for others of its kind."""
 
-    def __init__(self, template: Template, messages: Sequence[Message], policy: int | None, read: str) -> None:
-        self.template, self.messages, self.policy, self.read = template, messages, policy, read
+    def __init__(
+        self, template: Template, messages: Sequence[Message], policy: int | None, read: str, opened: bool = True
+    ) -> None:
+        self.template, self.messages, self.policy, self.read, self.opened = template, messages, policy, read, opened
         shown = marked(messages, policy)
         self.kind = json.dumps(shown.messages, ensure_ascii=False, default=repr)
 
         def look() -> Skeleton | None:
-            text = template._read(shown.messages, policy)
+            text = template._read(shown.messages, policy, opened=opened)
             return None if text is None else Skeleton.of(text, shown.places)
 
-        self.skeleton: Skeleton | None = template._kept("skeleton", (self.kind, policy), look)
+        self.skeleton: Skeleton | None = template._kept("skeleton", (self.kind, policy, opened), look)
         # everything that the template writes for its kind is there, or all but white space at ends
         self.trimmed = self.skeleton is not None and not self.skeleton.fits(read, messages, trims=False)
         self.whole = self.skeleton is not None and (
@@ -432,7 +441,8 @@ class _Look:
         return ("written", found + len(text)) if found >= 0 else ("rewritten", -1)
 
     def _with(self, i: int, message: Message) -> str | None:
-        return self.template._read([m if k != i else message for k, m in enumerate(self.messages)], self.policy)
+        talk = [m if k != i else message for k, m in enumerate(self.messages)]
+        return self.template._read(talk, self.policy, opened=self.opened)
 
 
 def _with_turn(start: Sequence[Message], messages: Sequence[Message]) -> tuple[list[Message], int, str]:

@@ -11,7 +11,7 @@ from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.tasks import template
 from jetrl.tasks.chat import message_of
-from jetrl.tasks.messages import TurnEncoder
+from jetrl.tasks.messages import TurnEncoder, encode_solution
 from jetrl.tasks.prompts import encode_problem, encode_prompt, opened_text
 from jetrl.types import Completion, Problem
 
@@ -237,6 +237,26 @@ def test_what_is_lost_of_one_message_is_told_whatever_other_messages_are_like(na
         assert said == ""
     elif not (known and name in ("deep", "thinking of the last")):  # there the others have lost it, too
         assert "acme/chat does not write" in said and lost in said
+
+
+@pytest.mark.parametrize("name", ["first call", "an argument", "second call twice", "deep", "all"])
+def test_what_a_worked_solution_would_lose_is_told_before_it_is_taught(name: str) -> None:
+    source, messages, lost = LOSES[name]
+    problem = Problem("p", (messages[0],), "", solution=(messages[1],))
+    encoder = TurnEncoder(Chars(source), TaskConfig(name="addition", max_prompt_length=9999))
+    parts: list[Any] = []
+    _, said = told(lambda: parts.extend(encode_solution(problem, encoder)) or ())
+    assert (said == "") if lost is None else (lost in said and "the worked solution: the chat template" in said)
+    assert "".join(map(chr, parts[0][1])).startswith("so I call it<call>" if name == "all" else "so I call it")
+
+
+def test_a_solution_whose_content_the_template_leaves_out_is_refused() -> None:
+    source = each_call(WHOLE).replace("{{ m.content }}", "{{ m.content if not m.tool_calls else '' }}")
+    messages = LOSES["all"][1]
+    problem = Problem("p", (messages[0],), "", solution=(messages[1],))
+    encoder = TurnEncoder(Chars(source), TaskConfig(name="addition"))
+    with pytest.raises(UserError, match="worked solution: .*does not write the content .* Write the whole turn as its"):
+        encode_solution(problem, encoder)
 
 
 @pytest.mark.parametrize("name", ["first call", "an argument", "one name"])

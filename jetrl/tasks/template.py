@@ -116,6 +116,12 @@ class Template:
         talk, _, mark = _with_turn(start, ())
         return self._behind(self.render(talk, problem_id, opened=False), mark, problem_id)
 
+    def usual_ending(self) -> str | None:
+        """The same for a question and an answer; None where the template fails on them."""
+        talk, _, mark = _with_turn([{"role": "user", "content": "1"}], ())
+        text = self._attempt(talk, opened=False)
+        return None if text is None or mark not in text else text.rpartition(mark)[2]
+
     def turn(self, messages: Sequence[Message], message: Message, problem_id: str) -> str:
         """The text of an assistant's message with thinking or calls, as the policy would write it after `messages`.
         Checked as a prompt is: what the template does not write would not be taught."""
@@ -129,7 +135,8 @@ class Template:
             )
         where, talk, last = f"Problem {problem_id}, the worked solution", [*messages, message], len(messages)
         look = _Look(self, talk, None, whole, opened=False)
-        if message["content"].strip() and (fate := self._fates(talk, None).get(last) or look.fate(last)[0]) != "written":
+        fate = (self._fates(talk, None).get(last) or look.fate(last)[0]) if message["content"].strip() else "written"
+        if fate != "written":
             self._tell_fate(where, message, fate, "Write the whole turn as its content,")
         self._check_keys(where, look, last, frozenset())
         return whole[len(prompt) : len(whole) - len(end)]

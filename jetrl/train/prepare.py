@@ -19,6 +19,7 @@ from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec
 from jetrl.tasks.environment import TOOLS, Factory, load_environment
 from jetrl.tasks.from_python import NOTHING, FromPython
+from jetrl.tasks.messages import TurnEncoder, check_turn_end
 from jetrl.tasks.reward_calls import names_of
 from jetrl.tasks.reward_loading import import_reward, needs_answer
 from jetrl.tasks.rewards import required_reward
@@ -72,6 +73,8 @@ def prepare(
         hold_out=holds_out(config), own=own,
     )
     reward, environment = scoring(config, task, named, tokenizer, own)
+    shown = config.task if environment is None else environment.task(config.task)
+    check_turn_end(TurnEncoder(tokenizer, shown), ends, config.rollout.stop, teaches=trains and config.sft.steps > 0)
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends)

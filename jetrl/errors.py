@@ -44,6 +44,11 @@ class OutOfMemory(UserError):
     status = 3
 
 
+class Notice(UserWarning):
+    """A warning of jetrl's own to its user. The command line shows it as `jetrl: warning: ...`, without a place in
+    code: the text says what to do."""
+
+
 def status_of(error: BaseException) -> int:
     """The status with which the program ends after an error that is told as one message."""
     return error.status if isinstance(error, UserError) else UserError.status

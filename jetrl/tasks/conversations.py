@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jetrl.config import TaskConfig
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.tasks.calls import Background, Call, Loop
 from jetrl.tasks.chat import Message
 from jetrl.tasks.environment import BadReply, Factory, opening_of, problem_mapping, step_of
@@ -214,7 +214,7 @@ class EnvironmentPool:
             self._tell_close(f"{self.close_failures} calls of {talk.method} have failed")
 
     def _tell_close(self, text: str) -> None:
-        warnings.warn(f"Environment {self.factory.name}: {text}.", stacklevel=3)
+        warnings.warn(f"Environment {self.factory.name}: {text}.", Notice, stacklevel=3)
 
     def _too_long(self, talk: _Conversation, call: Call) -> str:
         text = f"{talk.method} took longer than environment.timeout = {self.timeout:g} seconds"

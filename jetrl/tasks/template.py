@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from jetrl.errors import UserError, reason
+from jetrl.errors import Notice, UserError, reason
 from jetrl.tasks.chat import Message
 from jetrl.tasks.protocol import shorten
 from jetrl.tasks.template_trial import rendered
@@ -58,7 +58,7 @@ def tell(tokenizer: Any, text: str, key: str | None = None) -> None:
     """A warning, once per tokenizer and `key` (None: the text)."""
     if not was_told(tokenizer, key or text):
         _memory_of(tokenizer).told.add(_told_as(tokenizer, key or text))
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, Notice, stacklevel=3)
 
 
 def was_told(tokenizer: Any, key: str) -> bool:

@@ -33,7 +33,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.model.hf_write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.posts import Abandoned, Posts
@@ -383,7 +383,8 @@ def _warned(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{path} cannot be removed ({error}) and takes disk space: remove it yourself.", stacklevel=3)
+        text = f"{path} cannot be removed ({error}) and takes disk space: remove it yourself."
+        warnings.warn(text, Notice, stacklevel=3)
 
 
 def verify_model(path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_turn_is_taught_the_templates_end_or_none(solution, ends, stop, end, s
     encoder, problem = TurnEncoder(tokenizer, TaskConfig(name="addition")), Problem("1", "1+1=", "2", solution)
     if not stops:
         with pytest.raises(UserError, match=r"The tokenizer's chat template ends a turn with '<\|im_end\|>' \(258\)"
-                           r", and the run does not stop there, but at '<\|end\|>' \(256\): the warm start would teach"):
+                           r", and the run does not stop there, but at '<\|end\|>' \(256\): the warm start would"):
             encode_solution(problem, encoder, stop, ends)
         with pytest.warns(UserWarning, match="writes on behind it. Add 258 to eos_token_id in the model's"):
             check_turn_end(encoder, ends, stop, teaches=False)

@@ -88,7 +88,8 @@ class Template:
         """
         text = self.render(messages, problem_id)
         self._check_variables(messages)
-        if system_prompt and self._fates(messages, None).get(0) == "missing":
+        look = _Look(self, messages, None, text)
+        if system_prompt and look.true_fate(0, self._fates(messages, None).get(0, "written")) == "missing":
             raise UserError(
                 f"task.system_prompt has no effect: {self.source} does not write messages of role 'system'. Remove "
                 f"it, put its text into the prompts (task.prompt_template), {_CURE}."
@@ -135,8 +136,9 @@ class Template:
             )
         where, talk, last = f"Problem {problem_id}, the worked solution", [*messages, message], len(messages)
         look = _Look(self, talk, None, whole, opened=False)
-        fate = (self._fates(talk, None).get(last) or look.fate(last)[0]) if message["content"].strip() else "written"
-        if fate != "written":
+        usual: Fate = "written" if look.whole else "rewritten"
+        fate = look.true_fate(last, self._fates(talk, None).get(last, usual))
+        if fate != "written" and message["content"].strip():
             self._tell_fate(where, message, fate, "Write the whole turn as its content,")
         self._check_keys(where, look, last, frozenset())
         return whole[len(prompt) : len(whole) - len(end)]
@@ -200,13 +202,15 @@ class Template:
     ) -> None:
         """Tell or refuse what is lost of messages in `read`, which is what the policy reads of them. `policy`: the
         place of its turn, behind which it reads on. `ours`: keys that jetrl itself has added."""
-        for i, fate in self._fates(messages, policy).items():
-            self._tell_fate(where, messages[i], fate, cure)
         look = _Look(self, messages, policy, read)
+        for i, usual in self._fates(messages, policy).items():
+            fate = look.true_fate(i, usual)
+            if fate != "written":
+                self._tell_fate(where, messages[i], fate, cure)
         for i in range(0 if policy is None else policy + 1, len(messages)):
             self._check_keys(where, look, i, ours)
         if not look.whole:
-            self._check_texts(where, look, cure)
+            self._check_texts(where, look)
         elif look.trimmed:
             known = self._fates(messages, policy)
             for i in range(0 if policy is None else policy + 1, len(messages)):
@@ -273,7 +277,7 @@ class Template:
     def _fate_key(self, fate: Fate, role: str) -> str:
         return f"{fate} content {role} {self.variables}"
 
-    def _check_texts(self, where: str, look: _Look, cure: str) -> None:
+    def _check_texts(self, where: str, look: _Look) -> None:
         """Tell or refuse texts that this conversation's rendering does not hold as they are."""
         at, moved, messages = 0, self._fates(look.messages, look.policy), look.messages
         for i, message in enumerate(messages):
@@ -286,10 +290,10 @@ class Template:
             if look.read.find(text, at) < 0 and role == "assistant" and self._knows_losses(role):
                 continue  # thinking is taken out of many turns: nothing more to tell
             fate, place = look.fate(i)
-            if fate == "missing" and role == "assistant":
+            if fate == "missing" and role == "assistant":  # its thinking, say
                 fate = "dropped"
             if fate != "written":
-                self._tell_fate(where, message, fate, cure)
+                self._tell_fate(where, message, fate, "It writes others of this role: change the text,")
             at = place if place >= 0 else at
 
     def _knows_losses(self, role: str) -> bool:
@@ -446,6 +450,17 @@ class _Look:
             if found < 0 and difference.find(text.strip()) >= 0:
                 return "trimmed", -1
         return ("written", found + len(text)) if found >= 0 else ("rewritten", -1)
+
+    def true_fate(self, i: int, usual: Fate) -> Fate:
+        """That of the text of message i, where a marker in its place has the fate `usual`. What does not come out for a
+        marker may for a shorter text."""
+        if usual not in ("missing", "rewritten"):
+            return usual
+        fate = self.fate(i)[0]
+        return "dropped" if fate == "missing" and usual == "rewritten" and self._own(i) else fate
+
+    def _own(self, i: int) -> bool:
+        return bool(self.messages[i]["role"] == "assistant")
 
     def _with(self, i: int, message: Message) -> str | None:
         talk = [m if k != i else message for k, m in enumerate(self.messages)]

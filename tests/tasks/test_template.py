@@ -293,6 +293,20 @@ def test_a_text_that_is_dropped_for_what_it_says_is_told_as_that(name: str, role
     assert "does not write the content of" in said and f"role {role!r}" in said
     assert "white space" not in said and "other words" not in said
     assert (text == "") == (role != "assistant"), "refused, but for turns of the policy"
+    assert "another role" not in said
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "assistant", "system"])
+@pytest.mark.parametrize("condition", ["m.content | length < 9", "m.content[:1] != 'j'", "m.content[0] in 'stu'"])
+def test_a_text_that_is_written_is_not_said_to_be_lost(condition: str, role: str) -> None:
+    """Though a marker in its place would be."""
+    tokenizer, config = Chars(SHORT.replace("CONDITION", condition)), TaskConfig(name="addition", max_prompt_length=999)
+    talk = [{"role": role, "content": "so"}, {"role": "user", "content": "use it"}]
+    text, said = told(lambda: encode_problem(Problem("p", tuple(talk), ""), tokenizer, config))
+    assert "\nso<|im_end|>" in text and "\nuse it<|im_end|>" in text and said == ""
+    config = TaskConfig(name="addition", max_prompt_length=999, system_prompt="tell")
+    text, said = told(lambda: encode_problem(Problem("p", "use it", ""), tokenizer, config))
+    assert "\ntell<|im_end|>" in text and said == ""
 
 
 def test_thinking_that_a_template_takes_out_is_told_once_and_is_no_mistake() -> None:

@@ -88,8 +88,8 @@ class Template:
         """
         text = self.render(messages, problem_id)
         self._check_variables(messages)
-        look = _Look(self, messages, None, text)
-        if system_prompt and look.true_fate(0, self._fates(messages, None).get(0, "written")) == "missing":
+        fate = self._fates(messages, None).get(0, "written") if system_prompt else "written"
+        if fate == "missing" and _Look(self, messages, None, text).fate(0)[0] == "missing":
             raise UserError(
                 f"task.system_prompt has no effect: {self.source} does not write messages of role 'system'. Remove "
                 f"it, put its text into the prompts (task.prompt_template), {_CURE}."

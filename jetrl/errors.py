@@ -52,6 +52,11 @@ class OutOfMemory(UserError):
     status = 3
 
 
+class Notice(UserWarning):
+    """A warning of jetrl's own to its user. The command line shows it as `jetrl: warning: ...`, without a place in
+    code: the text says what to do."""
+
+
 def status_of(error: BaseException) -> int:
     """The status with which the program ends after an error that is told as one message."""
     return error.status if isinstance(error, UserError) else UserError.status
@@ -62,6 +67,11 @@ def gpu_full(error: BaseException) -> bool:
     signs = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
              "CUBLAS_STATUS_ALLOC_FAILED")
     return type(error).__name__ == "OutOfMemoryError" or any(sign in text_of(error) for sign in signs)
+
+
+def reason(error: BaseException) -> str:
+    """What an error says; its kind where it says nothing, as MemoryError."""
+    return str(error).strip() or type(error).__name__
 
 
 def place_of(error: BaseException, called: Any = None) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.errors import printable as printable
 
 MOST_JSON_BYTES = 64 << 20  # of one JSON file; the index of a model of 30,000 tensors has 3 MiB
@@ -168,16 +168,16 @@ class _Record(logging.LogRecord):
 
 
 def guard_terminal() -> None:
-    """Make warnings, log lines and tracebacks of this program `printable`: they may quote files. Warnings of jetrl are
-    told without the line of jetrl that gave them. For a command line, which owns its process."""
+    """Make warnings, log lines and tracebacks of this program `printable`: they may quote files. A `Notice` is shown
+    as a line of jetrl's, others' warnings with their places. For a command line, which owns its process."""
     written = warnings.formatwarning
     if getattr(written, "guards", False):
         return
 
-    def formatwarning(message: Any, category: type[Warning], filename: str, *args: Any, **kwargs: Any) -> str:
-        if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
+    def formatwarning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> str:
+        if issubclass(category, Notice):
             return printable(f"jetrl: warning: {message}\n")
-        return printable(written(message, category, filename, *args, **kwargs))
+        return printable(written(message, category, *args, **kwargs))
 
     formatwarning.guards = True  # type: ignore[attr-defined]
     warnings.formatwarning = formatwarning

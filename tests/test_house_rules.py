@@ -53,6 +53,7 @@ LONG_FUNCTIONS = {
 # Functions with an `except Exception` that goes on: checkers by others fail on odd answers, which is counted apart;
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
+    "chat/template.py:_attempt",  # templates refuse texts that are none of the data's; limits pass
     "doctor/finding.py:attempted",
     "errors.py:shown", "errors.py:text_of",  # the text says that repr or str of the user raised
     "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.report.channel import Channel
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import (
@@ -98,7 +98,7 @@ class Recorder:
                 shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
                 warnings.warn(
                     f"{self.run_dir / name} lacks the rows of steps {shown} before the checkpoint of step {step}. "
-                    "They are lost; training continues from the checkpoint.", stacklevel=2,
+                    "They are lost; training continues from the checkpoint.", Notice, stacklevel=2,
                 )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

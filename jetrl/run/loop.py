@@ -217,7 +217,7 @@ def _recorded(
 ) -> Iterator[Run]:
     """The run with its folder and its display."""
     config, world = session.config, session.world
-    session.data = by_first(world, lambda: data_digests(config, session.own))
+    session.data = by_first(world, lambda: data_digests(config, session.tokenizer, session.own))
     if found is not None:
         state.restore(session, found, run_dir)
     about = "; ".join(filter(None, [session.task.describe(), epochs_told(config, session.task)]))

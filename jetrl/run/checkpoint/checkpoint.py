@@ -33,7 +33,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from jetrl.errors import RESUME, UserError
+from jetrl.errors import RESUME, Notice, UserError
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.agreement import by_all, by_first, together
@@ -386,7 +386,8 @@ def _warned(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{path} cannot be removed ({error}) and takes disk space: remove it yourself.", stacklevel=3)
+        text = f"{path} cannot be removed ({error}) and takes disk space: remove it yourself."
+        warnings.warn(text, Notice, stacklevel=3)
 
 
 def verify_model(path: Path) -> None:

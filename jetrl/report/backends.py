@@ -82,7 +82,10 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
 
     def samples(self, table: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        parts = [f"**{key}**\n\n{_as_code(_text(value))}" for row in rows for key, value in row.items()]
+        parts = [
+            f"**{key}**\n\n{_as_code(_text(value))}"
+            for row in rows for key, value in row.items() if value is not None or is_score(key)
+        ]
         self._writer.add_text(table, "\n\n".join(parts), step)
 
     def close(self, failed: bool) -> None:
@@ -280,11 +283,18 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str,
             yield f"{prefix}{key}", value
 
 
+def is_score(column: str) -> bool:
+    """Whether None in this column of a table of samples means "not scored". Elsewhere it means that the row has no such
+    thing: the prompt as rendered is kept for the first completion of a prompt only."""
+    return column == "reward" or column.startswith("rewards/")
+
+
 def _parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _text(value: Any) -> str:
+    """The text of a value; None is a score that was not given (`is_score`)."""
     return "not scored" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 

@@ -142,7 +142,9 @@ class Recorder:
 
     def write_eval_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append some completions of the evaluation of `step`: rows as those of samples.jsonl."""
-        self._append_once(EVAL_SAMPLES_FILE, sample_lines(step, rows))
+        lines = sample_lines(step, rows)
+        self._append_once(EVAL_SAMPLES_FILE, lines)
+        self._track_samples("eval_samples", step, lines)
 
     def _append_once(self, name: str, lines: Sequence[bytes]) -> None:
         """Append to a file that is not kept open; it is made with its first line."""
@@ -162,9 +164,9 @@ class Recorder:
         """Append lines that `sample_lines` has made, here or on another rank."""
         lines = list(lines)
         self._append(self._samples, SAMPLES_FILE, lines)
-        self.track_samples("samples", self.last_step, lines)
+        self._track_samples("samples", self.last_step, lines)
 
-    def track_samples(self, table: str, step: int, lines: Sequence[bytes]) -> None:
+    def _track_samples(self, table: str, step: int, lines: Sequence[bytes]) -> None:
         """Send some of these lines, evenly over all, to the trackers as a table: `samples`, or `eval_samples`."""
         chosen = evenly(lines, self.tracked_samples)
         for tracker in self.trackers if chosen else ():

@@ -18,7 +18,7 @@ from jetrl.errors import UserError
 from jetrl.report import track
 from jetrl.report.backends import BACKENDS, MLflow
 from jetrl.report.channel import Channel, Limits, cause
-from jetrl.report.recorder import Recorder, read_metrics, sample_lines
+from jetrl.report.recorder import ROW_FILES, Recorder, read_metrics, sample_lines
 from jetrl.report.track import TrackSettings, check_trackers, evenly, open_trackers, read_kept, table_rows
 
 ROW = {"reward/mean": 0.5, "eval/addition/avg@1": 1.0}
@@ -349,6 +349,34 @@ def test_a_bounded_number_of_samples_is_sent(tmp_path: Path) -> None:
     (_, (table, rows)) = fake.rows[1]
     assert table == "samples" and [row["completion"] for row in rows] == ["0", "4", "8", "12"]
     assert evenly([b"a", b"b"], 5) == [b"a", b"b"] and evenly([b"a"], 0) == [] == evenly([], 3)
+
+
+def test_every_file_of_completions_is_a_table_of_the_trackers(tmp_path: Path) -> None:
+    fake, names = Fake(), [name for name in ROW_FILES if name.endswith("samples.jsonl")]
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.trackers.append(Channel("wandb", lambda: fake, print, FAST))
+        recorder.tracked_samples = 2
+        recorder.write(2, ROW)
+        recorder.write_samples(2, [SAMPLE] * 3)
+        recorder.write_eval_samples(2, [{**SAMPLE, "completion": str(i)} for i in range(6)])
+    tables = {table: rows for _, (table, rows) in fake.rows[1:]}
+    assert sorted(tables) == sorted(Path(name).stem for name in names) and len(names) > 1
+    assert [row["completion"] for row in tables["eval_samples"]] == ["0", "3"]
+
+
+def test_what_no_row_has_is_no_column_and_only_a_score_can_be_missing(tmp_path: Path) -> None:
+    unscored = {**SAMPLE, "reward": None, "advantage": None, "answer": None, "rewards": {"right": None}}
+    first, _ = table_rows(sample_lines(1, [unscored, unscored]))
+    assert first["reward"] is None and first["rewards/right"] is None
+    assert not {"advantage", "answer", "prompt_rendered"} & set(first)
+    mixed = table_rows(sample_lines(1, [{**unscored, "prompt_rendered": "<s>1+1="}, unscored]))
+    assert [row["prompt_rendered"] for row in mixed] == ["<s>1+1=", None]
+    texts: list[str] = []
+    board = object.__new__(BACKENDS["tensorboard"])
+    board._writer = SimpleNamespace(add_text=lambda table, text, step: texts.append(text))
+    board.samples("samples", 1, mixed)
+    assert texts[0].count("not scored") == 4  # reward and rewards/right of both rows
+    assert texts[0].count("**prompt_rendered**") == 1 and "**advantage**" not in texts[0]
 
 
 # ---- the libraries themselves, without a network ----

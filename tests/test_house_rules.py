@@ -53,6 +53,7 @@ LONG_FUNCTIONS = {
 SWALLOWERS = [
     "doctor/finding.py:attempted", "kernels/compiling.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
+    "report/live.py:_attempt",  # told, and met again at the end: no run hangs on its page
     "study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "tasks/gym.py:_score", "tasks/math_reward.py:_serve", "tasks/math_reward.py:score_math",
     "train/checkpoint.py:_carry",  # in a thread: raised by `finish`

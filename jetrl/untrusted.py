@@ -1,7 +1,7 @@
 """What comes from others' files, used as if it were ours: text on a terminal, JSON of any depth, names of files.
 
-Each has one function here: `printable`, `json_value` and `json_file`, `inside`. tests/test_untrusted.py looks for
-places that do without.
+Each has one function here: `printable`, `json_value` and `json_file`, `inside` and `text_inside`.
+tests/test_untrusted.py looks for places that do without.
 """
 
 from __future__ import annotations
@@ -86,6 +86,22 @@ def inside(folder: Path, name: str, *, links: bool = False, source: object = Non
             "take in any file of yours so. If it is meant, put a copy of the file in the place of the link."
         )
     return path
+
+
+def text_inside(folder: Path, name: str, most_bytes: int = MOST_JSON_BYTES) -> str:
+    """The text of a file in a folder that may be anyone's; empty if there is no such file. UserError as `inside`, and
+    for a file that is no UTF-8 text or too large."""
+    path = inside(folder, name)
+    if not path.is_file():  # nor a pipe, which would never end
+        return ""
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise UserError(f"{path} has more than {most_bytes >> 20} MiB, the most that jetrl reads of it. Remove it.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}). Fix or remove it.") from None
 
 
 def _leads_inside(path: Path, folder: Path) -> bool:

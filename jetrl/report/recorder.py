@@ -32,7 +32,7 @@ from jetrl.report.files import (
 )
 from jetrl.report.track import evenly, table_rows
 from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
-from jetrl.untrusted import json_file, refuse_link
+from jetrl.untrusted import inside, json_file, refuse_link
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -182,7 +182,7 @@ class Recorder:
         path = self.run_dir / ENV_FILE
         if self.resume and path.exists():
             try:
-                first = dict(json_file(path))
+                first = dict(json_file(inside(self.run_dir, ENV_FILE)))
             except (ValueError, TypeError):  # only a record: a damaged one does not stop a run
                 first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
@@ -402,9 +402,9 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     """The rows of a run, oldest first; a torn last line is left out. Raises `UserError` if there is no run."""
-    path = Path(run_dir) / METRICS_FILE
     if not Path(run_dir).exists():
         raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
+    path = inside(Path(run_dir), METRICS_FILE)
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path)]
@@ -415,7 +415,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     """The sample rows of a run, one at a time (the file may be large); none if the run kept no samples."""
-    yield from _read_samples(Path(run_dir) / SAMPLES_FILE)
+    yield from _read_samples(inside(Path(run_dir), SAMPLES_FILE))
 
 
 def read_eval_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
@@ -423,7 +423,7 @@ def read_eval_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
 
     Of a step that was repeated after a kill, both evaluations may be there: they are equal.
     """
-    yield from _read_samples(Path(run_dir) / EVAL_SAMPLES_FILE)
+    yield from _read_samples(inside(Path(run_dir), EVAL_SAMPLES_FILE))
 
 
 def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
@@ -446,7 +446,7 @@ def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
     """By step, each evaluation problem by problem; empty if the run has none (or is of a version that kept none)."""
-    path = Path(run_dir) / HELD_OUT_FILE
+    path = inside(Path(run_dir), HELD_OUT_FILE)
     if not path.exists():
         return {}
     rows = list(read_rows(path))

@@ -19,7 +19,7 @@ from jetrl.errors import UserError
 from jetrl.report.backends import BACKENDS, Opening, is_score
 from jetrl.report.channel import Channel, Limits, within
 from jetrl.report.files import write_whole
-from jetrl.untrusted import json_value
+from jetrl.untrusted import json_value, text_inside
 
 TRACK_FILE = "track.json"
 MAX_TEXT = 4000  # characters of a text in a table
@@ -73,9 +73,9 @@ def open_trackers(
 
 def read_kept(run_dir: Path) -> dict[str, dict[str, str]]:
     """The tracker's run of each backend, as `track.json` keeps it; empty if there is none, or it is damaged."""
-    path = run_dir / TRACK_FILE
+    text = text_inside(run_dir, TRACK_FILE)
     try:
-        found = json_value(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = json_value(text) if text else {}
     except ValueError:  # it holds nothing that the run needs: the tracker gets a new run
         found = {}
     return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}

@@ -63,7 +63,7 @@ def test_a_rank_that_records_nothing_writes_no_page(tmp_path: Path, monkeypatch:
     assert time.pages == 0
 
 
-@pytest.mark.parametrize("error", [UserError("no space left."), OSError("x"), KeyError("reward")], ids=lambda e: repr(e))
+@pytest.mark.parametrize("error", [UserError("no space left."), OSError("x"), KeyError("reward")], ids=repr)
 def test_what_keeps_a_page_from_the_disk_is_told_once_and_ends_nothing(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

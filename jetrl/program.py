@@ -56,7 +56,10 @@ def program(
         raise UserError(f"overrides: {both[0]} is also given by the argument {ARGUMENTS[both[0]]}; leave out one.")
     pairs = {**_replaced(data, rows, pairs), **pairs}
     keys = {key for key, _ in said}
-    config = config_of(data, [*pairs.items(), *said, *_placed(run_dir, resume, keys).items()], source)
+    placed = _placed(run_dir, resume, keys)
+    said_by = {key: "resume" if key == "checkpoint.resume" else "run_dir" for key in placed}
+    said_by |= {key: ARGUMENTS.get(key, "arguments") for key in pairs} | dict.fromkeys(keys, "overrides")
+    config = config_of(data, [*pairs.items(), *said, *placed.items()], source, said_by=said_by)
     own = FromPython(objects, rows)
     for key, value in (("task.reward", config.task.reward), ("environment.name", config.environment.name)):
         for name in (value,) if isinstance(value, str) else value or ():

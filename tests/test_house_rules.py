@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
     ("errors", "types", "spec", "choices", "presets", "ending", "__init__"),
-    ("untrusted",),
+    ("untrusted", "phrases"),
     ("config", "requirements"),
     ("precision",),
     ("kernels", "parallel"),

@@ -36,13 +36,27 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> Config:
         raise _refused(error, source) from None
 
 
-def _refused(error: ValidationError, source: str, notes: Sequence[str] = ()) -> UserError:
+def _refused(
+    error: ValidationError, source: str, notes: Sequence[str] = (), said_by: Mapping[str, str] = {},
+) -> UserError:
     """The user's error with all mistakes, and what was dropped before they were found."""
     lines = explain(error, Config)
+    source = _blamed([line.partition(":")[0] for line in lines], source, said_by)
     told = "".join(f"\n  ({note})" for note in notes)
     if len(lines) == 1:
         return UserError(f"{source}: {lines[0]}{told}")
     return UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines) + told)
+
+
+def _blamed(keys: Sequence[str], source: str, said_by: Mapping[str, str]) -> str:
+    """Where mistakes in these keys, or sections, stand: in the source, in arguments, or in both."""
+    def who(key: str) -> str:
+        at = (f"{key}.".startswith(f"{said}.") or said.startswith(f"{key}.") for said in said_by)
+        return next((name for name, here in zip(said_by.values(), at, strict=True) if here), "")
+
+    by = [who(key) for key in keys]
+    names = ", ".join(dict.fromkeys(filter(None, by)))
+    return source if not names else names if all(by) else f"{source} with {names}"
 
 
 def tell(note: str) -> None:
@@ -68,9 +82,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
 
 
 def config_of(
-    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell
+    data: dict[str, Any], overrides: Iterable[tuple[str, Any]], source: str, say: Callable[[str], object] = tell,
+    said_by: Mapping[str, str] | None = None,
 ) -> Config:
-    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed."""
+    """`load_config` of tables that are there already, and of overrides as key and value. `data` is changed.
+
+    `said_by`: the argument that gave an override, by its key: a mistake there is not blamed on `source`.
+    """
     before = copy.deepcopy(data)
     given: dict[str, Any] = {}
     for key, value in overrides:
@@ -88,7 +106,7 @@ def config_of(
             break
         except ValidationError as error:
             if not said.give_way(error):
-                raise _refused(error, source, said.notes) from None
+                raise _refused(error, source, said.notes, said_by or {}) from None
     for note in said.notes:
         say(note)
     return config

@@ -24,7 +24,7 @@ RANKS = [
     ("rollout", "rl", "tasks", "train", "report", "parity_rows", "arguments", "trust"),
     ("parity_drawn",),
     ("loop", "parity", "entry", "subject", "tryout"),
-    ("api", "compare", "parity_ranks", "program", "callbacks"),
+    ("api", "compare", "parity_ranks", "program", "callbacks", "pages"),
     ("trainer",),
     ("doctor", "study"),
     ("cli",),

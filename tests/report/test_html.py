@@ -351,7 +351,8 @@ def test_no_two_curves_have_one_title(keys: list[str], tmp_path: Path) -> None:
     run = with_rows(tmp_path / "run", [row | dict.fromkeys(keys, 0.25), row])
     text = drawn(write_report([run], tmp_path / "r.html"), tmp_path)
     titles = re.findall(r"<h3>(.*?)</h3>", text.split('id="more"')[0])
-    assert len(titles) == len(set(titles)) and sum(title.startswith("Held-out") for title in titles) == len(keys), titles
+    assert len(titles) == len(set(titles)), titles
+    assert sum(title.startswith("Held-out") for title in titles) == len(keys), titles
     ends = [key.split("/")[2] for key in keys if key.count("/") == 3]
     assert all(any(f" {end}" in title for title in titles) for end in ends)
 

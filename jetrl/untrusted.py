@@ -1,7 +1,7 @@
 """What comes from others' files, used as if it were ours: text on a terminal, JSON of any depth, names of files.
 
-Each has one function here: `printable`, `json_value` and `json_file`, `text_file` and `open_regular`, `inside`; and
-what rows may take of memory has a `Budget`.
+Each has one function here: `printable`, `json_value` and `json_file`, `text_file` and `open_regular`, `inside` and
+`text_inside`; and what rows may take of memory has a `Budget`.
 tests/test_untrusted.py looks for places that do without.
 """
 
@@ -130,6 +130,18 @@ def inside(folder: Path, name: str, *, links: bool = False, source: object = Non
             "take in any file of yours so. If it is meant, put a copy in the link's place, or name what it leads to."
         )
     return path
+
+
+def text_inside(folder: Path, name: str, most_bytes: int = MOST_JSON_BYTES) -> str:
+    """The text of a file in a folder that may be anyone's; empty if there is no such file. UserError as `inside`, and
+    for a file that is too large, is no regular one, or is no text."""
+    path = inside(folder, name)
+    if not path.exists():
+        return ""
+    try:
+        return text_file(path, most_bytes)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}. Fix or remove it.") from error
 
 
 def _leads_inside(path: Path, folder: Path) -> bool:

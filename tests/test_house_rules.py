@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py")) + sorted(STUDY.rglob("*.py"))
 RANKS = [
     ("errors", "types", "spec", "choices", "presets", "process_exit", "hashing", "moved", "values", "rounding",
      "__init__"),
-    ("untrusted",),
+    ("untrusted", "phrases"),
     ("config", "requirements"),
     ("precision", "user_code"),
     ("kernels", "parallel", "rl", "report", "arguments", "trust", "callbacks"),
@@ -28,7 +28,7 @@ RANKS = [
     ("environments",),
     ("tasks",),
     ("run",),
-    ("parity", "program", "jetrl_study"),
+    ("parity", "program", "jetrl_study", "pages"),
     ("api",),
     ("doctor", "trainer"),
     ("cli",),
@@ -59,6 +59,7 @@ SWALLOWERS = [
     "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "kernels/compiling/pool.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
+    "report/live.py:_attempt",  # told, and met again at the end: no run hangs on its page
     "rewards/mathematics.py:_serve", "rewards/mathematics.py:score_math",
     "run/checkpoint/checkpoint.py:_carry",  # in a thread: raised by `finish`
     "tasks/gym.py:_score",

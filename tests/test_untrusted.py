@@ -6,8 +6,11 @@ import ast
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from tiny import tiny_run
 
 from jetrl.config.toml import read_toml
 from jetrl.errors import OutOfMemory, UserError
@@ -24,8 +28,9 @@ from jetrl.huggingface.tokenizer import load_tokenizer_from
 from jetrl.report.console import Display, Output, summary
 from jetrl.report.files import write_whole
 from jetrl.report.html import write_report
-from jetrl.report.recorder import Recorder, read_held_out
+from jetrl.report.recorder import Recorder, read_eval_samples, read_held_out, read_samples
 from jetrl.report.run import load_runs
+from jetrl.report.track import read_kept
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.tryout import read_script
 from jetrl.tasks.datasets import read_dataset
@@ -390,6 +395,86 @@ def test_messages_of_the_command_line_are_printable(tmp_path: Path) -> None:
         )
         told = done.stderr.decode() + done.stdout.decode()
         assert done.returncode == 2 and harmless(told) and "\\x1b[2J" in told, told
+
+
+OPENED: list[str] = []  # by `watch_opened`, while a test has it watch
+_WATCH: list[bool] = []
+
+
+def _opened(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _WATCH and isinstance(arguments[0], str):
+        OPENED.append(arguments[0])
+
+
+@contextmanager
+def watch_opened() -> Iterator[list[str]]:
+    """The names of all files that are opened meanwhile, whoever opens them."""
+    if not hasattr(sys, "_jetrl_watched"):
+        sys._jetrl_watched = True  # type: ignore[attr-defined]  # a hook stays as long as the process
+        sys.addaudithook(_opened)
+    OPENED.clear()
+    _WATCH.append(True)
+    try:
+        yield OPENED
+    finally:
+        _WATCH.clear()
+
+
+def resumed(folder: Path) -> None:
+    with Recorder(folder, resume=True) as recorder:
+        recorder.write_environment(["test"])
+
+
+READERS = {
+    "report": lambda folder: write_report([folder], folder.parent / "page.html"),
+    "samples": lambda folder: [*read_samples(folder), *read_eval_samples(folder)],
+    "held out": read_held_out, "tracker": read_kept, "resume": resumed,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_link_out_of_a_run_folder_is_read(reader: str, run_folder: Path, tmp_path: Path) -> None:
+    """A page is sent to others, and so is a folder. Of all files that a run leaves, each is once a link."""
+    files = [path for path in run_folder.iterdir() if path.is_file()]
+    assert {"flow.svg", "config.toml", "env.json", "metrics.jsonl", "track.json"} <= {path.name for path in files}
+    refused = []
+    for number, file in enumerate(files):
+        folder, secret = tmp_path / str(number) / "run", tmp_path / str(number) / "secret"
+        shutil.copytree(run_folder, folder)
+        (folder / file.name).rename(secret)
+        (folder / file.name).symlink_to(secret)
+        with watch_opened() as opened:
+            try:
+                READERS[reader](folder)
+            except UserError as error:
+                assert "link" in str(error) and file.name in str(error)
+                refused.append(file.name)
+        assert opened or refused
+        assert [name for name in opened if Path(name).resolve() == secret] == [], f"{file.name} was followed"
+    assert refused
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_run(tmp_path_factory.mktemp("run"), {"train.steps": 1})
+    (folder / "track.json").write_text('{"wandb": {"id": "x"}}\n')
+    return folder
+
+
+def test_files_of_a_run_folder_that_are_no_text_or_endless_are_one_message(tmp_path: Path) -> None:
+    row = '{"step": 0, "reward/mean": 0.5}\n'
+    for i, name in enumerate(("flow.svg", "config.toml", "env.json")):
+        folder = model_with(tmp_path / str(i), metrics__jsonl=row)
+        (folder / name).write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(UserError, match=f"{name} is not UTF-8 text"):
+            write_report([folder], tmp_path / "r.html")
+        with (folder / name).open("wb") as file:
+            file.truncate((64 << 20) + 1)
+        with pytest.raises(UserError, match=f"{name} has more than 64 MiB"):
+            write_report([folder], tmp_path / "r.html")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        write_report([folder], tmp_path / "r.html")
 
 
 def test_no_link_in_a_run_folder_is_written_through(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.hashing import sha256_of_file
 from jetrl.huggingface.files import KNOWN_FILES
 from jetrl.huggingface.hub import tokenizer_folder
 from jetrl.huggingface.read import load_tokenizer_from
@@ -62,7 +63,7 @@ def content_of(tokenizer: Any) -> str:
     else:  # one in Python, whose rules are in its files
         folder = Path(getattr(tokenizer, "name_or_path", "") or "")
         files = {name: folder / name for name in KNOWN_FILES if name != "generation_config.json"}
-        found = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
+        found = {name: sha256_of_file(file) for name, file in files.items() if file.is_file()}
     parts = {
         "rules": found, "vocabulary": tokenizer.get_vocab(), "template": getattr(tokenizer, "chat_template", None),
         "special": getattr(tokenizer, "special_tokens_map", None),

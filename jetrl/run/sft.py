@@ -26,6 +26,7 @@ from jetrl.config import Config
 from jetrl.config.load import by_full_key
 from jetrl.environments.tools import with_tools
 from jetrl.errors import UserError
+from jetrl.hashing import sha256_of_file
 from jetrl.model.sharding import digest, fill, parts_of, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import by_first, common, together
@@ -165,7 +166,7 @@ def require_writable(folder: Path) -> None:
 
 def _file_hash(file: str | None) -> str | None:
     """What the solutions are read from, as far as the config names a file; data of the hub are bound to a commit."""
-    return store.sha256(Path(file)) if file is not None else None
+    return sha256_of_file(Path(file)) if file is not None else None
 
 
 def train_sft(

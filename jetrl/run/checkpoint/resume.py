@@ -14,7 +14,7 @@ from jetrl.config.load import by_full_key, changes_no_bit
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
-from jetrl.run.checkpoint import store
+from jetrl.hashing import sha256_of_file
 from jetrl.run.checkpoint.checkpoint import Meta
 from jetrl.tasks.task import holds_out
 from jetrl.user_code.from_python import ARGUMENTS, MARK, NOTHING, FromPython, same_objects
@@ -76,7 +76,7 @@ def data_digests(config: Config, tokenizer: Any, own: FromPython = NOTHING) -> d
     """SHA-256 of the local data files that the config names, of the rows that a program gave, and of what the tokenizer
     makes of them, by key."""
     files = {key: Path(value) for key, value in path_values(config).items() if key in DATA}
-    found = {key: store.sha256(file) for key, file in files.items() if file.is_file()} | own.digests
+    found = {key: sha256_of_file(file) for key, file in files.items() if file.is_file()} | own.digests
     return found | {TOKENIZER: content_of(tokenizer)}
 
 

@@ -14,7 +14,6 @@ from typing import Any
 _PACKAGE = str(Path(__file__).parent)
 _MOST_WRAPPERS = 20  # decorators and partials around a function
 
-RESUME = "--resume (from Python: resume=True)"  # for messages that may reach both
 
 # C0 without tab and newline, delete, C1, marks that turn the direction of text, separators of lines, lone surrogates
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -140,6 +140,8 @@ def text_inside(folder: Path, name: str, most_bytes: int = MOST_JSON_BYTES) -> s
         return ""
     try:
         return text_file(path, most_bytes)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}). Fix or remove it.") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}. Fix or remove it.") from error
 

@@ -25,16 +25,17 @@ OPTIONS = {
 OPTION = re.compile("(?:" + "|".join(sorted(OPTIONS)) + r")(?![\w-])")
 # What only the command line calls: its options are right there.
 COMMANDS = {
-    "cli.py", "__main__.py", "compare.py", "trust.py", "tryout.py", "subject.py", "parity_ranks.py", "doctor", "study",
+    "cli.py", "__main__.py", "run/compare.py", "trust.py", "run/tryout.py", "parity/model_under_test.py",
+    "parity/ranks.py", "doctor",
     "parallel/spawn.py",
 }
 # In no message to a program: module -> these options.
 ELSEWHERE = {
     "api.py": {"--recipe"},  # `jetrl eval` and `parity`
-    "entry.py": {"--debug"},  # the option itself
-    "model/hub.py": {"--revision"},  # of a command for the shell
-    "parity_rows.py": {"--new-tokens", "--sequences"},
-    "train/fitting.py": {"--gpu"},  # of --dry-run
+    "run/start.py": {"--debug"},  # the option itself
+    "huggingface/hub.py": {"--revision"},  # of a command for the shell
+    "parity/rows.py": {"--new-tokens", "--sequences"},
+    "run/fit/advice.py": {"--gpu"},  # of --dry-run
 }
 
 
@@ -109,12 +110,12 @@ def test_a_mistake_in_an_argument_is_not_blamed_on_the_recipe(tmp_path: Path) ->
     assert mistake(tmp_path, overrides={"trainn.lr": 1}).startswith("overrides: trainn: unknown section")
     assert mistake(tmp_path, run_dir=tmp_path / "a b").startswith("run_dir: name: must be letters")
     two = mistake(tmp_path, overrides={"train.lr": "x"}, run_dir=tmp_path / "a b")
-    assert two.startswith(("run_dir, overrides has 2 errors", "overrides, run_dir has 2 errors"))
+    assert two.startswith("the config has 2 errors") and "\n  run_dir: name" in two and "\n  overrides: train.lr" in two
     data = tiny_data(tmp_path)
     data["train"]["lrr"] = 1
     with pytest.raises(UserError, match="^the config: train.lrr"):
         jetrl.Trainer(data, verbose=False, overrides={"train.lr": 1e-3})
-    with pytest.raises(UserError, match="^the config with overrides has 2 errors"):
+    with pytest.raises(UserError, match=r"^the config has 2 errors:\n(.*\n)?  overrides: train.lr: must be"):
         jetrl.Trainer(data, verbose=False, overrides={"train.lr": "x"})
 
 

@@ -190,7 +190,8 @@ def test_json_is_bounded(tmp_path: Path) -> None:
 # Other calls that read a whole file: of jetrl itself, of this machine, or code of the user's that runs next.
 OWN_FILES = {
     "jetrl/cli.py", "jetrl/config/shipped.py",  # recipes that come with jetrl
-    "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py", "jetrl/run/compiling/ahead.py",
+    "jetrl/pages.py", "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py",
+    "jetrl/run/compiling/ahead.py",
     "jetrl/doctor/gpu.py", "jetrl/parallel/host.py", "jetrl/report/environment.py",
     "jetrl/huggingface/write.py", "jetrl/parallel/spawn.py", "jetrl_study/jobs.py",  # what its own processes write
     "jetrl/user_code/neighbours.py", "jetrl/kernels/compiling/pool.py",
@@ -470,11 +471,12 @@ def test_files_of_a_run_folder_that_are_no_text_or_endless_are_one_message(tmp_p
             write_report([folder], tmp_path / "r.html")
         with (folder / name).open("wb") as file:
             file.truncate((64 << 20) + 1)
-        with pytest.raises(UserError, match=f"{name} has more than 64 MiB"):
+        with pytest.raises(UserError, match=f"{name}: it has more than 64 MiB"):
             write_report([folder], tmp_path / "r.html")
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        write_report([folder], tmp_path / "r.html")
+        with pytest.raises(UserError, match=f"{name}: it is no regular file, but a pipe"):
+            write_report([folder], tmp_path / "r.html")
 
 
 def test_no_link_in_a_run_folder_is_written_through(tmp_path: Path) -> None:

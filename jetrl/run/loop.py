@@ -21,7 +21,7 @@ from rich.console import Console
 
 from jetrl import trust
 from jetrl.config import Config, to_toml
-from jetrl.errors import RESUME, UserError
+from jetrl.errors import UserError
 from jetrl.parallel import launch
 from jetrl.parallel.agreement import by_first, common, together
 from jetrl.parallel.measures import WAITS, rank_metrics
@@ -419,7 +419,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
         raise common(UserError(
             f"rollout.engine = {engine} says keeps_bits = True, but in step {session.step} {found}. Set keeps_bits = "
             "False (the learner then computes what it needs itself), or fix the engine; then continue with "
-            f"{RESUME}."
+            f"--resume."
         ))
     display.hint(
         session.step, "PARITY IS NOT ZERO",

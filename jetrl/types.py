@@ -7,16 +7,90 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
     from torch import Tensor
 
 Side = Literal["train", "rollout"]
 Author = Literal["policy", "environment"]
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["stop", "length", "turns", "error", "timeout"]
+
+
+def token_ids(values: ArrayLike) -> np.ndarray:
+    """Token ids as a read-only int32 array [n]: such an array itself, of anything else a copy. ValueError for what is
+    no row of 32-bit integers."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1 and not values.flags.writeable:
+        return values
+    given = _row("token ids", "iu", "integers", values)
+    if given.size and not -(1 << 31) <= int(given.min()) <= int(given.max()) < 1 << 31:
+        raise ValueError(f"token ids from {given.min()} to {given.max()}: they must fit into 32 bits")
+    return _frozen(given, np.int32)
+
+
+def log_probs(values: ArrayLike) -> np.ndarray:
+    """Log-probs as a read-only float32 array [n], as `token_ids`; others are rounded to float32."""
+    if isinstance(values, np.ndarray) and values.dtype == np.float32 and values.ndim == 1:
+        if not values.flags.writeable:
+            return values
+    return _frozen(_row("log-probs", "f", "floats", values), np.float32)
+
+
+def _row(what: str, kinds: str, meant: str, values: ArrayLike) -> np.ndarray:
+    try:
+        given = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{what} must be a row of {meant}: {error}") from error
+    if given.ndim != 1 or (given.size and given.dtype.kind not in kinds):
+        raise ValueError(f"{what} must be a row of {meant}, got an array of shape {given.shape} and type {given.dtype}")
+    return given
+
+
+def _frozen(given: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    with np.errstate(over="ignore"):  # an infinite log-prob is for others to refuse
+        array = np.array(given, dtype)
+    array.flags.writeable = False
+    return array
+
+
+_NOTHING = _frozen(np.zeros(0), np.float32)
+
+
+class _Sampled:
+    """Tokens and log-probs as read-only arrays; whatever has such a form may be given.
+
+    Equal are values whose arrays have the same bits: NaN equals itself, and -0.0 is not 0.0. What is unpickled or
+    copied has gone through the constructor, and its checks, again.
+    """
+
+    __slots__ = ()
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", token_ids(self.tokens))
+        object.__setattr__(self, "logprobs", log_probs(self.logprobs))
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, entry.name) for entry in fields(self))  # type: ignore[arg-type]
+
+    def _compared(self) -> tuple[Any, ...]:
+        return tuple(value.tobytes() if isinstance(value, np.ndarray) else value for value in self._values())
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other._compared() if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.text, self.tokens.tobytes(), self.logprobs.tobytes()))  # messages have no hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +163,10 @@ class Request:
     max_conversation: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What an engine returns for one request.
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(_Sampled):
+    """What an engine returns for one request. `tokens` [n] int32 and `logprobs` [n] float32 are read-only arrays; an
+    engine may give lists, tuples or other arrays of such numbers.
 
     `logprobs[i]` is the full-distribution log-probability of `tokens[i]` at the sampling temperature (FP32), also when
     top-p, top-k or min-p truncated the draw. A stop token that ended the sequence is the last entry of `tokens`, and is
@@ -99,8 +174,8 @@ class Completion:
     """
 
     request_id: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: np.ndarray
+    logprobs: np.ndarray
     text: str
     finish_reason: FinishReason
     weight_version: int
@@ -160,9 +235,9 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Neighbouring tokens of a trajectory by one author.
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment(_Sampled):
+    """Neighbouring tokens of a trajectory by one author: `tokens` [n] int32 and `logprobs` [n] float32, read-only.
 
     The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
     functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
@@ -171,9 +246,9 @@ class Segment:
     """
 
     author: Author
-    tokens: tuple[int, ...]
+    tokens: np.ndarray
     text: str
-    logprobs: tuple[float, ...] = ()
+    logprobs: np.ndarray = field(default_factory=lambda: _NOTHING)
     reward: float | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`

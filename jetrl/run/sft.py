@@ -41,7 +41,7 @@ from jetrl.train.reduction import own_numbers
 from jetrl.train.routing import LOSSES, Routing
 from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
-from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
+from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory, token_ids
 
 _READ = {  # next to the sections sft and task
     "seed", "model.tokenizer", "model.tokenizer_revision", "rollout.stop", "train.max_tokens_per_gpu",
@@ -215,5 +215,5 @@ class SolutionEncoder:
             )
         tokens = encode_problem(problem, self.turns.tokenizer, self.config.task)
         parts = encode_solution(problem, self.turns, self.config.rollout.stop, self.eos_ids)
-        segments = [Segment(author, own, "") for author, own in (("environment", tuple(tokens)), *parts)]
+        segments = [Segment(author, token_ids(own), "") for author, own in (("environment", tokens), *parts)]
         return Trajectory(tuple(segments), "stop", 0, "")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, islice
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -258,9 +258,11 @@ class _Part:
     stem: int
     sequence: _Sequence | None
 
-    def tokens(self) -> Iterator[int]:
-        every = chain.from_iterable(s.tokens for s in self.trajectory.segments)
-        return every if self.sequence is not None and not self.first else islice(every, self.first, self.end)
+    def tokens(self) -> list[np.ndarray]:
+        """Its rows, in pieces of neighbours."""
+        edges = accumulate((len(s.tokens) for s in self.trajectory.segments), initial=0)
+        return [s.tokens[max(self.first - edge, 0) : max(self.end - edge, 0)]
+                for edge, s in zip(edges, self.trajectory.segments, strict=False)]
 
 
 def _parts(sequences: Sequence[_Sequence], share_prompts: bool) -> list[_Part]:
@@ -282,7 +284,8 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
     lengths = [part.end - part.first for part in parts]
     edges = torch.tensor([0, *lengths]).cumsum(0)
     starts, count = edges[:-1], int(edges[-1])
-    tokens = _tensor(chain.from_iterable(part.tokens() for part in parts), np.int64, count)
+    pieces = [piece for part in parts for piece in part.tokens()]
+    tokens = torch.from_numpy(np.concatenate(pieces, dtype=np.int64))
     targets = tokens.roll(-1)
     targets[edges[1:] - 1] = 0
     loss_mask, advantages, logprobs = torch.zeros(count, dtype=torch.float32), _absent(count), _absent(count)
@@ -292,8 +295,8 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
             rows = slice(first, first + len(segment.tokens))
             if segment.author == "policy":
                 loss_mask[rows] = 1.0
-                if segment.logprobs:  # worked solutions of the warm start were not sampled
-                    logprobs[rows] = _tensor(segment.logprobs, np.float32, len(segment.logprobs))
+                if len(segment.logprobs):  # worked solutions of the warm start were not sampled
+                    logprobs.numpy()[rows] = segment.logprobs
             first = rows.stop
     ids = torch.tensor([-1 if part.sequence is None else part.sequence.index for part in parts])
     begins = starts - torch.tensor([part.first for part in parts])  # where position 0 of each would be
@@ -318,18 +321,13 @@ def _absent(count: int) -> Tensor:
     return torch.full((count,), math.nan, dtype=torch.float32)
 
 
-def _tensor(values: Iterable[float], dtype: type[np.generic], count: int) -> Tensor:
-    """From Python numbers, in a third of the time of `torch.tensor`."""
-    return torch.from_numpy(np.fromiter(values, dtype, count))
-
-
 def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
     where = f"prompt {group.prompt.index}"
     if not group.trajectories:
         raise ValueError(f"{where}: the group has no trajectories")
     for trajectory in group.trajectories:
         first = trajectory.segments[0]
-        if first.author != "environment" or not first.tokens:
+        if first.author != "environment" or not len(first.tokens):
             raise ValueError(f"{where}: the prompt has no tokens, so nothing predicts the first token of a completion")
         if trajectory.flow_digest != flow_digest:
             raise ValueError(
@@ -342,10 +340,10 @@ def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
                 f"version {weight_version}; the batch is refused"
             )
         for segment in trajectory.turns:
-            if not segment.tokens or len(segment.tokens) != len(segment.logprobs):
+            if not len(segment.tokens) or len(segment.tokens) != len(segment.logprobs):
                 raise ValueError(f"{where}: {len(segment.tokens)} tokens, {len(segment.logprobs)} log-probs")
 
 
 def _check_logprobs(trajectory: Trajectory, place: int) -> None:
-    if not all(all(map(math.isfinite, segment.logprobs)) for segment in trajectory.turns):
+    if not all(np.isfinite(segment.logprobs).all() for segment in trajectory.turns):
         raise ValueError(f"prompt {place}: one of its log-probs is NaN or infinite")

@@ -42,8 +42,8 @@ def answers_of(rank: int, count: int, tokens: int, prompt: int) -> dict[int, Tra
         for number in range(first, first + GROUP):
             length = int(draw.integers(tokens // 2, 3 * tokens // 2))
             ids, logprobs = draw.integers(0, 150_000, length), draw.standard_normal(length).astype(np.float32)
-            answer = Segment("policy", token_ids(ids), "word" * length, log_probs(logprobs))
-            found[number] = Trajectory((Segment("environment", opening, "q" * prompt), answer), "stop", 0, "flow")
+            answer = Segment("policy", token_ids(ids), "word" * length, log_probs(logprobs), spans=((0, 0),))
+            found[number] = Trajectory((Segment("environment", opening, "q" * prompt), answer), "stop", "flow")
     return found
 
 

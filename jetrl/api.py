@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
-    "FP8Linear", "Generated", "Policy", "evaluate_checkpoint", "evaluation_config", "export_checkpoint", "load_for_parity",
-    "load_model", "publish_linears", "quantize_linears", "random_model",
+    "FP8Linear", "Generated", "Policy", "evaluate_checkpoint", "evaluation_config", "export_checkpoint",
+    "load_for_parity", "load_model", "publish_linears", "quantize_linears", "random_model",
 ]
 
 _TOKENIZER = ("model.tokenizer", "model.tokenizer_revision")  # what an evaluation takes of the section [model]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -242,7 +243,8 @@ class Segment(_Sampled):
     The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
     functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
     that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy;
-    None: nothing, which is not a reward of 0.
+    None: nothing, which is not a reward of 0. `spans`: which weights drew the tokens, as (first token, weight version),
+    from token 0 on; the tokens up to the next span's first one are of that version. Empty: nobody drew them.
     """
 
     author: Author
@@ -252,6 +254,21 @@ class Segment(_Sampled):
     reward: float | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        _Sampled.__post_init__(self)
+        edges = [*(start for start, _ in self.spans), max(len(self.tokens), 1)]
+        if self.spans and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
+            raise ValueError(f"spans {self.spans} of {len(self.tokens)} tokens: they begin at 0, and each is not empty")
+
+    @property
+    def versions(self) -> np.ndarray:
+        """The version of the weights that drew each token [n] int64; -1 where nobody did."""
+        found = np.full(len(self.tokens), -1, dtype=np.int64)
+        for start, version in self.spans:
+            found[start:] = version
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +282,18 @@ class Trajectory:
 
     segments: tuple[Segment, ...]
     end: EndReason
-    weight_version: int
     flow_digest: str
     error: str = ""
+
+    @property
+    def weight_version(self) -> int | None:
+        """That of its last span: the weights that drew its last token. None: nobody drew any."""
+        return next((s.spans[-1][1] for s in reversed(self.segments) if s.spans), None)
+
+    def num_older(self, version: int) -> int:
+        """Tokens that other weights than those of `version` drew: weights from before them, as `pack` checks."""
+        mixed = [s for s in self.turns if any(drew != version for _, drew in s.spans)]
+        return sum(int(np.count_nonzero(s.versions != version)) for s in mixed)
 
     @property
     def turns(self) -> tuple[Segment, ...]:
@@ -478,6 +504,8 @@ class MicroBatch:
     are NaN: those of the other rows, advantages before they are made, and log-probs of what nobody sampled. The columns
     from `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
 
+    `versions` None: the weights of the batch's version drew all of them.
+
     Part i, rows `cu_seqlens[i]:cu_seqlens[i+1]`, is a whole trajectory where `stems` is empty or -1. Else it goes on
     from part `stems[i]`, which has all tokens of the prompt but the last, and no loss.
     """
@@ -496,6 +524,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy
     values: Tensor | None = None  # [T] float32, the critic's before the step's first update
     returns: Tensor | None = None  # [T] float32, what the critic should have said
+    versions: Tensor | None = None  # [T] int64, of the weights that drew each target in the loss; -1 in other rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,8 +533,9 @@ class PackedBatch:
 
     A rank may hold only those that it computes: `numbers` says which of the update's `num_micro_batches` they are. All
     else is about the whole update. `num_sequences` counts all trajectories; `sequence_tokens` are the loss tokens of
-    each, `num_masked_tokens` the policy's tokens of those outside the loss. `prompts`: the place of each one's prompt
-    in the task's stream; empty for the warm start.
+    each, `num_masked_tokens` the policy's tokens of those outside the loss. `num_older_tokens` are those of the loss
+    that weights from before `weight_version` drew. `prompts`: the place of each one's prompt in the task's stream;
+    empty for the warm start.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -517,6 +547,7 @@ class PackedBatch:
     flow_digest: str
     weight_version: int
     num_masked_tokens: int = 0
+    num_older_tokens: int = 0
     prompts: tuple[int, ...] = ()
 
 

@@ -289,8 +289,8 @@ def shared_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
 def group_of(prompt: list[int], answers: list[list[int]]) -> Group:
     """Trajectories of one prompt, as a rollout gives them, with log-probs 0."""
     opening = Segment("environment", token_ids(prompt), "")
-    turns = [Segment("policy", token_ids(a), "", log_probs([0.0] * len(a))) for a in answers]
-    trajectories = tuple(Trajectory((opening, turn), "stop", 0, "") for turn in turns)
+    turns = [Segment("policy", token_ids(a), "", log_probs([0.0] * len(a)), spans=((0, 0),)) for a in answers]
+    trajectories = tuple(Trajectory((opening, turn), "stop", "") for turn in turns)
     return Group(Prompt(0, Problem("", "", ""), tuple(prompt)), trajectories)
 
 

@@ -341,7 +341,10 @@ class _Driver:
     def _take_completion(self, completion: Completion) -> None:
         """Append a turn of the policy; the trajectory ends, or the environment gets to see it."""
         one = self.live[completion.request_id]
-        one.segments.append(Segment("policy", completion.tokens, completion.text, completion.logprobs))
+        drew = ((0, completion.weight_version),)
+        one.segments.append(
+            Segment("policy", completion.tokens, completion.text, completion.logprobs, spans=drew)
+        )
         one.num_turns += 1
         one.last = completion
         if self.conversations is None:
@@ -367,9 +370,9 @@ class _Driver:
         return Request(one.key, one.tokens, replace(self.asked.sampling, max_tokens=limit), longest)
 
     def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
-        version, flow = (0, "") if one.last is None else (one.last.weight_version, one.last.flow_digest)
+        flow = "" if one.last is None else one.last.flow_digest
         number = one.key - self.asked.first_id
-        self.ended[number] = Trajectory(tuple(one.segments), end, version, flow, error)
+        self.ended[number] = Trajectory(tuple(one.segments), end, flow, error)
         del self.live[one.key]
         if self.conversations is not None:
             self.started.remove(one.key)

@@ -93,9 +93,9 @@ def _try_weights(name: str, config: Config) -> None:
 def _try_advantages(name: str, config: Config) -> None:
     """A group of three, one of one, and one without a trajectory in the loss."""
     def scored(score: float, length: int, in_loss: bool = True) -> own.Scored:
-        drawn = Segment("policy", token_ids([2] * length), "x", log_probs([-0.5] * length))
+        drawn = Segment("policy", token_ids([2] * length), "x", log_probs([-0.5] * length), spans=((0, 0),))
         segments = (Segment("environment", token_ids([1]), "?"), drawn)
-        trajectory = Trajectory(segments, "stop" if in_loss else "length", 0, "")
+        trajectory = Trajectory(segments, "stop" if in_loss else "length", "")
         return own.Scored(trajectory, score, (0.0,) * (length - 1) + (score,), in_loss)
 
     groups = [[scored(1.0, 2), scored(0.0, 1), scored(0.5, 3)], [scored(1.0, 2)], [scored(0.0, 2, False)]]

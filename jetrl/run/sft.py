@@ -216,4 +216,4 @@ class SolutionEncoder:
         tokens = encode_problem(problem, self.turns.tokenizer, self.config.task)
         parts = encode_solution(problem, self.turns, self.config.rollout.stop, self.eos_ids)
         segments = [Segment(author, token_ids(own), "") for author, own in (("environment", tokens), *parts)]
-        return Trajectory(tuple(segments), "stop", 0, "")
+        return Trajectory(tuple(segments), "stop", "")

@@ -66,7 +66,8 @@ def pack(
     - Advantages are NaN here; `fill` writes them.
 
     Raises UserError for a trajectory longer than `max_tokens_per_gpu`; ValueError for one of another precision flow or
-    weight version than this trainer's, or in a micro-batch that is made with a log-prob that is no number.
+    weight version than this trainer's, or in a micro-batch that is made with a log-prob that is no number. Tokens of
+    older versions before a trajectory's last span are taken; `MicroBatch.versions` names them.
     """
     if updates_per_step < 1:
         raise UserError(f"rl.updates_per_step = {updates_per_step} must be at least 1")
@@ -115,7 +116,9 @@ def packed(
     numbers, drawn = tuple(own(len(bins))), [t.num_policy_tokens for t in trajectories]
     counts = tuple(count if kept else 0 for count, kept in zip(drawn, in_loss, strict=True))
     return PackedBatch(
-        micro_batches=tuple(_micro_batch([sequences[i] for i in bins[number]], share_prompts) for number in numbers),
+        micro_batches=tuple(
+            _micro_batch([sequences[i] for i in bins[number]], share_prompts, weight_version) for number in numbers
+        ),
         numbers=numbers,
         num_micro_batches=len(bins),
         num_sequences=len(sequences),
@@ -124,6 +127,7 @@ def packed(
         flow_digest=flow_digest,
         weight_version=weight_version,
         num_masked_tokens=sum(drawn) - sum(counts),
+        num_older_tokens=sum(s.trajectory.num_older(weight_version) for s in sequences if s.in_loss),
     )
 
 
@@ -279,7 +283,7 @@ def _parts(sequences: Sequence[_Sequence], share_prompts: bool) -> list[_Part]:
     return parts
 
 
-def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBatch:
+def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool, weight_version: int) -> MicroBatch:
     parts = _parts(sequences, share_prompts)
     lengths = [part.end - part.first for part in parts]
     edges = torch.tensor([0, *lengths]).cumsum(0)
@@ -289,6 +293,8 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
     targets = tokens.roll(-1)
     targets[edges[1:] - 1] = 0
     loss_mask, advantages, logprobs = torch.zeros(count, dtype=torch.float32), _absent(count), _absent(count)
+    mixed = any(s.in_loss and s.trajectory.num_older(weight_version) for s in sequences)
+    versions = torch.full((count,), -1) if mixed else None
     for part, start in zip(parts, starts.tolist(), strict=True):
         first = start - part.first - 1
         for segment in part.trajectory.segments if part.sequence is not None and part.sequence.in_loss else ():
@@ -297,6 +303,8 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
                 loss_mask[rows] = 1.0
                 if len(segment.logprobs):  # worked solutions of the warm start were not sampled
                     logprobs.numpy()[rows] = segment.logprobs
+                if versions is not None:
+                    versions.numpy()[rows] = segment.versions
             first = rows.stop
     ids = torch.tensor([-1 if part.sequence is None else part.sequence.index for part in parts])
     begins = starts - torch.tensor([part.first for part in parts])  # where position 0 of each would be
@@ -312,6 +320,7 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
         cu_seqlens=edges.to(torch.int32),
         lengths=tuple(lengths),
         stems=stems if max(stems) >= 0 else (),
+        versions=versions,
     )
 
 
@@ -339,6 +348,13 @@ def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
                 f"{where}: sampled with weights of version {trajectory.weight_version}, but the trainer holds "
                 f"version {weight_version}; the batch is refused"
             )
+        if newer := {v for s in trajectory.turns for _, v in s.spans if v > weight_version}:
+            raise ValueError(
+                f"{where}: some of its tokens were sampled with weights of version {min(newer)}, which are newer than "
+                f"the trainer's version {weight_version}; the batch is refused"
+            )
+        if not all(s.spans for s in trajectory.turns):
+            raise ValueError(f"{where}: a turn of the policy does not say which weights it was sampled with")
         for segment in trajectory.turns:
             if not len(segment.tokens) or len(segment.tokens) != len(segment.logprobs):
                 raise ValueError(f"{where}: {len(segment.tokens)} tokens, {len(segment.logprobs)} log-probs")

@@ -32,7 +32,7 @@ from jetrl.types import Group, MicroBatch, PackedBatch, Problem, Prompt, Segment
 
 
 def policy(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Segment:
-    return Segment("policy", tokens, "", logprobs)
+    return Segment("policy", tokens, "", logprobs, spans=((0, 3),) if logprobs else ())
 
 
 def environment(*tokens: int) -> Segment:
@@ -41,7 +41,7 @@ def environment(*tokens: int) -> Segment:
 
 def answer(segment: Segment, end: str = "stop") -> Trajectory:
     """A plain answer whose prompt `group` fills in."""
-    return Trajectory((segment,), end, 3, "flow")
+    return Trajectory((segment,), end, "flow")
 
 
 def group(index: int, prompt: tuple[int, ...], answers: tuple[Trajectory, ...], adv: tuple[float, ...]) -> Group:
@@ -79,7 +79,7 @@ def some_groups(draw) -> list[Group]:
                 reply = tuple(draw(st.lists(st.integers(60, 70), min_size=1, max_size=3)))
                 more = tuple(draw(st.lists(st.integers(0, 50), min_size=1, max_size=2)))
                 turns += [environment(*reply), policy(more, tuple(-draw(st.integers(1, 64)) / 16 for _ in more))]
-            answers.append(Trajectory(tuple(turns), draw(st.sampled_from(["stop", "length", "turns"])), 3, "flow"))
+            answers.append(Trajectory(tuple(turns), draw(st.sampled_from(["stop", "length", "turns"])), "flow"))
         adv = tuple(draw(st.integers(-8, 8)) / 8 for _ in answers)
         groups.append(group(index, prompt, tuple(answers), adv))
     return groups
@@ -144,8 +144,9 @@ def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncate
     for g in groups:
         for t, adv in zip(g.trajectories, g.advantages, strict=True):
             masked = mask_truncated and t.end != "stop"
-            rows = [(token, adv, lp) for s in t.turns for token, lp in zip(s.tokens, s.logprobs, strict=True)]
-            expected.append(([token for s in t.segments for token in s.tokens], [] if masked else rows))
+            drawn = [pair for s in t.turns for pair in zip(s.tokens.tolist(), s.logprobs.tolist(), strict=True)]
+            rows = [(token, adv, lp) for token, lp in drawn]
+            expected.append(([token for s in t.segments for token in s.tokens.tolist()], [] if masked else rows))
     assert found == expected, "sequences in the order of the groups, updates one after the other"
 
 
@@ -169,7 +170,7 @@ def test_shared_prompts_by_hand():
 
 
 def solutions(prompt: tuple[int, ...], *answers: int) -> list[Trajectory]:
-    return [Trajectory((environment(*prompt), policy((1,) * n, ())), "stop", 0, "") for n in answers]
+    return [Trajectory((environment(*prompt), policy((1,) * n, ())), "stop", "") for n in answers]
 
 
 def test_share_bins_by_hand():
@@ -253,7 +254,10 @@ def test_long_sequence_is_refused_with_both_numbers():
 def test_other_flow_and_other_weights_are_refused():
     for wrong, message in (
         (replace(SHORT, flow_digest="bf16"), "precision flow bf16, but the trainer's is flow"),
-        (replace(SHORT, weight_version=2), "version 2, but the trainer holds version 3"),
+        (answer(replace(SHORT.segments[0], spans=((0, 2),))), "version 2, but the trainer holds version 3"),
+        (answer(replace(LONG.segments[0], spans=((0, 4), (1, 3)))), "of version 4, which are newer than .* version 3"),
+        (Trajectory((replace(SHORT.segments[0], spans=()), *LONG.segments), "stop", "flow"), "does not say which weights"),
+        (answer(replace(SHORT.segments[0], spans=())), "version None, but the trainer holds version 3"),
         (answer(policy((30,), (-0.5, -0.5))), "1 tokens, 2 log-probs"),
         (answer(policy((30,), (math.nan,))), "NaN"),
         (answer(policy((), ())), "0 tokens"),
@@ -358,7 +362,7 @@ def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_a
 
 def test_a_conversation_by_hand():
     """Two turns of the policy with the environment's tokens 40, 41 between them."""
-    talk = Trajectory((policy((30, 31), (-1.0, -2.0)), environment(40, 41), policy((32,), (-3.0,))), "turns", 3, "flow")
+    talk = Trajectory((policy((30, 31), (-1.0, -2.0)), environment(40, 41), policy((32,), (-3.0,))), "turns", "flow")
     (batch,) = packed([group(0, (10,), (talk, SHORT), (0.5, -0.5))], limit=8)
     (micro,) = batch.micro_batches
     assert micro.tokens.tolist() == [10, 30, 31, 40, 41, 32, 10, 30]
@@ -387,7 +391,7 @@ def test_columns_of_passes_come_back_by_trajectory(
         if mask and t.end != "stop":
             assert values is None, "nothing was computed for it"
         else:
-            assert values.tolist() == [2 * lp for s in t.turns for lp in s.logprobs]
+            assert values.tolist() == [2 * lp for s in t.turns for lp in s.logprobs.tolist()]
     for b in fill(batches, "returns", found):
         assert all(there(m.returns) == there(m.values) for m in b.micro_batches)
 
@@ -464,7 +468,7 @@ def test_a_log_prob_that_is_no_number_is_refused_by_the_rank_that_packs_it():
 
 def test_in_order_by_hand():
     """The warm start's packing: neighbours, a new micro-batch where the next does not fit."""
-    solved = [Trajectory((environment(*range(n)), policy((9,), ())), "stop", 0, "") for n in (3, 2, 4, 1)]
+    solved = [Trajectory((environment(*range(n)), policy((9,), ())), "stop", "") for n in (3, 2, 4, 1)]
     batch = pack_in_order(solved, 7)
     assert [m.lengths for m in batch.micro_batches] == [(4, 3), (5, 2)] and batch.num_loss_tokens == 4
     assert batch.micro_batches[1].sequence_ids.tolist() == [2] * 5 + [3] * 2

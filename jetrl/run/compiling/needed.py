@@ -261,14 +261,14 @@ def groups_of(config: Config, spec: ModelSpec) -> Iterator[Group]:
         prompt = (number % spec.vocab_size,)
         opening = Segment("environment", token_ids(prompt), "")
         answers = tuple(
-            Trajectory((opening, _answer(length - 1)), "stop", 0, _DIGEST) for length in halves(total, longest)
+            Trajectory((opening, _answer(length - 1)), "stop", _DIGEST) for length in halves(total, longest)
         )
         rewards = tuple(float(i % 2) for i in range(len(answers)))
         yield Group(Prompt(number, Problem(str(number), "", ""), prompt), answers, rewards)
 
 
 def _answer(length: int) -> Segment:
-    return Segment("policy", token_ids([0] * length), "", log_probs([0.0] * length))
+    return Segment("policy", token_ids([0] * length), "", log_probs([0.0] * length), spans=((0, 0),))
 
 
 def halves(total: int, most: int) -> list[int]:

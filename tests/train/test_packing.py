@@ -256,11 +256,11 @@ def test_other_flow_and_other_weights_are_refused():
         (replace(SHORT, flow_digest="bf16"), "precision flow bf16, but the trainer's is flow"),
         (answer(replace(SHORT.segments[0], spans=((0, 2),))), "version 2, but the trainer holds version 3"),
         (answer(replace(LONG.segments[0], spans=((0, 4), (1, 3)))), "of version 4, which are newer than .* version 3"),
-        (Trajectory((replace(SHORT.segments[0], spans=()), *LONG.segments), "stop", "flow"), "does not say which weights"),
+        (Trajectory((spans(SHORT.segments[0]), *LONG.segments), "stop", "flow"), "does not say which weights"),
         (answer(replace(SHORT.segments[0], spans=())), "version None, but the trainer holds version 3"),
         (answer(policy((30,), (-0.5, -0.5))), "1 tokens, 2 log-probs"),
         (answer(policy((30,), (math.nan,))), "NaN"),
-        (answer(policy((), ())), "0 tokens"),
+        (answer(replace(policy((), ()), spans=((0, 3),))), "0 tokens"),
     ):
         bad = group(9, (1,), (SHORT, wrong), (1.0, -1.0))
         with pytest.raises(ValueError, match=f"prompt 9.*{message}"):
@@ -485,3 +485,45 @@ def test_to_device_keeps_everything():
     assert moved.tokens.device.type == moved.cu_seqlens.device.type == "meta" and moved.lengths == micro.lengths
     same = to_device(micro, "cpu")
     assert there(same.advantages) == there(micro.advantages) and torch.equal(same.targets, micro.targets)
+
+
+def spans(segment: Segment, *of: tuple[int, int]) -> Segment:
+    return replace(segment, spans=of)
+
+
+def test_rows_know_which_weights_drew_their_targets_by_hand():
+    """An answer of two spans, a conversation whose first turn is older, an answer outside the loss, and a new one."""
+    three = policy((31, 32, 33), (-1.0, -2.0, -3.0))
+    mixed = answer(spans(three, (0, 1), (1, 2), (2, 3)))
+    turns = spans(policy((40,), (-1.0,)), (0, 2)), environment(50, 51), spans(policy((41, 42), (-1.0, -2.0)), (0, 3))
+    talk = Trajectory(turns, "stop", "flow")
+    cut = answer(spans(three, (0, 2), (1, 3)), "length")
+    groups = [group(0, (10, 11), (mixed, cut), (1.0, -1.0)), group(1, (20, 21), (talk, SHORT), (0.5, -0.5))]
+    (batch,) = packed(groups, limit=7, mask_truncated=True)
+    assert batch.num_older_tokens == 2 + 1 and (batch.num_loss_tokens, batch.num_masked_tokens) == (3 + 3 + 1, 3)
+    by_place = {int(m.sequence_ids[0]): m for m in batch.micro_batches}
+    assert [by_place[i].versions.tolist() for i in (0, 2)] == [[-1, 1, 2, 3, -1], [-1, 2, -1, -1, 3, 3, -1]]
+    assert by_place[1].versions is None, "what is outside the loss is nobody's"
+    assert by_place[0].versions.dtype == torch.int64
+    (whole,) = packed(groups, limit=64)
+    assert whole.num_older_tokens == 3 + 1
+    (shared,) = packed(groups, limit=64, share_prompts=True)
+    (micro,) = shared.micro_batches
+    assert micro.stems and torch.equal(micro.versions >= 0, micro.loss_mask > 0)
+    for sequence, expected in enumerate(([1, 2, 3], [2, 3, 3], [2, 3, 3], [3])):
+        rows = (micro.sequence_ids == sequence) & (micro.loss_mask > 0)
+        assert micro.versions[rows].tolist() == expected
+    moved = to_device(micro, "meta")
+    assert moved.versions.device.type == "meta"
+
+
+def test_a_batch_of_one_version_has_no_column_of_versions():
+    (batch,) = packed(EXAMPLE, limit=8)
+    assert batch.num_older_tokens == 0 and all(m.versions is None for m in batch.micro_batches)
+
+
+def test_tokens_of_a_trajectory_are_of_the_micro_batch_as_they_were_given():
+    """Pieces of segments, where a stem ends within the prompt and its parts begin with the prompt's last token."""
+    (batch,) = packed(EXAMPLE, limit=64, share_prompts=True)
+    (micro,) = batch.micro_batches
+    assert micro.tokens.tolist() == [10, 11, 30, 11, 31, 32, 33, 20, 30, 20, 30] and micro.lengths == (1, 2, 4, 2, 2)

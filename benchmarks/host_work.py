@@ -1,7 +1,7 @@
 """Host seconds of one rank for the answers of all ranks, between rollout and update: by part, on this CPU.
 
     python benchmarks/host_work.py --ranks 1 8 64             # 64 answers of 4,096 tokens for each rank
-    python benchmarks/host_work.py --ranks 8 --every          # each rank packs everything, all trajectories as tuples
+    python benchmarks/host_work.py --ranks 8 --every          # each rank packs everything
 
     send      a rank's own trajectories become bytes
     receive   those of all other ranks become trajectories again

@@ -177,7 +177,7 @@ def test_conversations_keep_their_bits() -> None:
             while engine.has_work:
                 engine.step()
             for c in sorted(engine.collect(), key=lambda c: c.request_id):
-                found.append((c.tokens, c.logprobs))
+                found.append((c.tokens.tolist(), c.logprobs.tolist()))
                 known[c.request_id] += (*c.tokens.tolist(), 7, 7 + turn)
         engine.forget(list(known))
         return found

@@ -166,6 +166,7 @@ def test_functions_get_the_columns_that_they_name():
     score(groups, greedy, None)
     assert seen["prompts"] == ["p"] * 3 and seen["other"] == [None, None, "o"] and "solution" not in seen
     assert seen["completion_ids"] == [[7] * 3] * 3
+    assert {type(token) for ids in seen["completion_ids"] for token in ids} == {int}
 
 
 def test_a_reward_sees_what_the_template_has_opened_of_the_policys_turn():

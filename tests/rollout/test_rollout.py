@@ -217,6 +217,7 @@ def test_tokens_stay_as_they_were_drawn() -> None:
         known += tuple(segment.tokens.tolist())
         if i % 2 == 0:
             assert asked_tokens[i // 2] == known
+            assert {type(t) for t in asked_tokens[i // 2]} == {int}, "engines of users get Python's integers"
     assert any(s.tokens[-1] == 13 and len(s.text) == len(s.tokens) - 1 for s in t.turns), "stop tokens are kept"
     assert [s.text for s in t.turns] == [c.text for c in script.acts[1]]
     want = by_hand(1, asked)

@@ -26,7 +26,7 @@ EndReason = Literal["stop", "length", "turns", "error", "timeout"]
 def token_ids(values: ArrayLike) -> np.ndarray:
     """Token ids as a read-only int32 array [n]: such an array itself, of anything else a copy. ValueError for what is
     no row of 32-bit integers."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1 and not values.flags.writeable:
+    if isinstance(values, np.ndarray) and _is_row(values, np.int32):
         return values
     given = _row("token ids", "iu", "integers", values)
     if given.size and not -(1 << 31) <= int(given.min()) <= int(given.max()) < 1 << 31:
@@ -36,10 +36,13 @@ def token_ids(values: ArrayLike) -> np.ndarray:
 
 def log_probs(values: ArrayLike) -> np.ndarray:
     """Log-probs as a read-only float32 array [n], as `token_ids`; others are rounded to float32."""
-    if isinstance(values, np.ndarray) and values.dtype == np.float32 and values.ndim == 1:
-        if not values.flags.writeable:
-            return values
+    if isinstance(values, np.ndarray) and _is_row(values, np.float32):
+        return values
     return _frozen(_row("log-probs", "f", "floats", values), np.float32)
+
+
+def _is_row(array: np.ndarray, dtype: type[np.generic]) -> bool:
+    return array.dtype == dtype and array.ndim == 1 and not array.flags.writeable
 
 
 def _row(what: str, kinds: str, meant: str, values: ArrayLike) -> np.ndarray:

@@ -484,7 +484,7 @@ def test_export_gives_transformers_the_same_greedy_tokens(jetrl: Cli, finished: 
     for prompt in ("12+34=", "90+15=", "77+77="):
         tokens = ours.tokenizer.encode(prompt, add_special_tokens=False)
         (mine,) = ours.generate([tokens], max_tokens=8, temperature=0.0)
-        logits = theirs(torch.tensor([tokens + mine.tokens[:-1].tolist()])).logits[0, len(tokens) - 1 :]
+        logits = theirs(torch.tensor([tokens + list(mine.tokens[:-1])])).logits[0, len(tokens) - 1 :]
         chosen = logits.gather(1, torch.tensor(mine.tokens)[:, None])[:, 0]
         assert bool((logits.amax(1) - chosen < 0.02).all()), "not the greedy token, beyond a tie within BF16's rounding"
 

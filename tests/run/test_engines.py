@@ -135,7 +135,7 @@ NO_IDS = "collect raised ValueError: token ids must be a row of integers, got an
         ("completion", "tokens=[c.tokens]", NO_IDS + r"\(\d+, \d+\) and type int32"),
         ("completion", "tokens=[2**40] * len(c.tokens)", "collect raised ValueError: .*: they must fit into 32 bits"),
         ("completion", "tokens=[*'ab']", NO_IDS + ".* and type <U1"),
-        ("completion", "logprobs=[0] * len(c.tokens)", "collect raised .*: log-probs must be a row of floats, got .*int64"),
+        ("completion", "logprobs=[0] * len(c.tokens)", "collect raised .*: log-probs must be a row of floats, .*int64"),
         ("completion", "logprobs=[-1e300] * len(c.tokens)", "log-prob -inf is not a finite float"),
         ("completion", "logprobs=c.logprobs[1:]", "tokens and .* log-probs; must be as many, from 1 to 10"),
         ("completion", "tokens=[*c.tokens] * 11, logprobs=[*c.logprobs] * 11", "must be as many, from 1 to 10"),

@@ -84,7 +84,7 @@ def _content(config: Config, task: Task, tokenizer: Any, vocab_size: int) -> dic
     first = [solved.trajectory(task.problem(i)) for i in _indices(config, 1)]
     return {
         "tokenizer": content_of(tokenizer), "ends": [tokenizer.eos_token_id, *sorted(solved.eos_ids)],
-        "first batch": [[(part.author, part.tokens) for part in each.segments] for each in first],
+        "first batch": [[(part.author, part.tokens.tolist()) for part in each.segments] for each in first],
         "rows": _rows_hash(task.training_problems()) if isinstance(task, FileTask) else None,
     }
 

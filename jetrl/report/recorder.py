@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetrl.errors import Notice, UserError
 from jetrl.report.channel import Channel
@@ -32,8 +32,10 @@ from jetrl.report.files import (
     write_whole,
 )
 from jetrl.report.track import evenly, table_rows
-from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
 from jetrl.untrusted import inside, json_file, refuse_link
+
+if TYPE_CHECKING:  # the command line's help needs no numpy
+    from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

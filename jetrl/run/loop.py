@@ -458,14 +458,15 @@ def finish(session: Session, recorder: Recorder, clock: Clock) -> None:
 
 def wait_for_checkpoint(session: Session, clock: Clock) -> None:
     """Returns once no checkpoint is being written; the display counts its MiB meanwhile. Collective."""
-    shown = 0
+    shown, size = 0, session.beside.size // 2**20
 
     def show(written: int) -> None:
         nonlocal shown
-        clock.display.advance(max(0, written // 2**20 - shown))
-        shown = max(shown, written // 2**20)
+        now = min(written // 2**20, size)  # headers of files are in no sum
+        clock.display.advance(max(0, now - shown))
+        shown = max(shown, now)
 
-    with clock("checkpoint", session.beside.size // 2**20 or None):
+    with clock("checkpoint", size or None):
         session.beside.finish(show)
 
 

@@ -391,13 +391,15 @@ class Config(Section):
     section: ClassVar[str] = ""
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(tuple(f"quant.{key}" for key in QuantConfig.model_fields), "precision", ("bf16",)),
-        Rule(("quant.wgrad", "quant.saved_gate_up"), "precision", ("fp8_rollout",)),
+        Rule(("quant.wgrad", "quant.saved_gate_up"), "precision", ("fp8_rollout", "w8a16")),
+        Rule(("quant.weight_scale", "quant.activation_scale"), "precision", ("w8a16",)),
         Rule(tuple(f"vllm.{key}" for key in VLLMConfig.model_fields), "rollout.engine", ("jetrl",)),
     )
     name: str = Field(pattern=NAME, description="Name of the run and of its folder.")
     seed: int = Field(default=0, ge=0, description="Seed of data and sampling.")
     precision: Precision = Field(
-        default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
+        default="fp8", description="bf16 or fp8 on both sides; w8a16: FP8 weights with scales of powers of two and "
+        "BF16 activations, on both sides; fp8_rollout: FP8 sampling, BF16 training.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: the GPU if there is one.")
     kernels: Literal["auto", "reference", "hopper", "hopper_scaled_mm"] = Field(
         default="auto", description="auto: reference on a CPU, hopper on a GPU. hopper_scaled_mm: torch's FP8 GEMMs.")

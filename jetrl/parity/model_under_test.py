@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.config import Config, load_config, resolve
+from jetrl.config import Config, load_config, resolve, switched_off
 from jetrl.config.shipped import find_recipe, shipped
 from jetrl.config.toml import read_toml
 from jetrl.errors import UserError
@@ -223,8 +223,9 @@ def _chosen(
 ) -> tuple[dict[str, Any], str]:
     taken = precision or (said.precision if said is not None else "fp8")
     quant: dict[str, Any] = {}
-    if said is not None and "bf16" not in (taken, said.precision):  # BF16 has no [quant]
-        quant = dict(said.quant)
+    if said is not None and said.precision != "bf16":  # BF16 has no [quant]
+        off = switched_off("precision", taken)
+        quant = {key: value for key, value in said.quant.items() if f"quant.{key}" not in off}
     cache_said = "kv_cache" in quant or (said is not None and taken == said.precision)
     if kv_cache:
         quant["kv_cache"] = kv_cache

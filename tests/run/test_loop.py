@@ -23,7 +23,8 @@ PARITY = "parity/logprob_abs_diff_max"
 
 @pytest.mark.parametrize(
     "changes",
-    [{"precision": "bf16"}, {"precision": "fp8"}, {"quant.kv_cache": "fp8"},
+    [{"precision": "bf16"}, {"precision": "fp8"}, {"quant.kv_cache": "fp8"}, {"precision": "w8a16"},
+     {"precision": "w8a16", "quant.kv_cache": "fp8", "train.master_dtype": "bfloat16"},
      {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 3,
       "rollout.kv_cache_tokens": 96}],
     ids=str,

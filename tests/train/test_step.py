@@ -66,7 +66,7 @@ def rows_of(session: Session, batch: PackedBatch) -> tuple[Tensor, Tensor, Tenso
     return logprobs, advs, ids
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout", "w8a16"])
 def test_an_update_moves_the_log_probs_along_the_advantages(tmp_path: Path, precision: str) -> None:
     changes = {"precision": precision, "rollout.prompts_per_step": 8, "train.lr": 3e-4}
     session, (batch,) = sampled(tmp_path, changes)

@@ -1,7 +1,7 @@
 """Export of a trained model: a plain BF16 folder, or DeepSeek's block FP8 with exactly the codes that were trained.
 
-A model of `w8a16` is trained as code * 2^k, a BF16 number, so its BF16 folder has these values: the trained policy itself
-for any program that computes in BF16.
+A model of `w8a16` is trained as code * 2^k, a BF16 number, so its BF16 folder has these values: the trained policy
+itself for any program that computes in BF16.
 
 FP8 layout of a projection [N, K]: `weight` float8_e4m3fn [N, K] and `weight_scale_inv` float32 [N/128, K/128], where
 `value = weight * weight_scale_inv` (DeepSeek's name; it is the factor of the codes). Embeddings, lm_head, norms and the

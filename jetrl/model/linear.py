@@ -9,7 +9,8 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
 
 With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
 
-BF16: three GEMMs of `published`, which is the rounded master. Under `w8a16` it is code * 2^k, without a rounding.
+BF16: three GEMMs of `published`, which is the rounded master. Under `w8a16` it is code * 2^k, without a rounding, and
+without gradients few rows may read the codes themselves (`kernels.gemm.coded_rows`), with the same bits.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ class FlowLinear(nn.Module):
     def extra_repr(self) -> str:
         sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
         stored = f", weight: {self.codes}" if self.weight_only else ""
-        return f"{self.weight.shape[1]} -> {self.sections}, " + ", ".join(f"{s}: {f}" for s, f in sides.items()) + stored
+        formats = ", ".join(f"{s}: {f}" for s, f in sides.items())
+        return f"{self.weight.shape[1]} -> {self.sections}, {formats}{stored}"
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -261,7 +263,10 @@ class FlowLinear(nn.Module):
             y = gemm.fp8_gemm(x_q, self.fp8_operand(), self.dtype)
         else:
             assert isinstance(x, Tensor), "this layer is BF16: it takes no quantized input"
-            y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
+            if self.weight_only and self.quantized is not None:
+                y = gemm.coded_gemm(x, self.quantized, self.bf16_operand(), self.dtype)
+            else:
+                y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
         if self.published_bias is not None:
             y = add(y, self.published_bias)
         return y

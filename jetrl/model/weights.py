@@ -27,8 +27,9 @@ class PublishedWeights(Mapping[str, WeightTensor]):
     """A view of a model: nothing is computed until a tensor is read, and reading gives what is published at that time.
 
     A linear that the rollout computes in FP8 gives its E4M3 codes and block scales, even where training is BF16
-    (`fp8_rollout`), and so does one of `w8a16`, whose BF16 GEMMs read code * scale. All others, norms, embedding and biases give the values in `dtype` (BF16). Fused projections are
-    split into their rows. A tied lm_head is the embedding, and appears only under the embedding's name.
+    (`fp8_rollout`), and so does one of `w8a16`, whose BF16 GEMMs read code * scale. All others, norms, embedding and
+    biases give the values in `dtype` (BF16). Fused projections are split into their rows. A tied lm_head is the
+    embedding, and appears only under the embedding's name.
     """
 
     def __init__(self, model: Transformer) -> None:

@@ -25,7 +25,7 @@ from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
-from jetrl.run.prepare import check_experts, load_spec, model_source, recipe_of
+from jetrl.run.prepare import check_experts, check_sizes, load_spec, model_source, recipe_of
 from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.untrusted import inside
@@ -156,6 +156,7 @@ def _drawn(config: Config, spec: ModelSpec, recipe: Recipe, master_dtype: torch.
     """
     select(config.kernels)
     check_experts(config, spec)
+    check_sizes(config, spec, recipe)
     with torch.device(config.device):
         model = Transformer(spec, recipe, master_dtype=master_dtype)
         generator = torch.Generator(config.device).manual_seed(0)

@@ -189,7 +189,8 @@ def test_a_failed_update_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("precision", "kernels", "engine_keeps", "kept"),
     [("fp8", "hopper", True, True), ("bf16", "hopper_scaled_mm", True, True), ("fp8", "hopper_scaled_mm", True, False),
-     ("fp8_rollout", "reference", True, False), ("fp8", "hopper", False, False)],
+     ("fp8_rollout", "reference", True, False), ("fp8", "hopper", False, False), ("w8a16", "hopper", True, True),
+     ("w8a16", "hopper_scaled_mm", True, True)],
 )
 def test_where_the_bits_are_promised(
     tmp_path: Path, precision: str, kernels: str, engine_keeps: bool, kept: bool

@@ -142,7 +142,8 @@ def test_peers_table() -> None:
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"precision": "fp88"}, 'precision: must be "bf16", "fp8", "fp8_rollout" or "w8a16", got "fp88"; did you mean "fp8"?'),
+        ({"precision": "fp88"},
+         'precision: must be "bf16", "fp8", "fp8_rollout" or "w8a16", got "fp88"; did you mean "fp8"?'),
         ({"train": {"lr": "1e-6"}}, 'train.lr: must be a number, got "1e-6"'),
         ({"train": {"steps": True}}, "train.steps: must be an integer, got true"),
         ({"train": {"steps": 1.5}}, "train.steps: must be an integer, got 1.5"),

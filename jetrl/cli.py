@@ -44,7 +44,8 @@ Overrides = Annotated[
 
 _ABOUT_RECIPES = (
     "Any setting can be given after the recipe: `jetrl settings` lists them, `jetrl settings train.lr` explains one. "
-    "`jetrl recipes` lists the recipes that come with jetrl. `--debug` shows where an error came from."
+    "`jetrl recipes` lists the recipes that come with jetrl, `jetrl docs` the documentation. `--debug` shows "
+    "where an error came from."
 )
 
 
@@ -454,6 +455,22 @@ def settings(
     from jetrl.config.explain import print_settings
 
     print_settings(which, out)
+
+
+@app.command()
+def docs(
+    page: Annotated[str, typer.Argument(
+        metavar="PAGE", help="Print this page, such as REWARDS. Default: list the pages.", show_default=False,
+    )] = "",
+) -> None:
+    """List the pages of the documentation, or print one: `jetrl docs REWARDS | less`."""
+    from jetrl import pages
+
+    if page:
+        _echo(pages.page(page), nl=False)
+        return
+    for name, path in pages.pages().items():
+        out.print(Text.assemble((f"{name:<18}", "bold"), pages.title(path)))
 
 
 @app.command()

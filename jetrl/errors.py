@@ -14,7 +14,6 @@ from typing import Any
 _PACKAGE = str(Path(__file__).parent)
 _MOST_WRAPPERS = 20  # decorators and partials around a function
 
-RESUME = "--resume (from Python: resume=True)"  # for messages that may reach both
 
 # C0 without tab and newline, delete, C1, marks that turn the direction of text, separators of lines, lone surrogates
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -52,6 +51,11 @@ class OutOfMemory(UserError):
     status = 3
 
 
+class Notice(UserWarning):
+    """A warning of jetrl's own to its user. The command line shows it as `jetrl: warning: ...`, without a place in
+    code: the text says what to do."""
+
+
 def status_of(error: BaseException) -> int:
     """The status with which the program ends after an error that is told as one message."""
     return error.status if isinstance(error, UserError) else UserError.status
@@ -62,6 +66,11 @@ def gpu_full(error: BaseException) -> bool:
     signs = ("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
              "CUBLAS_STATUS_ALLOC_FAILED")
     return type(error).__name__ == "OutOfMemoryError" or any(sign in text_of(error) for sign in signs)
+
+
+def reason(error: BaseException) -> str:
+    """What an error says; its kind where it says nothing, as MemoryError."""
+    return str(error).strip() or type(error).__name__
 
 
 def place_of(error: BaseException, called: Any = None) -> str:

@@ -25,6 +25,7 @@ from jetrl.errors import UserError, of_system
 from jetrl.huggingface.export import HF_SUBFOLDER
 from jetrl.parallel.agreement import by_first, together
 from jetrl.parallel.launch import world_of_program
+from jetrl.phrases import for_python
 from jetrl.program import Program, placed, program, refuse_others
 from jetrl.report.console import Output
 from jetrl.report.recorder import group_rows, read_metrics
@@ -84,6 +85,7 @@ class Trainer:
     a process. Every mistake is a UserError. Ctrl-C finishes and saves the step, then raises KeyboardInterrupt.
     """
 
+    @for_python()
     def __init__(
         self, recipe: str | Path | dict[str, Any] | Config | None = None, *unnamed: Never,
         reward: Any = None, dataset: Any = None,
@@ -281,6 +283,7 @@ class Trainer:
                 stack.enter_context(self._stop)
             yield
 
+    @for_python()
     def _within(self, work: Callable[[], T]) -> T | None:
         """`work`, part of the run. An error ends and closes the run as it does the command's, which saves what is to be
         saved; None if a signal made it give up."""
@@ -293,6 +296,7 @@ class Trainer:
                     raise
                 return None
 
+    @for_python()
     def _deliver(self) -> None:
         """A signal that our code answered by saving goes on to the program: Ctrl-C is a KeyboardInterrupt."""
         if (number := self._stop.take()) is not None:
@@ -315,6 +319,7 @@ class Trainer:
             self._save_last()
             raise
 
+    @for_python()
     def _save_last(self) -> None:
         if (run := self._run) is not None:
             with self._ours():
@@ -329,6 +334,7 @@ class Trainer:
             self._close()
             raise
 
+    @for_python()
     def _close(self) -> None:
         if (run := self._run) is None:
             return

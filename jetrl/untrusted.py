@@ -1,7 +1,7 @@
 """What comes from others' files, used as if it were ours: text on a terminal, JSON of any depth, names of files.
 
-Each has one function here: `printable`, `json_value` and `json_file`, `text_file` and `open_regular`, `inside`; and
-what rows may take of memory has a `Budget`.
+Each has one function here: `printable`, `json_value` and `json_file`, `text_file` and `open_regular`, `inside` and
+`text_inside`; and what rows may take of memory has a `Budget`.
 tests/test_untrusted.py looks for places that do without.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.errors import printable as printable
 
 MOST_JSON_BYTES = 64 << 20  # of one JSON file; the index of a model of 30,000 tensors has 3 MiB
@@ -132,6 +132,20 @@ def inside(folder: Path, name: str, *, links: bool = False, source: object = Non
     return path
 
 
+def text_inside(folder: Path, name: str, most_bytes: int = MOST_JSON_BYTES) -> str:
+    """The text of a file in a folder that may be anyone's; empty if there is no such file. UserError as `inside`, and
+    for a file that is too large, is no regular one, or is no text."""
+    path = inside(folder, name)
+    if not path.exists():
+        return ""
+    try:
+        return text_file(path, most_bytes)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}). Fix or remove it.") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}. Fix or remove it.") from error
+
+
 def _leads_inside(path: Path, folder: Path) -> bool:
     root, place = folder.resolve(), path.resolve()
     if place.is_relative_to(root):
@@ -168,16 +182,16 @@ class _Record(logging.LogRecord):
 
 
 def guard_terminal() -> None:
-    """Make warnings, log lines and tracebacks of this program `printable`: they may quote files. Warnings of jetrl are
-    told without the line of jetrl that gave them. For a command line, which owns its process."""
+    """Make warnings, log lines and tracebacks of this program `printable`: they may quote files. A `Notice` is shown
+    as a line of jetrl's, others' warnings with their places. For a command line, which owns its process."""
     written = warnings.formatwarning
     if getattr(written, "guards", False):
         return
 
-    def formatwarning(message: Any, category: type[Warning], filename: str, *args: Any, **kwargs: Any) -> str:
-        if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
+    def formatwarning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> str:
+        if issubclass(category, Notice):
             return printable(f"jetrl: warning: {message}\n")
-        return printable(written(message, category, filename, *args, **kwargs))
+        return printable(written(message, category, *args, **kwargs))
 
     formatwarning.guards = True  # type: ignore[attr-defined]
     warnings.formatwarning = formatwarning

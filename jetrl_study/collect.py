@@ -39,7 +39,8 @@ SERIES = (
     "correction/effective_sample_size", "time/step", "time/rollout", "time/update",
 )
 Run = Mapping[str, Any]  # one of "runs" in study.json
-_NOT_TRAINING = ("time/warm start", "time/eval", "time/checkpoint")  # left out of the seconds of training
+# Left out of the seconds of training:
+_NOT_TRAINING = ("time/warm start", "time/eval", "time/checkpoint", "time/report")
 OUTCOMES = {"last": "the last evaluation", "mean": "the mean of all evaluations after the start"}
 
 

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, str, int]] = {
     "its tensors are half written": (1, "half", 2),
     "its tensors are written, others' perhaps not": (1, "store.write", 2),
     "its model file is written": (1, "hf_write._write_file", 2),
-    "not all of its files are hashed": (1, "store.sha256", 3),
+    "not all of its files are hashed": (1, "store.sha256_of_file", 3),
     "state.json is written": (0, "checkpoint.sync", 7),
     "renamed, latest not": (0, "checkpoint.sync", 11),
 }

@@ -242,23 +242,6 @@ def test_nobody_else_reads_the_last_frame_of_a_traceback() -> None:
             assert not names & {"extract_tb", "tb_lineno"}, f"{path}: errors.place_of says where an error was raised"
 
 
-# Modules that only the command line reaches, and docstrings and comments of the others, may say --resume.
-COMMAND_LINE = {"cli.py", "errors.py", "report/console.py"}
-
-
-def test_messages_that_python_may_get_say_it_for_python_too() -> None:
-    """`errors.RESUME` names both ways."""
-    for path in sorted((ROOT / "jetrl").rglob("*.py")):
-        name = path.relative_to(ROOT / "jetrl").as_posix()
-        if name in COMMAND_LINE or name.startswith("study/"):
-            continue
-        tree = ast.parse(path.read_text())
-        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-        said = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-                and id(n) not in texts and "--resume" in n.value]
-        assert not said, f"{name}: {said}"
-
-
 @pytest.mark.parametrize("value", ["[ODD] * n", "ODD", "[{'score': ODD}] * n", "[{'x': ODD}] * n", "[10**5000] * n"])
 def test_whatever_a_reward_returns_is_told(tmp_path: Path, value: str) -> None:
     """Also what cannot be shown."""

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py")) + sorted(STUDY.rglob("*.py"))
 RANKS = [
     ("errors", "types", "spec", "choices", "presets", "process_exit", "hashing", "moved", "values", "rounding",
      "__init__"),
-    ("untrusted",),
+    ("untrusted", "phrases"),
     ("config", "requirements"),
     ("precision", "user_code"),
     ("kernels", "parallel", "rl", "report", "arguments", "trust", "callbacks"),
@@ -28,7 +28,7 @@ RANKS = [
     ("environments",),
     ("tasks",),
     ("run",),
-    ("parity", "program", "jetrl_study"),
+    ("parity", "program", "jetrl_study", "pages"),
     ("api",),
     ("doctor", "trainer"),
     ("cli",),
@@ -53,11 +53,13 @@ LONG_FUNCTIONS = {
 # Functions with an `except Exception` that goes on: checkers by others fail on odd answers, which is counted apart;
 # the doctor tells how a library fails; a process that compiles sends its error to the one that tells it.
 SWALLOWERS = [
+    "chat/template.py:_attempt",  # templates refuse texts that are none of the data's; limits pass
     "doctor/finding.py:attempted",
     "errors.py:shown", "errors.py:text_of",  # the text says that repr or str of the user raised
     "jetrl_study/conduct.py:_write_so_far",  # told, and met again at the end: hours of runs do not hang on a page
     "kernels/compiling/pool.py:_attempted",
     "report/channel.py:error_of",  # told once, and again at the end: no run hangs on a tracker
+    "report/live.py:_attempt",  # told, and met again at the end: no run hangs on its page
     "rewards/mathematics.py:_serve", "rewards/mathematics.py:score_math",
     "run/checkpoint/checkpoint.py:_carry",  # in a thread: raised by `finish`
     "tasks/gym.py:_score",

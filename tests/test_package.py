@@ -96,7 +96,7 @@ def contents(file: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
-def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_both_packages_their_pages_and_nothing_else(wheel: Path) -> None:
     held = contents(wheel)
     package = {path.relative_to(ROOT).as_posix(): path.read_bytes()
                for top in ("jetrl", "jetrl_study") for path in (ROOT / top).rglob("*")
@@ -104,7 +104,10 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     assert {name: data for name, data in held.items() if name.startswith(("jetrl/", "jetrl_study/"))} == package
     info = f"jetrl-{__version__}.dist-info"
     files = ("METADATA", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
-    assert held.keys() - package.keys() == {f"{info}/{name}" for name in files}
+    at = f"jetrl-{__version__}.data/data/share/doc/jetrl"
+    pages = {f"{at}/{path.name}": path for path in (ROOT / "docs").glob("*.md")}
+    assert held.keys() - package.keys() == {f"{info}/{name}" for name in files} | pages.keys()
+    assert all(held[name] == path.read_bytes() for name, path in pages.items())
     assert "jetrl/py.typed" in held and "jetrl/report/template.html.j2" in held
     assert {"jetrl_study/study.html.j2", "jetrl_study/studies/quick.toml"} <= held.keys()
     assert held[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
@@ -131,6 +134,9 @@ def test_the_commands_of_the_wheel_from_an_empty_folder(installed: Path, tmp_pat
     listed = call(installed / "jetrl", "recipes", cwd=tmp_path)
     assert {path.stem for path in (ROOT / "jetrl" / "recipes").iterdir()} <= set(listed.split())
     assert "train.lr" in call(installed / "jetrl", "settings", cwd=tmp_path)
+    listed = call(installed / "jetrl", "docs", cwd=tmp_path)
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(listed.split())
+    assert call(installed / "jetrl", "docs", "docs/REWARDS.md", cwd=tmp_path) == (ROOT / "docs/REWARDS.md").read_text()
     assert not list(tmp_path.iterdir())
 
 

@@ -11,7 +11,7 @@ import pytest
 from tiny import numbers, tiny_config, tiny_run
 
 from jetrl.errors import UserError
-from jetrl.report.recorder import read_metrics
+from jetrl.report.recorder import read_eval_samples, read_metrics
 from jetrl.run import loop
 from jetrl.run.loop import StopRequest, run
 
@@ -24,6 +24,7 @@ class Store:
         self.opened: list[dict[str, Any]] = []
         self.steps: list[int] = []
         self.tables: list[Any] = []
+        self.evaluations: list[Any] = []
 
     def init(self, **given: Any) -> Any:
         self.opened.append(given)
@@ -32,8 +33,8 @@ class Store:
     def log(self, metrics: dict[str, Any], step: int) -> None:
         if step >= self.fails_from:
             raise self.error("503 from the tracking server")
-        if "samples" in metrics:
-            self.tables.append(metrics["samples"])
+        if tables := [table for name, table in metrics.items() if name in ("samples", "eval_samples")]:
+            (self.evaluations if "eval_samples" in metrics else self.tables).append(*tables)
         else:
             self.steps.append(step)
 
@@ -67,6 +68,9 @@ def test_rows_tables_and_config_reach_the_tracker_and_a_resumed_run_goes_on_ther
     folder = tiny_run(tmp_path, changes)
     assert store.steps == [0, 1, 2] and [len(table) for table in store.tables] == [3, 3]
     assert {"completion", "reward", "prompt"} <= set(store.tables[0][0])
+    assert [[row["step"] for row in table] for table in store.evaluations] == [[0] * 3, [2] * 3]
+    kept = [row["completion"] for row in read_eval_samples(folder)]
+    assert all(row["completion"] in kept and "advantage" not in row for row in store.evaluations[0])
     assert store.opened[0]["project"] == "p" and store.opened[0]["config"]["train"]["steps"] == 2
     again = tiny_run(tmp_path, changes | {"train.steps": 3, "checkpoint.resume": "auto"})
     assert again == folder and store.steps == [0, 1, 2, 3] and len(read_metrics(folder)) == 4

@@ -6,8 +6,11 @@ import ast
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from tiny import tiny_run
 
 from jetrl.config.toml import read_toml
 from jetrl.errors import OutOfMemory, UserError
@@ -24,8 +28,9 @@ from jetrl.huggingface.tokenizer import load_tokenizer_from
 from jetrl.report.console import Display, Output, summary
 from jetrl.report.files import write_whole
 from jetrl.report.html import write_report
-from jetrl.report.recorder import Recorder, read_held_out
+from jetrl.report.recorder import Recorder, read_eval_samples, read_held_out, read_samples
 from jetrl.report.run import load_runs
+from jetrl.report.track import read_kept
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.tryout import read_script
 from jetrl.tasks.datasets import read_dataset
@@ -102,19 +107,31 @@ raise RuntimeError({EVIL!r})
     assert done.returncode == 1 and harmless(told) and told.count("\\x1b[2J") >= 3, told
 
 
-def test_a_warning_of_jetrl_has_no_line_of_its_source() -> None:
+def test_a_warning_of_ours_is_a_line_of_ours_and_others_keep_their_place() -> None:
+    """No file and no source of jetrl's; those of the user's own code are what helps him."""
     program = f"""
 import warnings
+from jetrl.errors import Notice
 from jetrl.untrusted import guard_terminal
 guard_terminal()
-warnings.warn_explicit("mind this", UserWarning, {str(ROOT / "jetrl" / "loop.py")!r}, 3)
-warnings.warn_explicit("mine", UserWarning, "mine.py", 3)
-warnings.warn_explicit("old", DeprecationWarning, {str(ROOT / "jetrl" / "loop.py")!r}, 3)
+warnings.warn("Do this. " + {EVIL!r}, Notice)
+warnings.warn("of a library")
 """
-    done = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, cwd=ROOT, check=True)
-    first, *rest = done.stderr.decode().splitlines()
-    assert first == "jetrl: warning: mind this" and rest[0] == "mine.py:3: UserWarning: mine"
-    assert "DeprecationWarning: old" in rest[1]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT, check=False)
+    told = done.stderr.decode()
+    first, _, rest = told.partition("<string>:7: UserWarning: of a library")
+    assert first.startswith("jetrl: warning: Do this. ") and first.count("\n") == 1 + EVIL.count("\n") and rest
+    assert harmless(told) and "Notice" not in told and "errors.py" not in told
+
+
+def test_every_warning_of_ours_is_a_notice() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and called(node) in ("warnings.warn", "warn", "warnings.warn_explicit")
+        and "Notice" not in map(ast.unparse, node.args[1:2])
+    ]
+    assert wrong == []
 
 
 def called(node: ast.Call) -> str:
@@ -173,7 +190,8 @@ def test_json_is_bounded(tmp_path: Path) -> None:
 # Other calls that read a whole file: of jetrl itself, of this machine, or code of the user's that runs next.
 OWN_FILES = {
     "jetrl/cli.py", "jetrl/config/shipped.py",  # recipes that come with jetrl
-    "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py", "jetrl/run/compiling/ahead.py",
+    "jetrl/pages.py", "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py",
+    "jetrl/run/compiling/ahead.py",
     "jetrl/doctor/gpu.py", "jetrl/parallel/host.py", "jetrl/report/environment.py",
     "jetrl/huggingface/write.py", "jetrl/parallel/spawn.py", "jetrl_study/jobs.py",  # what its own processes write
     "jetrl/user_code/neighbours.py", "jetrl/kernels/compiling/pool.py",
@@ -378,6 +396,87 @@ def test_messages_of_the_command_line_are_printable(tmp_path: Path) -> None:
         )
         told = done.stderr.decode() + done.stdout.decode()
         assert done.returncode == 2 and harmless(told) and "\\x1b[2J" in told, told
+
+
+OPENED: list[str] = []  # by `watch_opened`, while a test has it watch
+_WATCH: list[bool] = []
+
+
+def _opened(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _WATCH and isinstance(arguments[0], str):
+        OPENED.append(arguments[0])
+
+
+@contextmanager
+def watch_opened() -> Iterator[list[str]]:
+    """The names of all files that are opened meanwhile, whoever opens them."""
+    if not hasattr(sys, "_jetrl_watched"):
+        sys._jetrl_watched = True  # type: ignore[attr-defined]  # a hook stays as long as the process
+        sys.addaudithook(_opened)
+    OPENED.clear()
+    _WATCH.append(True)
+    try:
+        yield OPENED
+    finally:
+        _WATCH.clear()
+
+
+def resumed(folder: Path) -> None:
+    with Recorder(folder, resume=True) as recorder:
+        recorder.write_environment(["test"])
+
+
+READERS = {
+    "report": lambda folder: write_report([folder], folder.parent / "page.html"),
+    "samples": lambda folder: [*read_samples(folder), *read_eval_samples(folder)],
+    "held out": read_held_out, "tracker": read_kept, "resume": resumed,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_link_out_of_a_run_folder_is_read(reader: str, run_folder: Path, tmp_path: Path) -> None:
+    """A page is sent to others, and so is a folder. Of all files that a run leaves, each is once a link."""
+    files = [path for path in run_folder.iterdir() if path.is_file()]
+    assert {"flow.svg", "config.toml", "env.json", "metrics.jsonl", "track.json"} <= {path.name for path in files}
+    refused = []
+    for number, file in enumerate(files):
+        folder, secret = tmp_path / str(number) / "run", tmp_path / str(number) / "secret"
+        shutil.copytree(run_folder, folder)
+        (folder / file.name).rename(secret)
+        (folder / file.name).symlink_to(secret)
+        with watch_opened() as opened:
+            try:
+                READERS[reader](folder)
+            except UserError as error:
+                assert "link" in str(error) and file.name in str(error)
+                refused.append(file.name)
+        assert opened or refused
+        assert [name for name in opened if Path(name).resolve() == secret] == [], f"{file.name} was followed"
+    assert refused
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_run(tmp_path_factory.mktemp("run"), {"train.steps": 1})
+    (folder / "track.json").write_text('{"wandb": {"id": "x"}}\n')
+    return folder
+
+
+def test_files_of_a_run_folder_that_are_no_text_or_endless_are_one_message(tmp_path: Path) -> None:
+    row = '{"step": 0, "reward/mean": 0.5}\n'
+    for i, name in enumerate(("flow.svg", "config.toml", "env.json")):
+        folder = model_with(tmp_path / str(i), metrics__jsonl=row)
+        (folder / name).write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(UserError, match=f"{name} is not UTF-8 text"):
+            write_report([folder], tmp_path / "r.html")
+        with (folder / name).open("wb") as file:
+            file.truncate((64 << 20) + 1)
+        with pytest.raises(UserError, match=f"{name}: it has more than 64 MiB"):
+            write_report([folder], tmp_path / "r.html")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(UserError, match=f"{name}: it is no regular file, but a pipe"):
+            write_report([folder], tmp_path / "r.html")
 
 
 def test_no_link_in_a_run_folder_is_written_through(tmp_path: Path) -> None:

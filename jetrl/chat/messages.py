@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from jetrl.chat.fields import Message
-from jetrl.chat.prompts import chat_messages, encode_problem, encode_text, opened_text, uses_chat_template
-from jetrl.chat.template import Template
+from jetrl.chat.prompts import chat_messages, decoded, encode_problem, encode_text, opened_text, uses_chat_template
+from jetrl.chat.template import Template, source_of, tell
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
 from jetrl.types import Author, Completion, Problem
@@ -24,10 +24,11 @@ _MAX_CACHED = 4096
 
 
 class TurnEncoder:
-    """Encodes conversations with one tokenizer, by its chat template where `task.chat_template` says so."""
+    """Encodes conversations with one tokenizer, by its chat template where `task.chat_template` says so. `adds`: keys
+    of the environment's messages that the template need not write (`environment.Factory`)."""
 
-    def __init__(self, tokenizer: Any, config: TaskConfig) -> None:
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(self, tokenizer: Any, config: TaskConfig, adds: frozenset[str] = frozenset()) -> None:
+        self.tokenizer, self.config, self.adds = tokenizer, config, adds
         self.chat = uses_chat_template(config.chat_template, tokenizer)
         self.template = Template(tokenizer, config.chat_template_kwargs)
         self._cache: dict[str, tuple[int, ...]] = {}
@@ -62,7 +63,7 @@ class TurnEncoder:
         if key not in self._cache:
             if len(self._cache) == _MAX_CACHED:
                 self._cache.clear()
-            text = self.template.reply(self.start(problem, opening), messages, problem.id)
+            text = self.template.reply(self.start(problem, opening), messages, problem.id, self.adds)
             self._cache[key] = tuple(self._encode(text, problem))
         return self._cache[key]
 
@@ -77,8 +78,44 @@ class TurnEncoder:
         text = self.template.ending(self.start(problem, opening), problem.id)
         return next(iter(self._encode(text, problem)), None)
 
+    def unstopped_end(self, ends: Collection[int], stop: Sequence[str]) -> int | None:
+        """The special token that the template writes behind a turn, if a run does not stop there that stops at the
+        tokens `ends` and the strings `stop`; None where it does, or where there is no such token."""
+        text = self.template.usual_ending() if self.chat else None
+        tokens = encode_text(text, self.tokenizer, "The chat template's end of a turn", "text") if text else []
+        if not tokens or tokens[0] in ends or decoded(self.tokenizer, tokens[:1]).endswith(tuple(stop) or "\0"):
+            return None
+        first = next(filter(_special_ids(self.tokenizer).__contains__, tokens), None)
+        return None if first in ends else first
+
     def _encode(self, text: str, problem: Problem) -> list[int]:
         return encode_text(text, self.tokenizer, f"Problem {problem.id}", "environment's reply")
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*getattr(tokenizer, "all_special_ids", ()), *(i for i, token in added.items() if token.special)}
+
+
+def check_turn_end(encoder: TurnEncoder, ends: Collection[int], stop: Sequence[str], teaches: bool) -> None:
+    """Warn, once, where a run does not stop at the token with which its chat template ends a turn: the policy writes on
+    behind its answer. UserError for one that `teaches` turns, by a warm start: they would end as no template's do."""
+    if (token := encoder.unstopped_end(ends, stop)) is None:
+        return
+    tokenizer = encoder.tokenizer
+    shown = ", ".join(f"{decoded(tokenizer, [i])!r} ({i})" for i in sorted(ends)) or "no token"
+    name = decoded(tokenizer, [token])
+    text = (
+        f"{source_of(tokenizer)} ends a turn with {name!r} ({token}), and the run does not stop there, but at {shown}"
+    )
+    text = text[0].upper() + text[1:]
+    cure = (
+        f"Add {token} to eos_token_id in the model's generation_config.json, make {name!r} the eos_token of the "
+        f"tokenizer (model.tokenizer), or set rollout.stop = [{name!r}]."
+    )
+    if teaches:
+        raise UserError(f"{text}: the warm start would teach an end of turn that the template does not write. {cure}")
+    tell(tokenizer, f"{text}: a policy that ends its answer as the template does writes on behind it. {cure}")
 
 
 def encode_solution(
@@ -93,7 +130,7 @@ def encode_solution(
     assert problem.solution is not None
     tokenizer, prompt = encoder.tokenizer, problem.prompt
     opening: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    end = _turn_end(problem, encoder, opening, eos_ids)
+    end = _turn_end(problem, encoder, opening, stop, eos_ids)
     parts: list[tuple[Author, tuple[int, ...]]] = []
     turn: Completion | None = None
     turns = solution_turns(problem)
@@ -147,15 +184,21 @@ def _policy_text(problem: Problem, encoder: TurnEncoder, before: Sequence[Messag
 
 
 def _turn_end(
-    problem: Problem, encoder: TurnEncoder, opening: Sequence[Message], eos_ids: Collection[int] | None
+    problem: Problem, encoder: TurnEncoder, opening: Sequence[Message], stop: Sequence[str],
+    eos_ids: Collection[int] | None,
 ) -> int:
     """The token that ends the policy's turn: what the chat template writes there, if the run stops at it; else the
-    tokenizer's end of sequence, else the only token at which the run stops."""
+    tokenizer's end of sequence, else the only token at which the run stops. UserError where the template writes a
+    special token at which the run does not stop."""
     own: int | None = encoder.tokenizer.eos_token_id
     ends = set(eos_ids if eos_ids is not None else () if own is None else (own,))
     written = encoder.turn_end(problem, opening)
-    if written is not None and written in ends:
+    if written is not None and (
+        written in ends or decoded(encoder.tokenizer, [written]).endswith(tuple(stop) or "\0")
+    ):
         return written
+    if ends:
+        check_turn_end(encoder, ends, stop, teaches=True)
     if own is not None:
         return own
     if len(ends) == 1:

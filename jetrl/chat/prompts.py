@@ -13,7 +13,7 @@ from typing import Any
 from jetrl.chat.fields import Message, message_of
 from jetrl.chat.template import Template, source_of, tell
 from jetrl.config import TaskConfig
-from jetrl.errors import UserError, shorten
+from jetrl.errors import UserError, reason, shorten
 from jetrl.types import Problem
 
 _DROP = ' (task.overlong_prompts = "drop" leaves out all such rows of the data)'
@@ -145,8 +145,8 @@ def encode_text(text: str, tokenizer: Any, where: str, kind: str, *, add_special
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except Exception as error:  # the tokenizers library raises bare Exception, e.g. for a character without a token
         raise UserError(
-            f"{where}: the tokenizer cannot encode the {kind} {shorten(text)!r}: {error}. Use a tokenizer that knows "
-            f"these characters, or change the {kind}."
+            f"{where}: the tokenizer cannot encode the {kind} {shorten(text)!r}: {reason(error)}. Use a tokenizer that "
+            f"knows these characters, or change the {kind}."
         ) from error
 
 

@@ -1,28 +1,29 @@
 """What a chat template writes for messages, and what it does not write.
 
-A template is a program by the model's authors. One may know no role `tool`, write only the first system message, or
-ignore a key, and says nothing. So each kind of conversation is rendered once more with markers for its texts, and with
-each further value changed once: what does not come out is refused (a whole message) or told by a warning (a key, or a
-text that comes out twice, elsewhere, or changed). Findings are kept by the roles of the conversation.
+A template is a program by the model's authors. One may know no role `tool`, write only the first system message or the
+first call of a message, leave out short texts, or ignore a key, and says nothing. So each conversation's rendering is
+compared with one of markers in the same places (`template_values.py`): what does not come out is refused (a whole
+message) or told by a warning, once for each kind (a key, or a text that comes out twice, elsewhere, or changed).
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from jetrl.chat.fields import Message
 from jetrl.chat.template_trial import rendered
-from jetrl.errors import UserError, shorten
+from jetrl.chat.template_values import SURE, Difference, Path, Skeleton, at_path, changed, leaves, marked
+from jetrl.errors import Notice, UserError, reason, shorten
 
-Fate = Literal["written", "missing", "repeated", "reordered", "rewritten"]
-Path = tuple[str | int, ...]  # of a value in a message or a keyword: keys and places
-
+Fate = Literal["written", "missing", "dropped", "repeated", "reordered", "rewritten", "trimmed"]
+_HOW = {
+    "repeated": "more than once", "reordered": "in another order than the messages'", "rewritten": "in other words",
+}
 _POLICY_TURN = "jetrl:the-policys-turn:"  # stands in for it, as a text that no conversation holds
 _MAX_KEPT = 4096
 _CURE = "or use a tokenizer with another chat template (model.tokenizer)"
@@ -54,10 +55,22 @@ def source_of(tokenizer: Any) -> str:
 
 def tell(tokenizer: Any, text: str, key: str | None = None) -> None:
     """A warning, once per tokenizer and `key` (None: the text)."""
-    told, full = _memory_of(tokenizer).told, f"{getattr(tokenizer, 'chat_template', None)!r} {key or text}"
-    if full not in told:
-        told.add(full)
-        warnings.warn(text, stacklevel=3)
+    if not was_told(tokenizer, key or text):
+        _memory_of(tokenizer).told.add(_told_as(tokenizer, key or text))
+        warnings.warn(text, Notice, stacklevel=3)
+
+
+def was_told(tokenizer: Any, key: str) -> bool:
+    """Whether there was such a warning."""
+    return _told_as(tokenizer, key) in _memory_of(tokenizer).told
+
+
+def _told_as(tokenizer: Any, key: str) -> str:
+    return f"{getattr(tokenizer, 'chat_template', None)!r} {key}"
+
+
+class Schemas(list[dict[str, Any]]):
+    """The keyword `tools` of a template, made from `environment.tools`: nobody wrote it as a keyword."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +87,28 @@ class Template:
         """
         text = self.render(messages, problem_id)
         self._check_variables(messages)
-        where = f"Problem {problem_id}"
-        for i, fate in self._fates(messages, None).items():
-            if fate == "missing" and i == 0 and system_prompt:
-                raise UserError(
-                    f"task.system_prompt has no effect: {self.source} does not write messages of role 'system'. Remove "
-                    f"it, put its text into the prompts (task.prompt_template), {_CURE}."
-                )
-            self._tell_fate(where, messages[i], fate, "Give it another role, such as user,")
-        self._check_keys(where, messages, None)
-        self._check_texts(where, messages, text, None)
+        fate = self._fates(messages, None).get(0, "written") if system_prompt else "written"
+        if fate == "missing" and _Look(self, messages, None, text).fate(0)[0] == "missing":
+            raise UserError(
+                f"task.system_prompt has no effect: {self.source} does not write messages of role 'system'. Remove "
+                f"it, put its text into the prompts (task.prompt_template), {_CURE}."
+            )
+        self._check(f"Problem {problem_id}", messages, text, None, "Give it another role, such as user,")
         return text
 
-    def reply(self, start: Sequence[Message], messages: Sequence[Message], problem_id: str) -> str:
+    def reply(
+        self, start: Sequence[Message], messages: Sequence[Message], problem_id: str,
+        ours: frozenset[str] = frozenset(),
+    ) -> str:
         """What follows the policy's turn: its end, the environment's `messages`, and the next turn's opening.
 
-        `start`: the conversation's first messages. Checked as a prompt is: what stands elsewhere is not read.
+        `start`: the conversation's first messages. Checked as a prompt is: what stands elsewhere is not read. `ours`:
+        keys of messages that jetrl has added, and that a template need not write.
         """
         talk, place, mark = _with_turn(start, messages)
         behind = self._behind(self.render(talk, problem_id), mark, problem_id)
         where = f"Problem {problem_id}, the environment's reply"
-        for i, fate in self._fates(talk, place).items():
-            self._tell_fate(where, talk[i], fate, "Return it with another role, such as user,")
-        self._check_keys(where, talk, place)
-        self._check_texts(where, talk, behind, place)
+        self._check(where, talk, behind, place, "Return it with another role, such as user,", ours)
         return behind
 
     def ending(self, start: Sequence[Message], problem_id: str) -> str:
@@ -105,8 +116,15 @@ class Template:
         talk, _, mark = _with_turn(start, ())
         return self._behind(self.render(talk, problem_id, opened=False), mark, problem_id)
 
+    def usual_ending(self) -> str | None:
+        """The same for a question and an answer; None where the template fails on them."""
+        talk, _, mark = _with_turn([{"role": "user", "content": "1"}], ())
+        text = self._attempt(talk, opened=False)
+        return None if text is None or mark not in text else text.rpartition(mark)[2]
+
     def turn(self, messages: Sequence[Message], message: Message, problem_id: str) -> str:
-        """The text of an assistant's message with thinking or calls, as the policy would write it after `messages`."""
+        """The text of an assistant's message with thinking or calls, as the policy would write it after `messages`.
+        Checked as a prompt is: what the template does not write would not be taught."""
         prompt = self.render(messages, problem_id)
         whole, end = self.render([*messages, message], problem_id, opened=False), self.ending(messages, problem_id)
         if not whole.startswith(prompt) or not whole.endswith(end):
@@ -115,6 +133,13 @@ class Template:
                 "as a continuation of the prompt, so what the policy should say is unknown. Write all of it as the "
                 "message's content."
             )
+        where, talk, last = f"Problem {problem_id}, the worked solution", [*messages, message], len(messages)
+        look = _Look(self, talk, None, whole, opened=False)
+        usual: Fate = "written" if look.whole else "rewritten"
+        fate = look.true_fate(last, self._fates(talk, None).get(last, usual))
+        if fate != "written" and message["content"].strip():
+            self._tell_fate(where, message, fate, "Write the whole turn as its content,")
+        self._check_keys(where, look, last, frozenset())
         return whole[len(prompt) : len(whole) - len(end)]
 
     def opened(self, messages: Sequence[Message]) -> str | None:
@@ -137,7 +162,8 @@ class Template:
         except Exception as error:  # jinja's errors: templates raise their own for roles that they do not know
             roles = [m["role"] for m in messages]
             raise UserError(
-                f"Problem {problem_id}: the tokenizer's chat template fails on messages with roles {roles}: {error}"
+                f"Problem {problem_id}: the tokenizer's chat template fails on messages with roles {roles}: "
+                f"{reason(error)}"
             ) from error
 
     def _written(
@@ -146,11 +172,17 @@ class Template:
         given = self.variables if variables is None else variables
         return rendered(self.tokenizer, messages, given, opened)
 
-    def _attempt(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str | None:
-        """What it writes; None where it fails on texts that are none of the data's."""
-        with suppress(Exception):  # a template may insist on anything; what it made of the data is known
-            return self._written(messages, variables)
-        return None
+    def _attempt(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, opened: bool = True
+    ) -> str | None:
+        """What it writes; None where it fails on texts that are none of the data's. UserError where it needs too much:
+        each such attempt would take as long."""
+        try:
+            return self._written(messages, variables, opened=opened)
+        except UserError:
+            raise
+        except Exception:  # a template may insist on anything; what it made of the data is known
+            return None
 
     def _behind(self, text: str, mark: str, problem_id: str) -> str:
         before, found, behind = text.rpartition(mark)
@@ -163,9 +195,31 @@ class Template:
 
     # ---- what becomes of a message's text ---------------------------------------------------------------------------
 
+    def _check(
+        self, where: str, messages: Sequence[Message], read: str, policy: int | None, cure: str,
+        ours: frozenset[str] = frozenset(),
+    ) -> None:
+        """Tell or refuse what is lost of messages in `read`, which is what the policy reads of them. `policy`: the
+        place of its turn, behind which it reads on. `ours`: keys that jetrl itself has added."""
+        look = _Look(self, messages, policy, read)
+        for i, usual in self._fates(messages, policy).items():
+            fate = look.true_fate(i, usual)
+            if fate != "written":
+                self._tell_fate(where, messages[i], fate, cure)
+        for i in range(0 if policy is None else policy + 1, len(messages)):
+            self._check_keys(where, look, i, ours)
+        if not look.whole:
+            self._check_texts(where, look)
+        elif look.trimmed:
+            known = self._fates(messages, policy)
+            for i in range(0 if policy is None else policy + 1, len(messages)):
+                text = messages[i]["content"]
+                if i not in known and text.strip() and text not in read:
+                    self._tell_fate(where, messages[i], "trimmed", cure)
+
     def _fates(self, messages: Sequence[Message], policy: int | None) -> dict[int, Fate]:
-        """What becomes of each text, by the message's place; `policy`: the place of the policy's turn, behind which
-        the policy reads on. Only of texts that are not simply written."""
+        """What becomes of each text, by the message's place, whatever it says. Only of texts that are not simply
+        written."""
         return self._kept("fates", (_shape(messages), policy), lambda: self._find_fates(messages, policy))
 
     def _find_fates(self, messages: Sequence[Message], policy: int | None) -> dict[int, Fate]:
@@ -191,9 +245,9 @@ class Template:
             last = max(last, at)
         return found
 
-    def _read(self, messages: Sequence[Message], policy: int | None) -> str | None:
+    def _read(self, messages: Sequence[Message], policy: int | None, *, opened: bool = True) -> str | None:
         """What the policy reads of this rendering: all of it, or what stands behind its turn."""
-        text = self._attempt(messages)
+        text = self._attempt(messages, opened=opened)
         if text is None or policy is None:
             return text
         return text.rpartition(messages[policy]["content"])[2]
@@ -205,64 +259,84 @@ class Template:
                 f"{where}: {self.source} does not write the content of this message of role {role!r}, so the policy "
                 f"would never read {text!r}. {cure} {_CURE}."
             )
-        how = {
-            "repeated": "more than once", "reordered": "in another order than the messages'",
-            "rewritten": "in other words", "written": "",
-        }[fate]
-        key = f"{fate} content {role} {self.variables}"
-        tell(self.tokenizer, f"{where}: {self.source} writes the content of a message of role {role!r} {how}, such as "
-             f"{text!r}: that is what the policy reads (prompt_rendered in samples.jsonl). To change it, use another "
-             "chat template (model.tokenizer).", key)
+        if fate == "trimmed":
+            told = (f"{where}: {self.source} takes white space off the ends of messages of role {role!r}: the policy "
+                    "does not read it. Nothing to do unless it matters.")
+        elif fate == "dropped":
+            told = (f"{where}: {self.source} does not write the content of a message of role {role!r} that says "
+                    f"{text!r}, though it writes others: the policy never reads it. Nothing to do if it only holds "
+                    "what the template leaves out on purpose, such as earlier thinking; else change the text, "
+                    f"{_CURE}.")
+        else:
+            told = (f"{where}: {self.source} writes the content of a message of role {role!r} {_HOW[fate]}, such as "
+                    f"{text!r}: that is what the policy reads (prompt_rendered in samples.jsonl). To change it, use "
+                    "another chat template (model.tokenizer).")
+        tell(self.tokenizer, told, self._fate_key(fate, role))
 
-    def _check_texts(self, where: str, messages: Sequence[Message], read: str, policy: int | None) -> None:
-        """Warn of texts that are not in what the policy reads as they are."""
-        at, moved = 0, self._fates(messages, policy)
+    def _fate_key(self, fate: Fate, role: str) -> str:
+        return f"{fate} content {role} {self.variables}"
+
+    def _check_texts(self, where: str, look: _Look) -> None:
+        """Tell or refuse texts that this conversation's rendering does not hold as they are."""
+        at, moved, messages = 0, self._fates(look.messages, look.policy), look.messages
         for i, message in enumerate(messages):
             text, role = message["content"], message["role"]
-            bare = text.strip()
-            if (policy is not None and i <= policy) or not bare or i in moved:
+            if (look.policy is not None and i <= look.policy) or not text.strip() or i in moved:
                 continue
-            if (found := read.find(text, at)) >= 0:
-                at = found + len(text)
+            if (end := look.end_of(i, at)) >= 0:
+                at = end
                 continue
-            if bare in read:
-                tell(self.tokenizer, f"{where}: {self.source} takes white space off the ends of messages of role "
-                     f"{role!r}: the policy does not read it. Nothing to do unless it matters.", f"trims {role}")
-            else:
-                self._tell_fate(where, message, "rewritten", "")
+            if look.read.find(text, at) < 0 and role == "assistant" and self._knows_losses(role):
+                continue  # thinking is taken out of many turns: nothing more to tell
+            fate, place = look.fate(i)
+            if fate == "missing" and role == "assistant":  # its thinking, say
+                fate = "dropped"
+            if fate != "written":
+                self._tell_fate(where, message, fate, "It writes others of this role: change the text,")
+            at = place if place >= 0 else at
+
+    def _knows_losses(self, role: str) -> bool:
+        return all(was_told(self.tokenizer, self._fate_key(fate, role)) for fate in ("dropped", "rewritten"))
 
     # ---- further keys of messages, and keywords ---------------------------------------------------------------------
 
-    def _check_keys(self, where: str, messages: Sequence[Message], policy: int | None) -> None:
+    def _check_keys(self, where: str, look: _Look, i: int, ours: frozenset[str]) -> None:
         """Warn of values of further keys that are not written; UserError where nothing of a message is."""
-        first = 0 if policy is None else policy + 1
-        for i, message in enumerate(messages):
-            if i < first or message.keys() <= {"role", "content"}:
+        message = look.messages[i]
+        if message.keys() <= {"role", "content"}:
+            return
+        # the type of a call is always "function"
+        all_leaves = [path for path in leaves(message) if path[0] not in ("role", "content") and path[-1] != "type"]
+        unread = [path for path in all_leaves if not self._writes(look, i, path)]
+        role = message["role"]
+        if len(unread) == len(all_leaves) and unread and not message["content"].strip() and not any(
+            look.reads(i, path) for path in unread
+        ):
+            raise UserError(
+                f"{where}: {self.source} writes nothing of this message of role {role!r}: neither "
+                f"{' nor '.join(dict.fromkeys(map(_general, unread)))}. Write it as the message's content, {_CURE}."
+            )
+        for path in unread:
+            if path[0] in ours:
                 continue
-            # the type of a call is always "function"
-            leaves = [path for path in _leaves(message) if path[0] not in ("role", "content") and path[-1] != "type"]
-            unread = [path for path in leaves if not self._reads(messages, i, path, policy)]
-            role = message["role"]
-            if unread and len(unread) == len(leaves) and not message["content"].strip():
-                raise UserError(
-                    f"{where}: {self.source} writes nothing of this message of role {role!r}: neither "
-                    f"{' nor '.join(dict.fromkeys(map(_general, unread)))}. Write it as the message's content, {_CURE}."
-                )
-            for name in dict.fromkeys(map(_general, unread)):
-                tell(self.tokenizer, f"{where}: {self.source} does not write {name} of this message of role {role!r}, "
-                     f"so the policy never reads it. Put it into the content, leave it out, {_CURE}.",
-                     f"unread {role} {name}")
+            name, value = _general(path), shorten(json.dumps(at_path(message, path), ensure_ascii=False), 60)
+            tell(self.tokenizer, f"{where}: {self.source} does not write {name} of this message of role {role!r}, such "
+                 f"as {_spelled(path)} = {value}, so the policy never reads it. Put it into the content, leave it out, "
+                 f"{_CURE}.", f"unread {role} {name}")
 
-    def _reads(self, messages: Sequence[Message], i: int, path: Path, policy: int | None) -> bool:
-        """Whether what the policy reads depends on this value of message i."""
-
-        def look() -> bool:
-            plain = self._read(messages, policy)
-            changed = [m if k != i else _changed(m, path) for k, m in enumerate(messages)]
-            return self._read(changed, policy) != plain
-
-        roles = tuple(m["role"] for m in messages)
-        return self._kept("key", (roles, i, _general(path), policy), look)
+    def _writes(self, look: _Look, i: int, path: Path) -> bool:
+        """Whether what the policy reads holds, or depends on, this value of message i."""
+        skeleton = look.skeleton
+        if skeleton is not None and (i, *path) in skeleton.written:
+            value = at_path(look.messages[i], path)
+            return look.whole or skeleton.shows(look.read, (i, *path), value) or look.reads(i, path)
+        unread = self._kept("unread", (look.kind, look.policy, look.opened), set)
+        if (i, path) in unread:  # told
+            return False
+        if look.reads(i, path):
+            return True
+        unread.add((i, path))
+        return False
 
     def _check_variables(self, messages: Sequence[Message]) -> None:
         """Warn, once, of keywords that change nothing."""
@@ -278,21 +352,32 @@ class Template:
         def matters(variables: Mapping[str, Any]) -> bool:
             return any(p != self._attempt(t, variables) for t, p in zip(talks, plain, strict=True) if p is not None)
 
-        for name in self.variables:
-            paths = [path for path in _leaves(self.variables) if path[0] == name]
-            unread = [path for path in paths if not matters(_changed(self.variables, path))]
+        for name, value in self.variables.items():
+            paths = [path for path in leaves(self.variables) if path[0] == name]
+            unread = [path for path in paths if not matters(changed(self.variables, path))]
             whole = not matters({k: v for k, v in self.variables.items() if k != name})
+            if isinstance(value, Schemas):  # where none is read, task.system_prompt describes them (tools.py)
+                self._tell_schemas([] if whole else unread)
+                continue
             shown = [(name,)] if whole and len(unread) == len(paths) else unread
             for key in dict.fromkeys(map(_general, shown)):
                 tell(self.tokenizer, f"task.chat_template_kwargs.{key} changes nothing: {self.source} does not read "
                      f"it. Remove it, {_CURE}.")
+
+    def _tell_schemas(self, unread: Sequence[Path]) -> None:
+        """What the policy does not learn of its tools, in one warning. The type of a tool is always "function"."""
+        parts = dict.fromkeys(_general(path[2:]) for path in unread if path[2:] not in ((), ("type",)))
+        if parts:
+            tell(self.tokenizer, f"environment.tools: {self.source} does not show all of the tools' schemas, so the "
+                 f"policy never reads {', '.join(parts)}. Nothing to do if it can call them without; else use a "
+                 "tokenizer with another chat template (model.tokenizer).")
 
     # ---- the opening of the policy's turn ---------------------------------------------------------------------------
 
     def _opened(self, messages: Sequence[Message]) -> str | None:
         text, (talk, place, mark) = self._attempt(messages), _with_turn(messages, [{"role": "user", "content": "1"}])
         earlier = self._attempt(talk)
-        last = self._attempt_closed(talk[: place + 1])
+        last = self._attempt(talk[: place + 1], opened=False)
         if text is None:
             return None
         openings = [t.partition(mark)[0].rstrip() for t in (earlier, last) if t is not None and mark in t]
@@ -304,11 +389,6 @@ class Template:
         opened = text[len(min(known, key=len)) :]
         return opened.lstrip() if opened.strip() else ""
 
-    def _attempt_closed(self, messages: Sequence[Message]) -> str | None:
-        with suppress(Exception):
-            return self._written(messages, opened=False)
-        return None
-
     def _kept(self, kind: str, key: Any, make: Callable[[], Any]) -> Any:
         kept = _memory_of(self.tokenizer).kept
         full = (kind, repr(self.tokenizer.chat_template), json.dumps(self.variables, sort_keys=True, default=repr), key)
@@ -317,6 +397,73 @@ class Template:
                 kept.clear()
             kept[full] = make()
         return kept[full]
+
+
+class _Look:
+    """What the policy reads of one conversation, and what the template writes for others of its kind."""
+
+    def __init__(
+        self, template: Template, messages: Sequence[Message], policy: int | None, read: str, opened: bool = True
+    ) -> None:
+        self.template, self.messages, self.policy, self.read, self.opened = template, messages, policy, read, opened
+        shown = marked(messages, policy)
+        self.kind = json.dumps(shown.messages, ensure_ascii=False, default=repr)
+
+        def look() -> Skeleton | None:
+            text = template._read(shown.messages, policy, opened=opened)
+            return None if text is None else Skeleton.of(text, shown.places)
+
+        self.skeleton: Skeleton | None = template._kept("skeleton", (self.kind, policy, opened), look)
+        # everything that the template writes for its kind is there, or all but white space at ends
+        self.trimmed = self.skeleton is not None and not self.skeleton.fits(read, messages, trims=False)
+        self.whole = self.skeleton is not None and (
+            not self.trimmed or self.skeleton.fits(read, messages, trims=True)
+        )
+
+    def reads(self, i: int, path: Path) -> bool:
+        """Whether what the policy reads depends on this value of message i."""
+        other = self._with(i, changed(self.messages[i], path))
+        if other is None or isinstance(at_path(self.messages[i], path), bool):
+            return other != self.read
+        return not Difference.of(self.read, other).empty
+
+    def end_of(self, i: int, begin: int) -> int:
+        """The place behind the text of message i, which stands behind `begin`; -1 where that is not sure."""
+        text, place = self.messages[i]["content"], (i, "content")
+        skeleton = self.skeleton
+        before, after = skeleton.sides(place) if skeleton is not None and place in skeleton.written else ("", "")
+        framed = before + text + after
+        found = self.read.find(framed, max(0, begin - len(before)))
+        return found + len(before) + len(text) if found >= 0 and len(framed) >= SURE else -1
+
+    def fate(self, i: int) -> tuple[Fate, int]:
+        """What has become of the text of message i, and the place behind it (-1: it has none)."""
+        text = self.messages[i]["content"]
+        other = self._with(i, changed(self.messages[i], ("content",)))
+        if other is None:  # the template insists on what the text says
+            found = self.read.find(text)
+        elif (difference := Difference.of(self.read, other)).empty:
+            return "missing", -1
+        else:
+            found = difference.find(text)
+            if found < 0 and difference.find(text.strip()) >= 0:
+                return "trimmed", -1
+        return ("written", found + len(text)) if found >= 0 else ("rewritten", -1)
+
+    def true_fate(self, i: int, usual: Fate) -> Fate:
+        """That of the text of message i, where a marker in its place has the fate `usual`. What does not come out for a
+        marker may for a shorter text."""
+        if usual not in ("missing", "rewritten"):
+            return usual
+        fate = self.fate(i)[0]
+        return "dropped" if fate == "missing" and usual == "rewritten" and self._own(i) else fate
+
+    def _own(self, i: int) -> bool:
+        return bool(self.messages[i]["role"] == "assistant")
+
+    def _with(self, i: int, message: Message) -> str | None:
+        talk = [m if k != i else message for k, m in enumerate(self.messages)]
+        return self.template._read(talk, self.policy, opened=self.opened)
 
 
 def _with_turn(start: Sequence[Message], messages: Sequence[Message]) -> tuple[list[Message], int, str]:
@@ -338,30 +485,9 @@ def _marked(messages: Sequence[Message]) -> tuple[list[Message], dict[int, str]]
     return [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)], marks
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[Path]:
-    """The paths to all texts, numbers and empty containers."""
-    if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _leaves(each, (*path, key))
-    elif isinstance(value, list | tuple) and value:
-        for i, each in enumerate(value):
-            yield from _leaves(each, (*path, i))
-    else:
-        yield path
-
-
-def _changed(value: Any, path: Path) -> Any:
-    """The value with another leaf at `path`."""
-    if not path:
-        if isinstance(value, bool):
-            return not value
-        if isinstance(value, int | float):
-            return value + 1
-        return f"{value}-jetrl" if isinstance(value, str) else "jetrl"
-    key, *rest = path
-    if isinstance(value, Mapping):
-        return {k: _changed(v, tuple(rest)) if k == key else v for k, v in value.items()}
-    return [_changed(v, tuple(rest)) if i == key else v for i, v in enumerate(value)]
+def _spelled(path: Path) -> str:
+    """A path as it is written in Python."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _general(path: Path) -> str:

@@ -22,6 +22,7 @@ from jetrl.user_code.time_limit import TooSlow, time_limit
 
 SECONDS, BYTES = 10, 2 << 30  # CPU time and address space of the trial
 MOST_CHARACTERS, MOST_SECONDS = 64 << 20, 60.0  # of one rendered prompt
+_MORE = "and as many words as one prompt may have more than another " * 20  # some loop for long texts only
 _PATIENCE = 60.0  # seconds until a trial that does not even get CPU time is ended
 _CURE = "Use the tokenizer of another model, or correct the template; task.chat_template = false does without."
 
@@ -41,6 +42,8 @@ def rendered(
             )
     except TooSlow:
         raise UserError(f"The tokenizer's chat template does not end within {MOST_SECONDS:g} s. {_CURE}") from None
+    except MemoryError:
+        raise UserError(f"The tokenizer's chat template needs more memory than is free. {_CURE}") from None
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"The tokenizer's chat template writes {len(text):,} characters for one prompt. {_CURE}")
     return text
@@ -66,9 +69,10 @@ _PASSED: set[str] = set()
 
 def _try(template: str, messages: list[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
     turn = [{"role": "assistant", "content": "a"}]
-    longer = [[*messages, *turn, {"role": role, "content": "b"}] for role in ("user", "tool")]
+    later = [[*messages, *turn, {"role": role, "content": "b"}] for role in ("user", "tool")]
+    longer = [{**message, "content": f"{message.get('content', '')} {_MORE}"} for message in messages]
     given = json.dumps({
-        "template": template, "conversations": [messages, *longer], "variables": variables, "seconds": SECONDS,
+        "template": template, "conversations": [messages, *later, longer], "variables": variables, "seconds": SECONDS,
         "bytes": BYTES, "length": MOST_CHARACTERS,
     }, default=str)
     program = [sys.executable, "-P", str(Path(template_child.__file__))]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.hashing import sha256_of_file
+from jetrl.huggingface.files import KNOWN_FILES
 from jetrl.huggingface.hub import tokenizer_folder
 from jetrl.huggingface.read import load_tokenizer_from
 
@@ -45,3 +50,23 @@ def arithmetic_tokenizer() -> Any:
 def is_arithmetic(tokenizer: Any) -> bool:
     """Whether this is the built-in tokenizer, even after saving and loading."""
     return tokenizer.get_vocab() == VOCABULARY
+
+
+def content_of(tokenizer: Any) -> str:
+    """A hash over what decides the tokens of texts and messages: vocabulary, rules, special tokens, chat template.
+
+    The folder's name is not in it: the same name may hold another tokenizer tomorrow.
+    """
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    if rules is not None:
+        found: Any = rules.to_str()
+    else:  # one in Python, whose rules are in its files
+        folder = Path(getattr(tokenizer, "name_or_path", "") or "")
+        files = {name: folder / name for name in KNOWN_FILES if name != "generation_config.json"}
+        found = {name: sha256_of_file(file) for name, file in files.items() if file.is_file()}
+    parts = {
+        "rules": found, "vocabulary": tokenizer.get_vocab(), "template": getattr(tokenizer, "chat_template", None),
+        "special": getattr(tokenizer, "special_tokens_map", None),
+        "adds": tokenizer.encode("", add_special_tokens=True),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -95,5 +95,5 @@ def _about(section: type[Section]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without Markdown's code marks and the pages in docs/, which an installed jetrl does not bring."""
-    return re.sub(r" \(docs/\w+\.md\)", "", text).replace("`", "")
+    """Without Markdown's code marks; pages of docs/ by the command that prints them."""
+    return re.sub(r"docs/(\w+)\.md", r"jetrl docs \1", text).replace("`", "")

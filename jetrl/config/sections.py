@@ -343,7 +343,7 @@ class CheckpointConfig(Section):
     resume: str = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
     allow_changed_data: bool = Field(
-        default=False, description="Resume although the content of a local data file has changed.")
+        default=False, description="Resume although a local data file or the tokenizer has another content now.")
 
 
 class TrackConfig(Section):

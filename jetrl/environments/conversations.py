@@ -17,7 +17,7 @@ from jetrl.chat.fields import Message
 from jetrl.chat.messages import TurnEncoder
 from jetrl.config import TaskConfig
 from jetrl.environments.environment import BadReply, Factory, opening_of, problem_mapping, step_of
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.types import Completion, Problem, Reply
 from jetrl.user_code.calls import Background, Call, Loop
 from jetrl.user_code.guard import check_unchanged, process_settings, put_back
@@ -218,7 +218,7 @@ class EnvironmentPool:
         return f"{talk.method} raised {call.describe_error(called)}"
 
     def _tell_close(self, text: str) -> None:
-        warnings.warn(f"Environment {self.factory.name}: {text}.", stacklevel=3)
+        warnings.warn(f"Environment {self.factory.name}: {text}.", Notice, stacklevel=3)
 
     def _too_long(self, talk: _Conversation, call: Call) -> str:
         text = f"{talk.method} took longer than environment.timeout = {self.timeout:g} seconds"
@@ -233,7 +233,5 @@ def build_pool(
     factory: Factory, tokenizer: Any, config: TaskConfig, *, timeout: float = 60.0, max_concurrent: int = 64
 ) -> EnvironmentPool:
     """The pool of a run, from its tokenizer and `task` section."""
-    if factory.variables:
-        variables = {**config.chat_template_kwargs, **factory.variables}
-        config = config.model_copy(update={"chat_template_kwargs": variables})
-    return EnvironmentPool(factory, TurnEncoder(tokenizer, config), timeout, max_concurrent)
+    encoder = TurnEncoder(tokenizer, factory.task(config), factory.adds)
+    return EnvironmentPool(factory, encoder, timeout, max_concurrent)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jetrl.chat.fields import Message, message_of
+from jetrl.config import TaskConfig
 from jetrl.environments.calculator import Calculator
 from jetrl.environments.retry import Retry
 from jetrl.errors import UserError, defined_at, shown
@@ -64,11 +65,14 @@ class BadReply(Exception):
 @dataclass(frozen=True, slots=True)
 class Factory:
     """Makes the environments of a run, one for each conversation. The chat template sees `variables` besides those of
-    `task.chat_template_kwargs`."""
+    `task.chat_template_kwargs`. `adds`: keys of its messages that a template need not write. `makes_prompts`: whether
+    `reset` may begin otherwise than with the task's prompt."""
 
     kind: type
     params: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
+    adds: frozenset[str] = frozenset()
+    makes_prompts: bool = True
 
     def __call__(self) -> Any:
         return self.kind(**self.params)
@@ -80,6 +84,12 @@ class Factory:
     def is_async(self, method: str) -> bool:
         """Whether the method is an `async def`."""
         return inspect.iscoroutinefunction(getattr(self.kind, method))
+
+    def task(self, config: TaskConfig) -> TaskConfig:
+        """The `task` section by which prompts of its conversations are encoded."""
+        if not self.variables:
+            return config
+        return config.model_copy(update={"chat_template_kwargs": {**config.chat_template_kwargs, **self.variables}})
 
     @property
     def can_close(self) -> bool:

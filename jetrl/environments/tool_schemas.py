@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from jetrl.errors import UserError, shorten
+from jetrl.errors import UserError, reason, shorten
 from jetrl.user_code.importing import import_attribute
 
 KEY = "environment.tools"
@@ -145,7 +145,7 @@ def _tool(function: Callable[..., Any], owner: type | None, where: str) -> Tool:
         schema = get_json_schema(bound)
     except Exception as error:  # the library's own, and what broken docstrings give
         raise UserError(
-            f"{KEY}: {where}: {str(error).strip()} Describe the function and each argument in a Google-style "
+            f"{KEY}: {where}: {reason(error)} Describe the function and each argument in a Google-style "
             "docstring."
         ) from error
     required = frozenset(key for key, p in parameters.items() if p.default is p.empty)

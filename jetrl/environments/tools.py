@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from jetrl.chat.fields import Message
 from jetrl.chat.prompts import chat_messages, uses_chat_template
-from jetrl.chat.template import Template
+from jetrl.chat.template import Schemas, Template
 from jetrl.config import Config, EnvironmentConfig, TaskConfig
 from jetrl.environments.environment import BadReply, Factory
 from jetrl.environments.tool_calls import CallFormat, ToolCall, format_of, read_calls
@@ -194,7 +194,8 @@ def tools_factory(config: Config, tokenizer: Any | None) -> Factory:
         _check_template(config.task, tokenizer, schemas)
     form, most, limit = _params(environment, tokenizer, schemas)
     kit = Kit({tool.name: tool for tool in tools}, form, most, limit, environment.timeout)
-    return Factory(Tools, {"kit": kit}, {"tools": schemas} if tokenizer is not None else {})
+    variables = {"tools": Schemas(schemas)} if tokenizer is not None else {}
+    return Factory(Tools, {"kit": kit}, variables, adds=frozenset({"name"}), makes_prompts=False)
 
 
 def with_tools(config: Config) -> Config:
@@ -202,7 +203,7 @@ def with_tools(config: Config) -> Config:
     the chat template shows in a rollout."""
     if config.environment.tools is None:
         return config
-    schemas = [dict(tool.schema) for tool in load_tools(config.environment.tools)]
+    schemas = Schemas(dict(tool.schema) for tool in load_tools(config.environment.tools))
     variables = {**config.task.chat_template_kwargs, "tools": schemas}
     return config.model_copy(update={"task": config.task.model_copy(update={"chat_template_kwargs": variables})})
 

@@ -16,6 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import huggingface_hub
 
 from jetrl.errors import UserError
 from jetrl.report.channel import Backend, cause
@@ -82,7 +87,10 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
 
     def samples(self, table: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        parts = [f"**{key}**\n\n{_as_code(_text(value))}" for row in rows for key, value in row.items()]
+        parts = [
+            f"**{key}**\n\n{_as_code(_text(value))}"
+            for row in rows for key, value in row.items() if value is not None or is_score(key)
+        ]
         self._writer.add_text(table, "\n\n".join(parts), step)
 
     def close(self, failed: bool) -> None:
@@ -141,7 +149,24 @@ class Trackio:
 
     @staticmethod
     def check() -> None:
-        _module("trackio", "trackio")
+        """A place elsewhere must answer now: trackio itself goes on without it, and keeps the rows in its folder."""
+        trackio = _module("trackio", "trackio")
+        space, server = (os.environ.get(name, "") for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))
+        try:
+            if space:
+                huggingface_hub.whoami()
+            elif server:
+                _require_server(server)
+            elif folder := getattr(trackio, "TRACKIO_DIR", None):
+                _require_writable(Path(folder))
+        except Exception as error:
+            where = f"the Space {space} (TRACKIO_SPACE_ID)" if space else (
+                f"the server {_without_query(server)} (TRACKIO_SERVER_URL)" if server else "its folder (TRACKIO_DIR)"
+            )
+            raise UserError(
+                f"track.backends names trackio, which cannot use {where}: {cause(error)}. Log in or correct the "
+                "variable, or unset it: then trackio records in a folder of this machine."
+            ) from error
 
     def __init__(self, opening: Opening) -> None:
         trackio = self._trackio = _module("trackio", "trackio")
@@ -162,6 +187,32 @@ class Trackio:
 
     def close(self, failed: bool) -> None:
         self._run.finish()
+
+
+def _require_server(url: str) -> None:
+    """ValueError or OSError unless it is the address of a server that answers, with a token for writing."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("it must begin with http:// or https://")
+    if "write_token=" not in urlsplit(url).query and not os.environ.get("TRACKIO_WRITE_TOKEN"):
+        raise ValueError("it needs a token: set TRACKIO_WRITE_TOKEN, or add ?write_token=... to the address")
+    try:
+        with urlopen(_without_query(url), timeout=20):
+            pass
+    except HTTPError as error:
+        if error.code >= 500:  # others are answers: a server may show its page to those only who are logged in
+            raise
+
+
+def _without_query(url: str) -> str:
+    """The address without what follows its path: that may hold a token."""
+    return urlsplit(url)._replace(query="", fragment="").geturl()
+
+
+def _require_writable(folder: Path) -> None:
+    """OSError unless files can be written into this folder, which may have to be made."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} is no folder that can be written to")
 
 
 class MLflow:
@@ -280,11 +331,18 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str,
             yield f"{prefix}{key}", value
 
 
+def is_score(column: str) -> bool:
+    """Whether None in this column of a table of samples means "not scored". Elsewhere it means that the row has no such
+    thing: the prompt as rendered is kept for the first completion of a prompt only."""
+    return column == "reward" or column.startswith("rewards/")
+
+
 def _parts(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _text(value: Any) -> str:
+    """The text of a value; None is a score that was not given (`is_score`)."""
     return "not scored" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 

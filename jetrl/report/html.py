@@ -24,7 +24,7 @@ from jetrl.report.recorder import SAMPLES_FILE
 from jetrl.report.run import PARITY_KEY, ROUTING_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, SampleFile, finite, sample_note
 from jetrl.report.text import duration, parity_note
-from jetrl.untrusted import fresh, inside, text_file
+from jetrl.untrusted import fresh, inside, text_inside
 
 MAX_POINTS = 1500  # per curve; longer ones are binned
 FLOW_FILE = "flow.svg"
@@ -50,7 +50,7 @@ def write_report(
     known = {} if files is None else files
 
     def chosen(name: str, most: int) -> list[dict[str, Any]]:
-        paths = [run.path / name for run in runs]
+        paths = [inside(run.path, name) for run in runs]
         return [known.setdefault(path, SampleFile(path)).choose(most // len(runs)) for path in paths]
 
     samples, held_out = chosen(SAMPLES_FILE, MAX_SAMPLES), chosen(EVAL_SAMPLES_FILE, MAX_EVAL_SAMPLES)
@@ -237,15 +237,8 @@ def _flows_of(runs: Sequence[Run]) -> dict[str, str]:
     """Flow pictures of the run folders; equal pictures once."""
     flows: dict[str, list[str]] = {}
     for run in runs:
-        path = run.path / FLOW_FILE
-        if path.exists():
-            try:
-                text = text_file(inside(run.path, FLOW_FILE))  # all of it goes into the report
-            except UserError:
-                raise
-            except ValueError as error:
-                raise UserError(f"{path}: {error}. Remove it, and the report has no picture of the flow.") from error
-            flows.setdefault(text, []).append(run.label)
+        if svg := text_inside(run.path, FLOW_FILE):
+            flows.setdefault(svg, []).append(run.label)
     return {", ".join(labels): svg for svg, labels in flows.items()}
 
 

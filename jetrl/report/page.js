@@ -1,13 +1,24 @@
 // ---- the page -------------------------------------------------------------------------------------------------------
 const everNonZero = (key) => RUNS.some((run) => run.series[key]?.[1].some((value) => value !== 0));
+// Titles of held-out scores: that of the whole, of a set if there are several, and of one reward function.
+function heldOutCharts(keys, unit) {
+  const middle = (key) => key.slice("eval/".length, key.lastIndexOf("/avg@")), names = keys.map(middle);
+  const whole = (name) => names.find((other) => name.startsWith(`${other}/`)), sets = new Set(names.filter((name) => whole(name) === undefined));
+  return keys.map((key) => {
+    const name = middle(key), of = whole(name), set = sets.size > 1 ? of ?? name : "", twice = names.filter((other) => other === name).length > 1;
+    const what = [set, of === undefined ? "" : name.slice(of.length + 1), twice ? key.slice(key.lastIndexOf("/") + 1) : ""].filter(Boolean).join(", ");
+    const title = (of === undefined ? DATA.heldOut : "Held-out reward") + (what && `: ${what}`);
+    return { of, chart: [key, title, { sub: of === undefined ? key : `${key}, of this function alone`, unit: of === undefined ? unit : "reward", smoothable: false }] };
+  });
+}
 function start() {
   const rewards = [...new Set(RUNS.flatMap((run) => run.rewards))], heldOutUnit = DATA.heldOut.replace("Held-out ", "");
-  const accuracy = [...new Set(RUNS.flatMap((run) => run.accuracy))];
+  const heldOut = heldOutCharts([...new Set(RUNS.flatMap((run) => run.accuracy))], heldOutUnit);
   const wanted = [
     ["reward/mean", "Reward", { sub: "mean over the completions of a step", unit: "reward" }],
-    ...accuracy.slice(0, 2).map((key) => [key, DATA.heldOut, { sub: key, unit: heldOutUnit, smoothable: false }]),
+    ...heldOut.filter((one) => one.of === undefined).slice(0, 4).map((one) => one.chart),
     ...rewards.slice(0, 6).map((key) => [key, `Reward: ${key.slice(7, -5)}`, { sub: `${key}, of this function alone`, unit: "reward" }]),
-    ...accuracy.slice(2, 8).map((key) => [key, DATA.heldOut, { sub: key, unit: heldOutUnit, smoothable: false }]),
+    ...heldOut.filter((one) => one.of !== undefined).slice(0, 6).map((one) => one.chart),
     [DATA.parityKey, "Parity", { unit: "log-prob gap", sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
     ["policy/entropy", "Entropy", { sub: "of the policy", unit: "nats per token" }],
     ["response_length/mean", "Response length", { sub: "mean", unit: "tokens" }],

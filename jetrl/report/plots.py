@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
 PHASE_COLOURS = ("#77AADD", "#EE8866", "#44BB99", "#FFAABB", "#AAAA00", "#EEDD88", "#99DDFF", "#BBCC33", "#9A9A9A")
-PHASE_ORDER = ("rollout", "update", "eval", "reward", "pack", "publish", "load", "checkpoint")
+VISIBLE = 0.02  # of a step's time: a smaller part of a bar is not seen
+PHASE_ORDER = ("rollout", "update", "eval", "reward", "pack", "publish", "load", "checkpoint", "report")
 
 
 def plot_runs(run_dirs: Sequence[Path], out_png: Path) -> Path:
@@ -109,12 +110,11 @@ def _parity(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def _phases(axis: Axes, runs: Sequence[Run]) -> None:
-    """Mean seconds per step, one stacked bar per run."""
-    names = sorted({phase for run in runs for phase in run.phases()}, key=_rank)
-    left = [0.0] * len(runs)
+    """Mean seconds per step, one stacked bar per run: each part that can be seen, and the rest as "other"."""
+    parts = _parts(runs)
+    names, left = list(parts), [0.0] * len(runs)
     rows = list(range(len(runs)))[::-1]  # first run on top
-    for number, name in enumerate(names):
-        widths = [seconds_a_step(run, name) for run in runs]
+    for number, (name, widths) in enumerate(parts.items()):
         axis.barh(rows, widths, left=left, height=0.5, color=PHASE_COLOURS[min(number, 8)], label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.set_yticks([])
@@ -130,6 +130,17 @@ def _phases(axis: Axes, runs: Sequence[Run]) -> None:
         axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes, color="#55554f")
     _title(axis, "Time by phase")
     axis.set_xlabel("seconds a step, mean", fontsize=9, color="#55554f")
+
+
+def _parts(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Mean seconds of each phase in each run. The warm start is no part of a step; a phase of less than `VISIBLE` of
+    every run's step is counted in "other"."""
+    names = sorted({phase for run in runs for phase in run.phases() if phase != "warm start"}, key=_rank)
+    seconds = {name: [seconds_a_step(run, name) for run in runs] for name in names}
+    whole = [sum(one[i] for one in seconds.values()) for i in range(len(runs))]
+    small = [name for name in names if all(s < VISIBLE * all_ for s, all_ in zip(seconds[name], whole, strict=True))]
+    parts = {name: seconds[name] for name in names if name not in small}
+    return parts | ({"other": [sum(seconds[name][i] for name in small) for i in range(len(runs))]} if small else {})
 
 
 def seconds_a_step(run: Run, phase: str) -> float:

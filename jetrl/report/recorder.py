@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.report.channel import Channel
 from jetrl.report.environment import describe_environment
 from jetrl.report.files import (
@@ -33,7 +33,7 @@ from jetrl.report.files import (
 )
 from jetrl.report.track import evenly, table_rows
 from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
-from jetrl.untrusted import json_file, refuse_link
+from jetrl.untrusted import inside, json_file, refuse_link
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -98,7 +98,7 @@ class Recorder:
                 shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
                 warnings.warn(
                     f"{self.run_dir / name} lacks the rows of steps {shown} before the checkpoint of step {step}. "
-                    "They are lost; training continues from the checkpoint.", stacklevel=2,
+                    "They are lost; training continues from the checkpoint.", Notice, stacklevel=2,
                 )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -143,7 +143,9 @@ class Recorder:
 
     def write_eval_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append some completions of the evaluation of `step`: rows as those of samples.jsonl."""
-        self._append_once(EVAL_SAMPLES_FILE, sample_lines(step, rows))
+        lines = sample_lines(step, rows)
+        self._append_once(EVAL_SAMPLES_FILE, lines)
+        self._track_samples("eval_samples", step, lines)
 
     def _append_once(self, name: str, lines: Sequence[bytes]) -> None:
         """Append to a file that is not kept open; it is made with its first line."""
@@ -163,9 +165,9 @@ class Recorder:
         """Append lines that `sample_lines` has made, here or on another rank."""
         lines = list(lines)
         self._append(self._samples, SAMPLES_FILE, lines)
-        self.track_samples("samples", self.last_step, lines)
+        self._track_samples("samples", self.last_step, lines)
 
-    def track_samples(self, table: str, step: int, lines: Sequence[bytes]) -> None:
+    def _track_samples(self, table: str, step: int, lines: Sequence[bytes]) -> None:
         """Send some of these lines, evenly over all, to the trackers as a table: `samples`, or `eval_samples`."""
         chosen = evenly(lines, self.tracked_samples)
         for tracker in self.trackers if chosen else ():
@@ -181,7 +183,7 @@ class Recorder:
         path = self.run_dir / ENV_FILE
         if self.resume and path.exists():
             try:
-                first = dict(json_file(path))
+                first = dict(json_file(inside(self.run_dir, ENV_FILE)))
             except (ValueError, TypeError):  # only a record: a damaged one does not stop a run
                 first = dict(environment)
             first.setdefault("resumed", []).append({"after_step": self.last_step, **environment})
@@ -401,9 +403,9 @@ def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     """The rows of a run, oldest first; a torn last line is left out. Raises `UserError` if there is no run."""
-    path = Path(run_dir) / METRICS_FILE
     if not Path(run_dir).exists():
         raise UserError(f"{run_dir}: there is no such folder. Give a run folder, such as runs/<name>.")
+    path = inside(Path(run_dir), METRICS_FILE)
     if not path.exists():
         raise UserError(f"{run_dir} has no {METRICS_FILE}, so it is not a run folder. Give one, such as runs/<name>.")
     rows = [{key: _decode(value) for key, value in row.items()} for row in read_rows(path, MOST_ROWS_BYTES)]
@@ -414,7 +416,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def read_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
     """The sample rows of a run, one at a time (the file may be large); none if the run kept no samples."""
-    yield from _read_samples(Path(run_dir) / SAMPLES_FILE)
+    yield from _read_samples(inside(Path(run_dir), SAMPLES_FILE))
 
 
 def read_eval_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
@@ -422,7 +424,7 @@ def read_eval_samples(run_dir: Path | str) -> Iterator[dict[str, Any]]:
 
     Of a step that was repeated after a kill, both evaluations may be there: they are equal.
     """
-    yield from _read_samples(Path(run_dir) / EVAL_SAMPLES_FILE)
+    yield from _read_samples(inside(Path(run_dir), EVAL_SAMPLES_FILE))
 
 
 def _read_samples(path: Path) -> Iterator[dict[str, Any]]:
@@ -445,7 +447,7 @@ def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_held_out(run_dir: Path | str) -> dict[int, dict[str, Any]]:
     """By step, each evaluation problem by problem; empty if the run has none (or is of a version that kept none)."""
-    path = Path(run_dir) / HELD_OUT_FILE
+    path = inside(Path(run_dir), HELD_OUT_FILE)
     if not path.exists():
         return {}
     rows = list(read_rows(path, MOST_ROWS_BYTES))

@@ -4,7 +4,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 const DASHES = ["", "7 4", "2 3"]; // with six colours: 18 distinguishable runs
 const PHASE_COLOURS = ["#77aadd", "#ee8866", "#44bb99", "#ffaabb", "#aaaa00", "#eedd88", "#99ddff", "#bbcc33", "#9a9a9a"];
-const PHASE_ORDER = ["rollout", "update", "eval", "reward", "pack", "publish", "load", "checkpoint"];
+const PHASE_ORDER = ["rollout", "update", "eval", "reward", "pack", "publish", "load", "checkpoint", "report"];
 const hidden = new Set();
 const charts = [];
 let smoothing = 0;
@@ -29,14 +29,14 @@ const colour = (run) => `var(--s${run % 6})`;
 const dash = (run) => DASHES[Math.floor(run / 6) % 3];
 const swatch = (run) => el("i", { className: "swatch", style: `border-top: 3px ${["solid", "dashed", "dotted"][Math.floor(run / 6) % 3]} ${colour(run)}` });
 
-function number(value, percent) {
+function number(value, percent, digits = 4) { // more digits where four do not tell values apart
   if (value === null || value === undefined) return "not a number";
-  if (percent) return `${(100 * value).toFixed(1)}%`;
+  if (percent) return digits > 4 ? `${Number((100 * value).toPrecision(digits))}%` : `${(100 * value).toFixed(1)}%`;
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 1e-3) return value.toExponential(2);
-  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
-  return String(Number(value.toPrecision(4)));
+  if (size < 1e-3) return value.toExponential(digits - 2);
+  if (size >= 1000) return value.toLocaleString("en-US", digits > 4 ? { maximumSignificantDigits: digits } : { maximumFractionDigits: 0 });
+  return String(Number(value.toPrecision(digits)));
 }
 function seconds(value) {
   if (value < 1) return `${Math.round(1000 * value)} ms`;
@@ -137,9 +137,16 @@ function frame(node, height, label) {
   node.append(picture);
   return picture;
 }
-// Grid and axes with their names; returns the two scales in pixels.
+// The labels of ticks, with as many digits as it takes that no two are the same; `format` gets value and digits.
+function tickLabels(ticks, format) {
+  for (let digits = 4; ; digits++) {
+    const labels = ticks.map((tick) => format(tick, digits));
+    if (digits === 12 || new Set(labels).size === labels.length) return { labels, digits };
+  }
+}
+// Grid and axes with their names; returns the two scales in pixels, and the digits that its numbers need.
 function axes(picture, height, xMax, xMin, scale, format, unit = "") {
-  const width = picture.clientWidth || 500, labels = scale.ticks.map((tick) => format(tick));
+  const width = picture.clientWidth || 500, { labels, digits } = tickLabels(scale.ticks, format);
   const left = 14 + 6.7 * Math.max(...labels.map((t) => t.length)), right = width - 12, top = 22, foot = height - 38;
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
   picture.replaceChildren();
@@ -154,7 +161,7 @@ function axes(picture, height, xMax, xMin, scale, format, unit = "") {
   picture.append(svg("text", { x: (left + right) / 2, y: height - 5, "text-anchor": "middle", class: "axis" }, "step"));
   picture.append(svg("text", { x: 0, y: 11, class: "axis" }, unit));
   picture.append(svg("line", { x1: left, x2: right, y1: foot, y2: foot, stroke: "var(--line)" }));
-  return { x, y, left, right, top, foot, invert: (px) => xMin + (px - left) / (right - left) * (xMax - xMin) };
+  return { x, y, left, right, top, foot, digits: digits > 4 ? digits + 1 : 4, invert: (px) => xMin + (px - left) / (right - left) * (xMax - xMin) };
 }
 function path(steps, values, x, y) {
   let d = "", open = false;
@@ -207,7 +214,7 @@ function lineChart(key, title, { sub, unit = "", symlog = false, smoothable = tr
     const values = seen.flatMap(within);
     const fixed = share && Math.max(...values) > 0.3 ? [0, 1] : null;
     const scale = symlog ? symlogScale(values) : linearScale(values.length ? values : [0, 1], fixed);
-    const format = symlog ? (v) => v === 0 ? "0" : v.toExponential(0).replace("e+0", "") : (v) => share ? `${Number((100 * v).toPrecision(4))}%` : number(v);
+    const format = symlog ? (v) => v === 0 ? "0" : v.toExponential(0).replace("e+0", "") : (v, digits) => share ? `${Number((100 * v).toPrecision(digits))}%` : number(v, false, digits);
     geometry = axes(picture, height, to, from, scale, format, unit);
     const { left, right, top, foot } = geometry, curves = svg("g", { "clip-path": `url(#${clip})` });
     const clipping = svg("clipPath", { id: clip });
@@ -255,7 +262,7 @@ function lineChart(key, title, { sub, unit = "", symlog = false, smoothable = tr
     return rows;
   }
   const tell = (rows) => rows.map((row) => el("p", {}, el("span", {}, swatch(row.i), RUNS.length > 1 ? row.run.label : `step ${row.step}`),
-    el("b", { textContent: symlog && row.value === 0 ? "exactly 0" : number(row.value, share) })));
+    el("b", { textContent: symlog && row.value === 0 ? "exactly 0" : number(row.value, share, geometry.digits) })));
   interact(picture, () => geometry, mark, tell);
   const chart = { draw, mark, node: box.node };
   return chart;
@@ -360,7 +367,7 @@ function timeChart() {
     if (!bins.length) { picture.replaceChildren(); geometry = null; marks = null; totals.replaceChildren(); return; }
     const sum = (bin) => names.reduce((s, name) => s + bin.mean[name], 0);
     const from = bins[0].from, to = bins[bins.length - 1].to;
-    geometry = axes(picture, height, to + 0.5, from - 0.5, linearScale([0, ...bins.map(sum)]), number, "seconds per step");
+    geometry = axes(picture, height, to + 0.5, from - 0.5, linearScale([0, ...bins.map(sum)]), (v, digits) => number(v, false, digits), "seconds per step");
     for (const bin of bins) {
       const x1 = geometry.x(bin.from - 0.5), width = Math.max(geometry.x(bin.to + 0.5) - x1 - 0.8, 0.8);
       let base = 0;

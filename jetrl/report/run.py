@@ -13,7 +13,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.moved import current
 from jetrl.report.recorder import CONFIG_FILE, ENV_FILE, read_metrics
-from jetrl.untrusted import json_file, require_shallow, text_file
+from jetrl.untrusted import json_value, require_shallow, text_inside
 
 PARITY_KEY = "parity/logprob_abs_diff_max"
 ROUTING_KEY = "parity/frac_routing_different"
@@ -209,11 +209,10 @@ def _load(path: Path) -> Run:
     rows = read_metrics(path)
     if not rows:
         raise UserError(f"{path} holds no steps yet. Wait for the first step of the run, then try again.")
-    config_file, env_file = path / CONFIG_FILE, path / ENV_FILE
+    text, recorded = text_inside(path, CONFIG_FILE), text_inside(path, ENV_FILE)
     try:
-        text = text_file(config_file) if config_file.exists() else ""
         config = tomllib.loads(text)
-        env = json_file(env_file) if env_file.exists() else {}
+        env = json_value(recorded) if recorded else {}
         require_shallow(config)
         _require_form(config, env)
     except (ValueError, RecursionError) as error:

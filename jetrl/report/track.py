@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.report.backends import BACKENDS, Opening
+from jetrl.report.backends import BACKENDS, Opening, is_score
 from jetrl.report.channel import Channel, Limits, within
 from jetrl.report.files import write_whole
-from jetrl.untrusted import json_file, json_value
+from jetrl.untrusted import json_value, text_inside
 
 TRACK_FILE = "track.json"
 MAX_TEXT = 4000  # characters of a text in a table
@@ -73,9 +73,9 @@ def open_trackers(
 
 def read_kept(run_dir: Path) -> dict[str, dict[str, str]]:
     """The tracker's run of each backend, as `track.json` keeps it; empty if there is none, or it is damaged."""
-    path = run_dir / TRACK_FILE
+    text = text_inside(run_dir, TRACK_FILE)
     try:
-        found = json_file(path) if path.exists() else {}
+        found = json_value(text) if text else {}
     except ValueError:  # it holds nothing that the run needs: the tracker gets a new run
         found = {}
     return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
@@ -84,11 +84,12 @@ def read_kept(run_dir: Path) -> dict[str, dict[str, str]]:
 def table_rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """Rows of samples as a table has them: from lines of samples.jsonl. All rows have the same columns.
 
-    One column for each reward function. What was not scored is None, long texts are cut.
+    One column for each reward function. What was not scored is None, long texts are cut. What no row has, such as an
+    advantage in an evaluation, is no column.
     """
     rows = [json_value(line) for line in lines]
     names = {part: list(dict.fromkeys(k for row in rows for k in row.get(part) or {})) for part in ("rewards", "extra")}
-    columns = [key for key in _COLUMNS if any(key in row for row in rows)]
+    columns = [key for key in _COLUMNS if is_score(key) or any(row.get(key) is not None for row in rows)]
     table = []
     for row in rows:
         one = {"step": row["step"]} | {key: _short(row.get(key)) for key in columns}

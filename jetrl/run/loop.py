@@ -21,7 +21,7 @@ from rich.console import Console
 
 from jetrl import trust
 from jetrl.config import Config, to_toml
-from jetrl.errors import RESUME, UserError
+from jetrl.errors import UserError
 from jetrl.parallel import launch
 from jetrl.parallel.agreement import by_first, common, together
 from jetrl.parallel.measures import WAITS, rank_metrics
@@ -32,7 +32,7 @@ from jetrl.report.channel import Channel
 from jetrl.report.console import Display
 from jetrl.report.files import write_whole
 from jetrl.report.hints import NO_SIGNAL
-from jetrl.report.html import write_report
+from jetrl.report.live import LiveReport
 from jetrl.report.recorder import (
     ENV_FILE,
     NoRecorder,
@@ -138,10 +138,11 @@ class Run:
     """
 
     def __init__(
-        self, session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest, found: Path | None
+        self, session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest, found: Path | None,
+        page: LiveReport,
     ) -> None:
         self.session, self.recorder, self.clock, self.run_dir, self.stop = session, recorder, clock, run_dir, stop
-        self._found = found
+        self._found, self._page = found, page
 
     def begin(self) -> dict[str, float]:
         """What comes before the next step: a new run's `start`, or what a resumed one still owes. The metrics of an
@@ -150,10 +151,13 @@ class Run:
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
             self.recorder.drop_after(session.step if found is not None else -1, session.first_row)
         if found is None:
-            return start(session, self.recorder, self.clock, self.run_dir, self.stop)
-        self.stop.phase = "step"
-        state.move_in(session, found, self.run_dir)
-        return make_up_evaluation(session, self.recorder, self.clock, self.stop)
+            metrics = start(session, self.recorder, self.clock, self.run_dir, self.stop)
+        else:
+            self.stop.phase = "step"
+            state.move_in(session, found, self.run_dir)
+            metrics = make_up_evaluation(session, self.recorder, self.clock, self.stop)
+        self._show()
+        return metrics
 
     @property
     def at_end(self) -> bool:
@@ -171,7 +175,15 @@ class Run:
 
     def step(self) -> Step:
         """The next step. Collective."""
-        return train_step(self.session, self.recorder, self.clock, self.run_dir, self.stop)
+        done = train_step(self.session, self.recorder, self.clock, self.run_dir, self.stop)
+        self._show()
+        return done
+
+    def _show(self) -> None:
+        """The report of a run that goes on, now and then; that of one that has ended is written behind it."""
+        if not self.at_end and self._page.due:
+            with self.clock("report"):
+                self._page.update()
 
 
 @contextmanager
@@ -179,7 +191,8 @@ def opened(
     config: Config, run_dir: Path, command: list[str], stop: StopRequest, *, own: FromPython = NOTHING,
     console: Console | None = None,
 ) -> Iterator[Run]:
-    """A run of a resolved config, built and, if `checkpoint.resume` says so, restored. At the end it writes the report.
+    """A run of a resolved config, built and, if `checkpoint.resume` says so, restored. It writes the report: now and
+    then, and at its end.
 
     Inside it a step that is given up (GivenUp) is saved and ends the context; so does any other error, which goes on.
     `own`: what a program gave as objects; `console`: where the display goes. Collective.
@@ -217,14 +230,14 @@ def _recorded(
 ) -> Iterator[Run]:
     """The run with its folder and its display."""
     config, world = session.config, session.world
-    session.data = by_first(world, lambda: data_digests(config, session.own))
+    session.data = by_first(world, lambda: data_digests(config, session.tokenizer, session.own))
     if found is not None:
         state.restore(session, found, run_dir)
     about = "; ".join(filter(None, [session.task.describe(), epochs_told(config, session.task)]))
     display = Display(config.train.steps, config.name, about=about, start_step=session.step, console=console)
     with together(world):
         recorder = Recorder(run_dir, config.checkpoint.resume != "never") if world.first else NoRecorder()
-    with recorder, display:
+    with recorder, display, LiveReport(run_dir, recorder, display.message) as page:
         clock = Clock(display, stop)
         if told := getattr(session.engine, "about", ""):
             clock.message(told)
@@ -241,7 +254,7 @@ def _recorded(
         in_turns = session.conversations is not None
         by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer, conversations=in_turns))
         try:
-            yield Run(session, recorder, clock, run_dir, stop, found)
+            yield Run(session, recorder, clock, run_dir, stop, found, page)
         except GivenUp:  # a rollout, or rewards: nothing in the session has changed
             stop.phase = "checkpoint"
             save_once(session, run_dir)
@@ -254,8 +267,7 @@ def _recorded(
         stop.phase = "checkpoint"
         finish(session, recorder, clock)
     stop.phase = "report"
-    if world.first and recorder.last_step >= 0:  # one from elsewhere may stop before its first step
-        write_report([run_dir], run_dir / "report.html")
+    page.finish()
 
 
 def trackers(session: Session, run_dir: Path, tell: Callable[[str], None], goes_on: bool) -> list[Channel]:
@@ -407,7 +419,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
         raise common(UserError(
             f"rollout.engine = {engine} says keeps_bits = True, but in step {session.step} {found}. Set keeps_bits = "
             "False (the learner then computes what it needs itself), or fix the engine; then continue with "
-            f"{RESUME}."
+            f"--resume."
         ))
     display.hint(
         session.step, "PARITY IS NOT ZERO",
@@ -446,14 +458,15 @@ def finish(session: Session, recorder: Recorder, clock: Clock) -> None:
 
 def wait_for_checkpoint(session: Session, clock: Clock) -> None:
     """Returns once no checkpoint is being written; the display counts its MiB meanwhile. Collective."""
-    shown = 0
+    shown, size = 0, session.beside.size // 2**20
 
     def show(written: int) -> None:
         nonlocal shown
-        clock.display.advance(max(0, written // 2**20 - shown))
-        shown = max(shown, written // 2**20)
+        now = min(written // 2**20, size)  # headers of files are in no sum
+        clock.display.advance(max(0, now - shown))
+        shown = max(shown, now)
 
-    with clock("checkpoint", session.beside.size // 2**20 or None):
+    with clock("checkpoint", size or None):
         session.beside.finish(show)
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
+from jetrl.chat.messages import TurnEncoder, check_turn_end
 from jetrl.chat.tokenizer import load_tokenizer
 from jetrl.config import Config
 from jetrl.environments.environment import TOOLS, Factory, load_environment
@@ -77,6 +78,8 @@ def prepare(
         hold_out=holds_out(config), own=own,
     )
     reward, environment = scoring(config, task, named, tokenizer, own)
+    shown = config.task if environment is None else environment.task(config.task)
+    check_turn_end(TurnEncoder(tokenizer, shown), ends, config.rollout.stop, teaches=trains and config.sft.steps > 0)
     if trains:
         check_prompts(config, task, tokenizer, conversations=environment is not None)
     return Prepared(tokenizer, spec, base, recipe, task, reward, environment, ends)

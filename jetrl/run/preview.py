@@ -43,11 +43,13 @@ def _prompt(config: Config, plan: Prepared) -> Iterator[str]:
     if made_by and not problem.prompt:
         yield f"The first prompt is what {made_by}.reset returns; a dry run does not call it."
         return
-    prompt = prompt_of(0, problem, plan.tokenizer, config.task)
+    task = config.task if plan.environment is None else plan.environment.task(config.task)
+    prompt = prompt_of(0, problem, plan.tokenizer, task)
     tokens, tokenizer = prompt.tokens, plan.tokenizer
     chat = uses_chat_template(config.task.chat_template, tokenizer)
     kind = "by the chat template" if chat else "plain text"
-    note = f"; {made_by}.reset may begin otherwise" if made_by else ""
+    otherwise = plan.environment is not None and plan.environment.makes_prompts
+    note = f"; {made_by}.reset may begin otherwise" if otherwise else ""
     yield f"The first prompt of the run (problem {_visible(problem.id)}), {kind}, {len(tokens)} tokens{note}:"
     text = decoded(tokenizer, tokens)
     yield from (f"  | {_visible(line)}" for line in text[:MAX_CHARACTERS].split("\n"))

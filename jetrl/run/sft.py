@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,10 +21,12 @@ from torch import Tensor
 
 from jetrl import __version__
 from jetrl.chat.messages import TurnEncoder, encode_solution
+from jetrl.chat.tokenizer import content_of
 from jetrl.config import Config
 from jetrl.config.load import by_full_key
 from jetrl.environments.tools import with_tools
 from jetrl.errors import UserError
+from jetrl.hashing import sha256_of_file
 from jetrl.model.sharding import digest, fill, parts_of, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import by_first, common, together
@@ -34,6 +36,7 @@ from jetrl.rl.losses import Stats
 from jetrl.run.checkpoint import store
 from jetrl.run.engines import eos_ids
 from jetrl.run.prepare import model_source
+from jetrl.tasks.files import FileTask
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
@@ -51,13 +54,16 @@ _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in
 
 
 def cache_path(
-    config: Config, model: Transformer, world: World = ALONE, given: Mapping[str, str] | None = None
+    config: Config, model: Transformer, task: Task, tokenizer: Any, world: World = ALONE,
+    given: Mapping[str, str] | None = None,
 ) -> Path:
-    """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task
-    and the settings. The initial weights are the masters: the same in every precision flow. `given`: digests of
-    rows that a program gave, by key. Collective."""
+    """The folder for these warm-started weights, named by a hash over the initial weights (those of `model`), the task,
+    what the tokenizer makes of it, and the settings. The initial weights are the masters: the same in every precision
+    flow. `given`: digests of rows that a program gave, by key. Collective."""
     files = {key: (given or {}).get(f"task.{key}") for key in ("train_file", "eval_file")}
-    settings = made_of(config) | {
+    with together(world):
+        content = _content(config, task, tokenizer, model.spec.vocab_size)
+    settings = made_of(config) | content | {
         "version": __version__, "start": digest(model, world),
         "spec": {k: v for k, v in asdict(model.spec).items() if k != "experts" or v},
         "data": files["train_file"] or _file_hash(config.task.train_file),
@@ -67,6 +73,28 @@ def cache_path(
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(config.sft.cache_dir).expanduser() / key
+
+
+def _content(config: Config, task: Task, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """What the names in the settings stand for: folders and files keep their names when their content changes.
+
+    The first batch holds what else makes tokens of a solution, such as the libraries' versions.
+    """
+    solved = SolutionEncoder.of(config, tokenizer, vocab_size)
+    first = [solved.trajectory(task.problem(i)) for i in _indices(config, 1)]
+    return {
+        "tokenizer": content_of(tokenizer), "ends": [tokenizer.eos_token_id, *sorted(solved.eos_ids)],
+        "first batch": [[(part.author, part.tokens) for part in each.segments] for each in first],
+        "rows": _rows_hash(task.training_problems()) if isinstance(task, FileTask) else None,
+    }
+
+
+def _rows_hash(problems: Sequence[Problem]) -> str:
+    """Of what is trained on: a `task.dataset` may be a folder, whose files the config does not name."""
+    total = hashlib.sha256()
+    for problem in problems:
+        total.update(json.dumps([problem.prompt, problem.solution], sort_keys=True).encode() + b"\n")
+    return total.hexdigest()
 
 
 def made_of(config: Config) -> dict[str, Any]:
@@ -101,7 +129,7 @@ def warm_start(
     """
     with together(world):
         config = with_tools(config)
-    path = world.share(cache_path(config, model, world, given))
+    path = world.share(cache_path(config, model, task, tokenizer, world, given))
     if by_first(world, path.is_dir):
         if world.first:
             tell(f"warm start loaded from {path}")
@@ -113,7 +141,8 @@ def warm_start(
         store.unseal(path, lambda _: parts_of(model), f"Remove the cached warm start {path}; it is remade.", world)
     else:
         if world.first:
-            tell(f"no cached warm start for this model, task, seed and [sft] in {path.parent}: training one now")
+            known = "this model, tokenizer, task, seed and [sft]"
+            tell(f"no cached warm start for {known} in {path.parent}: training one now")
         with together(world):
             require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)
@@ -137,7 +166,7 @@ def require_writable(folder: Path) -> None:
 
 def _file_hash(file: str | None) -> str | None:
     """What the solutions are read from, as far as the config names a file; data of the hub are bound to a commit."""
-    return store.sha256(Path(file)) if file is not None else None
+    return sha256_of_file(Path(file)) if file is not None else None
 
 
 def train_sft(
@@ -186,10 +215,14 @@ def train_sft(
 
 def _batch(step: int, config: Config, task: Task, solved: SolutionEncoder, world: World) -> PackedBatch:
     """The solutions of one step, of which each rank packs its micro-batches."""
-    sft, first = config.sft, (step - 1) * config.sft.batch_size
-    index = [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
-    return pack_in_order([solved.trajectory(task.problem(i)) for i in index],
+    return pack_in_order([solved.trajectory(task.problem(i)) for i in _indices(config, step)],
                          config.train.max_tokens_per_gpu, own_numbers(world, "fixed"))
+
+
+def _indices(config: Config, step: int) -> list[int]:
+    """The places of a step's problems in the task's stream."""
+    sft, first = config.sft, (step - 1) * config.sft.batch_size
+    return [_SFT_OFFSET + i % (sft.num_examples or 1 << 39) for i in range(first, first + sft.batch_size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from jetrl.config import Config
-from jetrl.errors import RESUME, UserError
+from jetrl.errors import UserError
 from jetrl.parallel import launch
 
 if TYPE_CHECKING:
@@ -162,9 +162,7 @@ def require_resumable(run_dir: Path) -> None:
     from jetrl.run.checkpoint.checkpoint import newest
 
     if not run_dir.is_dir():
-        raise UserError(
-            f"there is no run folder {run_dir} to go on with. Check the name, or leave out {RESUME}, to start."
-        )
+        raise UserError(f"--resume: there is no run folder {run_dir}. Check the name, or leave out --resume to start.")
     rows = len(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else 0
     if rows > 1 and newest(run_dir / "checkpoints") is None:
         raise UserError(

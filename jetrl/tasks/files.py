@@ -96,6 +96,10 @@ class FileTask:
         """The first `n` held-out problems in the order of their hash, so that any number of them is a fair sample."""
         return self._held_out[:n]
 
+    def training_problems(self) -> list[Problem]:
+        """The rows of one epoch, in the order of the data."""
+        return list(self._train)
+
     def all_problems(self) -> list[Problem]:
         """Every problem, those for training first."""
         return [*self._train, *self._held_out]
@@ -179,7 +183,7 @@ def _named(
     found = read_dataset(name, subset, revision, split, gib)
     hidden = _RESERVED - {"solution", columns.answer, *(column for column, _ in columns.needed())}
     rows = ({k: v for k, v in row.items() if k not in hidden} for row in found.rows)
-    numbered = (_problem(row, f"{found.source}:{i}", columns) for i, row in enumerate(rows, 1))
+    numbered = (_problem(row, f"{found.source}:{i}", columns, padded=True) for i, row in enumerate(rows, 1))
     problems = sieve.take(numbered, found.source)
     if not problems:
         raise UserError(f"{found.source}: it has no rows.")
@@ -188,7 +192,8 @@ def _named(
 
 def given_problems(given: GivenRows, columns: Columns, sieve: Sieve) -> list[Problem]:
     """The problems of rows that a program gave, with the checks of a file's. Mistakes name the row, counted from 0."""
-    return sieve.take((_problem(row, f"{given.name}[{i}]", columns) for i, row in enumerate(given.rows)), given.name)
+    numbered = (_problem(row, f"{given.name}[{i}]", columns, given.padded) for i, row in enumerate(given.rows))
+    return sieve.take(numbered, given.name)
 
 
 def read_problems(
@@ -207,14 +212,16 @@ def read_problems(
     if path.suffix not in readers:
         raise UserError(f"{path}: its name must end in .jsonl or .parquet.")
     columns = columns or Columns()
-    numbered = (_problem(row, f"{path}:{line}", columns) for line, row in readers[path.suffix](path, gib))
+    padded = path.suffix == ".parquet"
+    numbered = (_problem(row, f"{path}:{line}", columns, padded) for line, row in readers[path.suffix](path, gib))
     problems = (sieve or Sieve()).take(numbered, str(path))
     if not problems:
         raise UserError(f"{path}: the file has no problems.")
     return problems
 
 
-def _problem(row: Mapping[str, Any], where: str, columns: Columns) -> Problem:
+def _problem(row: Mapping[str, Any], where: str, columns: Columns, padded: bool = False) -> Problem:
+    """`padded`: the row comes from a table of Arrow (`chat.message_of`)."""
     prompt, answer = columns.prompt, columns.answer
     for key, setting in columns.needed():
         if key not in row and not (key == "answer" and "reward_model" in row):
@@ -222,42 +229,42 @@ def _problem(row: Mapping[str, Any], where: str, columns: Columns) -> Problem:
                 f"{where}: column {key!r} is missing; the row has: {', '.join(map(repr, row)) or 'nothing'}. Set "
                 f"{setting} to what the data has."
             )
-    solution = _solution(row.get("solution"), where) if answer != "solution" else None
+    solution = _solution(row.get("solution"), where, padded) if answer != "solution" else None
     taken = (answer, "solution") if columns.template is not None else (prompt, answer, "solution")
     extra = {k: v for k, v in row.items() if k not in taken}
     if hidden := sorted(_RESERVED & extra.keys()):
         raise UserError(f"{where}: reward functions get something else as {hidden[0]!r}; rename this column.")
-    value = _prompt(columns.prompt_of(row, where), where, prompt)
+    value = _prompt(columns.prompt_of(row, where), where, prompt, padded)
     gold = _answer(row, where, answer, columns.needs_answer)
     return Problem(id=where, prompt=value, answer=gold, solution=solution, extra=extra)
 
 
-def _prompt(value: Any, where: str, key: str) -> str | tuple[Message, ...]:
+def _prompt(value: Any, where: str, key: str, padded: bool) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: column {key!r} must be a text or chat messages, got {shown(value)}.")
-    return _messages(value, where, key)
+    return _messages(value, where, key, padded)
 
 
-def _messages(value: list[Any], where: str, key: str) -> tuple[Message, ...]:
+def _messages(value: list[Any], where: str, key: str, padded: bool) -> tuple[Message, ...]:
     """Chat messages with all their keys; UserError naming what is wrong."""
     messages = []
     for message in value:
         try:
-            messages.append(message_of(message))
+            messages.append(message_of(message, padded=padded))
         except ValueError as error:
             raise UserError(f"{where}: column {key!r}: {error}, got {shown(message)}.") from error
     return tuple(messages)
 
 
-def _solution(value: Any, where: str) -> str | tuple[Message, ...] | None:
+def _solution(value: Any, where: str, padded: bool) -> str | tuple[Message, ...] | None:
     """A worked solution: a text, or a whole conversation behind the prompt, which the assistant begins and ends."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: column 'solution' must be a text or chat messages, got {shown(value)}.")
-    messages = _messages(value, where, "solution")
+    messages = _messages(value, where, "solution", padded)
     own = [message["role"] == "assistant" for message in messages]
     if not (own[0] and own[-1]) or any(a and b for a, b in itertools.pairwise(own)):
         raise UserError(

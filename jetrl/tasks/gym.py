@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetrl.errors import UserError
+from jetrl.errors import UserError, reason
 from jetrl.hashing import stable_hash
 from jetrl.requirements import install
 from jetrl.rewards.function import completion_text
@@ -128,5 +128,5 @@ def _creator(dataset: Any, options: Mapping[str, Any]) -> functools.partial[Any]
     try:
         create(seed=0)
     except (AssertionError, ValueError, TypeError) as error:  # how its configs refuse values
-        raise UserError(f"task.params: reasoning-gym {dataset} refuses {dict(options)}: {error}") from error
+        raise UserError(f"task.params: reasoning-gym {dataset} refuses {dict(options)}: {reason(error)}") from error
     return create

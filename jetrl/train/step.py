@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.config import Config
-from jetrl.errors import RESUME, UserError
+from jetrl.errors import UserError
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
@@ -110,7 +110,7 @@ def update(
         except UserError as error:  # of a function of the user's
             if not compared.stepped and learner.world.alone:
                 raise
-            raise Midway(f"{error} The step under way is lost; {RESUME} goes on from the newest checkpoint.") from error
+            raise Midway(f"{error} The step under way is lost; --resume goes on from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:

@@ -32,11 +32,15 @@ ARGUMENTS = {  # key of the config -> the argument of jetrl.Trainer that gives i
 
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """Rows of data, with columns as in a file, and the SHA-256 of their content. `name` is the argument's."""
+    """Rows of data, with columns as in a file, and the SHA-256 of their content. `name` is the argument's.
+
+    `padded`: they come from a table of Arrow, whose structs all have the same keys.
+    """
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
     digest: str
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,8 @@ def rows_given(value: Any, name: str, gib: float = MAX_DATA_GIB) -> GivenRows:
         raise as_user_error(error)(f"{where}: reading it raised {told(error)}. Fix what gives the rows.") from error
     if not rows:
         raise UserError(f"{name} has no rows.")
-    return GivenRows(name, tuple(rows), total.hexdigest())
+    padded = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(value).__mro__)
+    return GivenRows(name, tuple(rows), total.hexdigest(), padded)
 
 
 def _plain(value: Any, where: str, budget: Budget, depth: int = 0) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.untrusted import printable
 
 OUR_THREADS = "jetrl-environment"  # prefix of the names of the threads in which environments run
@@ -193,7 +193,7 @@ def _put_back(handlers: Mapping[signal.Signals, Any], name: str) -> None:
             signal.signal(number, ours)
             warnings.warn(
                 f"{name} set a handler of its own for {number.name}. It is removed again: this signal stops the run "
-                "with a checkpoint.", stacklevel=4,
+                "with a checkpoint.", Notice, stacklevel=4,
             )
 
 

@@ -1,8 +1,11 @@
 """Turns as tokens: only what stands between two turns is encoded, and the policy's own tokens stay what they are."""
 
-import pytest
+import warnings
 
-from jetrl.chat.messages import TurnEncoder, encode_solution
+import pytest
+from byte_tokenizer import CHAT, byte_tokenizer
+
+from jetrl.chat.messages import TurnEncoder, check_turn_end, encode_solution
 from jetrl.chat.tokenizer import VOCABULARY, arithmetic_tokenizer
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
@@ -217,6 +220,37 @@ def test_a_turn_whose_template_ends_it_with_no_stop_token_ends_with_the_tokenize
     assert end_of(TEMPLATE, eos_ids={EOS}) == [(*ids("3"), EOS)]
     assert end_of(TEMPLATE.replace("|\n{% endfor", "{% endfor"), eos_ids={EOS, END}) == [(*ids("3"), EOS)]
     assert end_of(TEMPLATE, eos_ids={EOS, END}, chat_template=False) == [(*ids("3"), EOS)]
+
+
+IM_END, OTHER_END = 258, 256
+BASE = [  # the tokens at which the run stops, strings, the template's end of a turn; whether the run stops there
+    ({OTHER_END}, (), "<|im_end|>\n", False), ({OTHER_END, IM_END}, (), "<|im_end|>\n", True),
+    ({OTHER_END}, ("<|im_end|>",), "<|im_end|>\n", True), ({OTHER_END}, (), "<|end|>\n", True),
+    ({OTHER_END}, (), " <|im_end|>", False), ({OTHER_END}, (), "\n", True), ({OTHER_END}, (), "", True),
+    ({OTHER_END}, (), " <|end|>", True),
+]
+
+
+@pytest.mark.parametrize(("ends", "stop", "end", "stops"), BASE, ids=str)
+@pytest.mark.parametrize("solution", ["A1", (("policy", "A1"), ("environment", "OK"), ("policy", "A2"))], ids=len)
+def test_a_turn_is_taught_the_templates_end_or_none(solution, ends, stop, end, stops):
+    """As base models have it: the tokenizer ends sequences with one token, the template ends turns with another."""
+    tokenizer = byte_tokenizer(CHAT.replace("<|im_end|>\n", "END").replace("END", end))
+    tokenizer.eos_token = "<|end|>"
+    encoder, problem = TurnEncoder(tokenizer, TaskConfig(name="addition")), Problem("1", "1+1=", "2", solution)
+    if not stops:
+        with pytest.raises(UserError, match=r"The tokenizer's chat template ends a turn with '<\|im_end\|>' \(258\)"
+                           r", and the run does not stop there, but at '<\|end\|>' \(256\): the warm start would"):
+            encode_solution(problem, encoder, stop, ends)
+        with pytest.warns(UserWarning, match="writes on behind it. Add 258 to eos_token_id in the model's"):
+            check_turn_end(encoder, ends, stop, teaches=False)
+        return
+    taught = [tokens for author, tokens in encode_solution(problem, encoder, stop, ends) if author == "policy"]
+    own = IM_END if end.startswith("<|im_end|>") else OTHER_END
+    assert {tokens[-1] for tokens in taught} == {own}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_turn_end(encoder, ends, stop, teaches=True)
 
 
 def test_a_tokenizer_without_an_end_of_sequence_takes_the_runs_or_is_told():

@@ -9,7 +9,7 @@ import pytest
 
 from jetrl.chat import template
 from jetrl.chat.fields import message_of
-from jetrl.chat.messages import TurnEncoder
+from jetrl.chat.messages import TurnEncoder, encode_solution
 from jetrl.chat.prompts import encode_problem, encode_prompt, opened_text
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
@@ -165,6 +165,160 @@ def test_a_reply_that_the_policy_would_never_read_stops_the_run(messages: list[A
         encoder.later(Problem("p", "", ""), [{"role": "user", "content": "start 42 4"}], messages, turn)
 
 
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict[str, Any], said: str = "so I call it", **keys: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "add them"}, {"role": "assistant", "content": said, "tool_calls": [*calls],
+                                                      **keys}, {"role": "tool", "content": "the result: 5"}]
+
+
+def each_call(text: str, which: str = "m.tool_calls or []") -> str:
+    return every(said("{{ m.content }}{% for c in " + which + " %}" + text + "{% endfor %}")) + OPEN
+
+
+WHOLE = "<call>{{ c.function | tojson }}</call>"
+LOSES = {  # template, conversation, what is lost of it (None: nothing is)
+    "all": (each_call(WHOLE), calling(call("add", a=1), call("SECOND", b=2)), None),
+    "first call": (each_call(WHOLE, "(m.tool_calls or [])[:1]"), calling(call("add", a=1), call("SECOND", b=2)),
+                   '.name of this message of role \'assistant\', such as tool_calls[1].function.name = "SECOND"'),
+    "last call": (each_call(WHOLE, "(m.tool_calls or [])[-1:]"), calling(call("FIRST", a=1), call("add", a=1)),
+                  'tool_calls[0].function.name = "FIRST"'),
+    "second call twice": (
+        each_call(WHOLE, "(m.tool_calls or [])[:1] * 2"), calling(call("add", a=1), call("add", a=1)),
+        'tool_calls[1].function.name = "add"'),
+    "an argument": (each_call("{{ c.function.name }}({{ c.function.arguments['a'] }})"),
+                    calling(call("add", a=1), call("neg", b=2)), "tool_calls[1].function.arguments.b = 2"),
+    "an argument of the same call": (
+        each_call("{{ c.function.name }}({{ c.function.arguments['a'] }})"), calling(call("add", a="x", b="x")),
+        'arguments.b = "x"'),
+    "first argument": (
+        each_call("{{ c.function.name }}({{ c.function.arguments | first }}={{ (c.function.arguments.values() | list)"
+                  "[0] }})"), calling(call("add", a=11, b=22)), "arguments.b = 22"),
+    "a null": (each_call("{{ c.function.name }}({% for k, v in c.function.arguments | items if v is not none %}"
+                         "{{ k }}={{ v }}{% endfor %})"), calling(call("add", a=11, b=None)), "arguments.b = null"),
+    "a false": (each_call("{{ c.function.name }}({% for k, v in c.function.arguments | items if k != 'b' %}"
+                          "{{ k }}={{ v }}{% endfor %})"), calling(call("add", a=11, b=False)), "arguments.b = false"),
+    "deep": (each_call("{{ c.function.name }}({{ c.function.arguments.a.x }})"),
+             calling(call("add", a={"x": 1, "y": [2, 3]})), "arguments.a.y[0] = 2"),
+    "one name": (every("{% if m.name == 'bob' %}{{ m.name }}{% endif %}" + said()) + OPEN,
+                 [{"role": "user", "content": "add", "name": "alice"}], 'name = "alice"'),
+    "short name": (every("{% if m.name | length > 2 %}{{ m.name }}{% endif %}" + said()) + OPEN,
+                   [{"role": "user", "content": "add", "name": "us"}], 'name = "us"'),
+    "thinking of the last": (
+        every(said("{{ (m.reasoning_content or '') if loop.last else '' }}{{ m.content }}")) + OPEN,
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}] * 2,
+        'reasoning_content = "hm"'),
+    "numbers": (each_call("{{ c.function.name }}{{ c.function.arguments.values() | list }}"),
+                calling(call("add", a=1, b=2.5, c=True, d=None, e="x y")), None),
+    "coder": (each_call("<function={{ c.function.name }}>{% for k, v in c.function.arguments | items %}<parameter={{ k "
+                        "}}>\n{{ v | tojson if v is mapping else v | string }}\n</parameter>{% endfor %}</function>"),
+              calling(call("add", a=1, b={"x": "y"}, c=' "quoted" ')), None),
+}
+
+
+@pytest.mark.parametrize("known", [[], ["bob"]], ids=["alone", "after others"])
+@pytest.mark.parametrize("name", LOSES)
+def test_what_is_lost_of_one_message_is_told_whatever_other_messages_are_like(name: str, known: list[str]) -> None:
+    """Each value counts: that a template writes the first call says nothing of the second."""
+    source, messages, lost = LOSES[name]
+    tokenizer, config = Chars(source), TaskConfig(name="addition", max_prompt_length=9999)
+    for who in known:  # conversations of the same roles of which nothing is lost
+        same = [{**m, "name": who} if m.get("name") else m for m in messages]
+        if lost is None or "name" in messages[0]:
+            told(lambda same=same: encode_problem(Problem("k", tuple(same), ""), tokenizer, config))
+        else:
+            first = [{**m, "tool_calls": [call("add", a=7)]} if "tool_calls" in m else m for m in messages]
+            told(lambda first=first: encode_problem(Problem("k", tuple(first), ""), tokenizer, config))
+    text, said = told(lambda: encode_problem(Problem("p", tuple(messages), ""), tokenizer, config))
+    assert text
+    if lost is None:
+        assert said == ""
+    elif not (known and name in ("deep", "thinking of the last")):  # there the others have lost it, too
+        assert "acme/chat does not write" in said and lost in said
+
+
+@pytest.mark.parametrize("name", ["first call", "an argument", "second call twice", "deep", "all"])
+def test_what_a_worked_solution_would_lose_is_told_before_it_is_taught(name: str) -> None:
+    source, messages, lost = LOSES[name]
+    problem = Problem("p", (messages[0],), "", solution=(messages[1],))
+    encoder = TurnEncoder(Chars(source), TaskConfig(name="addition", max_prompt_length=9999))
+    parts: list[Any] = []
+    _, said = told(lambda: parts.extend(encode_solution(problem, encoder)) or ())
+    assert (said == "") if lost is None else (lost in said and "the worked solution: the chat template" in said)
+    assert "".join(map(chr, parts[0][1])).startswith("so I call it<call>" if name == "all" else "so I call it")
+
+
+def test_a_solution_whose_content_the_template_leaves_out_is_refused() -> None:
+    source = each_call(WHOLE).replace("{{ m.content }}", "{{ m.content if not m.tool_calls else '' }}")
+    messages = LOSES["all"][1]
+    problem = Problem("p", (messages[0],), "", solution=(messages[1],))
+    encoder = TurnEncoder(Chars(source), TaskConfig(name="addition"))
+    with pytest.raises(UserError, match="worked solution: .*does not write the content .* Write the whole turn as its"):
+        encode_solution(problem, encoder)
+
+
+@pytest.mark.parametrize("name", ["first call", "an argument", "one name"])
+def test_what_is_lost_of_a_reply_is_told_too(name: str) -> None:
+    source, messages, lost = LOSES[name]
+    encoder = TurnEncoder(Chars(source), TaskConfig(name="addition", max_prompt_length=9999))
+    turn = Completion(0, (5,), (0.0,), "", "stop", 0, "")
+    _, said = told(lambda: encoder.later(Problem("p", "", ""), [{"role": "user", "content": "go"}], messages, turn))
+    assert lost is not None and lost in said and "reply: the chat template" in said
+
+
+SHORT = "{% for m in messages %}{% if CONDITION %}" + said() + "{% endif %}{% endfor %}" + OPEN
+DROPS = {
+    "by length": ("loop.first or m.content | length > 2", ["q", "us"]),
+    "between others": ("m.content | length > 2", ["long one", "us", "long two"]),
+    "by what it says": ("m.content != 'us'", ["long one", "us"]),
+    "twice the same": ("loop.first or m.content != 'go on, please, now'", ["go on, please, now"] * 2),
+    "signs": ("m.content | length > 2", ["what? ++", "+"]),
+    "long ones": ("m.content | length < 99", ["short", "x " * 99]),
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize("role", ["user", "tool", "assistant"])
+def test_a_text_that_is_dropped_for_what_it_says_is_told_as_that(name: str, role: str) -> None:
+    """Not as white space, nor as other words, though its letters stand elsewhere in the prompt."""
+    condition, texts = DROPS[name]
+    tokenizer, config = Chars(SHORT.replace("CONDITION", condition)), TaskConfig(name="addition", max_prompt_length=999)
+    messages = [{"role": "user", "content": texts[0]}, *({"role": role, "content": text} for text in texts[1:])]
+    for i in range(2):  # one of the same kind, of which nothing is lost, comes first
+        kept = [{"role": m["role"], "content": f"a longer one {i} {k}"} for k, m in enumerate(messages)]
+        assert told(lambda kept=kept: encode_problem(Problem("k", tuple(kept), ""), tokenizer, config))[1] == ""
+    text, said = told(lambda: encode_problem(Problem("p", tuple(messages), ""), tokenizer, config))
+    assert "does not write the content of" in said and f"role {role!r}" in said
+    assert "white space" not in said and "other words" not in said
+    assert (text == "") == (role != "assistant"), "refused, but for turns of the policy"
+    assert "another role" not in said
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "assistant", "system"])
+@pytest.mark.parametrize("condition", ["m.content | length < 9", "m.content[:1] != 'j'", "m.content[0] in 'stu'"])
+def test_a_text_that_is_written_is_not_said_to_be_lost(condition: str, role: str) -> None:
+    """Though a marker in its place would be."""
+    tokenizer, config = Chars(SHORT.replace("CONDITION", condition)), TaskConfig(name="addition", max_prompt_length=999)
+    talk = [{"role": role, "content": "so"}, {"role": "user", "content": "use it"}]
+    text, said = told(lambda: encode_problem(Problem("p", tuple(talk), ""), tokenizer, config))
+    assert "\nso<|im_end|>" in text and "\nuse it<|im_end|>" in text and said == ""
+    config = TaskConfig(name="addition", max_prompt_length=999, system_prompt="tell")
+    text, said = told(lambda: encode_problem(Problem("p", "use it", ""), tokenizer, config))
+    assert "\ntell<|im_end|>" in text and said == ""
+
+
+def test_thinking_that_a_template_takes_out_is_told_once_and_is_no_mistake() -> None:
+    tokenizer, config = Chars(TEMPLATES["qwen3"]), TaskConfig(name="addition", max_prompt_length=999)
+    ask = {"role": "user", "content": "now add the two"}
+    said = []
+    for text in ("<think>so</think>yes", "<think>only this</think>", "<think>again</think>no", "<think>x</think>"):
+        talk = [ask, {"role": "assistant", "content": text}, ask]
+        said.append(told(lambda talk=talk: encode_problem(Problem("p", tuple(talk), ""), tokenizer, config))[1])
+    assert "in other words" in said[0] and "the policy never reads it" in said[1] and said[2:] == ["", ""]
+
+
 def test_a_system_prompt_without_a_system_role_is_refused_as_for_plain_text() -> None:
     config = TaskConfig(name="addition", system_prompt="BE BRIEF")
     with pytest.raises(UserError, match="task.system_prompt has no effect: the chat template of acme/chat does not wr"):
@@ -227,6 +381,25 @@ def test_what_is_told_is_told_once_and_findings_are_kept(monkeypatch: pytest.Mon
     assert len(renders) <= 9 + 2, "a prompt of a known kind is rendered once"
 
 
+@pytest.mark.parametrize("name", ["trims", "qwen2.5", "qwen3"])
+def test_conversations_with_calls_cost_one_rendering_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose thinking is taken out, one more for each text that is not there."""
+    tokenizer, config, renders = Chars(TEMPLATES[name]), TaskConfig(name="addition", max_prompt_length=9999), []
+    plain = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: renders.append(1) or plain(*a, **k))
+
+    def cost(i: int, thought: str) -> int:
+        renders.clear()
+        talk = calling(call("add", a=i, b="x"), call("neg", a=i * 0.5), said=f"{thought} I call both for number {i}")
+        told(lambda: encode_problem(Problem("p", (*talk, talk[0]), ""), tokenizer, config))
+        return len(renders)
+
+    assert cost(1, "") > 1
+    assert [cost(i, "") for i in range(2, 6)] == [1] * 4
+    if name == "qwen3":
+        assert [cost(i, "<think>so</think>") for i in range(6, 9)] == [2] * 3
+
+
 def test_a_prompt_without_the_bos_that_the_tokenizer_adds_is_told_once() -> None:
     tokenizer, config = Chars(TEMPLATES["chatml"]), TaskConfig(name="addition")
     tokenizer.bos_token_id = 2
@@ -258,8 +431,9 @@ def test_what_the_template_has_opened_of_the_policys_turn(
 def test_messages_of_tables_lose_their_padding_and_nothing_else() -> None:
     padded = {"role": "assistant", "content": None, "name": None, "tool_calls": [
         {"id": "c", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
-    assert message_of(padded) == {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "c", "function": {"name": "add", "arguments": {"a": 1}}}]}
+    for padding, kept in ((True, {"a": 1}), (False, {"a": 1, "b": None})):
+        assert message_of(padded, padded=padding) == {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "c", "function": {"name": "add", "arguments": kept}}]}
     for wrong in ({"role": "user", "content": None}, {"role": "user"}, {"content": "x"}, {"role": "", "content": "x"},
                   "text", {"role": "user", "content": "x", 3: "y"}, {"role": "user", "content": "x", "y": b""}):
         with pytest.raises(ValueError, match="chat message"):

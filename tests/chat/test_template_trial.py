@@ -28,6 +28,7 @@ BAD = {
     "format": "{{ '%5000000000d' | format(1) }}",
     "doubles": "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "later": "{% if messages | length > 1 %}" + LOOPS + "{% endif %}",
+    "longer": "{% if messages[0].content | length > 9 %}" + LOOPS + "{% endif %}",
     "power": "{{ 99 ** (99 ** 99) }}",
     "in_a_macro": "{% macro f() %}" + LOOPS + "{% endmacro %}{{ f() }}",
 }
@@ -67,6 +68,46 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(1000):
         require_bounded(tokenizer(template), MESSAGES)
     assert time.perf_counter() - started < 0.5, "some microseconds for each prompt"
+
+
+class Hungry(SimpleNamespace):
+    """A tokenizer whose template passes the trial and fails on what is not the data's: on markers, other roles, ..."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **variables: object) -> str:
+        if messages == MESSAGES and not variables.get("enable_thinking"):
+            return "hi"
+        if self.kind is MemoryError:
+            raise MemoryError
+        while True:
+            pass
+
+
+@pytest.mark.parametrize("kind", [MemoryError, TimeoutError], ids=["memory", "time"])
+@pytest.mark.parametrize("call", ["prompt", "opened", "reply", "render"])
+def test_a_limit_that_a_check_meets_ends_the_run_at_once(
+    kind: type[Exception], call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One limit of time, not one for each check; and a message that says what it was."""
+    monkeypatch.setattr(template_trial, "MOST_SECONDS", 0.2)
+    template = Template(Hungry(chat_template=GOOD, kind=kind), {"enable_thinking": False})
+    calls = {
+        "prompt": lambda: template.prompt(MESSAGES, "p/1"), "opened": lambda: template.opened(MESSAGES),
+        "reply": lambda: template.reply(MESSAGES, MESSAGES, "p/1"),
+        "render": lambda: template.render([*MESSAGES, *MESSAGES], "p/1"),
+    }
+    started = time.perf_counter()
+    with pytest.raises(UserError, match="chat template (does not end within 0.2 s|needs more memory than is)"):
+        calls[call]()
+    assert time.perf_counter() - started < 3.0
+
+
+def test_an_error_without_a_text_is_named_by_its_kind() -> None:
+    def fails(*_: object, **__: object) -> str:
+        raise KeyError
+
+    broken = SimpleNamespace(chat_template=GOOD, apply_chat_template=fails)
+    with pytest.raises(UserError, match=r"fails on messages with roles \['user'\]: KeyError$"):
+        Template(broken, {}).render(MESSAGES, "p/1")
 
 
 class Late(SimpleNamespace):

@@ -2,12 +2,14 @@
 
 import re
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 from byte_tokenizer import CHAT, HERMES, byte_tokenizer
 
-from jetrl.config import parse_config
+from jetrl.chat.prompts import encode_problem
+from jetrl.config import TaskConfig, parse_config
 from jetrl.config.paths import absolute_paths
 from jetrl.environments.conversations import build_pool
 from jetrl.environments.tool_schemas import load_tools
@@ -158,6 +160,38 @@ def test_a_conversation(made):
     )
     end = say(pool, "It is 5.")
     assert end.done and not end.messages and not end.reward
+
+
+SHOWN = {  # how a template shows tools -> what it does not show of their schemas
+    "{{ t | tojson }}": "", "{{ t.function | tojson }}": "",
+    "{{ t.function.name }}": "function.description, function.parameters.type, function.parameters.properties.a.type",
+    "{{ t.function.name }}: {{ t.function.description }} {{ t.function.parameters | tojson }}": "function.return.type",
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_nobody_is_told_to_remove_what_he_has_not_written(made, shown):
+    """The schemas and the names of results are jetrl's: what a template leaves out of them is at most one line."""
+    template = HERMES.replace("{{ t | tojson }}", shown)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pool = made("add", tokenizer=byte_tokenizer(template))
+        begin(pool)
+        assert results(pool, call("add", '{"a": 2, "b": 3}')) == ["5"]
+    said = [str(one.message) for one in told]
+    assert "chat_template_kwargs" not in str(said) and "role 'tool'" not in str(said)
+    if SHOWN[shown]:
+        assert len(said) == 1 and said[0].startswith("environment.tools: the tokenizer's chat template does not show")
+        assert f"never reads {SHOWN[shown]}" in said[0]
+    else:
+        assert said == []
+
+
+def test_a_name_that_the_data_gives_a_result_is_told(made):
+    talk = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"},
+            {"role": "tool", "name": "add", "content": "5"}]
+    with pytest.warns(UserWarning, match="does not write name of this message of role 'tool', such as name = \"add\""):
+        encode_problem(Problem("p", tuple(talk), ""), byte_tokenizer(), TaskConfig(name="addition"))
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_display_report_and_picture_say_it(make_run: Callable[..., Path], tmp_pa
     assert [n.held_out for n in numbers] == ["accuracy", "reward"]
     pages = [html.write_report(runs, tmp_path / f"{i}.html").read_text()
              for i, runs in enumerate(([right], [own], [right, own]))]
-    said = [("Held-out accuracy" in page, "Held-out reward" in page) for page in pages]
+    said = [tuple(f'"heldOut":"Held-out {name}"' in page for name in ("accuracy", "reward")) for page in pages]
     assert said == [(True, False), (False, True), (False, True)]
     assert "0.031 →" in pages[1] and "3.1% →" in pages[0] and '"heldOut":"Held-out reward"' in pages[2]
     out = io.StringIO()

@@ -333,6 +333,46 @@ def test_a_browser_draws_the_page(make_run, tmp_path: Path) -> None:
     assert re.search(r'id="failed-box" hidden', text)  # nothing failed in these runs
 
 
+def with_rows(folder: Path, rows: list[dict[str, float]]) -> Path:
+    with Recorder(folder) as recorder:
+        for step, row in enumerate(rows, start=1):
+            recorder.write(step, row)
+    return folder
+
+
+@needs_browser
+@pytest.mark.parametrize("keys", [
+    ["eval/addition/avg@1", "eval/addition/right/avg@1", "eval/addition/mine.py:form/avg@1"],
+    ["eval/a/avg@4", "eval/b/avg@4", "eval/a/f/avg@4", "eval/b/f/avg@4"],
+    ["eval/a/avg@1", "eval/a/avg@4", "eval/a/f/avg@1", "eval/a/f/avg@4"],
+], ids=["functions", "sets", "numbers of samples"])
+def test_no_two_curves_have_one_title(keys: list[str], tmp_path: Path) -> None:
+    row = {"reward/mean": 0.5, "reward/f/mean": 0.5, "reward/g/mean": 1.0, "policy/entropy": 1.0}
+    run = with_rows(tmp_path / "run", [row | dict.fromkeys(keys, 0.25), row])
+    text = drawn(write_report([run], tmp_path / "r.html"), tmp_path)
+    titles = re.findall(r"<h3>(.*?)</h3>", text.split('id="more"')[0])
+    assert len(titles) == len(set(titles)), titles
+    assert sum(title.startswith("Held-out") for title in titles) == len(keys), titles
+    ends = [key.split("/")[2] for key in keys if key.count("/") == 3]
+    assert all(any(f" {end}" in title for title in titles) for end in ends)
+
+
+@needs_browser
+@pytest.mark.parametrize("values", [
+    [3.4451, 3.4449, 3.445], [0.0, 1.0, 0.5], [123456.1, 123456.2, 123456.3], [2.00001e-4, 2.00002e-4, 2.00003e-4],
+    [-0.900001, -0.900002, -0.900003],
+], ids=str)
+def test_no_two_ticks_of_an_axis_have_one_label(values: list[float], tmp_path: Path) -> None:
+    keys = ("reward/mean", "policy/entropy", "eval/addition/avg@1", "response_length/frac_truncated")
+    run = with_rows(tmp_path / "run", [dict.fromkeys(keys, value) for value in values])
+    text = drawn(write_report([run], tmp_path / "r.html"), tmp_path)
+    axes = [re.findall(r'text-anchor="end">([^<]*)<', part) for part in text.split("<svg")[1:]]
+    axes = [labels for labels in axes if len(labels) > 1]
+    assert len(axes) >= len(keys)
+    for labels in axes:
+        assert len(set(labels)) == len(labels), labels
+
+
 @needs_browser
 def test_a_browser_draws_what_several_ranks_measure(make_run, tmp_path: Path) -> None:
     run = make_run("ranks", steps=10)

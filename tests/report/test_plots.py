@@ -63,6 +63,18 @@ def test_seconds_a_step_spreads_a_rare_phase(tmp_path: Path) -> None:
     assert (seconds_a_step(run, "eval"), seconds_a_step(run, "rollout")) == (2.0, 2.0)
 
 
+def test_the_warm_start_is_no_part_of_a_step_and_every_name_has_a_part_that_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write(0, {"time/warm start": 90.0})
+        for step in range(1, 5):
+            recorder.write(step, {"time/rollout": 2.0, "time/update": 1.0, "time/pack": 0.01, "time/publish": 0.02})
+    *_, phases = drawn(monkeypatch, [tmp_path / "run"], tmp_path / "p.png")
+    assert [text.get_text() for text in phases.get_legend().get_texts()] == ["rollout", "update", "other"]
+    assert [bar.get_width() for bar in phases.patches] == pytest.approx([2.0, 1.0, 0.03])
+
+
 def test_running_mean() -> None:
     assert running_mean([4.0, 4.0, 4.0], 0.7) == pytest.approx([4.0, 4.0, 4.0])
     assert running_mean([0.0, 1.0], 0.5) == pytest.approx([0.0, 1 / 1.5])

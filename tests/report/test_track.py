@@ -6,7 +6,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,10 @@ import pytest
 
 from jetrl.config.sections import TrackConfig
 from jetrl.errors import UserError
-from jetrl.report import track
+from jetrl.report import backends, track
 from jetrl.report.backends import BACKENDS, MLflow
 from jetrl.report.channel import Channel, Limits, cause
-from jetrl.report.recorder import Recorder, read_metrics, sample_lines
+from jetrl.report.recorder import ROW_FILES, Recorder, read_metrics, sample_lines
 from jetrl.report.track import TrackSettings, check_trackers, evenly, open_trackers, read_kept, table_rows
 
 ROW = {"reward/mean": 0.5, "eval/addition/avg@1": 1.0}
@@ -29,7 +31,8 @@ SAMPLE = {
 }
 VARIABLES = (
     "WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_MODE", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID",
-    "MLFLOW_RUN_ID", "MLFLOW_RUN_NAME", "MLFLOW_TRACKING_URI", "WANDB_API_KEY",
+    "MLFLOW_RUN_ID", "MLFLOW_RUN_NAME", "MLFLOW_TRACKING_URI", "WANDB_API_KEY", "TRACKIO_SPACE_ID",
+    "TRACKIO_SERVER_URL", "TRACKIO_WRITE_TOKEN",
 )
 
 
@@ -205,6 +208,55 @@ def test_wandb_without_login_is_told_before_the_run_and_offline_needs_none(monke
     check_trackers(TrackSettings(("wandb",)))
 
 
+@contextmanager
+def server_that_answers(status: int) -> Iterator[str]:
+    """Its address."""
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_trackio_s_places_are_tried_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """trackio itself only warns, once the model is loaded."""
+    def told() -> str:
+        try:
+            check_trackers(TrackSettings(("trackio",)))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    (tmp_path / "file").write_text("")
+    for folder, wrong in ((tmp_path / "new" / "deep", ""), (tmp_path / "file" / "x", "its folder (TRACKIO_DIR)")):
+        monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(TRACKIO_DIR=folder))
+        assert wrong in told() and bool(wrong) == bool(told())
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for status in (200, 401, 503):
+        with server_that_answers(status) as url:
+            monkeypatch.setenv("TRACKIO_SERVER_URL", f"{url}/?write_token=secret")
+            assert bool(told()) == (status == 503) and "secret" not in told()
+    assert f"cannot use the server {url}/ (TRACKIO_SERVER_URL): URLError" in told()  # it is gone
+    monkeypatch.setenv("TRACKIO_SERVER_URL", url)
+    assert "set TRACKIO_WRITE_TOKEN" in told()
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "127.0.0.1:99")
+    assert "must begin with http" in told()
+
+    def whoami() -> None:
+        raise LookupError("not logged in")
+
+    monkeypatch.setattr(backends.huggingface_hub, "whoami", whoami)
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")  # it wins over the server
+    assert "cannot use the Space me/space (TRACKIO_SPACE_ID): LookupError: not logged in" in told()
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_what_a_tracker_raises_at_the_start_is_one_message(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -349,6 +401,34 @@ def test_a_bounded_number_of_samples_is_sent(tmp_path: Path) -> None:
     (_, (table, rows)) = fake.rows[1]
     assert table == "samples" and [row["completion"] for row in rows] == ["0", "4", "8", "12"]
     assert evenly([b"a", b"b"], 5) == [b"a", b"b"] and evenly([b"a"], 0) == [] == evenly([], 3)
+
+
+def test_every_file_of_completions_is_a_table_of_the_trackers(tmp_path: Path) -> None:
+    fake, names = Fake(), [name for name in ROW_FILES if name.endswith("samples.jsonl")]
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.trackers.append(Channel("wandb", lambda: fake, print, FAST))
+        recorder.tracked_samples = 2
+        recorder.write(2, ROW)
+        recorder.write_samples(2, [SAMPLE] * 3)
+        recorder.write_eval_samples(2, [{**SAMPLE, "completion": str(i)} for i in range(6)])
+    tables = {table: rows for _, (table, rows) in fake.rows[1:]}
+    assert sorted(tables) == sorted(Path(name).stem for name in names) and len(names) > 1
+    assert [row["completion"] for row in tables["eval_samples"]] == ["0", "3"]
+
+
+def test_what_no_row_has_is_no_column_and_only_a_score_can_be_missing(tmp_path: Path) -> None:
+    unscored = {**SAMPLE, "reward": None, "advantage": None, "answer": None, "rewards": {"right": None}}
+    first, _ = table_rows(sample_lines(1, [unscored, unscored]))
+    assert first["reward"] is None and first["rewards/right"] is None
+    assert not {"advantage", "answer", "prompt_rendered"} & set(first)
+    mixed = table_rows(sample_lines(1, [{**unscored, "prompt_rendered": "<s>1+1="}, unscored]))
+    assert [row["prompt_rendered"] for row in mixed] == ["<s>1+1=", None]
+    texts: list[str] = []
+    board = object.__new__(BACKENDS["tensorboard"])
+    board._writer = SimpleNamespace(add_text=lambda table, text, step: texts.append(text))
+    board.samples("samples", 1, mixed)
+    assert texts[0].count("not scored") == 4  # reward and rewards/right of both rows
+    assert texts[0].count("**prompt_rendered**") == 1 and "**advantage**" not in texts[0]
 
 
 # ---- the libraries themselves, without a network ----

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -73,7 +74,23 @@ def test_the_files_are_those_of_a_run_that_waits(
 ) -> None:
     """Also where copying takes longer than the rollout: the update waits for it."""
     waits = tiny_run(tmp_path, changes | OFF | EACH, "waits")
-    monkeypatch.setattr(HostCopy, "_copied", slow(HostCopy._copied, 0.6))
+    asked, release, copied = threading.Event(), checkpoint.Writing.release, HostCopy._copied
+    copies: list[int] = []
+
+    def asking(writing: checkpoint.Writing) -> None:
+        asked.set()
+        release(writing)
+
+    def late(*args: Any) -> Any:
+        copies.append(len(copies))
+        if copies[-1] < 4:  # no update follows the last of them
+            assert asked.wait(60)  # until an update waits
+            time.sleep(0.2)
+            asked.clear()
+        return copied(*args)
+
+    monkeypatch.setattr(checkpoint.Writing, "release", asking)
+    monkeypatch.setattr(HostCopy, "_copied", late)
     runs = tiny_run(tmp_path, changes | EACH, "runs")
     want = files_of(waits / "checkpoints")
     assert files_of(runs / "checkpoints") == want and len(want) > 3 * 4
@@ -81,7 +98,7 @@ def test_the_files_are_those_of_a_run_that_waits(
     told = "perf/checkpoint_beside_s"
     rows = read_metrics(runs)
     assert sum(told in row for row in rows) >= 3 and not any(told in row for row in read_metrics(waits))
-    assert any(row["time/checkpoint"] > 0.1 for row in rows[1:-1]), "the wait for the copy is told"
+    assert all(row["time/checkpoint"] > 0.1 for row in rows[1:-1]), "the wait for the copy is told"
 
 
 def test_the_run_goes_on_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

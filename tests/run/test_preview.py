@@ -10,6 +10,9 @@ import pytest
 import torch
 from tiny import tiny_config
 
+from jetrl.chat.prompts import decoded
+from jetrl.config import load_config, resolve
+from jetrl.environments.conversations import build_pool
 from jetrl.run import prepare as prepare_module
 from jetrl.run.prepare import in_steps, prepare
 from jetrl.run.preview import preview
@@ -100,3 +103,26 @@ def test_an_environment_is_not_called(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lines[-1] == "The first prompt is what Own.reset returns; a dry run does not call it."
     lines = shown(tmp_path, monkeypatch, own)
     assert any(line.endswith("plain text, 6 tokens; Own.reset may begin otherwise:") for line in lines)
+
+
+def test_the_prompt_of_a_run_with_tools_has_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the rollout encodes it: token for token what the environment's first reply holds."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    threads = torch.get_num_threads()
+    config = resolve(load_config(Path("examples/tools.toml"), ["num_threads=1"]), cuda_available=False)
+    plan = prepare(config)
+    torch.set_num_threads(threads)
+    lines = list(preview(config, plan))
+    assert plan.environment is not None
+    pool = build_pool(plan.environment, plan.tokenizer, config.task)
+    try:
+        pool.start(0, plan.task.problem(0))
+        (reply,) = pool.poll(True)
+    finally:
+        pool.shutdown()
+    at = next(i for i, line in enumerate(lines) if line.startswith("The first prompt"))
+    assert lines[at].endswith(f"by the chat template, {len(reply.tokens)} tokens:"), "reset says nothing else"
+    text = decoded(plan.tokenizer, reply.tokens)
+    assert '"name": "keep"' in text and lines[at + 1 :][: text.count("\n") + 1] == [
+        f"  | {line}" for line in text.split("\n")
+    ]

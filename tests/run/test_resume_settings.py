@@ -10,6 +10,7 @@ import pytest
 from tiny import tiny_config, tiny_run
 
 from jetrl import moved
+from jetrl.chat.tokenizer import arithmetic_tokenizer
 from jetrl.config.paths import absolute_paths
 from jetrl.errors import UserError
 from jetrl.report.recorder import read_metrics
@@ -165,6 +166,23 @@ def test_another_content_of_a_data_file_is_refused_unless_it_is_wanted(
         tiny_run(tmp_path, more | {"train.steps": 4})
     told = " ".join(capsys.readouterr().out.split())
     assert f"continues after step 2 of 3, from {run_dir}/checkpoints/step_000002" in told, told
+
+
+def test_an_edited_chat_template_is_refused_unless_it_is_wanted(tmp_path: Path) -> None:
+    folder, template = tmp_path / "tokenizer", "{% for m in messages %}1{{ m.content }}{% endfor %}"
+    changes = {"model.tokenizer": str(folder), "train.steps": 1, "checkpoint.save_interval": 1,
+               "task.params": {"digits": [2], "style": "compact"}, "eval.eval_interval": 0,
+               "task.max_prompt_length": 40}
+    tokenizer = arithmetic_tokenizer()
+    for step, text in enumerate((template, template.replace("1", "2"))):
+        tokenizer.chat_template = text
+        tokenizer.save_pretrained(str(folder))
+        if not step:
+            tiny_run(tmp_path, changes)
+    more = changes | {"train.steps": 2, "checkpoint.resume": "auto"}
+    with pytest.raises(UserError, match=rf"tokenizer \({folder}\): the content has changed .* with other tokens"):
+        tiny_run(tmp_path, more)
+    tiny_run(tmp_path, more | {"checkpoint.allow_changed_data": True})
 
 
 def test_an_emptied_metrics_file_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from tiny import tiny_config
 from tolerances import assert_bitwise_equal
 
 from jetrl.errors import UserError
+from jetrl.huggingface.read import save_model
 from jetrl.model.weights import checksum, published
 from jetrl.run import sft
 from jetrl.run.setup import Session, build
@@ -27,6 +31,10 @@ def session_of(folder: Path, changes: dict[str, Any]) -> Session:
     return session
 
 
+def path_of(session: Session) -> Path:
+    return cache_path(session.config, session.model, session.task, session.tokenizer)
+
+
 def train(session: Session, told: list[str] | None = None) -> tuple[Path, list[float]]:
     losses: list[float] = []
     made = warm_start(
@@ -41,7 +49,7 @@ def test_it_learns_and_the_second_time_it_is_cached(tmp_path: Path) -> None:
     first = session_of(tmp_path, {})
     path, losses = train(first, told)
     assert len(losses) == 6 and losses[-1] < 0.85 * losses[0]
-    assert [line.split(" in ")[0] for line in told] == ["no cached warm start for this model, task, seed and [sft]"]
+    assert len(told) == 1 and told[0].startswith("no cached warm start for this model, tokenizer, task, seed and [sft]")
     told.clear()
     second = session_of(tmp_path, {})
     again, nothing = train(second, told)
@@ -85,7 +93,7 @@ def test_micro_batches_do_not_change_the_loss(tmp_path: Path) -> None:
     ids=str,
 )
 def test_what_determines_the_weights_names_the_file(tmp_path: Path, change: dict[str, Any]) -> None:
-    paths = [cache_path(s.config, s.model) for s in (session_of(tmp_path, {}), session_of(tmp_path, change))]
+    paths = [path_of(s) for s in (session_of(tmp_path, {}), session_of(tmp_path, change))]
     assert paths[0] != paths[1]
 
 
@@ -106,7 +114,7 @@ def test_the_settings_that_a_study_compares_are_those_that_name_the_file(
     for changes in ({}, change):
         config = tiny_config(tmp_path, SFT | changes)
         session = build(config)
-        names.add(cache_path(session.config, session.model).name)
+        names.add(path_of(session).name)
         settings.append(made_of(config) | starts_from(config))
         torch.set_num_threads(threads)
     assert (len(names) == 2) == (settings[0] != settings[1])
@@ -120,7 +128,7 @@ def test_the_content_of_a_data_file_names_the_file_too(tmp_path: Path) -> None:
         rows = [f'{{"prompt": "{i}+1=", "answer": "{solution}", "solution": "{solution}"}}' for i in range(8)]
         data.write_text("\n".join(rows) + "\n")
         session = session_of(tmp_path, change)
-        paths.append(cache_path(session.config, session.model))
+        paths.append(path_of(session))
     assert paths[0] != paths[1]
 
 
@@ -133,8 +141,75 @@ def test_the_content_of_an_evaluation_file_names_the_file_too(tmp_path: Path) ->
     for first in (0, 2):
         held_out.write_text("\n".join(rows[first : first + 4]) + "\n")
         session = session_of(tmp_path, change)
-        paths.append(cache_path(session.config, session.model))
+        paths.append(path_of(session))
     assert paths[0] != paths[1]
+
+
+ENDED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE = ENDED + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def before_and_after(folder: Path, change: Callable[[Path, Any], None]) -> list[str]:
+    """The names of the warm starts of a model, tokenizer and data in folders, before and after a change in them."""
+    model, tokenizer = folder / "m", byte_tokenizer(TEMPLATE)
+    session = session_of(folder, {"model.arch.vocab_size": 260})
+    save_model(model, session.model.spec, session.model.state_dict(), generation_config={"eos_token_id": [256, 258]})
+    (folder / "data").mkdir()
+    rows = [{"prompt": f"q{i}", "answer": "1", "solution": "A1"} for i in range(8)]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer.save_pretrained(str(model))
+    given = {
+        "model.arch": None, "model.tokenizer": None, "model.path": str(model), "task.name": "file",
+        "task.dataset": str(folder / "data"), "task.num_eval": 2, "task.max_prompt_length": 48,
+        "task.params": {"check_gold": False}, "sft.num_examples": 2, "sft.batch_size": 2,
+    }
+    names = [path_of(session_of(folder, given)).name]
+    change(folder, tokenizer)
+    return [*names, path_of(session_of(folder, given)).name]
+
+
+def edited(**changes: Any) -> Callable[[Path, Any], None]:
+    def change(folder: Path, tokenizer: Any) -> None:
+        for key, value in changes.items():
+            setattr(tokenizer, key, value)
+        tokenizer.save_pretrained(str(folder / "m"))
+
+    return change
+
+
+def json_edited(file: str, **changes: Any) -> Callable[[Path, Any], None]:
+    def change(folder: Path, _: Any) -> None:
+        held = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(held | changes))
+
+    return change
+
+
+def other_row(folder: Path, _: Any) -> None:
+    """A row that the first batch does not have."""
+    file = folder / "data" / "train.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(line.replace("A1", "A2") for line in lines[:8]) + "\n")
+
+
+FOLDERS = {
+    "same": (edited(), True), "template": (edited(chat_template=TEMPLATE.replace("\n", " ")), False),
+    "eos": (edited(eos_token="<|end|>"), False), "later rows": (other_row, False),
+    "stops": (json_edited("m/generation_config.json", eos_token_id=[258]), False),
+    "template of later messages": (
+        edited(chat_template="{% if messages | length > 1 %}x{% endif %}" + TEMPLATE), False),
+    "vocabulary": (lambda folder, _: byte_tokenizer(TEMPLATE, ["new"]).save_pretrained(str(folder / "m")), False),
+    "sampling": (json_edited("m/generation_config.json", temperature=0.5), True),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_folders_hold_names_the_file_not_what_they_are_called(tmp_path: Path, name: str) -> None:
+    """Same paths, other content: a warm start of the old content would be loaded without a word."""
+    pytest.importorskip("datasets")
+    change, same = FOLDERS[name]
+    before, after = before_and_after(tmp_path, change)
+    assert (before == after) == same
 
 
 def test_what_does_not_determine_them_does_not(tmp_path: Path) -> None:
@@ -143,7 +218,7 @@ def test_what_does_not_determine_them_does_not(tmp_path: Path) -> None:
         {"task.num_eval": 5}, {"train.steps": 9}, {"rollout.group_size": 2}, {"train.lr": 1e-6}, {"rl.kl_coef": 0.5},
     ):
         other = session_of(tmp_path, change)
-        assert cache_path(other.config, other.model) == cache_path(plain.config, plain.model), change
+        assert path_of(other) == path_of(plain), change
 
 
 def test_problems_without_worked_solutions_are_refused(tmp_path: Path) -> None:
@@ -194,5 +269,5 @@ def test_the_number_of_held_out_problems_names_the_file_where_it_takes_rows_from
     sessions = [session_of(tmp_path, given | {"task.num_eval": count}) for count in (4, 8)]
     examples = [{session.task.problem(i).prompt for i in range(40)} for session in sessions]
     assert (examples[0] != examples[1]) == names_it
-    paths = [cache_path(session.config, session.model) for session in sessions]
+    paths = [path_of(session) for session in sessions]
     assert (paths[0] != paths[1]) == names_it

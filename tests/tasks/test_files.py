@@ -6,11 +6,13 @@ import pytest
 
 from jetrl.chat.prompts import prompt_key
 from jetrl.config import TaskConfig
+from jetrl.environments.environment import messages_of, opening_of
 from jetrl.errors import UserError
 from jetrl.tasks.columns import Columns
-from jetrl.tasks.files import FileTask, read_problems
+from jetrl.tasks.files import FileTask, given_problems, read_problems
 from jetrl.tasks.sieve import Sieve
 from jetrl.types import Problem
+from jetrl.user_code.from_python import rows_given
 
 
 def write(path, rows):
@@ -88,6 +90,48 @@ def test_messages_keep_their_keys_in_jsonl_and_parquet_alike(tmp_path):
         assert first.solution == ({"role": "assistant", "content": "5"},)
         assert "None" not in first.prompt_text and '"name": "bob"' in first.prompt_text
         assert len({prompt_key(p) for p in (first, second)}) == 2, "prompts that differ in a call are two"
+
+
+def nothing_given():
+    """A message with a call whose argument is null: no padding, since nobody has padded."""
+    arguments = {"a": 2, "unit": None, "more": [None, {"x": None}]}
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def rows_with_null():
+    return [{"prompt": [TALK[0], nothing_given(), TALK[2]], "answer": "5", "solution": [nothing_given()]}]
+
+
+def of_python(tmp_path, rows):
+    return given_problems(rows_given(rows, "dataset"), Columns(), Sieve())
+
+
+def of_jsonl(tmp_path, rows):
+    return read_problems(write(tmp_path / "a.jsonl", rows))
+
+
+def of_an_environment(tmp_path, rows):
+    (row,) = rows
+    said, solution = opening_of(row["prompt"], "E.reset"), messages_of(row["solution"], "E.step")
+    return [Problem("e", tuple(said), "5", tuple(solution))]
+
+
+def of_a_dataset(tmp_path, rows):
+    return of_python(tmp_path, pytest.importorskip("datasets").Dataset.from_list(rows))
+
+
+@pytest.mark.parametrize("source", [of_python, of_jsonl, of_an_environment])
+def test_a_null_that_the_data_has_is_kept_whoever_gives_it(tmp_path, source):
+    (problem,) = source(tmp_path, rows_with_null())
+    assert problem.prompt[1] == problem.solution[0] == nothing_given()
+
+
+def test_a_dataset_from_python_is_padded(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
+    other = {"prompt": [{"role": "user", "content": "add", "name": "bob"}]}
+    one, two = of_a_dataset(tmp_path, [row | {"answer": "5"}, other | {"answer": "6"}])
+    assert "None" not in str(one.prompt) + str(two.prompt)
+    assert one.prompt == tuple(row["prompt"])
 
 
 def test_what_makes_two_prompts_the_same_is_as_before_without_further_keys():

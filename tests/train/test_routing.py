@@ -126,7 +126,7 @@ def test_warm_starts_of_other_router_losses_are_other_files(tmp_path: Path) -> N
     paths = set()
     for i, changes in enumerate(({}, {"train.router_aux_loss_coef": 0.1}, {"train.compare_routing": True})):
         session = build(tiny_config(tmp_path / str(i), EXPERTS | changes | {"task.reward": None}))
-        paths.add(cache_path(session.config, session.model).name)
+        paths.add(cache_path(session.config, session.model, session.task, session.tokenizer).name)
     assert len(paths) == 2
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from jetrl.config import Config
-from jetrl.errors import UserError
+from jetrl.errors import Notice, UserError
 from jetrl.model.shards import Part
 from jetrl.parallel import host
 from jetrl.parallel.agreement import common
@@ -144,7 +144,7 @@ def beside(config: Config, spec: ModelSpec, world: World) -> Beside:
         ))
     if world.first:
         warnings.warn(f'{short}: the run waits for each checkpoint. checkpoint.background = "off" says so without this '
-                      "warning.", stacklevel=2)
+                      "warning.", Notice, stacklevel=2)
     return Beside()
 
 

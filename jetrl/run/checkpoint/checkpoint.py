@@ -33,7 +33,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from jetrl.errors import RESUME, UserError
+from jetrl.errors import Notice, UserError
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.agreement import by_all, by_first, together
@@ -111,7 +111,7 @@ def _told(temporary: Path, final: Path) -> Iterator[None]:
     folder = final.parent
     try:
         with store.told_if_full(f"the checkpoint {final}", folder, lambda: (
-            f"{left(folder)} Free some space, then continue with {RESUME}."
+            f"{left(folder)} Free some space, then continue with --resume."
         )):
             yield
     except (OSError, SafetensorError) as error:
@@ -119,7 +119,7 @@ def _told(temporary: Path, final: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"{temporary} was removed, at least in part, while the checkpoint was written there ({error}). "
-            f"{left(folder)} Keep the folder of a run in place while it runs, then continue with {RESUME}."
+            f"{left(folder)} Keep the folder of a run in place while it runs, then continue with --resume."
         ) from error
 
 
@@ -386,7 +386,8 @@ def _warned(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{path} cannot be removed ({error}) and takes disk space: remove it yourself.", stacklevel=3)
+        text = f"{path} cannot be removed ({error}) and takes disk space: remove it yourself."
+        warnings.warn(text, Notice, stacklevel=3)
 
 
 def verify_model(path: Path) -> None:

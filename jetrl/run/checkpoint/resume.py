@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jetrl import moved
+from jetrl.chat.tokenizer import content_of
 from jetrl.config import Config, sections
 from jetrl.config.load import by_full_key, changes_no_bit
 from jetrl.config.paths import path_values
 from jetrl.config.toml import toml_literal
 from jetrl.errors import UserError
-from jetrl.run.checkpoint import store
+from jetrl.hashing import sha256_of_file
 from jetrl.run.checkpoint.checkpoint import Meta
 from jetrl.tasks.task import holds_out
 from jetrl.user_code.from_python import ARGUMENTS, MARK, NOTHING, FromPython, same_objects
@@ -68,20 +69,27 @@ def check(path: Path, meta: Meta, given: Config, absolute: Config, flow_digest: 
 DATA = ("task.train_file", "task.eval_file")
 
 
-def data_digests(config: Config, own: FromPython = NOTHING) -> dict[str, str]:
-    """SHA-256 of the local data files that the config names, and of the rows that a program gave, by key."""
+TOKENIZER = "tokenizer"  # key of a digest: it may come with model.path
+
+
+def data_digests(config: Config, tokenizer: Any, own: FromPython = NOTHING) -> dict[str, str]:
+    """SHA-256 of the local data files that the config names, of the rows that a program gave, and of what the tokenizer
+    makes of them, by key."""
     files = {key: Path(value) for key, value in path_values(config).items() if key in DATA}
-    return {key: store.sha256(file) for key, file in files.items() if file.is_file()} | own.digests
+    found = {key: sha256_of_file(file) for key, file in files.items() if file.is_file()} | own.digests
+    return found | {TOKENIZER: content_of(tokenizer)}
 
 
 def check_data(path: Path, meta: Meta, config: Config, data: Mapping[str, str]) -> None:
-    """UserError if a local data file has another content than when the checkpoint was written."""
+    """UserError if a local data file, or the tokenizer, has another content than when the checkpoint was written."""
     changed = [key for key, digest in meta.data.items() if data.get(key, digest) != digest]
     if changed and not config.checkpoint.allow_changed_data:
         values = path_values(config)
+        values[TOKENIZER] = str(config.model.tokenizer or config.model.path)
         files = ", ".join(f"{key} ({'rows from Python' if values[key] == MARK else values[key]})" for key in changed)
+        other = "problems" if changed != [TOKENIZER] else "tokens (its vocabulary, rules or chat template)"
         raise UserError(
-            f"{files}: the content has changed since {path} was written, so the run would go on with other problems. "
+            f"{files}: the content has changed since {path} was written, so the run would go on with other {other}. "
             "Put the file back, or go on with the new one by checkpoint.allow_changed_data=true."
         )
 

@@ -93,7 +93,8 @@ def save(session: Session, run_dir: Path) -> None:
     if session.beside.copies:
         model = sum(prod(part.size) for name, part in parts.items() if name.startswith("model."))
         whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
-        session.beside.start(writing, whole + 2 * model)  # once more in BF16
+        small = sum(map(len, (session.model_files or {}).values()))
+        session.beside.start(writing, whole + 2 * model + small)  # the model once more in BF16, its tokenizer
     else:
         writing.finish()
     session.saved_step = session.step

@@ -10,7 +10,6 @@ A `sealed` folder has `files.json` next to the tensors, with the SHA-256 of each
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from jetrl.errors import UserError, disk_full
+from jetrl.hashing import sha256_of_file
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
 from jetrl.parallel.agreement import by_all, by_first, together
@@ -267,17 +267,12 @@ def unseal(
             raise UserError(f"{folder} cannot be read ({error}). {advice}") from error
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def sha256_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """SHA-256 of files below `folder`, by name, in the order of `names`."""
     paths = [folder / name for name in names]
     try:
         with ThreadPoolExecutor(_HASHING) as pool:  # hashing lets other threads run
-            found = list(pool.map(sha256, paths))
+            found = list(pool.map(sha256_of_file, paths))
     except RuntimeError:  # Python ends, and starts no more threads: a program's last checkpoint is waited for then
-        found = list(map(sha256, paths))
+        found = list(map(sha256_of_file, paths))
     return dict(zip(names, found, strict=True))

@@ -106,6 +106,7 @@ def request(i: int, tokens: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> Req
         (WHOLE, {"precision": "fp8_rollout", "quant.num_first_layers_in_bf16": 1}, 0.3),
         (WHOLE, {"precision": "fp8", "quant.weight_scale": "pow2", "quant.activation_scale": "pow2"}, 0.3),
         ({}, {"precision": "fp8", "vllm.partial_blocks": "bf16"}, 0.3),
+        ({}, {"precision": "w8a16", "quant.num_last_layers_in_bf16": 1}, 0.02),
     ],
     ids=str,
 )

@@ -71,7 +71,7 @@ def rows_of(session: Session, batch: PackedBatch) -> tuple[Tensor, Tensor, Tenso
     return logprobs, advs, ids
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout", "w8a16"])
 def test_an_update_moves_the_log_probs_along_the_advantages(tmp_path: Path, precision: str) -> None:
     changes = {"precision": precision, "rollout.prompts_per_step": 8, "train.lr": 3e-4}
     session, (batch,) = sampled(tmp_path, changes)
@@ -194,7 +194,8 @@ def test_a_failed_update_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("precision", "kernels", "engine_keeps", "kept"),
     [("fp8", "hopper", True, True), ("bf16", "hopper_scaled_mm", True, True), ("fp8", "hopper_scaled_mm", True, False),
-     ("fp8_rollout", "reference", True, False), ("fp8", "hopper", False, False)],
+     ("fp8_rollout", "reference", True, False), ("fp8", "hopper", False, False), ("w8a16", "hopper", True, True),
+     ("w8a16", "hopper_scaled_mm", True, True)],
 )
 def test_where_the_bits_are_promised(
     tmp_path: Path, precision: str, kernels: str, engine_keeps: bool, kept: bool

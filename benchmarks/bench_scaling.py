@@ -49,7 +49,7 @@ from jetrl.parallel.spawn import spawn
 from jetrl.parallel.world import World
 from jetrl.report.console import Display
 from jetrl.report.recorder import NoRecorder
-from jetrl.rollout.requests import STEP_STRIDE, Asked
+from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
 from jetrl.rollout.rollout import Rollout, roll_out
 from jetrl.run import loop
 from jetrl.run.checkpoint import state
@@ -236,7 +236,7 @@ def ragged(session: Session, args: argparse.Namespace) -> Iterator[dict[str, Any
         for i in range(len(of_all) // 8)
     ]
     sampling = SamplingParams(args.cap, ignore_eos=True)
-    asked = Asked(sampling, 8, 0)
+    asked = RolloutRequest(sampling, 8, 0)
     engine = Ragged(session.engine, of_all)
     own = range(number * world.rank // 8, number * (world.rank + 1) // 8)
 

@@ -34,7 +34,7 @@ from jetrl.model.rope import rope_tables
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel import launch
-from jetrl.parallel.agreement import by_first
+from jetrl.parallel.agreement import on_rank0
 from jetrl.parallel.spawn import spawn
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
@@ -230,7 +230,7 @@ def on_rank(args: argparse.Namespace) -> None:
         config = stand_in_config(args.recipe, folder, spec, args.tokens, args.response, "auto")
         (folder / "run.toml").write_text(to_toml(config.model_copy(update={"device": "auto", "kernels": "auto"})))
 
-    by_first(world, written)
+    on_rank0(world, written)
     config = resolve(load_config(folder / "run.toml", args.overrides), cuda_available=torch.cuda.is_available())
     rows, parity = world.gather(measure(config, folder, world)), 0.0
     if world.first:

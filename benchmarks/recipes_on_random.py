@@ -32,7 +32,7 @@ from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml
 from jetrl.huggingface.config import hf_config
 from jetrl.parallel import launch
-from jetrl.parallel.agreement import by_first
+from jetrl.parallel.agreement import on_rank0
 from jetrl.parallel.spawn import spawn
 from jetrl.parallel.world import ALONE, World
 from jetrl.report.recorder import read_metrics
@@ -126,7 +126,7 @@ def on_rank(args: argparse.Namespace) -> None:
         config = stand_in_config(args.one, folder, spec, args.tokens, args.response)
         (folder / "run.toml").write_text(to_toml(config.model_copy(update={"device": "auto", "kernels": "auto"})))
 
-    by_first(world, written)
+    on_rank0(world, written)
     config = resolve(load_config(folder / "run.toml", []), cuda_available=torch.cuda.is_available())
     if not world.alone:
         from memory_by_part import random_on_device  # which reads `stand_in_config` from here

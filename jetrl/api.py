@@ -27,7 +27,7 @@ from jetrl.huggingface.files import some
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.agreement import by_each, same_everywhere, together
+from jetrl.parallel.agreement import on_every_rank, same_everywhere, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.parity.model_under_test import (
     as_trained,
@@ -320,8 +320,8 @@ def evaluate_checkpoint(
     with together(world):
         config = evaluation_config(where, recipe, overrides, revision)
     # on each machine one rank reads the files to compare them with their hashes
-    folder = by_each(world, lambda: model_folder(where, revision, verify=world.local_rank == 0))
-    config = by_each(world, lambda: evaluated_config(config, folder, overrides))
+    folder = on_every_rank(world, lambda: model_folder(where, revision, verify=world.local_rank == 0))
+    config = on_every_rank(world, lambda: evaluated_config(config, folder, overrides))
     session = build(config, evaluates=True, world=world)
     if not world.alone:
         same_everywhere(world, **{f"the model in {folder}": fingerprint(session.model)})

@@ -136,7 +136,7 @@ def train(
 
     world = launch.join()  # before anything that loads torch: a signal in the first seconds is not lost
     from jetrl.config.paths import in_own_folder
-    from jetrl.parallel.agreement import by_first, together
+    from jetrl.parallel.agreement import on_rank0, together
     from jetrl.run import start as entry
     from jetrl.run.loop import StopRequest, run
 
@@ -156,7 +156,7 @@ def train(
             entry.require_resumable(entry.run_dir_of(own))
         return own
 
-    config = by_first(world, own_place)
+    config = on_rank0(world, own_place)
     run_dir = entry.run_dir_of(config)
     with StopRequest(world) as stop:
         ended = run(config, run_dir, sys.argv, stop)

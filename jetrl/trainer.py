@@ -23,7 +23,7 @@ from jetrl.config import Config
 from jetrl.engine.engine import PagedEngine
 from jetrl.errors import UserError, of_system
 from jetrl.huggingface.export import HF_SUBFOLDER
-from jetrl.parallel.agreement import by_first, together
+from jetrl.parallel.agreement import on_rank0, together
 from jetrl.parallel.launch import world_of_program
 from jetrl.phrases import for_python
 from jetrl.program import Program, placed, program, refuse_others
@@ -116,7 +116,7 @@ class Trainer:
         self._console = None if verbose else Output(file=io.StringIO(), quiet=True)
         say: Callable[[str], object] = print if verbose else str
         with _as_messages():
-            config = by_first(self._world, lambda: placed(found, run_dir is not None, resume is True, say).config)
+            config = on_rank0(self._world, lambda: placed(found, run_dir is not None, resume is True, say).config)
         found = Program(config, found.own, Path(config.output_dir) / config.name)
         self.run_dir = found.run_dir.absolute()
         self._open(found)

@@ -1,4 +1,4 @@
-"""`Prompts`: requests with equal prompts, which share one prefill. No torch."""
+"""`PrefixSharing`: requests with equal prompts, which share one prefill. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Prefix, Tracked
 
 
-class Prompts:
+class PrefixSharing:
     """The prompts of all requests that wait or run."""
 
     def __init__(self, allocator: PageAllocator) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from jetrl.engine.limits import check_sizes, most_tokens
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Finished, Plan, Prefix, Step, Tracked
-from jetrl.engine.prefixes import Prompts
+from jetrl.engine.prefixes import PrefixSharing
 from jetrl.engine.slots import Slots
 from jetrl.engine.turns import Turns
 from jetrl.errors import UserError
@@ -48,7 +48,7 @@ class Scheduler:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step)):
             if value < 1:
                 raise UserError(f"rollout.{name} = {value}; it must be at least 1.")
-        self.allocator, self.prompts, self.turns = allocator, Prompts(allocator), Turns(allocator)
+        self.allocator, self.prompts, self.turns = allocator, PrefixSharing(allocator), Turns(allocator)
         self.max_tokens_per_step, self.max_position = max_tokens_per_step, max_position
         self.num_preemptions = self.num_steps = self.num_computed_tokens = self.num_drawn_tokens = 0
         self.num_added = 0

@@ -79,7 +79,7 @@ def together(world: World) -> Iterator[None]:
     agree(world, mistake)
 
 
-def by_first(world: World, make: Callable[[], T]) -> T:
+def on_rank0(world: World, make: Callable[[], T]) -> T:
     """`make()` of rank 0, on every rank: for the disk, and for code of the user's that need not repeat itself.
 
     The others wait without a time limit. A mistake is raised on all. No collective may stand in `make`.
@@ -98,7 +98,7 @@ def by_first(world: World, make: Callable[[], T]) -> T:
     return world.share(made)  # type: ignore[no-any-return]
 
 
-def by_each(world: World, make: Callable[[], T]) -> T:
+def on_every_rank(world: World, make: Callable[[], T]) -> T:
     """`make()` on every rank, and on each machine by one first: what it downloads, the others find there.
 
     No rank has a time limit. A mistake is raised on all. No collective may stand in `make`.
@@ -118,7 +118,7 @@ def by_each(world: World, make: Callable[[], T]) -> T:
     return made[0]
 
 
-def by_all(world: World, make: Callable[[], T]) -> list[T]:
+def gather_from_ranks(world: World, make: Callable[[], T]) -> list[T]:
     """`make()` on every rank at once; what each has made, in rank order, on all of them.
 
     No rank has a time limit: for the disk. A mistake is raised on all. No collective may stand in `make`.

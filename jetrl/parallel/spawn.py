@@ -71,7 +71,7 @@ def _launch(nproc: int, argv: Sequence[str], folder: Path) -> tuple[int, str]:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=quiet),
         signals_to_handle="SIGQUIT",  # the others are handed on
     )
-    with _Hand(folder, nproc) as hand:
+    with SignalForwarder(folder, nproc) as hand:
         try:
             elastic_launch(config, sys.executable)(*argv)
         except ChildFailedError as error:
@@ -98,7 +98,7 @@ def _environment(nproc: int, num_threads: int | None, folder: str) -> Iterator[N
         os.environ.update(before)
 
 
-class _Hand:
+class SignalForwarder:
     """Hands the user's signals on to the ranks, as soon as each has given its process id, and ends ranks that do not
     end themselves: the launcher asks them by SIGTERM, which does not reach one that is stopped, for 30 s."""
 
@@ -108,7 +108,7 @@ class _Hand:
         self._thread = threading.Thread(target=self._run, name="jetrl-signals", daemon=True)
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> _Hand:
+    def __enter__(self) -> SignalForwarder:
         for number in (signal.SIGINT, signal.SIGTERM, *hangup()):
             self._before[number] = signal.signal(number, self._ask)
         self._thread.start()

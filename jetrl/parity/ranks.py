@@ -32,7 +32,7 @@ from jetrl.errors import UserError
 from jetrl.model.shards import Shard, shard_of
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published_bytes
-from jetrl.parallel.agreement import by_each, common, same_everywhere, together
+from jetrl.parallel.agreement import common, on_every_rank, same_everywhere, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.parity.certificate import Certificate, certify
 from jetrl.parity.model_under_test import Subject, told_if_not_finite
@@ -50,7 +50,7 @@ from jetrl.parity.rows import (
     row_bits,
 )
 from jetrl.rollout.queue import Queues
-from jetrl.rollout.requests import STEP_STRIDE, Asked
+from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
 from jetrl.rollout.rollout import Rollout, roll_out
 from jetrl.run.setup import build_learner
 from jetrl.run.start import require_alike
@@ -76,7 +76,7 @@ def certified(
     with together(world):
         check_sizes(work_on(1))  # before the model is read
         masters = _masters_of(update, world)
-    subject = by_each(world, find)
+    subject = on_every_rank(world, find)
     require_alike(world, subject.config, model=subject.name)
     work = work_on(page_size_on(subject.config.device))
     if world.alone:
@@ -158,7 +158,7 @@ def samples_link(model: Transformer, work: Workload, world: World) -> tuple[Roll
     prompts = [Prompt(i, Problem(str(i), "", ""), tuple(t)) for i, t in enumerate(tokens)]
     # every 32nd token ends an answer, so that lengths differ and ranks are free at different times
     sampling = SamplingParams(work.new_tokens, stop_token_ids=tuple(range(0, vocabulary, 32)), seed=work.seed)
-    asked = Asked(sampling, _SAMPLES, STEP_STRIDE)
+    asked = RolloutRequest(sampling, _SAMPLES, STEP_STRIDE)
     number = len(prompts) * _SAMPLES
     slots = max(1, number // (3 * world.size))  # most of the work is shared as slots fall free
     shared = roll_out(_engine(model, work, slots), prompts, asked, queues=Queues(world, slots))

@@ -11,7 +11,7 @@ STEP_STRIDE = 1 << 24  # request ids of a step: step * stride + number; evaluati
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RolloutRequest:
     """`count` trajectories per prompt; trajectory i of all has id `first_id + i`, which names its random stream.
 
     `sampling.max_tokens` bounds all tokens after the prompt, the environment's included; `max_turn_tokens` bounds those
@@ -25,7 +25,7 @@ class Asked:
     max_turn_tokens: int | None = None
 
 
-def train_asked(config: Config, step: int, first_number: int = 0) -> Asked:
+def train_asked(config: Config, step: int, first_number: int = 0) -> RolloutRequest:
     """`group_size` trajectories per prompt; ids never repeat in a run. Later rounds of a step set `first_number`, the
     number of trajectories in the rounds before."""
     assert step >= 1 and first_number >= 0
@@ -33,14 +33,14 @@ def train_asked(config: Config, step: int, first_number: int = 0) -> Asked:
     sampling = SamplingParams(
         r.max_response_length, r.temperature, r.top_p, r.top_k, r.min_p, tuple(r.stop), seed=config.seed
     )
-    return Asked(sampling, r.group_size, step * STEP_STRIDE + first_number, *_turns(config))
+    return RolloutRequest(sampling, r.group_size, step * STEP_STRIDE + first_number, *_turns(config))
 
 
-def eval_asked(config: Config) -> Asked:
+def eval_asked(config: Config) -> RolloutRequest:
     """`eval.num_samples` trajectories per held-out prompt; the same random streams at every evaluation."""
     length = config.eval.max_response_length or config.rollout.max_response_length
     sampling = SamplingParams(length, config.eval.temperature, stop=tuple(config.rollout.stop), seed=config.seed)
-    return Asked(sampling, config.eval.num_samples, 0, *_turns(config))
+    return RolloutRequest(sampling, config.eval.num_samples, 0, *_turns(config))
 
 
 def _turns(config: Config) -> tuple[int, int | None]:

@@ -18,7 +18,7 @@ from jetrl.engine.limits import RefusedRequest
 from jetrl.errors import UserError
 from jetrl.parallel.agreement import MISTAKES, agree
 from jetrl.rollout.queue import Abandoned, Everything, Queues, Source
-from jetrl.rollout.requests import STEP_STRIDE, Asked
+from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
 from jetrl.types import (
     Completion,
     Conversations,
@@ -70,7 +70,7 @@ class Rollout:
 def roll_out(
     engine: Engine,
     prompts: Sequence[Prompt],
-    asked: Asked,
+    asked: RolloutRequest,
     conversations: Conversations | None = None,
     on_step: Callable[[StepReport], None] | None = None,
     queues: Queues | None = None,
@@ -104,7 +104,7 @@ def roll_out(
 
 
 def _run(
-    engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
+    engine: Engine, prompts: Sequence[Prompt], asked: RolloutRequest, conversations: Conversations | None,
     on_step: Callable[[StepReport], None] | None, source: Source, on_group: Callable[[int, Group], None] | None,
 ) -> dict[int, Trajectory]:
     """The trajectories that `source` gives, by number."""
@@ -121,7 +121,7 @@ def _run(
 
 
 def _shared(
-    engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
+    engine: Engine, prompts: Sequence[Prompt], asked: RolloutRequest, conversations: Conversations | None,
     on_step: Callable[[StepReport], None] | None, queues: Queues, on_group: Callable[[int, Group], None] | None,
 ) -> tuple[dict[int, Trajectory], tuple[RankPart, ...]]:
     """This rank's part of the work, then everybody's."""
@@ -226,7 +226,7 @@ class _Driver:
     """One `roll_out` call, on one rank."""
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Prompt], asked: Asked, conversations: Conversations | None,
+        self, engine: Engine, prompts: Sequence[Prompt], asked: RolloutRequest, conversations: Conversations | None,
         source: Source, on_group: Callable[[int, Group], None] | None = None,
     ) -> None:
         number = len(prompts) * asked.count

@@ -10,7 +10,7 @@ from rich.console import Console
 from jetrl.config import Config, switched_off
 from jetrl.config.toml import split_override
 from jetrl.errors import UserError
-from jetrl.parallel.agreement import by_first
+from jetrl.parallel.agreement import on_rank0
 from jetrl.parallel.world import World
 from jetrl.report.console import comparison
 from jetrl.report.html import write_report
@@ -41,16 +41,16 @@ def run_all(
 
     The report is None if the user stopped a run, which is then the last folder. A collective of `world`.
     """
-    configs = by_first(world, lambda: [pinned(config)[0] for config in configs])  # a branch on the hub may move
+    configs = on_rank0(world, lambda: [pinned(config)[0] for config in configs])  # a branch on the hub may move
     folders: list[Path] = []
     for given in configs:
-        config = by_first(world, lambda: entry.placed(_named(given), say))  # noqa: B023  # called at once
+        config = on_rank0(world, lambda: entry.placed(_named(given), say))  # noqa: B023  # called at once
         folders.append(entry.run_dir_of(config))
         with StopRequest(world) as stop:
             if not run(config, folders[-1], command, stop):
                 return folders, None
     target = folders[0].parent / f"{configs[0].name}-compare.html"
-    return folders, by_first(world, lambda: write_report(folders, target))
+    return folders, on_rank0(world, lambda: write_report(folders, target))
 
 
 def tell(folders: Sequence[Path], report: Path | None, console: Console) -> None:

@@ -11,7 +11,7 @@ from jetrl.config import Config
 from jetrl.environments.environment import TOOLS
 from jetrl.environments.tools import tool_stats
 from jetrl.errors import UserError
-from jetrl.parallel.agreement import by_all, by_first, common
+from jetrl.parallel.agreement import common, gather_from_ranks, on_rank0
 from jetrl.rewards.group_scores import GroupScores, scores_beside
 from jetrl.rewards.results import Scores, tell_state
 from jetrl.rewards.score import Scored, nothing_scored, reward_metrics, rewards_of, with_rewards
@@ -115,7 +115,7 @@ def scored(session: Session, rollout: Rollout, config: Config | None, early: Gro
     at_limit, signal = session.config.environment.at_limit, session.config.rl.signal
     in_turns = session.conversations is not None
     known = _known(session, rollout, early) if early is not None else {}
-    rewards = by_first(session.world, lambda: rewards_of(
+    rewards = on_rank0(session.world, lambda: rewards_of(
         rollout.groups, session.reward, config, conversations=in_turns, at_limit=at_limit, known=known, signal=signal
     ))
     result = with_rewards(rollout.groups, rewards, replaced=session.reward is not None, at_limit=at_limit)
@@ -124,7 +124,7 @@ def scored(session: Session, rollout: Rollout, config: Config | None, early: Gro
 
 def _known(session: Session, rollout: Rollout, early: GroupScores) -> dict[int, list[Scores]]:
     """What all ranks have scored early, by the group's place in the rollout."""
-    by_prompt = {place: parts for own in by_all(session.world, early.take) for place, parts in own.items()}
+    by_prompt = {place: parts for own in gather_from_ranks(session.world, early.take) for place, parts in own.items()}
     return {i: by_prompt[place] for i, place in enumerate(rollout.places) if place in by_prompt}
 
 

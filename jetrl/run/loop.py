@@ -23,7 +23,7 @@ from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.parallel import launch
-from jetrl.parallel.agreement import by_first, common, together
+from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.progress import PROGRESS
 from jetrl.parallel.world import World
@@ -199,7 +199,7 @@ def opened(
     """
     run_dir, world = run_dir.absolute(), stop.world
     stop.phase, stop.saves = "start", config.checkpoint.save_interval > 0
-    found = by_first(world, lambda: state.find(config, run_dir))
+    found = on_rank0(world, lambda: state.find(config, run_dir))
 
     def bound() -> tuple[Config, list[Pin]]:
         before = pins_of((found.parent.parent if found is not None else run_dir) / ENV_FILE)
@@ -207,8 +207,8 @@ def opened(
 
     if world.first:
         trust.remember(config)
-    config, pins = by_first(world, bound)
-    by_first(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
+    config, pins = on_rank0(world, bound)
+    on_rank0(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
         session = build(config, weights=found is None, world=world, displays=Compiling, own=own)
@@ -230,7 +230,7 @@ def _recorded(
 ) -> Iterator[Run]:
     """The run with its folder and its display."""
     config, world = session.config, session.world
-    session.data = by_first(world, lambda: data_digests(config, session.tokenizer, session.own))
+    session.data = on_rank0(world, lambda: data_digests(config, session.tokenizer, session.own))
     if found is not None:
         state.restore(session, found, run_dir)
     about = "; ".join(filter(None, [session.task.describe(), epochs_told(config, session.task)]))
@@ -252,7 +252,7 @@ def _recorded(
                 sampler = "" if session.engine.keeps_bits else config.rollout.engine
                 write_whole(run_dir / "flow.svg", flow_svg(session.model.spec, session.model.recipe, sampler))
         in_turns = session.conversations is not None
-        by_first(world, lambda: check_gold(session.task, session.reward, session.tokenizer, conversations=in_turns))
+        on_rank0(world, lambda: check_gold(session.task, session.reward, session.tokenizer, conversations=in_turns))
         try:
             yield Run(session, recorder, clock, run_dir, stop, found, page)
         except GivenUp:  # a rollout, or rewards: nothing in the session has changed

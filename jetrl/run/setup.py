@@ -20,7 +20,7 @@ from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.critic import Critic
 from jetrl.model.sharding import fill, own_rows, shard_like, shard_model
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.agreement import by_each, together
+from jetrl.parallel.agreement import on_every_rank, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
@@ -179,7 +179,7 @@ def begin(
     torch.use_deterministic_algorithms(True)
     # the setting above also fills every new tensor with NaN, an extra pass over memory; our ops write all they return
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    plan = by_each(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
+    plan = on_every_rank(world, lambda: prepare(config, trains=trains, samples=samples, own=own))
     if trains:
         config = in_steps(config, plan.task)
     # before the model: workers need memory of the GPU
@@ -246,7 +246,7 @@ def build_model(
             lean_backward=config.train.lean_backward,
         )
     shard_model(model, world)
-    source = by_each(world, lambda: model_source(config, weights=True)) if weights else None
+    source = on_every_rank(world, lambda: model_source(config, weights=True)) if weights else None
     with together(world):
         if source is not None:
             load_weights(model, source, device)

@@ -31,7 +31,7 @@ from jetrl.errors import UserError
 from jetrl.hashing import sha256_of_file
 from jetrl.model.sharding import digest, fill, parts_of, shard_model
 from jetrl.model.transformer import Transformer
-from jetrl.parallel.agreement import by_first, common, together
+from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
 from jetrl.rl.losses import Stats
@@ -131,7 +131,7 @@ def warm_start(
     with together(world):
         config = with_tools(config)
     path = world.share(cache_path(config, model, task, tokenizer, world, given))
-    if by_first(world, path.is_dir):
+    if on_rank0(world, path.is_dir):
         if world.first:
             tell(f"warm start loaded from {path}")
         with together(world):

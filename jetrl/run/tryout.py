@@ -24,7 +24,7 @@ from jetrl.rewards.calls import WeightedReward, reward_name
 from jetrl.rewards.function import RewardFunction
 from jetrl.rewards.loading import import_reward, needs_answer
 from jetrl.rewards.score import score_parts
-from jetrl.rollout.requests import STEP_STRIDE, Asked
+from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
 from jetrl.rollout.rollout import roll_out
 from jetrl.run.prepare import scoring
 from jetrl.tasks.gold import required_reward
@@ -175,7 +175,7 @@ def try_out(trial: Trial, turns: Iterator[str], say: Say) -> int:
     engine, shown = _Script(trial, turns, say), _Shown(trial, say)
     e, longest = config.environment, config.rollout.max_response_length
     sampling = SamplingParams(longest, stop=tuple(config.rollout.stop))
-    asked = Asked(sampling, 1, first, e.max_turns, e.max_turn_tokens)
+    asked = RolloutRequest(sampling, 1, first, e.max_turns, e.max_turn_tokens)
     where = "" if trial.rendered else " (no tokenizer: limits in tokens do not hold; give --template)"
     say(f"{trial.pool.factory.name}, problem {printable(trial.prompt.problem.id)}{where}")
     try:

@@ -40,7 +40,7 @@ IN_FLIGHT = 2  # matrices on their way while the backward pass goes on
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Round:
     """What all ranks do at once: the micro-batch of each (None: none), and how many of them, from the first on, then
     send their sum (0: the lanes go on)."""
 
@@ -49,7 +49,7 @@ class Turn:
     last: bool
 
 
-def turns_of(count: int, lanes: int, size: int) -> list[Turn]:
+def turns_of(count: int, lanes: int, size: int) -> list[Round]:
     """The turns of `size` ranks over `count` micro-batches in `lanes` lanes. An empty lane is none."""
     lanes = min(lanes, count)
     found = []
@@ -59,7 +59,7 @@ def turns_of(count: int, lanes: int, size: int) -> list[Turn]:
             own = [lane + number - first for lane in group]
             micro = tuple(own[r] if r < len(own) and own[r] < count else None for r in range(size))
             ends = number + lanes >= count
-            found.append(Turn(micro, len(group) if ends else 0, ends and first + size >= lanes))
+            found.append(Round(micro, len(group) if ends else 0, ends and first + size >= lanes))
     return found
 
 
@@ -82,9 +82,9 @@ def _lanes(count: int, world: World, reduction: Reduction, lanes: int | None) ->
 class GradientSum(Protocol):
     """The gradients of one update. After the last turn `.grad` of every parameter is the sum (of its own rows)."""
 
-    turns: list[Turn]
+    turns: list[Round]
 
-    def turn(self, turn: Turn) -> AbstractContextManager[None]:
+    def turn(self, turn: Round) -> AbstractContextManager[None]:
         """Around the backward pass of this rank's micro-batch, if it has one. Collective."""
         ...
 
@@ -111,12 +111,12 @@ def gradient_sum(
 class InPlace:
     """One process adds up where kernels and autograd do."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Turn], tokens: Sequence[Tensor] = ()) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Round], tokens: Sequence[Tensor] = ()) -> None:
         self._parameters, self.turns, self._tokens = parameters, turns, tokens
         self._waiting = ExitStack()  # from the first turn to the last, or the first that fails
 
     @contextmanager
-    def turn(self, turn: Turn) -> Iterator[None]:
+    def turn(self, turn: Round) -> Iterator[None]:
         if turn is self.turns[0] and not turn.last:
             matrices = [p for p in self._parameters if p.requires_grad and p.ndim > 1]
             self._waiting.enter_context(first_waits(matrices))
@@ -155,7 +155,7 @@ class _Flight(NamedTuple):
 class Exchanged:
     """The sum over lanes, which the ranks exchange. A `GradientSink`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Turn], world: World) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Round], world: World) -> None:
         self._world, self.turns = world, turns
         trained = [p for p in parameters if p.requires_grad]
         self._vectors = [p for p in trained if p.ndim == 1]
@@ -169,7 +169,7 @@ class Exchanged:
         self._left: list[int] = []
 
     @contextmanager
-    def turn(self, turn: Turn) -> Iterator[None]:
+    def turn(self, turn: Round) -> Iterator[None]:
         self._senders = turn.senders
         # without an exchange nothing is ever complete
         self._left = [num_sources(p) if turn.senders else 1 << 30 for p in self._plan]

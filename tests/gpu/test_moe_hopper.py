@@ -333,4 +333,4 @@ def test_gradients_of_the_router(ops, shape: tuple[int, int, int, int]) -> None:
     assert relative_error(dw, dz.double().T @ x.double()) < 1e-5, "not in full FP32"
     assert torch.equal(dw, ops.router_backward(dz, x, w)[1])
     far = torch.cat([dz, dz * 2.0**-80, dz * 2.0**100])
-    assert torch.equal(sum(t.double() for t in ops.thirds(far)), far.double()), "thirds are not exact"
+    assert torch.equal(sum(t.double() for t in ops.split_fp32_into_bf16(far)), far.double()), "the parts are not exact"

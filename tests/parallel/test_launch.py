@@ -21,7 +21,7 @@ from jetrl.parallel import launch
 from jetrl.parallel.agreement import agree, same_everywhere, together
 from jetrl.parallel.launch import is_rank, join
 from jetrl.parallel.progress import LostContact, came_by_lost_contact
-from jetrl.parallel.spawn import _Hand, spawn
+from jetrl.parallel.spawn import SignalForwarder, spawn
 from jetrl.parallel.watch import Failure, who
 from jetrl.parallel.world import ALONE
 
@@ -241,16 +241,16 @@ def test_no_thread_is_left_to_look_into_the_removed_folder(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that had been looking for error files printed a traceback after a good run."""
-    looking, pids = threading.Event(), _Hand._pids
+    looking, pids = threading.Event(), SignalForwarder._pids
 
-    def slowly(hand: _Hand) -> dict[int, int]:
+    def slowly(hand: SignalForwarder) -> dict[int, int]:
         looking.set()
         time.sleep(0.5)
         return pids(hand)
 
-    monkeypatch.setattr(_Hand, "_pids", slowly)
+    monkeypatch.setattr(SignalForwarder, "_pids", slowly)
     before = signal.getsignal(signal.SIGINT)
-    with suppress(RuntimeError), _Hand(tmp_path, 2):
+    with suppress(RuntimeError), SignalForwarder(tmp_path, 2):
         assert looking.wait(10)
         if what == "fails":
             raise RuntimeError

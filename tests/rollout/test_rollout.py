@@ -11,7 +11,7 @@ import pytest
 from hash_model import HashModel, Letters, learners_logprobs, make_engine, real_model, straight
 
 from jetrl.errors import UserError
-from jetrl.rollout.requests import STEP_STRIDE, Asked, eval_asked, train_asked
+from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest, eval_asked, train_asked
 from jetrl.rollout.rollout import Rollout, roll_out, rollout_stats
 from jetrl.types import (
     Completion,
@@ -88,7 +88,7 @@ def ways() -> list[tuple[dict, Callable[[int, int], int]]]:
     ]
 
 
-def by_hand(key: int, asked: Asked) -> Trajectory:
+def by_hand(key: int, asked: RolloutRequest) -> Trajectory:
     """One conversation with `game`, turn by turn, by the model without cache or batch."""
     first = game(key, 0)
     segments = [Segment("environment", first.tokens, first.text)]
@@ -121,7 +121,8 @@ def by_hand(key: int, asked: Asked) -> Trajectory:
 )
 def test_conversations_are_what_they_are_by_hand(way: int, limits: tuple, stops: int, ends: set[str]) -> None:
     tokens, turns, turn_tokens = limits
-    asked = Asked(SamplingParams(tokens, stop_token_ids=tuple(range(1, stops)), seed=5), 4, 100, turns, turn_tokens)
+    sampling = SamplingParams(tokens, stop_token_ids=tuple(range(1, stops)), seed=5)
+    asked = RolloutRequest(sampling, 4, 100, turns, turn_tokens)
     sizes, delay = ways()[way]
     engine, script = make_engine(**sizes), Script(game, delay)
     reports: list[StepReport] = []
@@ -142,7 +143,7 @@ def test_conversations_are_what_they_are_by_hand(way: int, limits: tuple, stops:
 @pytest.mark.parametrize("talking", [False, True])
 def test_a_group_is_told_of_when_its_last_trajectory_has_ended(talking: bool) -> None:
     """Once each, while others are under way; without those that failed, and not at all if all of them have."""
-    asked = Asked(SamplingParams(12, stop_token_ids=(1, 2, 3), seed=5), 3, 100, *((4, 5) if talking else ()))
+    asked = RolloutRequest(SamplingParams(12, stop_token_ids=(1, 2, 3), seed=5), 3, 100, *((4, 5) if talking else ()))
 
     def some_fail(key: int, turn: int) -> Reply:
         fails = key in (100, 106, 107, 108)
@@ -165,7 +166,7 @@ def test_a_group_is_told_of_when_its_last_trajectory_has_ended(talking: bool) ->
 
 
 def test_plain_answers_are_those_of_generate() -> None:
-    asked = Asked(SamplingParams(9, top_k=12, stop_token_ids=(1, 2, 3, 4)), 3, 500)
+    asked = RolloutRequest(SamplingParams(9, top_k=12, stop_token_ids=(1, 2, 3, 4)), 3, 500)
     chat = Problem("chat", ({"role": "system", "content": "be kind"}, {"role": "user", "content": "a + b?"}), "")
     asked_of = [*prompts(3), Prompt(3, chat, (7, 8), "<think>")]
     engine, reports, plain = make_engine(max_num_seqs=4), [], []
@@ -208,7 +209,7 @@ def test_tokens_stay_as_they_were_drawn() -> None:
         add(requests)
 
     engine.add = watch  # type: ignore[method-assign]
-    asked = Asked(SamplingParams(60, stop_token_ids=(13,)), 1, 1, 6, 12)
+    asked = RolloutRequest(SamplingParams(60, stop_token_ids=(13,)), 1, 1, 6, 12)
     (group,) = roll_out(engine, prompts(1), asked, script).groups
     (t,) = group.trajectories
     assert len(t.turns) == 6 and t.end in ("length", "turns")
@@ -231,7 +232,7 @@ def test_a_trajectory_has_the_learners_logprobs(precision: str, cache: str) -> N
     model = real_model(precision, cache)
     script = Script(game, lambda key, turn: key % 3)
     engine = make_engine(model, page_size=4, kv_cache_tokens=64, max_tokens_per_step=9)
-    rollout = roll_out(engine, prompts(2), Asked(POLICY, 3, 10, 4, 6), script)
+    rollout = roll_out(engine, prompts(2), RolloutRequest(POLICY, 3, 10, 4, 6), script)
     for t in [t for g in rollout.groups for t in g.trajectories]:
         tokens = [x for s in t.segments for x in s.tokens]
         learner, at, turns = learners_logprobs(model, tokens), 0, 0
@@ -254,7 +255,7 @@ def test_failures_end_a_trajectory_and_stay_out_of_its_group() -> None:
         return game(key, turn)
 
     engine, script = make_engine(), Script(reply)
-    rollout = roll_out(engine, prompts(3), Asked(POLICY, 2, 10, 3, 4), script)
+    rollout = roll_out(engine, prompts(3), RolloutRequest(POLICY, 2, 10, 3, 4), script)
     assert [(g.prompt.index, len(g.trajectories)) for g in rollout.groups] == [(0, 1), (2, 1)]
     broken, *late, over = rollout.failed
     assert broken[0].index == 0 and (broken[1].end, broken[1].error) == ("error", "KeyError: 'x'")
@@ -273,7 +274,7 @@ def test_failures_end_a_trajectory_and_stay_out_of_its_group() -> None:
 def test_segments_of_the_environment_keep_its_messages() -> None:
     said = tuple({"role": role, "content": "x"} for role in ("tool", "user"))
     script = Script(lambda key, turn: replace(game(key, turn), messages=said[: turn + 1]))
-    (group,) = roll_out(make_engine(), prompts(1), Asked(POLICY, 1, 0, 3, 4), script).groups
+    (group,) = roll_out(make_engine(), prompts(1), RolloutRequest(POLICY, 1, 0, 3, 4), script).groups
     roles = [[m["role"] for m in s.messages] for s in group.trajectories[0].segments]
     assert roles[:4] == [["tool"], [], ["tool", "user"], []]
 
@@ -284,14 +285,14 @@ def test_no_conversation_waits_for_the_slowest() -> None:
     reports: list[StepReport] = []
     order: list[int] = []
     script.close = order.append  # type: ignore[method-assign]
-    roll_out(make_engine(), prompts(1), Asked(POLICY, 4, 0, 4, 3), script, reports.append)
+    roll_out(make_engine(), prompts(1), RolloutRequest(POLICY, 4, 0, 4, 3), script, reports.append)
     assert order[-1] == 1 and set(order[:3]) == {0, 2, 3}
     assert script.waits < len(reports) / 2, "the driver waits only where the engine has no work"
 
 
 @pytest.mark.parametrize("talking", [False, True])
 def test_an_error_leaves_engine_and_environment_without_work(talking: bool) -> None:
-    engine, asked = make_engine(page_size=2), Asked(POLICY, 3, 10, 4, 5)
+    engine, asked = make_engine(page_size=2), RolloutRequest(POLICY, 3, 10, 4, 5)
     script = Script(game) if talking else None
 
     def broken(report: StepReport) -> None:
@@ -311,16 +312,16 @@ def test_refusals_name_the_problem() -> None:
     engine = make_engine()
     plain = [*prompts(1), Prompt(1, Problem("long", "x", ""), (1,) * 100)]
     with pytest.raises(UserError, match="Problem long: request 3: .* = 140, beyond the model's 128 positions"):
-        roll_out(engine, plain, Asked(POLICY, 2, 1))
+        roll_out(engine, plain, RolloutRequest(POLICY, 2, 1))
     script = Script(lambda key, turn: Reply(key, (1,) * (100 if key == 2 else 2)))
     with pytest.raises(UserError, match="Problem p1: request 2: a conversation that begins with 100 .* 128 positions"):
-        roll_out(engine, prompts(2), Asked(POLICY, 1, 1, 2, 3), script)
+        roll_out(engine, prompts(2), RolloutRequest(POLICY, 1, 1, 2, 3), script)
     script = Script(lambda key, turn: Reply(key, (1,) if turn == 0 else (99,)))
     with pytest.raises(UserError, match="Problem p0: request 1 has tokens .*knows 0 to 39"):
-        roll_out(engine, prompts(1), Asked(POLICY, 1, 1, 2, 3), script)
+        roll_out(engine, prompts(1), RolloutRequest(POLICY, 1, 1, 2, 3), script)
     script = Script(lambda key, turn: Reply(key, (), "hm") if key == 2 else game(key, turn))
     with pytest.raises(UserError, match="Problem p1: the prompt 'hm' has no tokens"):
-        roll_out(engine, prompts(2), Asked(POLICY, 1, 1, 2, 3), script)
+        roll_out(engine, prompts(2), RolloutRequest(POLICY, 1, 1, 2, 3), script)
     assert not engine.has_work and sorted(script.closed) == [1, 2]
 
 
@@ -331,7 +332,7 @@ def test_an_action_that_ends_at_the_last_token_is_still_judged() -> None:
         assert free.tokens.tolist().index(free.tokens[7]) == 7
         script = Script(lambda key, turn: Reply(key, (1, 2), "") if turn == 0 else Reply(key, (3,), reward=5.0))
         sampling = SamplingParams(8, ignore_eos=True, stop_token_ids=() if stop is None else (stop,))
-        (group,) = roll_out(make_engine(), prompts(1), Asked(sampling, 1, 1, 4), script).groups
+        (group,) = roll_out(make_engine(), prompts(1), RolloutRequest(sampling, 1, 1, 4), script).groups
         (t,) = group.trajectories
         assert t.end == "length" and t.turns[0].tokens.tolist() == free.tokens.tolist() and len(t.segments) == 2
         assert len(script.acts[1]) == acts and t.turns[0].reward == reward
@@ -376,11 +377,11 @@ def config(environment: str | None) -> Any:
 
 def test_what_a_config_asks() -> None:
     drawn = SamplingParams(64, 0.9, 0.8, 7, 0.1, ("x",), seed=9)
-    assert train_asked(config(None), 3) == Asked(drawn, 8, 3 * STEP_STRIDE)
-    assert train_asked(config("maze"), 1, first_number=40) == Asked(drawn, 8, STEP_STRIDE + 40, 6, 32)
-    assert eval_asked(config(None)) == Asked(SamplingParams(64, 0.0, stop=("x",), seed=9), 2, 0)
+    assert train_asked(config(None), 3) == RolloutRequest(drawn, 8, 3 * STEP_STRIDE)
+    assert train_asked(config("maze"), 1, first_number=40) == RolloutRequest(drawn, 8, STEP_STRIDE + 40, 6, 32)
+    assert eval_asked(config(None)) == RolloutRequest(SamplingParams(64, 0.0, stop=("x",), seed=9), 2, 0)
     held_out = config("maze")
     held_out.eval.max_response_length = 12
-    assert eval_asked(held_out) == Asked(SamplingParams(12, 0.0, stop=("x",), seed=9), 2, 0, 6, 32)
+    assert eval_asked(held_out) == RolloutRequest(SamplingParams(12, 0.0, stop=("x",), seed=9), 2, 0, 6, 32)
     with pytest.raises(AssertionError, match="more trajectories in a step than request ids"):
         roll_out(make_engine(), prompts(1), replace(eval_asked(config(None)), first_id=STEP_STRIDE - 1))

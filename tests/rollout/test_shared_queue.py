@@ -14,7 +14,7 @@ from rollout.test_rollout import Script, game, prompts
 from jetrl.errors import UserError
 from jetrl.parallel.world import ALONE, World
 from jetrl.rollout.queue import Queues
-from jetrl.rollout.requests import Asked
+from jetrl.rollout.requests import RolloutRequest
 from jetrl.rollout.rollout import RankPart, Rollout, merged_parts, roll_out, rollout_stats
 from jetrl.types import Reply, SamplingParams
 
@@ -24,10 +24,10 @@ ROUNDS = [(5, 3, 30, False), (1, 2, 9, False), (9, 4, 20, False), (4, 3, 25, Tru
 SLOTS = 2
 
 
-def asked_in(place: int) -> Asked:
+def asked_in(place: int) -> RolloutRequest:
     _, count, tokens, talks = ROUNDS[place]
     turns = (4, 6) if talks else (1, None)
-    return Asked(SamplingParams(tokens, stop_token_ids=STOPS, seed=3), count, 1000 * (place + 1), *turns)
+    return RolloutRequest(SamplingParams(tokens, stop_token_ids=STOPS, seed=3), count, 1000 * (place + 1), *turns)
 
 
 def failing(key: int, turn: int) -> Reply:
@@ -88,7 +88,7 @@ def slowed(world: World) -> Rollout:
             return step()
 
         engine.step = slow  # type: ignore[method-assign]
-    asked = Asked(SamplingParams(12, ignore_eos=True), 4, 100)
+    asked = RolloutRequest(SamplingParams(12, ignore_eos=True), 4, 100)
     return roll_out(engine, prompts(9), asked, queues=Queues(world, SLOTS))
 
 
@@ -112,7 +112,7 @@ def broken(world: World) -> tuple[str, bool, int, int]:
             return step()
 
         engine.step = slow  # type: ignore[method-assign]
-    asked = Asked(SamplingParams(40, ignore_eos=True), 30, 100, 5, 8)
+    asked = RolloutRequest(SamplingParams(40, ignore_eos=True), 30, 100, 5, 8)
     try:
         roll_out(engine, prompts(1), asked, script, queues=queues)
         text = "no error"
@@ -120,7 +120,7 @@ def broken(world: World) -> tuple[str, bool, int, int]:
         text = str(error)
     left = engine.has_work or bool(set(script.acts) - set(script.closed))
     taken = steps
-    again = roll_out(engine, prompts(2), Asked(SamplingParams(4), 2, 0), queues=queues)
+    again = roll_out(engine, prompts(2), RolloutRequest(SamplingParams(4), 2, 0), queues=queues)
     return text, left, len(again.groups), taken
 
 
@@ -134,7 +134,7 @@ def small_cache(world: World) -> Rollout:
     """Four short prompts, then long ones. Answers are ragged, so a session does not end between them."""
     engine = make_engine(page_size=4, max_num_seqs=SLOTS)
     long = [replace(p, tokens=(3,) * (1 if p.index < 4 else 40)) for p in prompts(10)]
-    asked = Asked(SamplingParams(12, stop_token_ids=STOPS, seed=4), 1, 0)
+    asked = RolloutRequest(SamplingParams(12, stop_token_ids=STOPS, seed=4), 1, 0)
     return roll_out(engine, long, asked, queues=Queues(world, SLOTS))
 
 

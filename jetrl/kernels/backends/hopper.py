@@ -109,7 +109,7 @@ def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
         add_outer(grad, dy, x.contiguous())
 
 
-def thirds(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_fp32_into_bf16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three BF16 tensors whose sum is `x` (FP32) exactly: 8 of its 24 bits each, unless the last is below 2**-133."""
     high = x.to(torch.bfloat16)
     rest = x - high.to(torch.float32)
@@ -118,8 +118,8 @@ def thirds(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def router_backward(d_logits: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """`experts.reference.router_backward`: `d_logits` in thirds, so BF16 GEMMs multiply exactly; sums are FP32."""
-    parts = torch.cat(thirds(d_logits), 1)
+    """`experts.reference.router_backward`: `d_logits` in three parts, so BF16 GEMMs multiply exactly; sums are FP32."""
+    parts = torch.cat(split_fp32_into_bf16(d_logits), 1)
     dw = torch.mm(parts.T, x, out_dtype=torch.float32).view(3, *w.shape)
     return parts @ w.repeat(3, 1), dw.sum(0)
 

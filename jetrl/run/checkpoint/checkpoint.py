@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from jetrl.errors import Notice, UserError
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
-from jetrl.parallel.agreement import by_all, by_first, together
+from jetrl.parallel.agreement import gather_from_ranks, on_rank0, together
 from jetrl.parallel.posts import Abandoned, Posts
 from jetrl.parallel.world import ALONE, World
 from jetrl.run.checkpoint import store
@@ -91,7 +91,7 @@ def begin(
     change once `release` has returned. There is no collective in it. Else `finish` writes, from the parts themselves.
     """
     final = folder / f"step_{meta.step:06d}"
-    temporary = by_first(world, lambda: _begun(folder, final))
+    temporary = on_rank0(world, lambda: _begun(folder, final))
     return Writing(_Job(temporary, final, meta, dict(parts), write_model, keep, world, Posts(world)), copy)
 
 
@@ -243,7 +243,7 @@ class Writing:
                 self._over.result()
 
         try:
-            by_all(job.world, wait)
+            gather_from_ranks(job.world, wait)
         finally:
             if job.world.first and (self._thread is None or self._over.done()):  # nobody writes there any more
                 shutil.rmtree(job.temporary, ignore_errors=True)
@@ -295,7 +295,7 @@ def left(folder: Path) -> str:
 
 def load(path: Path, world: World = ALONE) -> Meta:
     """Read state.json and verify the hashes of the state's files; `read` reads these. Collective."""
-    meta = by_first(world, lambda: _read_meta(path))
+    meta = on_rank0(world, lambda: _read_meta(path))
     store.verify(path / _STATE, _below(_STATE, meta), _ANOTHER, world)
     return meta
 

@@ -19,7 +19,7 @@ from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.model.sharding import parts_of
 from jetrl.model.shards import Part
-from jetrl.parallel.agreement import by_first, common, together
+from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
 from jetrl.run.checkpoint import checkpoint, resume, store
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
@@ -145,7 +145,7 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         newest = checkpoint.newest(run_dir / "checkpoints")
         return newest is not None and newest.samefile(path)
 
-    session.saved_step = session.step if by_first(world, is_newest) else -1
+    session.saved_step = session.step if on_rank0(world, is_newest) else -1
 
 
 def move_in(session: Session, path: Path, run_dir: Path) -> None:
@@ -203,7 +203,7 @@ def stop_non_finite(
         whole = [joined(of_update) for of_update in zip(*parts, strict=True)]
         torch.save({"step": step, "batches": whole}, folder / "batches.pt")
 
-    by_first(session.world, write)
+    on_rank0(session.world, write)
     store.seal(folder / "weights", parts_of(session.model), session.world)
     learner, config = session.learner, session.config
     updated = any(
@@ -224,5 +224,5 @@ def _keep_reference(session: Session, run_dir: Path) -> None:
     """Write the reference policy where a resumed run finds it. Collective."""
     assert session.reference is not None
     folder = run_dir / "checkpoints"
-    by_first(session.world, lambda: folder.mkdir(parents=True, exist_ok=True))
+    on_rank0(session.world, lambda: folder.mkdir(parents=True, exist_ok=True))
     store.seal(folder / _REFERENCE, parts_of(session.reference), session.world)

@@ -34,7 +34,7 @@ from jetrl.errors import UserError, disk_full
 from jetrl.hashing import sha256_of_file
 from jetrl.huggingface.write import sync
 from jetrl.model.shards import Part
-from jetrl.parallel.agreement import by_all, by_first, together
+from jetrl.parallel.agreement import gather_from_ranks, on_rank0, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.untrusted import json_file
 
@@ -167,7 +167,7 @@ def hashes(folder: Path, world: World = ALONE) -> dict[str, str]:
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.safetensors"))
         return sha256_of(folder, names[world.rank :: world.size])
 
-    return dict(sorted((name, digest) for part in by_all(world, own) for name, digest in part.items()))
+    return dict(sorted((name, digest) for part in gather_from_ranks(world, own) for name, digest in part.items()))
 
 
 def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World = ALONE) -> None:
@@ -190,7 +190,7 @@ def verify(folder: Path, expected: Mapping[str, str], advice: str, world: World 
                     f"file was damaged or changed. {advice}"
                 )
 
-    by_all(world, own)
+    gather_from_ranks(world, own)
 
 
 @contextmanager
@@ -236,10 +236,10 @@ def seal(folder: Path, parts: Mapping[str, Part], world: World = ALONE, mark: st
         sync(folder.parent)
 
     try:
-        by_first(world, begin)
-        by_all(world, own)
+        on_rank0(world, begin)
+        gather_from_ranks(world, own)
         found = hashes(temporary, world)
-        by_first(world, end)
+        on_rank0(world, end)
     finally:
         if world.first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -259,7 +259,7 @@ def unseal(
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder / _FILES} cannot be read ({error}): the folder is damaged. {advice}") from error
 
-    verify(folder, by_first(world, listed), advice, world)
+    verify(folder, on_rank0(world, listed), advice, world)
     with together(world):
         try:
             read(folder / _TENSORS, parts(stored(folder / _TENSORS)))

@@ -22,7 +22,7 @@ from jetrl.config.keys import marked, value_of
 from jetrl.config.markers import Kernels
 from jetrl.kernels import support
 from jetrl.kernels.compiling.pool import Outcome, Watcher, compile_all, processors
-from jetrl.parallel.agreement import by_each
+from jetrl.parallel.agreement import on_every_rank
 from jetrl.parallel.world import World
 from jetrl.requirements import packages
 from jetrl.spec import ModelSpec
@@ -61,7 +61,7 @@ def compile_ahead(
     def make() -> dict[str, float]:
         return _on_machine(config, spec, world, displays, trains) if world.local_rank == 0 else {}
 
-    return by_each(world, make)
+    return on_every_rank(world, make)
 
 
 def _on_machine(

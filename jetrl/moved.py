@@ -75,6 +75,7 @@ _RENAMED = {
     "parity_drawn": "parity.drawn", "parity_ranks": "parity.ranks", "parity_rows": "parity.rows",
     "precision.blocks": "precision.blocks.layouts", "precision.pen": "precision.picture.draw",
     "report.certificate": "parity.show",
+    "rollout.exchange": "types",
     "report.compiling": "run.compiling.display", "rollout.draft": "engine.speculation.drafts",
     "rollout.draft_graphs": "engine.graphs.drafts", "rollout.drafted": "engine.speculation.verify",
     "rollout.graphs": "engine.graphs.decode", "rollout.mixed_graphs": "engine.graphs.mixed",

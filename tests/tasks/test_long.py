@@ -13,8 +13,8 @@ import pytest
 
 from jetrl.chat.tokenizer import CHARACTERS, arithmetic_tokenizer
 from jetrl.config import load_config
-from jetrl.config.sections import LONG
 from jetrl.config.shipped import find_recipe
+from jetrl.config.task import LONG
 from jetrl.errors import UserError
 from jetrl.rewards.score import call_reward
 from jetrl.tasks import long

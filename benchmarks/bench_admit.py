@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, SPEC, NoText, require_gpu, save, table
+from common import RESULTS, SPEC, NoText, bits, require_gpu, save, table
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
@@ -97,7 +97,7 @@ def measure(model: Any, name: str, requests: list[Request], rounds: int, slots: 
         completions = engine.generate(requests)
         seconds = time.perf_counter() - start
         metrics = engine.take_metrics()
-        found.append([(c.tokens, c.logprobs) for c in completions])
+        found.append([bits(c) for c in completions])
         rows.append({
             "variant": name, "round": i, "seconds": seconds,
             "tokens/s": sum(len(c.tokens) for c in completions) / seconds,

@@ -222,8 +222,9 @@ def groups(case: Case) -> list[Group]:
     def answer(prompt: tuple[int, ...]) -> Trajectory:
         size = int(np.clip(rng.lognormal(6.3, 0.8), 20, case.answers))
         tokens = tuple(rng.integers(spec.vocab_size, size=size).tolist())
-        given = Segment("environment", prompt, ""), Segment("policy", tokens, "", (0.0,) * len(tokens))
-        return Trajectory(given, "stop", 0, "flow")
+        drawn = Segment("policy", tokens, "", (0.0,) * len(tokens), spans=((0, 0),))
+        given = Segment("environment", prompt, ""), drawn
+        return Trajectory(given, "stop", "flow")
 
     found = []
     for number in range(4):

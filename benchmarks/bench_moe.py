@@ -135,7 +135,7 @@ def rollout(variant: str, args: argparse.Namespace) -> None:
         page = page_bytes(model.spec, 128, torch.bfloat16, model.recipe.kv_cache)
         peak, cache = torch.cuda.max_memory_allocated(), engine.stats.num_pages * page
         requests = requests_of(batch, args.prompt, 64)  # the experts of a step do not change with its place
-        done = {c.request_id: list(c.tokens) for c in engine.generate(requests)}
+        done = {c.request_id: c.tokens.tolist() for c in engine.generate(requests)}
         drawn = [list(r.tokens) + done[r.id] for r in requests]
         del engine
         torch.cuda.empty_cache()

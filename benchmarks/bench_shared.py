@@ -53,10 +53,11 @@ def groups_of(case: str, count: int, vocabulary: int) -> list[Group]:
     groups = []
     for index in range(count):
         opening = Segment("environment", tokens(prompt), "")
-        turns = [Segment("policy", tokens(reply), "", (0.0,) * reply) for _ in range(samples)]
-        trajectories = tuple(Trajectory((opening, turn), "stop", 0, "") for turn in turns)
+        turns = [Segment("policy", tokens(reply), "", (0.0,) * reply, spans=((0, 0),)) for _ in range(samples)]
+        trajectories = tuple(Trajectory((opening, turn), "stop", "") for turn in turns)
         advantages = tuple(draw.normal(size=samples).tolist())
-        groups.append(Group(Prompt(index, Problem("", "", ""), opening.tokens), trajectories, (), advantages))
+        prompt_of = Prompt(index, Problem("", "", ""), tuple(opening.tokens.tolist()))
+        groups.append(Group(prompt_of, trajectories, (), advantages))
     return groups
 
 

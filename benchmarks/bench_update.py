@@ -89,8 +89,8 @@ def groups_of(args: argparse.Namespace) -> list[Group]:
     for _ in range(count):
         answer = tuple(g.integers(1, SPEC.vocab_size, args.length - PROMPT).tolist())
         logprobs = (float(-np.log(SPEC.vocab_size)),) * len(answer)
-        segments = (Segment("environment", prompt, ""), Segment("policy", answer, "", logprobs))
-        trajectories.append(Trajectory(segments, "stop", 0, FLOW))
+        segments = (Segment("environment", prompt, ""), Segment("policy", answer, "", logprobs, spans=((0, 0),)))
+        trajectories.append(Trajectory(segments, "stop", FLOW))
     rewards = tuple(float(i % 2) for i in range(count))
     return [Group(Prompt(0, Problem("0", "", ""), prompt), tuple(trajectories), rewards)]
 

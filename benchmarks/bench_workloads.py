@@ -38,7 +38,20 @@ import torch
 from bench_draft import Useless, forced
 from bench_first_run import kernels_on_disk
 from bench_rollout import DecodeClock, floor_ms
-from common import READ_TBPS, RESULTS, SPEC, NoText, emit, environment, require_gpu, save, split_variant, table, timed
+from common import (
+    READ_TBPS,
+    RESULTS,
+    SPEC,
+    NoText,
+    bits,
+    emit,
+    environment,
+    require_gpu,
+    save,
+    split_variant,
+    table,
+    timed,
+)
 
 from jetrl.api import random_model
 from jetrl.config import Config, parse_config, resolve
@@ -188,9 +201,7 @@ def measure(model: Any, work: Work, variant: str, page_size: int = PAGE) -> Iter
                 "work": switch, "round": number, "engine": f"jetrl {variant}", "tokens": sum(lengths_of(work)),
                 "seconds": seconds, "tokens/s": sum(lengths_of(work)) / seconds, "peak GiB": peak,
                 "compared": len(done), "compiled": len(new), "kernels": new, "warm_s": warm_s[switch],
-                "different": sum(
-                    a.tokens != b.tokens or a.logprobs != b.logprobs for a, b in zip(done, want, strict=True)
-                ),
+                "different": sum(bits(a) != bits(b) for a, b in zip(done, want, strict=True)),
             }
             assert engine.stats is not None
             row |= {"preemptions": engine.stats.preemptions, "steps": engine.stats.steps}

@@ -23,6 +23,7 @@ import torch
 from jetrl.parity.certificate import NoText as NoText
 from jetrl.report.environment import git_commit
 from jetrl.spec import SHAPES
+from jetrl.types import Completion
 
 COPY_TBPS = 4.29  # device copy of one H200, bytes read and written
 READ_TBPS = 4.47  # reading alone
@@ -30,6 +31,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SPEC = SHAPES["qwen3-8b"]  # the shape of the benchmarks of whole runs
 MARK = "BENCH "  # begins each line of JSON that a measuring process prints
+
+
+def bits(of: Completion) -> tuple[bytes, bytes]:
+    """What two engines, or two settings of one, must draw alike."""
+    return of.tokens.tobytes(), of.logprobs.tobytes()
 
 
 def split_variant(variant: str) -> tuple[str, str, str]:

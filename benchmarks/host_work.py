@@ -1,7 +1,7 @@
 """Host seconds of one rank for the answers of all ranks, between rollout and update: by part, on this CPU.
 
     python benchmarks/host_work.py --ranks 1 8 64             # 64 answers of 4,096 tokens for each rank
-    python benchmarks/host_work.py --ranks 8 --every          # each rank packs everything, all trajectories as tuples
+    python benchmarks/host_work.py --ranks 8 --every          # each rank packs everything
 
     send      a rank's own trajectories become bytes
     receive   those of all other ranks become trajectories again
@@ -18,6 +18,7 @@ import argparse
 import json
 import pickle
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from common import table
 
 from jetrl.parallel.world import World
 from jetrl.rewards.score import Rewards, with_rewards
-from jetrl.rollout.exchange import dumps
 from jetrl.train.packing import Own, denominators, fill, pack
 from jetrl.train.reduction import own_numbers
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory, log_probs, token_ids
 
 GROUP = 8
 
@@ -38,12 +38,12 @@ def answers_of(rank: int, count: int, tokens: int, prompt: int) -> dict[int, Tra
     """`count` answers in groups with one prompt; lengths from half of `tokens` to half as much again."""
     draw, found = np.random.default_rng(rank), {}
     for first in range(rank * count, (rank + 1) * count, GROUP):
-        opening = tuple(draw.integers(0, 150_000, prompt).tolist())
+        opening = token_ids(draw.integers(0, 150_000, prompt))
         for number in range(first, first + GROUP):
             length = int(draw.integers(tokens // 2, 3 * tokens // 2))
             ids, logprobs = draw.integers(0, 150_000, length), draw.standard_normal(length).astype(np.float32)
-            answer = Segment("policy", tuple(ids.tolist()), "word" * length, tuple(logprobs.tolist()))
-            found[number] = Trajectory((Segment("environment", opening, "q" * prompt), answer), "stop", 0, "flow")
+            answer = Segment("policy", token_ids(ids), "word" * length, log_probs(logprobs), spans=((0, 0),))
+            found[number] = Trajectory((Segment("environment", opening, "q" * prompt), answer), "stop", "flow")
     return found
 
 
@@ -57,7 +57,7 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         seconds[part] = time.perf_counter() - at
         at = time.perf_counter()
 
-    written = pickle.dumps if args.every else dumps
+    written = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
     own = answers_of(0, args.answers, args.tokens, args.prompt)
     others = [written(answers_of(r, args.answers, args.tokens, args.prompt)) for r in range(1, ranks)]
     at = time.perf_counter()
@@ -68,7 +68,7 @@ def measured(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     prompts = [Prompt(i, Problem(str(i), "q", "a"), ()) for i in range(0, len(every), GROUP)]
     groups = [Group(prompt, tuple(every[prompt.index : prompt.index + GROUP])) for prompt in prompts]
     rewards = tuple(float(i % 2) for i in range(len(every)))
-    kept = with_rewards(groups, Rewards(rewards, rewards), replaced=True).groups
+    kept = with_rewards(groups, Rewards(rewards, rewards, sizes=rewards, signal_sizes=rewards), replaced=True).groups
     if args.every and ranks > 1:
         kept = pickle.loads(pickle.dumps(kept))
     lap("reward")

@@ -45,18 +45,39 @@ from jetrl.run.engines import EngineContext, eos_ids, paged_engine
 from jetrl.run.prepare import load_spec, recipe_of
 from jetrl.run.setup import build, build_model, build_published
 from jetrl.train.publish import publish
-from jetrl.types import Completion, ForwardBatch, Request, SamplingParams, VarlenPlan
+from jetrl.types import Completion, FinishReason, ForwardBatch, Request, SamplingParams, VarlenPlan
 from jetrl.untrusted import inside
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
-    "FP8Linear", "Policy", "evaluate_checkpoint", "evaluation_config", "export_checkpoint", "load_for_parity",
-    "load_model", "publish_linears", "quantize_linears", "random_model",
+    "FP8Linear", "Generated", "Policy", "evaluate_checkpoint", "evaluation_config", "export_checkpoint",
+    "load_for_parity", "load_model", "publish_linears", "quantize_linears", "random_model",
 ]
 
 _TOKENIZER = ("model.tokenizer", "model.tokenizer_revision")  # what an evaluation takes of the section [model]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What `Policy.generate` returns for the prompt number `request_id`: a `types.Completion` in plain Python, so it
+    can be compared, put into a set and written as JSON. `logprobs` are the sampler's FP32 bits."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    weight_version: int
+    flow_digest: str
+
+    @classmethod
+    def of(cls, done: Completion) -> Generated:
+        return cls(
+            done.request_id, tuple(done.tokens.tolist()), tuple(done.logprobs.tolist()), done.text, done.finish_reason,
+            done.weight_version, done.flow_digest,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +96,8 @@ class Policy:
         self, prompts: str | Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]], *, max_tokens: int = 64,
         temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0,
         stop: str | Sequence[str] = (), seed: int = 0,
-    ) -> list[Completion]:
-        """Complete texts, chat messages or token lists. Each `Completion` has tokens, text and the log-prob of each
+    ) -> list[Generated]:
+        """Complete texts, chat messages or token lists. Each `Generated` has tokens, text and the log-prob of each
         token.
 
         A text becomes tokens as in a run without a chat template: with the special tokens that the tokenizer adds (BOS,
@@ -104,7 +125,7 @@ class Policy:
                 )
         if not tokens:
             return []
-        return self.engine.generate([Request(i, t, params) for i, t in enumerate(tokens)])
+        return [Generated.of(c) for c in self.engine.generate([Request(i, t, params) for i, t in enumerate(tokens)])]
 
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
@@ -125,7 +146,7 @@ def load_model(
     path: str | Path, precision: str = "", device: str = "auto", *, kv_cache: str = "", revision: str | None = None,
     masters: bool = False,
 ) -> Policy:
-    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) as bf16, fp8 or fp8_rollout.
+    """Load a Hugging Face folder (Llama 3, Qwen2.5, Qwen3, Qwen3-MoE, SmolLM2) as bf16, fp8, w8a16 or fp8_rollout.
 
     `path` may also be a run folder (its newest checkpoint) or a checkpoint, as in `jetrl eval`, or a name on the hub,
     such as Qwen/Qwen3-0.6B; `revision` is then a branch, tag or commit.

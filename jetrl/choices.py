@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Precision = Literal["bf16", "fp8", "fp8_rollout"]
+Precision = Literal["bf16", "fp8", "fp8_rollout", "w8a16"]
 ScaleKind = Literal["fp32", "pow2"]
 CacheKind = Literal["bf16", "fp8"]
 WgradKind = Literal["row", "tile"]

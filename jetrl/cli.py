@@ -239,7 +239,7 @@ def parity(
         help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b (of four layers: "
         "random:qwen3-8b:4) or random:tiny-moe. Default: the quickstart's shape.",
     )] = "",
-    precision: Annotated[str, typer.Option(help="bf16, fp8 or fp8_rollout (default: the run's; else fp8).")] = "",
+    precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     sequences: Annotated[int, typer.Option(min=1, help="Test sequences, of ragged lengths.")] = 6,

@@ -89,7 +89,8 @@ def place_of(error: BaseException, called: Any = None) -> str:
     def installed(file: str) -> bool:
         parts = Path(file).parts
         return (
-            "site-packages" in parts or "dist-packages" in parts or file.startswith("<frozen")
+            "site-packages" in parts or "dist-packages" in parts
+            or file.startswith(("<frozen", "<string>"))  # the second: what dataclasses generate
             or any(file.startswith(f"{folder}/") for folder in libraries if folder)
         )
 

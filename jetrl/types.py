@@ -7,16 +7,94 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
     from torch import Tensor
 
 Side = Literal["train", "rollout"]
 Author = Literal["policy", "environment"]
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["stop", "length", "turns", "error", "timeout"]
+
+
+def token_ids(values: ArrayLike) -> np.ndarray:
+    """Token ids as a read-only int32 array [n]: such an array itself, of anything else a copy. ValueError for what is
+    no row of 32-bit integers."""
+    if isinstance(values, np.ndarray) and _is_row(values, np.int32):
+        return values
+    given = _row("token ids", "iu", "integers", values)
+    if given.size and not -(1 << 31) <= int(given.min()) <= int(given.max()) < 1 << 31:
+        raise ValueError(f"token ids from {given.min()} to {given.max()}: they must fit into 32 bits")
+    return _frozen(given, np.int32)
+
+
+def log_probs(values: ArrayLike) -> np.ndarray:
+    """Log-probs as a read-only float32 array [n], as `token_ids`; others are rounded to float32."""
+    if isinstance(values, np.ndarray) and _is_row(values, np.float32):
+        return values
+    return _frozen(_row("log-probs", "f", "floats", values), np.float32)
+
+
+def _is_row(array: np.ndarray, dtype: type[np.generic]) -> bool:
+    return array.dtype == dtype and array.ndim == 1 and not array.flags.writeable
+
+
+def _row(what: str, kinds: str, meant: str, values: ArrayLike) -> np.ndarray:
+    try:
+        given = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{what} must be a row of {meant}: {error}") from error
+    if given.ndim != 1 or (given.size and given.dtype.kind not in kinds):
+        raise ValueError(f"{what} must be a row of {meant}, got an array of shape {given.shape} and type {given.dtype}")
+    return given
+
+
+def _frozen(given: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    with np.errstate(over="ignore"):  # an infinite log-prob is for others to refuse
+        array = np.array(given, dtype)
+    array.flags.writeable = False
+    return array
+
+
+_NOTHING = _frozen(np.zeros(0), np.float32)
+
+
+class _Sampled:
+    """Tokens and log-probs as read-only arrays; whatever has such a form may be given.
+
+    Equal are values whose arrays have the same bits: NaN equals itself, and -0.0 is not 0.0. What is unpickled or
+    copied has gone through the constructor, and its checks, again.
+    """
+
+    __slots__ = ()
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", token_ids(self.tokens))
+        object.__setattr__(self, "logprobs", log_probs(self.logprobs))
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, entry.name) for entry in fields(self))  # type: ignore[arg-type]
+
+    def _compared(self) -> tuple[Any, ...]:
+        return tuple(value.tobytes() if isinstance(value, np.ndarray) else value for value in self._values())
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other._compared() if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.text, self.tokens.tobytes(), self.logprobs.tobytes()))  # messages have no hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +167,10 @@ class Request:
     max_conversation: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What an engine returns for one request.
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(_Sampled):
+    """What an engine returns for one request. `tokens` [n] int32 and `logprobs` [n] float32 are read-only arrays; an
+    engine may give lists, tuples or other arrays of such numbers.
 
     `logprobs[i]` is the full-distribution log-probability of `tokens[i]` at the sampling temperature (FP32), also when
     top-p, top-k or min-p truncated the draw. A stop token that ended the sequence is the last entry of `tokens`, and is
@@ -99,8 +178,8 @@ class Completion:
     """
 
     request_id: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: np.ndarray
+    logprobs: np.ndarray
     text: str
     finish_reason: FinishReason
     weight_version: int
@@ -160,23 +239,39 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Neighbouring tokens of a trajectory by one author.
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment(_Sampled):
+    """Neighbouring tokens of a trajectory by one author: `tokens` [n] int32 and `logprobs` [n] float32, read-only.
 
     The policy's tokens are those that were drawn, with the log-prob of each; `text` is only for people and reward
     functions. The environment's tokens have no log-probs; its `messages` are what the text was made of, with the roles
     that it gave (none where no environment spoke). `reward` is what the environment gave for this turn of the policy;
-    None: nothing, which is not a reward of 0.
+    None: nothing, which is not a reward of 0. `spans`: which weights drew the tokens, as (first token, weight version),
+    from token 0 on; the tokens up to the next span's first one are of that version. Empty: nobody drew them.
     """
 
     author: Author
-    tokens: tuple[int, ...]
+    tokens: np.ndarray
     text: str
-    logprobs: tuple[float, ...] = ()
+    logprobs: np.ndarray = field(default_factory=lambda: _NOTHING)
     reward: float | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        _Sampled.__post_init__(self)
+        edges = [*(start for start, _ in self.spans), max(len(self.tokens), 1)]
+        if self.spans and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
+            raise ValueError(f"spans {self.spans} of {len(self.tokens)} tokens: they begin at 0, and each is not empty")
+
+    @property
+    def versions(self) -> np.ndarray:
+        """The version of the weights that drew each token [n] int64; -1 where nobody did."""
+        found = np.full(len(self.tokens), -1, dtype=np.int64)
+        for start, version in self.spans:
+            found[start:] = version
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +285,18 @@ class Trajectory:
 
     segments: tuple[Segment, ...]
     end: EndReason
-    weight_version: int
     flow_digest: str
     error: str = ""
+
+    @property
+    def weight_version(self) -> int | None:
+        """That of its last span: the weights that drew its last token. None: nobody drew any."""
+        return next((s.spans[-1][1] for s in reversed(self.segments) if s.spans), None)
+
+    def num_older(self, version: int) -> int:
+        """Tokens that other weights than those of `version` drew: weights from before them, as `pack` checks."""
+        mixed = [s for s in self.turns if any(drew != version for _, drew in s.spans)]
+        return sum(int(np.count_nonzero(s.versions != version)) for s in mixed)
 
     @property
     def turns(self) -> tuple[Segment, ...]:
@@ -403,6 +507,8 @@ class MicroBatch:
     are NaN: those of the other rows, advantages before they are made, and log-probs of what nobody sampled. The columns
     from `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
 
+    `versions` None: the weights of the batch's version drew all of them.
+
     Part i, rows `cu_seqlens[i]:cu_seqlens[i+1]`, is a whole trajectory where `stems` is empty or -1. Else it goes on
     from part `stems[i]`, which has all tokens of the prompt but the last, and no loss.
     """
@@ -421,6 +527,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy
     values: Tensor | None = None  # [T] float32, the critic's before the step's first update
     returns: Tensor | None = None  # [T] float32, what the critic should have said
+    versions: Tensor | None = None  # [T] int64, of the weights that drew each target in the loss; -1 in other rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,8 +536,9 @@ class PackedBatch:
 
     A rank may hold only those that it computes: `numbers` says which of the update's `num_micro_batches` they are. All
     else is about the whole update. `num_sequences` counts all trajectories; `sequence_tokens` are the loss tokens of
-    each, `num_masked_tokens` the policy's tokens of those outside the loss. `prompts`: the place of each one's prompt
-    in the task's stream; empty for the warm start.
+    each, `num_masked_tokens` the policy's tokens of those outside the loss. `num_older_tokens` are those of the loss
+    that weights from before `weight_version` drew. `prompts`: the place of each one's prompt in the task's stream;
+    empty for the warm start.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -442,6 +550,7 @@ class PackedBatch:
     flow_digest: str
     weight_version: int
     num_masked_tokens: int = 0
+    num_older_tokens: int = 0
     prompts: tuple[int, ...] = ()
 
 

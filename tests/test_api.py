@@ -62,6 +62,9 @@ def test_recorded_logprobs_are_those_of_the_training_forward(policy: Policy, tem
         start = policy.tokenizer.encode(prompt, add_special_tokens=False)
         learned = policy.logprobs(start + list(completion.tokens), temperature)[len(start) - 1 :]
         assert_bitwise_equal(torch.tensor(completion.logprobs), learned, prompt)
+        assert type(completion.tokens) is type(completion.logprobs) is tuple, "Python's own, for == and JSON"
+        assert {type(t) for t in completion.tokens} == {int} and {type(p) for p in completion.logprobs} == {float}
+        assert json.loads(json.dumps(completion.logprobs)) == learned.tolist() and completion in {*completions}
         assert mismatch_metrics(learned, completion.logprobs)["parity/logprob_abs_diff_max"] == 0.0
         assert completion.text == policy.tokenizer.decode(list(completion.tokens)).replace(
             policy.tokenizer.eos_token or "", ""

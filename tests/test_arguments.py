@@ -162,7 +162,9 @@ def test_texts_and_messages_become_tokens_as_in_a_run(folder: Path, monkeypatch:
         "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '#' if add_generation_prompt }}"
     )
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(type(policy.engine), "generate", lambda self, given: asked.extend(r.tokens for r in given))
+    monkeypatch.setattr(
+        type(policy.engine), "generate", lambda self, given: asked.extend(r.tokens for r in given) or []
+    )
     plain = tuple(policy.tokenizer("12=").input_ids)
     rendered = (0, *policy.tokenizer.encode("12=#", add_special_tokens=False))
     talk = [{"role": "user", "content": "12="}]

@@ -141,7 +141,8 @@ def test_peers_table() -> None:
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"precision": "fp88"}, 'precision: must be "bf16", "fp8" or "fp8_rollout", got "fp88"; did you mean "fp8"?'),
+        ({"precision": "fp88"},
+         'precision: must be "bf16", "fp8", "fp8_rollout" or "w8a16", got "fp88"; did you mean "fp8"?'),
         ({"train": {"lr": "1e-6"}}, 'train.lr: must be a number, got "1e-6"'),
         ({"train": {"steps": True}}, "train.steps: must be an integer, got true"),
         ({"train": {"steps": 1.5}}, "train.steps: must be an integer, got 1.5"),
@@ -293,6 +294,15 @@ def test_quantization_has_no_effect_in_bf16() -> None:
         '  quant.weight_scale: has no effect while precision = "bf16"; change that, or remove this key',
         '  quant.num_last_layers_in_bf16: has no effect while precision = "bf16"; change that, or remove this key',
     ]
+
+
+def test_only_bf16_layers_and_the_cache_have_an_effect_in_w8a16() -> None:
+    quant = {"weight_scale": "pow2", "activation_scale": "pow2", "wgrad": "row"}
+    text = message(precision="w8a16", quant=quant)
+    off = 'has no effect while precision = "w8a16"; change that, or remove this key'
+    assert sorted(text.splitlines()[1:]) == sorted(f"  quant.{key}: {off}" for key in quant)
+    kept = {"num_first_layers_in_bf16": 1, "num_last_layers_in_bf16": 2, "kv_cache": "fp8"}
+    assert parse_config({**BASE, "precision": "w8a16", "quant": kept}).quant.kv_cache == "fp8"
 
 
 def test_kv_cache() -> None:
@@ -650,7 +660,7 @@ def test_recipes_are_valid(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
     assert config.name == path.stem
     assert load(tmp_path, to_toml(config)) == config
-    for precision in ("bf16", "fp8", "fp8_rollout"):
+    for precision in ("bf16", "fp8", "fp8_rollout", "w8a16"):
         assert load_config(path, [f"precision={precision}"]).precision == precision
 
 

@@ -19,7 +19,7 @@ from jetrl.rewards.loading import import_reward
 from jetrl.rewards.score import call_reward
 from jetrl.run.checked_engine import CheckedEngine, blamed
 from jetrl.run.own_parts import load_own_parts
-from jetrl.types import Problem
+from jetrl.types import Completion, Problem
 from jetrl.user_code.calls import Call
 from jetrl.user_code.importing import import_attribute
 
@@ -78,6 +78,14 @@ def test_a_lambda_of_a_helper_counts_as_the_users(file: Path) -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         import_attribute(f"{file}:reshape", "key", "function")("")
     assert place_of(caught.value) == f" ({file}, line 8)"
+
+
+def test_what_a_dataclass_generates_is_not_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "calls.py"
+    file.write_text("def calls(make):\n    return make(1, [0.5], [-1.0], '', 'stop', 0, '')\n")
+    with pytest.raises(ValueError, match="token ids must be a row of integers") as caught:
+        import_attribute(f"{file}:calls", "key", "function")(Completion)
+    assert place_of(caught.value) == f" ({file}, line 2)"
 
 
 def test_an_installed_module_that_jetrl_calls_is_the_users() -> None:

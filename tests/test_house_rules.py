@@ -162,14 +162,16 @@ def test_rooms_without_torch(place: str) -> None:
         assert not heavy, f"{name_of(path)} imports {heavy}"
 
 
-def loads_torch(statement: str) -> bool:
-    code = f"import sys; {statement}; print(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+def loads_torch(statement: str, heavy: tuple[str, ...] = ("torch", "transformers")) -> bool:
+    code = f"import sys; {statement}; print(bool({{*{heavy}}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip() == "True"
 
 
 def test_help_does_not_load_torch() -> None:
     assert not loads_torch("import jetrl.cli") and loads_torch("import jetrl.api")
+    heavy = ("torch", "transformers", "numpy")
+    assert not loads_torch("import jetrl.cli", heavy) and loads_torch("import jetrl.types", heavy)
 
 
 def test_rooms_without_torch_load_none_through_others() -> None:

@@ -34,7 +34,7 @@ BASES: dict[str, dict[str, Any]] = {
     **{algo: {**BASE, "rl": {"algo": algo}} for algo in PRESETS},
     **{f"{algo}, off-policy": {**BASE, "rl": {"algo": algo, "updates_per_step": 2}} for algo in PRESETS},
     "own estimator": {**BASE, "rl": {"adv_estimator": "mine.py:f"}},
-    **{precision: {**BASE, "precision": precision} for precision in ("bf16", "fp8_rollout")},
+    **{precision: {**BASE, "precision": precision} for precision in ("bf16", "fp8_rollout", "w8a16")},
     "row": {**BASE, "quant": {"wgrad": "row"}},
     "random": {**BASE, "model": ARCH},
     "vllm": {**BASE, "rollout": {"engine": "vllm"}},
@@ -187,7 +187,8 @@ def test_every_rule_with_its_key_at_the_default_is_accepted(switch: str, off: An
     assert parse_config(merged(base, **{key: told})) == parse_config(base)
 
 
-@pytest.mark.parametrize(("precision", "kv_cache"), [("bf16", "bf16"), ("fp8_rollout", "bf16"), ("fp8", "fp8")])
+@pytest.mark.parametrize(("precision", "kv_cache"), [("bf16", "bf16"), ("fp8_rollout", "bf16"), ("fp8", "fp8"),
+    ("w8a16", "fp8")])
 def test_parity_and_load_model_take_the_cache_that_a_precision_has(precision: str, kv_cache: str) -> None:
     data, formats = _chosen(None, "", precision, kv_cache)
     config = config_for({"model": ARCH} | data, "cpu")

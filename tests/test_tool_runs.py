@@ -91,7 +91,7 @@ def test_the_warm_start_teaches_calls_with_the_schemas_in_the_prompt(
 
     def solved(self: SolutionEncoder, problem: Problem) -> Trajectory:
         made = true(self, problem)
-        prompts.append(self.turns.tokenizer.decode(list(made.segments[0].tokens)))
+        prompts.append(self.turns.tokenizer.decode(made.segments[0].tokens.tolist()))
         return made
 
     monkeypatch.setattr(SolutionEncoder, "trajectory", solved)

@@ -18,7 +18,7 @@ from jetrl.chat.prompts import chat_messages, decoded, encode_problem, encode_te
 from jetrl.chat.template import Template, source_of, tell
 from jetrl.config import TaskConfig
 from jetrl.errors import UserError
-from jetrl.types import Author, Completion, Problem
+from jetrl.types import Author, Completion, Problem, log_probs, token_ids
 
 _MAX_CACHED = 4096
 
@@ -49,7 +49,7 @@ class TurnEncoder:
         if not self.chat:
             return tuple(self._encode(self.text(messages), problem))
         tokens = self._behind_turn(problem, opening, messages)
-        ended = turn.finish_reason == "stop" and turn.tokens[-1:] == tokens[:1]
+        ended = turn.finish_reason == "stop" and turn.tokens[-1:].tolist() == list(tokens[:1])
         return tokens[1:] if ended else tokens  # the policy has drawn the end of its turn itself
 
     def opened(self, problem: Problem, messages: Sequence[Message]) -> str | None:
@@ -141,8 +141,8 @@ def encode_solution(
             tokens = encode_text(text, tokenizer, f"Problem {problem.id}", "worked solution")
             if place == len(turns) or not text.endswith(tuple(stop)):
                 tokens.append(end)
-            turn = Completion(0, tuple(tokens), (), text, "stop", 0, "")
-            parts.append(("policy", turn.tokens))
+            turn = Completion(0, token_ids(tokens), log_probs(()), text, "stop", 0, "")
+            parts.append(("policy", tuple(tokens)))
         else:
             assert turn is not None, f"{problem.id}: a worked solution begins with the policy's turn"
             parts.append(("environment", encoder.later(problem, opening, own, turn)))

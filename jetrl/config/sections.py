@@ -80,20 +80,20 @@ class QuantConfig(Section):
     """Details of the FP8 recipe; the blocks are 128x128 for weights and 1x128 for activations and gradients."""
 
     section: ClassVar[str] = "quant"
-    weight_scale: ScaleKind = Field(
+    weight_scale: Annotated[ScaleKind, NoEffectWhile("precision", ("w8a16",))] = Field(
         default="fp32", description="Scales of weight blocks: any FP32 number, or powers of two.")
-    activation_scale: ScaleKind = Field(
+    activation_scale: Annotated[ScaleKind, NoEffectWhile("precision", ("w8a16",))] = Field(
         default="fp32", description="Scales of activation and gradient blocks, likewise.")
     num_first_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the bottom that stay in BF16, on both sides.")
     num_last_layers_in_bf16: int = Field(
         default=0, ge=0, description="Layers at the top that stay in BF16, on both sides.")
-    wgrad: Annotated[WgradKind, NoEffectWhile("precision", ("fp8_rollout",))] = Field(
+    wgrad: Annotated[WgradKind, NoEffectWhile("precision", ("fp8_rollout", "w8a16"))] = Field(
         default="tile", description="Activations that weight gradients read (dense layers; experts take row). row: a "
         "scale for each feature and 128 tokens. tile: for each 128x128 tile, as weights have; on Hopper the faster "
         "GEMM, SwiGLU's output is made again, a micro-batch's weight gradient is rounded to BF16 before it is added.")
     saved_gate_up: Annotated[
-        CacheKind, NoEffectWhile("quant.wgrad", ("row",)), NoEffectWhile("precision", ("fp8_rollout",)),
+        CacheKind, NoEffectWhile("quant.wgrad", ("row",)), NoEffectWhile("precision", ("fp8_rollout", "w8a16")),
     ] = Field(
         default="bf16", description="What the backward pass reads of SwiGLU's input (dense layers; fp8 is refused "
         "where all layers have experts). fp8: rounded as an activation is, which saves a quarter of a layer's memory "
@@ -244,7 +244,9 @@ class Config(Section):
             "verl, SkyRL: quantization; NeMo RL: fp8_cfg; slime: fp8_format fp8_recipe",
             " (one key for both sides)"),
         Elsewhere("TRL: bf16 fp16; verl: dtype", ' ("bf16", and by default "fp8")'),
-    ] = Field(default="fp8", description="bf16 or fp8 on both sides; fp8_rollout: FP8 sampling, BF16 training.")
+    ] = Field(
+        default="fp8", description="bf16 or fp8 on both sides; w8a16: FP8 weights with scales of powers of two and "
+        "BF16 activations, on both sides; fp8_rollout: FP8 sampling, BF16 training.")
     device: Annotated[
         Literal["auto", "cpu", "cuda"], FirstWeights(), Elsewhere(same=("verl",)),
         Elsewhere("TRL: use_cpu no_cuda", ' = "cpu"'),

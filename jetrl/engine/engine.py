@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from jetrl.engine.kv_cache import pages_in_memory
 from jetrl.engine.limits import check_vocabulary, most_tokens
 from jetrl.engine.pages import PageAllocator
-from jetrl.engine.plan import Drawn, Plan
+from jetrl.engine.plan import Drawn, Finished, Plan
 from jetrl.engine.runner import Model, ModelRunner
 from jetrl.engine.sampler import SamplingTable, check_params
 from jetrl.engine.scheduler import ForcePreempt, Scheduler
@@ -177,9 +177,7 @@ class PagedEngine:
             plan, drawn = self._draw(session.scheduler, session.table)
             stop = session.stopper.check(plan.sample_requests, drawn.tokens, drawn.counts)
             for end in session.scheduler.commit(drawn.tokens, drawn.logprobs, stop, drawn.counts):
-                found = tuple(end.tokens.tolist()), tuple(end.logprobs.tolist())
-                completion = self._completion(session, end.request, end.id, *found, end.stopped)
-                session.finished.append((end.request, completion))
+                session.finished.append((end.request, self._completion(session, end)))
                 session.num_finished += 1
                 if self.speculator is not None:
                     self.speculator.end(end)
@@ -290,15 +288,14 @@ class PagedEngine:
             )
         return max(1, min(need, fits))
 
-    def _completion(
-        self, session: _Session, place: int, id: int, tokens: tuple[int, ...], logprobs: tuple[float, ...],
-        stopped: bool,
-    ) -> Completion:
+    def _completion(self, session: _Session, end: Finished) -> Completion:
         assert self.weights is not None
-        hidden_end = stopped and session.stopper.is_stop_token(place, tokens[-1])
-        text = self.tokenizer.decode(list(tokens[:-1] if hidden_end else tokens))
-        finish: FinishReason = "stop" if stopped else "length"
-        return Completion(id, tokens, logprobs, text, finish, self.weights.version, self.weights.flow_digest)
+        hidden_end = end.stopped and session.stopper.is_stop_token(end.request, int(end.tokens[-1]))
+        text = self.tokenizer.decode((end.tokens[:-1] if hidden_end else end.tokens).tolist())
+        finish: FinishReason = "stop" if end.stopped else "length"
+        return Completion(
+            end.id, end.tokens, end.logprobs, text, finish, self.weights.version, self.weights.flow_digest
+        )
 
     def _drop_kept(self, verb: str) -> None:
         if self.has_work:

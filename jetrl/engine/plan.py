@@ -62,8 +62,8 @@ class Finished:
 
     request: int  # place in the order of `add`
     id: int
-    tokens: np.ndarray  # [n] int64
-    logprobs: np.ndarray  # [n] float32
+    tokens: np.ndarray  # [n] int32, read-only
+    logprobs: np.ndarray  # [n] float32, read-only
     stopped: bool
     prompt: int  # tokens before the first that was drawn
 
@@ -85,8 +85,8 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A request that waits or runs. `tokens` (the prompt, and what was drawn before a preemption) and their log-probs
-    (of the prompt: zeros) are current while it waits."""
+    """A request that waits or runs. `tokens` int32 (the prompt, and what was drawn before a preemption) and their
+    log-probs (of the prompt: zeros) are current while it waits."""
 
     request: int
     id: int

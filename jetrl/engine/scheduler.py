@@ -74,7 +74,7 @@ class Scheduler:
         self.check(requests)
         for request in requests:
             prefix = self.prompts.join(request.tokens)
-            tokens = np.array(request.tokens, dtype=np.int64)
+            tokens = np.array(request.tokens, dtype=np.int32)
             logprobs = np.zeros(len(tokens), dtype=np.float32)
             longest = len(tokens) + request.sampling.max_tokens
             is_turn, keeps = self._is_turn(request), request.max_conversation is not None

@@ -13,7 +13,7 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.owner: list[Tracked | None] = [None] * count
         self.free = list(range(count - 1, -1, -1))
-        self.tokens = np.zeros((count, 0), dtype=np.int64)
+        self.tokens = np.zeros((count, 0), dtype=np.int32)
         self.logprobs = np.zeros((count, 0), dtype=np.float32)  # of the token at the same place; of a prompt 0
         self.table = np.zeros((count, 0), dtype=np.int32)  # pages
         self.request, self.length, self.computed, self.num_pages, self.max_length = (
@@ -39,10 +39,11 @@ class Slots:
         return slot
 
     def vacate(self, seq: Tracked) -> list[int]:
-        """Free the sequence's slot. Its tokens and log-probs go with it; returns its pages."""
+        """Free the sequence's slot. Its tokens and log-probs go with it, read-only; returns its pages."""
         slot, length = seq.slot, self.length[seq.slot]
         assert self.owner[slot] is seq, "the slot is another sequence's"
         seq.tokens, seq.logprobs = self.tokens[slot, :length].copy(), self.logprobs[slot, :length].copy()
+        seq.tokens.flags.writeable = seq.logprobs.flags.writeable = False
         self.owner[slot] = None
         self.free.append(slot)
         seq.slot = -1
@@ -77,7 +78,7 @@ class Slots:
         return Plan(
             starts=starts,
             counts=counts,
-            tokens=self.tokens[slots[owner], positions],
+            tokens=self.tokens[slots[owner], positions].astype(np.int64),
             positions=positions,
             block_table=self.table[slots, : -(-int(ends.max()) // page_size)],
             copies=np.array(step.copies, dtype=np.int64).reshape(-1, 2),

@@ -98,4 +98,4 @@ class Turns:
         return list(self._pages.values())
 
 
-_NO_TOKENS = np.zeros(0, dtype=np.int64)
+_NO_TOKENS = np.zeros(0, dtype=np.int32)

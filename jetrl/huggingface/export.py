@@ -1,5 +1,8 @@
 """Export of a trained model: a plain BF16 folder, or DeepSeek's block FP8 with exactly the codes that were trained.
 
+A model of `w8a16` is trained as code * 2^k, a BF16 number, so its BF16 folder has these values: the trained policy
+itself for any program that computes in BF16.
+
 FP8 layout of a projection [N, K]: `weight` float8_e4m3fn [N, K] and `weight_scale_inv` float32 [N/128, K/128], where
 `value = weight * weight_scale_inv` (DeepSeek's name; it is the factor of the codes). Embeddings, lm_head, norms and the
 layers that the recipe keeps in BF16 stay BF16 and are listed in `modules_to_not_convert`.
@@ -19,7 +22,8 @@ from jetrl.errors import UserError
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.huggingface.write import name_tokenizer_class
-from jetrl.kernels.quantize.ops import quantize_weight
+from jetrl.kernels.quantize.ops import quantize_weight, weight_values
+from jetrl.model.block import Piece
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.formats import BLOCK
 from jetrl.precision.recipe import Recipe
@@ -69,7 +73,10 @@ def export(
     if fp8:
         config["quantization_config"] = quantization_config(spec, recipe)
         for ours in fp8_weights(spec, recipe):
-            tensors.update(_quantized(spec, ours, state[ours], recipe.weight_scale == "pow2"))
+            tensors.update(_quantized(spec, ours, state[ours], recipe.pow2_weights))
+    elif recipe.name == "w8a16":
+        for ours in fp8_weights(spec, recipe):
+            tensors.update(_values(spec, ours, state[ours]))
 
     def copy(target: Path) -> None:
         for path in extras:
@@ -131,8 +138,7 @@ def _quantized(
     spec: ModelSpec, ours: str, weight: Tensor, pow2: bool
 ) -> dict[str, tuple[Tensor, torch.dtype]]:
     """Codes and scales of one weight, split into the projections that are fused in it."""
-    pieces = hf.tensor_table(spec)[ours]
-    rows = tuple(piece.shape[0] for piece in pieces)
+    pieces, rows = _pieces(spec, ours)
     q = quantize_weight(weight.to(torch.bfloat16), rows, pow2)
     codes = q.codes.split(rows)
     scales = q.scale.split([n // BLOCK for n in rows])
@@ -141,6 +147,19 @@ def _quantized(
         out[piece.name] = (code, torch.float8_e4m3fn)
         out[piece.name + "_scale_inv"] = (scale, torch.float32)
     return out
+
+
+def _values(spec: ModelSpec, ours: str, weight: Tensor) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """What one weight of `w8a16` was trained as: the values of its codes, BF16."""
+    pieces, rows = _pieces(spec, ours)
+    values = weight_values(quantize_weight(weight.to(torch.bfloat16), rows, pow2=True)).split(rows)
+    return {piece.name: (value, torch.bfloat16) for piece, value in zip(pieces, values, strict=True)}
+
+
+def _pieces(spec: ModelSpec, ours: str) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+    """The projections that are fused in a weight, and the rows of each."""
+    pieces = hf.tensor_table(spec)[ours]
+    return pieces, tuple(piece.shape[0] for piece in pieces)
 
 
 def _require_whole_blocks(spec: ModelSpec, recipe: Recipe) -> None:

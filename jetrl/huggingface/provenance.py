@@ -27,7 +27,7 @@ _COUNTS = ("num_first_layers_in_bf16", "num_last_layers_in_bf16")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The precision flow of a training run. `quant` are the keys of the config's [quant]; empty for bf16."""
+    """The precision flow of a training run. `quant` are the keys of the config's [quant] that mean something in it."""
 
     precision: str
     quant: Mapping[str, Any]
@@ -42,7 +42,7 @@ def record(recipe: Recipe) -> dict[str, Any]:
     said: dict[str, Any] = {"version": __version__, "precision": recipe.name}
     said["kv_cache"] = "fp8" if recipe.kv_cache.is_quantized else "bf16"
     if recipe.name != "bf16":
-        keys = ("weight_scale", "activation_scale", *_COUNTS)
+        keys = _COUNTS if recipe.name == "w8a16" else ("weight_scale", "activation_scale", *_COUNTS)
         said |= {key: getattr(recipe, key) for key in keys}
     return said
 

@@ -29,7 +29,7 @@ _instead: dict[str, Any] = {}  # by type of device: what `served_by` has put the
 OPS = (
     "quantize_act", "quantize_act_t", "quantize_weight", "prepare_fp8", "prepare_fp8_t",
     "prepare_bf16", "fp8_gemm", "wgrad_gemm", "wgrad_rounded", "wgrad_into", "bf16_gemm", "bf16_dgrad", "bf16_wgrad",
-    "bf16_wgrad_into", "sum_of_two",
+    "bf16_wgrad_into", "coded_gemm", "sum_of_two",
     "rms_norm", "rms_norm_backward", "add_rms_norm", "add", "rope", "rope_backward", "round_heads", "swiglu",
     "swiglu_backward", "swiglu_backward_act", "attend", "attend_backward", "head_logits", "logprob_entropy",
     "logprob_backward",

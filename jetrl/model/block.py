@@ -84,7 +84,8 @@ class Build:
         """The linear that the block declares for this role, in the recipe's precision for each side."""
         shape = self.block.linears(self.spec)[role]
         return FlowLinear(
-            shape.in_size, shape.sections, shape.bias, self.recipes(role), self.master_dtype, self.dtype
+            shape.in_size, shape.sections, shape.bias, self.recipes(role), self.master_dtype, self.dtype,
+            self.recipe.weight_only(self.layer),
         )
 
     def recipes(self, role: Role) -> dict[Side, LinearRecipe | None]:

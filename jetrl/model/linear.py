@@ -8,6 +8,9 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
                                                  dW is added to `weight.grad` in place (`kernels.update.gradient`)
 
 With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
+
+BF16: three GEMMs of `published`, which is the rounded master. Under `w8a16` it is code * 2^k, without a rounding, and
+without gradients few rows may read the codes themselves (`kernels.gemm.coded_rows`), with the same bits.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.pointwise.ops import add
 from jetrl.kernels.qtensor import Granularity, QTensor
-from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight
+from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight, weight_values
 from jetrl.kernels.update.gradient import begin_in_place, begins_in_place, grad_done, grad_dtype, grad_in_place
 from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
 from jetrl.model.shards import Shard, gathered, gathered_codes, shard_of
+from jetrl.precision.formats import Format
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 
@@ -112,19 +116,25 @@ class FlowLinear(nn.Module):
     `recipes` gives the precision of each side (None: BF16). The forward pass reads what `publish` made from the master
     weight, never the master itself, so that trainer and engine see the same bits. Without a master (`master_dtype`
     None) `publish_value` makes it. `published` is kept only where a side computes in BF16.
+
+    `weight_only`: the format of codes that are made of the weight, and whose values BF16 GEMMs read.
     """
 
     def __init__(
         self, in_features: int, sections: tuple[int, ...], bias: bool, recipes: dict[Side, LinearRecipe | None],
-        master_dtype: torch.dtype | None, dtype: torch.dtype,
+        master_dtype: torch.dtype | None, dtype: torch.dtype, weight_only: Format | None = None,
     ) -> None:
         super().__init__()
+        assert weight_only is None or weight_only.pow2, "code * scale is a BF16 number for powers of two only"
         self.sections, self.recipes, self.dtype = sections, recipes, dtype
+        formats = [weight_only, *(recipe.fprop.right for recipe in recipes.values() if recipe is not None)]
+        self.codes = next((format for format in formats if format is not None), None)  # of `quantized`
+        self.weight_only = weight_only is not None
         self.holds_master = master_dtype is not None
         self.weight = parameter((sum(sections), in_features), master_dtype, dtype)
         self.bias = parameter((sum(sections),), master_dtype, dtype) if bias else None
         self.published_bias: Tensor | None = None
-        self.published: Tensor = torch.empty(0)  # the BF16-rounded weight, from which the codes are made
+        self.published: Tensor = torch.empty(0)  # what BF16 GEMMs read: the rounded weight, or the values of its codes
         self.quantized: QTensor | None = None
         self.keeps_transposed = True  # whether the codes that dgrad reads stay, or are made in each backward pass
         self._operands: dict[str, Any] = {}  # what GEMMs read, made at the first use
@@ -132,7 +142,9 @@ class FlowLinear(nn.Module):
 
     def extra_repr(self) -> str:
         sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
-        return f"{self.weight.shape[1]} -> {self.sections}, " + ", ".join(f"{s}: {f}" for s, f in sides.items())
+        stored = f", weight: {self.codes}" if self.weight_only else ""
+        formats = ", ".join(f"{s}: {f}" for s, f in sides.items())
+        return f"{self.weight.shape[1]} -> {self.sections}, {formats}{stored}"
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -147,12 +159,12 @@ class FlowLinear(nn.Module):
         shard = shard_of(self.weight)
         if shard is not None and shard.split:
             self._publish_rows(shard)
-        elif None in self.recipes.values():
+        elif None in self.recipes.values() and not self.weight_only:
             self.published = rounded_into(self.published, self.weight, self.dtype)
             self._quantize(self.published)
         else:
             self._quantize(self.weight.detach())
-            self.published = torch.empty(0)
+            self._publish_codes()
         if self.bias is not None:
             self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
         self._stale = set(self._operands)
@@ -161,19 +173,26 @@ class FlowLinear(nn.Module):
 
     def _quantize(self, values: Tensor) -> None:
         """Make the codes, in one pass over a master's values."""
-        recipe = next((r for r in self.recipes.values() if r is not None), None)
-        if recipe is not None:
-            pow2 = recipe.fprop.right.pow2
-            self.quantized = quantize_weight(values, self.sections, pow2, self.quantized, self.dtype)
+        if self.codes is not None:
+            self.quantized = quantize_weight(values, self.sections, self.codes.pow2, self.quantized, self.dtype)
+
+    def _publish_codes(self) -> None:
+        """No side reads the rounded weight: `published` is nothing, or the values of the codes, in the same memory."""
+        if not self.weight_only:
+            self.published = torch.empty(0)
+            return
+        assert self.quantized is not None
+        self.published = weight_values(self.quantized, self.published, self.dtype)
 
     def _publish_rows(self, shard: Shard) -> None:
-        recipe = next((r for r in self.recipes.values() if r is not None), None)
         rows = self.weight.detach()
-        if None in self.recipes.values():
+        if None in self.recipes.values() and not self.weight_only:
             rows = rows.to(self.dtype)
             self.published = gathered(shard, self.published, rows, self.dtype)
-        if recipe is not None:
-            self.quantized = gathered_codes(shard, self.quantized, rows, recipe.fprop.right.pow2, self.dtype)
+        if self.codes is not None:
+            self.quantized = gathered_codes(shard, self.quantized, rows, self.codes.pow2, self.dtype)
+        if self.weight_only:
+            self._publish_codes()
 
     @torch.no_grad()
     def publish_value(self, kind: str, value: Tensor) -> None:
@@ -185,8 +204,8 @@ class FlowLinear(nn.Module):
             return
         self.published = rounded_value(value, self.weight.shape, self.dtype)
         self._quantize(self.published)
-        if all(self.recipes.values()):
-            self.published = torch.empty(0)  # both sides read the codes
+        if all(self.recipes.values()) or self.weight_only:
+            self._publish_codes()
 
     def _apply(self, fn: Any, recurse: bool = True) -> FlowLinear:
         """The weights move or change their type: what was published from them is gone until the next `publish`."""
@@ -244,7 +263,10 @@ class FlowLinear(nn.Module):
             y = gemm.fp8_gemm(x_q, self.fp8_operand(), self.dtype)
         else:
             assert isinstance(x, Tensor), "this layer is BF16: it takes no quantized input"
-            y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
+            if self.weight_only and self.quantized is not None:
+                y = gemm.coded_gemm(x, self.quantized, self.bf16_operand(), self.dtype)
+            else:
+                y = gemm.bf16_gemm(x, self.bf16_operand(), self.dtype)
         if self.published_bias is not None:
             y = add(y, self.published_bias)
         return y

@@ -23,6 +23,7 @@ from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.fused_experts import fused_experts, fused_experts_recipe
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Published
+from jetrl.precision.formats import Format
 from jetrl.precision.recipe import LinearRecipe, Role
 from jetrl.spec import ModelSpec
 from jetrl.types import Side
@@ -103,9 +104,9 @@ class ExpertLinear(FlowLinear):
 
     def __init__(
         self, in_features: int, sections: tuple[int, ...], experts: int, recipes: dict[Side, LinearRecipe | None],
-        master_dtype: torch.dtype | None, dtype: torch.dtype,
+        master_dtype: torch.dtype | None, dtype: torch.dtype, weight_only: Format | None = None,
     ) -> None:
-        super().__init__(in_features, sections, False, recipes, master_dtype, dtype)
+        super().__init__(in_features, sections, False, recipes, master_dtype, dtype, weight_only)
         self.experts, self.out_sections = experts, sections[: len(sections) // experts]
 
     def _prepare(self, name: str, held: Any) -> Any:
@@ -182,7 +183,8 @@ class MoE(Block):
     def _linear(build: Build, role: Role) -> ExpertLinear:
         shape = build.block.linears(build.spec)[role]
         return ExpertLinear(
-            shape.in_size, shape.sections, shape.experts, build.recipes(role), build.master_dtype, build.dtype
+            shape.in_size, shape.sections, shape.experts, build.recipes(role), build.master_dtype, build.dtype,
+            build.recipe.weight_only(build.layer),
         )
 
     def _routed(self, y: Tensor, context: Context, tap: Tap) -> tuple[Tensor, Tensor]:

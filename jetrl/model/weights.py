@@ -27,8 +27,9 @@ class PublishedWeights(Mapping[str, WeightTensor]):
     """A view of a model: nothing is computed until a tensor is read, and reading gives what is published at that time.
 
     A linear that the rollout computes in FP8 gives its E4M3 codes and block scales, even where training is BF16
-    (`fp8_rollout`). All others, norms, embedding and biases give the values in `dtype` (BF16). Fused projections are
-    split into their rows. A tied lm_head is the embedding, and appears only under the embedding's name.
+    (`fp8_rollout`), and so does one of `w8a16`, whose BF16 GEMMs read code * scale. All others, norms, embedding and
+    biases give the values in `dtype` (BF16). Fused projections are split into their rows. A tied lm_head is the
+    embedding, and appears only under the embedding's name.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -75,7 +76,7 @@ def _held(model: Transformer, ours: str) -> Tensor | QTensor:
         if kind == "bias":
             assert module.published_bias is not None, "publish() has not run"
             return module.published_bias
-        if module.recipes["rollout"] is not None:
+        if module.recipes["rollout"] is not None or module.weight_only:
             assert module.quantized is not None, "publish() has not run"
             return module.quantized
     assert module.published.numel(), "publish() has not run"
@@ -91,14 +92,14 @@ def published_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     """Bytes of all that a model without masters holds of its weights; the rotary tables come on top.
 
     A linear that a side computes in FP8 has E4M3 codes and an FP32 scale for each 128x128 block; one that a side
-    computes in BF16 has BF16 values. The embedding, the lm_head, norms and biases are BF16.
+    computes in BF16 has BF16 values, and under `w8a16` both. The embedding, the lm_head, norms and biases are BF16.
     """
     total = sum(2 * prod(piece.shape) for pieces in tensor_table(spec).values() for piece in pieces)
     for layer in range(spec.num_layers):
         for (_, role), shape in linears_of(spec, layer).items():
             sides = [recipe.linear(layer, role, side) for side in get_args(Side)]
             values, blocks = sum(shape.sections) * shape.in_size, -(-shape.in_size // BLOCK)
-            if any(sides):
+            if any(sides) or recipe.weight_only(layer) is not None:
                 total += values + 4 * blocks * sum(-(-rows // BLOCK) for rows in shape.sections)
             if all(sides):
                 total -= 2 * values

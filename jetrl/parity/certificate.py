@@ -67,6 +67,8 @@ from jetrl.types import (
     Segment,
     Trajectory,
     WeightSet,
+    log_probs,
+    token_ids,
 )
 
 
@@ -268,7 +270,7 @@ def shared_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
         tail = tokens[len(prompt) :].tolist() or prompt
         groups.append(group_of(prompt, [tail, tail[len(tail) // 2 :]]))
         firsts += [0, len(prompt) - 1]  # the rows that are shared are compared once
-    samples = [[*chain.from_iterable(s.tokens for s in t.segments)] for g in groups for t in g.trajectories]
+    samples = [[*chain.from_iterable(s.tokens.tolist() for s in t.segments)] for g in groups for t in g.trajectories]
     trained = Packed(model, [torch.tensor(tokens, device=device) for tokens in samples])
     limit = max(16384, len(sequences[-1]) + work.new_tokens + 2)  # both samples of a prompt fit
     (packed,) = pack(groups, max_tokens_per_gpu=limit, flow_digest="", weight_version=0, share_prompts=True)
@@ -286,10 +288,10 @@ def shared_link(model: Transformer, sequences: list[Tensor], work: Workload) -> 
 
 def group_of(prompt: list[int], answers: list[list[int]]) -> Group:
     """Trajectories of one prompt, as a rollout gives them, with log-probs 0."""
-    opening = Segment("environment", tuple(prompt), "")
-    turns = [Segment("policy", tuple(answer), "", (0.0,) * len(answer)) for answer in answers]
-    trajectories = tuple(Trajectory((opening, turn), "stop", 0, "") for turn in turns)
-    return Group(Prompt(0, Problem("", "", ""), opening.tokens), trajectories)
+    opening = Segment("environment", token_ids(prompt), "")
+    turns = [Segment("policy", token_ids(a), "", log_probs([0.0] * len(a)), spans=((0, 0),)) for a in answers]
+    trajectories = tuple(Trajectory((opening, turn), "stop", "") for turn in turns)
+    return Group(Prompt(0, Problem("", "", ""), tuple(prompt)), trajectories)
 
 
 def rows_of(micro: MicroBatch) -> dict[int, list[int]]:

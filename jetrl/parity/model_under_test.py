@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.config import Config, load_config, resolve
+from jetrl.config import Config, load_config, resolve, switched_off
 from jetrl.config.shipped import find_recipe, shipped
 from jetrl.config.toml import read_toml
 from jetrl.errors import UserError
@@ -25,7 +25,7 @@ from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
 from jetrl.precision.recipe import Recipe
-from jetrl.run.prepare import check_experts, load_spec, model_source, recipe_of
+from jetrl.run.prepare import check_experts, check_sizes, load_spec, model_source, recipe_of
 from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.untrusted import inside
@@ -156,6 +156,7 @@ def _drawn(config: Config, spec: ModelSpec, recipe: Recipe, master_dtype: torch.
     """
     select(config.kernels)
     check_experts(config, spec)
+    check_sizes(config, spec, recipe)
     with torch.device(config.device):
         model = Transformer(spec, recipe, master_dtype=master_dtype)
         generator = torch.Generator(config.device).manual_seed(0)
@@ -223,8 +224,9 @@ def _chosen(
 ) -> tuple[dict[str, Any], str]:
     taken = precision or (said.precision if said is not None else "fp8")
     quant: dict[str, Any] = {}
-    if said is not None and "bf16" not in (taken, said.precision):  # BF16 has no [quant]
-        quant = dict(said.quant)
+    if said is not None and said.precision != "bf16":  # BF16 has no [quant]
+        off = switched_off("precision", taken)
+        quant = {key: value for key, value in said.quant.items() if f"quant.{key}" not in off}
     cache_said = "kv_cache" in quant or (said is not None and taken == said.precision)
     if kv_cache:
         quant["kv_cache"] = kv_cache

@@ -167,8 +167,8 @@ def samples_link(model: Transformer, work: Workload, world: World) -> tuple[Roll
     worst, first = 0.0, None
     for place, (ours, own) in enumerate(zip(_trajectories(shared), _trajectories(alone), strict=True)):
         (a,), (b,) = ours.turns, own.turns
-        told = list(zip(a.tokens, a.logprobs or (), strict=True))
-        wanted = list(zip(b.tokens, b.logprobs or (), strict=True))
+        told = list(zip(a.tokens.tolist(), a.logprobs.tolist(), strict=True))
+        wanted = list(zip(b.tokens.tolist(), b.logprobs.tolist(), strict=True))
         unequal = [i for i in range(max(len(told), len(wanted))) if told[i : i + 1] != wanted[i : i + 1]]
         rows, different = rows + len(wanted), different + len(unequal)
         worst = max([worst, *(abs(x[1] - y[1]) for x, y in zip(told, wanted, strict=False) if x[0] == y[0])])

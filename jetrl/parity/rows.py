@@ -213,7 +213,7 @@ class NoText:
 def whole_sequences(model: Transformer, prompts: list[list[int]], completions: list[Completion]) -> list[Tensor]:
     """Each prompt with its completion, on the model's device."""
     device = model.head_weight.device
-    return [torch.tensor([*p, *c.tokens], device=device) for p, c in zip(prompts, completions, strict=True)]
+    return [torch.tensor([*p, *c.tokens.tolist()], device=device) for p, c in zip(prompts, completions, strict=True)]
 
 
 class Comparison:

@@ -122,9 +122,13 @@ class _Backward(_Builder):
         self.weight_gradient(f"{name}.weight", self.op(f"{name}.wgrad", op, {"dy": dy_t, "x": x_t}, linear.weight_grad))
         return self.op(f"{name}.dgrad", op, {"dy": dy_q, "weight": weight}, linear.grad)
 
-    def bf16_linear(self, name: str, weight: str, dy: str, x: str, op: str = "gemm") -> str:
+    def bf16_linear(
+        self, name: str, weight: str, dy: str, x: str, op: str = "gemm", codes: Format | None = None
+    ) -> str:
+        """`codes`: what dgrad reads instead of the weight itself."""
         self.weight_gradient(weight, self.op(f"{name}.wgrad", op, {"dy": dy, "x": x}, FP32))
-        return self.op(f"{name}.dgrad", op, {"dy": dy, "weight": self.leaf(weight)})
+        read = self.leaf(weight) if codes is None else self.saved(f"{name}.quantize_weight", codes)
+        return self.op(f"{name}.dgrad", op, {"dy": dy, "weight": read})
 
 
 class _Scope:
@@ -164,10 +168,12 @@ class BlockForward(_Scope):
         shape, builder = self.block.linears(self.spec)[role], self._builder
         linear = self.recipe.linear(self.layer, role, self.side)
         weight = builder.leaf(self.at(f"{role}.weight"))
+        codes = self.recipe.weight_only(self.layer) if linear is None else linear.fprop.right
         if linear is not None:
             x = self.op(f"{role}.quantize_x", "quantize", {"x": x}, linear.fprop.left)
+        if codes is not None:
             inputs = {"x": weight}
-            weight = self.op(f"{role}.quantize_weight", "quantize", inputs, linear.fprop.right, sections=shape.sections)
+            weight = self.op(f"{role}.quantize_weight", "quantize", inputs, codes, sections=shape.sections)
         out = BF16 if linear is None else linear.out
         inputs = {"x": x, "weight": weight}
         sizes: dict[str, Attribute] = {"out_sections": shape.out_sections, "in_size": shape.in_size}
@@ -201,7 +207,8 @@ class BlockBackward(_Scope):
         linear = self.recipe.linear(self.layer, role, self.side)
         op = "grouped_gemm" if shape.experts else "gemm"
         if linear is None:
-            return builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x), op)
+            codes = self.recipe.weight_only(self.layer)
+            return builder.bf16_linear(name, f"{name}.weight", dy, self.saved(x), op, codes)
         if shape.experts:
             linear = linear.with_row_wgrad()
         return builder.fp8_linear(name, linear, dy, self.saved(x), shape.out_sections, op)

@@ -136,7 +136,7 @@ def require_unified(spec: ModelSpec, recipe: Recipe) -> None:
     raise UserError(
         f"precision = {recipe.name!r}: the rollout computes another function than the training forward, in {count}:\n"
         + "".join(f"  {line}\n" for line in fold_differences(differences))
-        + "Use precision = 'fp8' or 'bf16', where both sides have one flow."
+        + "Use precision = 'fp8', 'w8a16' or 'bf16', where both sides have one flow."
     )
 
 

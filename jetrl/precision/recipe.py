@@ -55,7 +55,10 @@ class Recipe:
 
     `kv_cache` holds in all layers and on both sides: keys and values that the rollout caches in FP8 are rounded the
     same way before training's attention, even where the GEMMs are BF16 (first and last layers, training under
-    `fp8_rollout`).
+    `fp8_rollout`, all of them under `w8a16`).
+
+    `w8a16`: weights are codes with scales of 2^k, and both sides multiply BF16 activations by code * 2^k, which is a
+    BF16 number. So its linears are BF16 GEMMs (`linear` is None) of weights that are codes (`weight_only`).
     """
 
     name: Precision
@@ -97,9 +100,23 @@ class Recipe:
     def linear(self, layer: int, role: Role, side: Side) -> LinearRecipe | None:
         """Formats of one linear on one side; None means plain BF16 GEMMs. On the rollout side only `fprop` runs."""
         assert side in get_args(Side), f"side {side!r}, not one of {get_args(Side)}"
-        if self.name == "bf16" or self.is_bf16_layer(layer) or (self.name == "fp8_rollout" and side == "train"):
-            return None
-        return self.fp8_linear()
+        plain = self.name in ("bf16", "w8a16") or (self.name == "fp8_rollout" and side == "train")
+        return None if plain or self.is_bf16_layer(layer) else self.fp8_linear()
+
+    def weight_only(self, layer: int) -> Format | None:
+        """The codes from whose values BF16 GEMMs of a layer's linears are made, on both sides; None: from the weights
+        themselves, or the linears are FP8."""
+        return weight_128x128("pow2") if self.name == "w8a16" and not self.is_bf16_layer(layer) else None
+
+    @property
+    def pow2_weights(self) -> bool:
+        """Whether scales of weights are powers of two."""
+        return self.name == "w8a16" or self.weight_scale == "pow2"
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether linears of the rollout read their inputs as codes."""
+        return self.name in ("fp8", "fp8_rollout")
 
     def fp8_linear(self) -> LinearRecipe:
         """The one FP8 linear of this recipe, operand by operand."""

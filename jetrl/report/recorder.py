@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetrl.errors import Notice, UserError
 from jetrl.report.channel import Channel
@@ -32,8 +32,10 @@ from jetrl.report.files import (
     write_whole,
 )
 from jetrl.report.track import evenly, table_rows
-from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
 from jetrl.untrusted import inside, json_file, refuse_link
+
+if TYPE_CHECKING:  # the command line's help needs no numpy
+    from jetrl.types import Advantage, Group, Prompt, Segment, Trajectory
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -341,7 +343,7 @@ def failed_rows(
 
 def _first(trajectory: Trajectory) -> tuple[int, ...]:
     """The prompt's tokens; none if the environment failed before it gave one."""
-    return tuple(trajectory.segments[0].tokens) if trajectory.segments else ()
+    return tuple(trajectory.segments[0].tokens.tolist()) if trajectory.segments else ()
 
 
 def _rendered_turns(row: Mapping[str, Any], trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
@@ -349,13 +351,13 @@ def _rendered_turns(row: Mapping[str, Any], trajectory: Trajectory, decode: Deco
     if decode is None or "turns" not in row:
         return {}
     pairs = zip(row["turns"], trajectory.segments[1:], strict=True)
-    return {"turns": [t if s.author == "policy" else {**t, "rendered": decode(s.tokens)} for t, s in pairs]}
+    return {"turns": [t if s.author == "policy" else {**t, "rendered": decode(s.tokens.tolist())} for t, s in pairs]}
 
 
 def _is_conversation(prompt: Prompt, trajectory: Trajectory) -> bool:
     """Whether there is more than the problem's own prompt and one answer of the policy."""
-    first, *later = trajectory.segments
-    own = bool(prompt.problem.prompt) and first.tokens == prompt.tokens
+    later = trajectory.segments[1:]
+    own = bool(prompt.problem.prompt) and _first(trajectory) == prompt.tokens
     return not own or [segment.author for segment in later] != ["policy"]
 
 
@@ -371,8 +373,8 @@ def _row(
         "prompt": text,
         "answer": prompt.problem.answer,
         "completion": "".join(segment.text for segment in later),
-        "tokens": [token_text(token) for segment in trajectory.turns for token in segment.tokens],
-        "logprobs": [value for segment in trajectory.turns for value in segment.logprobs],
+        "tokens": [token_text(token) for segment in trajectory.turns for token in segment.tokens.tolist()],
+        "logprobs": [value for segment in trajectory.turns for value in segment.logprobs.tolist()],
         "reward": None,
         "advantage": None,
         "finish_reason": trajectory.end,
@@ -394,8 +396,8 @@ def _scores(reward: float, advantage: Advantage | None) -> dict[str, Any]:
 def _turn(segment: Segment, token_text: Callable[[int], str]) -> dict[str, Any]:
     turn: dict[str, Any] = {"author": segment.author, "text": segment.text}
     if segment.author == "policy":
-        turn["tokens"] = [token_text(token) for token in segment.tokens]
-        turn["logprobs"] = list(segment.logprobs)
+        turn["tokens"] = [token_text(token) for token in segment.tokens.tolist()]
+        turn["logprobs"] = segment.logprobs.tolist()
     if segment.reward is not None:
         turn["reward"] = segment.reward
     return turn

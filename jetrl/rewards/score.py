@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import fmean, stdev
 from typing import Any
 
@@ -277,7 +277,7 @@ def _item(problem: Problem, trajectory: Trajectory, conversations: bool) -> Item
     """What the reward function gets of a trajectory: an answer's text and tokens, or a conversation's messages."""
     opening, *rest = trajectory.segments
     problem = with_prefilled(problem, opening.opened)
-    tokens = tuple(token for segment in rest for token in segment.tokens)
+    tokens = tuple(chain.from_iterable(segment.tokens.tolist() for segment in rest))
     if not conversations:
         assert [s.author for s in rest] == ["policy"], "only conversations have several turns"
         return problem, rest[0].text, tokens

@@ -152,7 +152,7 @@ def token_rewards(trajectory: Trajectory, reward: float, penalties: Sequence[flo
     `reward`, the reward of the whole trajectory, goes onto the last token of all. `penalties` [P] are added token by
     token.
     """
-    turns = [turn for turn in trajectory.turns if turn.tokens]
+    turns = [turn for turn in trajectory.turns if len(turn.tokens)]
     result: list[float] = []
     for turn in turns:
         result += [0.0] * (len(turn.tokens) - 1) + [turn.reward or 0.0]

@@ -81,21 +81,23 @@ class MismatchAccumulator:
         """Count the tokens where `loss_mask` is not 0 (all without a mask). A log-prob that is not finite raises.
 
         With `sequence_ids`, |d| is also counted by the token's number in its answer; a sequence's tokens come in order
-        and next to each other.
+        and next to each other. Those that the mask leaves out are numbered as well.
         """
         trainer, rollout = _as_numpy(trainer_logprobs), _as_numpy(rollout_logprobs)
         if trainer.shape != rollout.shape:
             raise ValueError(f"log-probs of different shapes: trainer {trainer.shape}, rollout {rollout.shape}")
+        ids = None if sequence_ids is None else _as_numpy(sequence_ids)
+        if ids is not None and ids.shape != trainer.shape:
+            raise ValueError(f"{ids.shape} sequence ids for {trainer.shape} log-probs")
+        numbers = None if ids is None or not ids.size else _numbers(ids)
         if loss_mask is not None:
             mask = _as_numpy(loss_mask)
             if mask.shape != trainer.shape:
                 raise ValueError(f"mask of shape {mask.shape} for log-probs of shape {trainer.shape}")
             trainer, rollout = trainer[mask != 0], rollout[mask != 0]
+            numbers = None if numbers is None else numbers[mask != 0]
         if not trainer.size:
             return
-        ids = None if sequence_ids is None else _as_numpy(sequence_ids)
-        if ids is not None and ids.shape != trainer.shape:
-            raise ValueError(f"{ids.shape} sequence ids for {trainer.shape} log-probs")
         for side, values in (("trainer", trainer), ("rollout", rollout)):
             num_bad = int((~np.isfinite(values)).sum())
             if num_bad:
@@ -113,13 +115,11 @@ class MismatchAccumulator:
         self.sum_abs_diff.add(abs_diff)
         self.sum_k3.add(k3[held])
         self.sum_mult_error.add(mult_error[held])
-        if ids is not None:
-            self._add_by_position(abs_diff, ids)
+        if numbers is not None:
+            self._add_by_position(abs_diff, numbers)
 
-    def _add_by_position(self, abs_diff: NDArray[np.float64], ids: NDArray[np.float64]) -> None:
-        begins = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
-        number = np.arange(1, len(ids) + 1) - np.repeat(begins, np.diff(np.append(begins, len(ids))))  # from 1
-        bucket = np.frexp(number.astype(np.float64))[1] - 1  # floor(log2(number)), exact
+    def _add_by_position(self, abs_diff: NDArray[np.float64], numbers: NDArray[np.int64]) -> None:
+        bucket = np.frexp(numbers.astype(np.float64))[1] - 1  # floor(log2(number)), exact
         for power in range(int(bucket.max()) + 1):
             here = abs_diff[bucket == power]
             count, total = self.by_position.setdefault(1 << power, (0, ExactSum()))
@@ -317,6 +317,12 @@ def _log_ratio(trainer: Tensor, rollout: Tensor, active: Tensor) -> Tensor:
 def _check_threshold(name: str, threshold: float, above: float) -> None:
     if not (math.isfinite(threshold) and threshold > above):
         raise UserError(f"rl.{name} = {threshold} must be a finite number above {above:g} (common: 2.0)")
+
+
+def _numbers(ids: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The number of each token within its sequence, from 1."""
+    begins = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+    return np.arange(1, len(ids) + 1) - np.repeat(begins, np.diff(np.append(begins, len(ids))))
 
 
 def _as_numpy(values: Values) -> NDArray[np.float64]:

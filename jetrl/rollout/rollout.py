@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from jetrl.engine.limits import RefusedRequest
 from jetrl.errors import UserError
 from jetrl.parallel.agreement import MISTAKES, agree
-from jetrl.rollout.exchange import dumps
 from jetrl.rollout.queue import Abandoned, Everything, Queues, Source
 from jetrl.rollout.requests import STEP_STRIDE, Asked
 from jetrl.types import (
@@ -30,6 +31,7 @@ from jetrl.types import (
     Segment,
     StepReport,
     Trajectory,
+    token_ids,
 )
 
 
@@ -142,7 +144,8 @@ def _shared(
             expect(())
     busy = time.perf_counter() - start
     agree(queues.world, mistake)
-    packed = queues.world.gather((dumps(own), busy))  # its own part need not be unpacked again
+    data = pickle.dumps(own, pickle.HIGHEST_PROTOCOL)  # of this protocol, arrays are one buffer each
+    packed = queues.world.gather((data, busy))  # its own part need not be unpacked again
     found = [
         (own if rank == queues.world.rank else pickle.loads(data), seconds)
         for rank, (data, seconds) in enumerate(packed)
@@ -215,7 +218,7 @@ class _Live:
     prompt: Prompt
     segments: list[Segment] = field(default_factory=list)  # the environment's first one is the prompt
     num_turns: int = 0
-    tokens: tuple[int, ...] = ()  # of all segments
+    tokens: tuple[int, ...] = ()  # what the next request begins with: all segments
     last: Completion | None = None
 
 
@@ -234,6 +237,7 @@ class _Driver:
         self.ended: dict[int, Trajectory] = {}  # by number
         self.started: set[int] = set()  # conversations that are to be closed
         self.resting: set[int] = set()  # those whose environment has a turn to answer
+        self.openings: dict[tuple[int, ...], np.ndarray] = {}  # one array for all trajectories of a prompt
         self.last = StepReport(0, 0, 0, 0, 0)
         self.steps_before = self.tokens_before = 0  # of engine sessions that are over
 
@@ -300,15 +304,22 @@ class _Driver:
             one.segments[-1] = replace(one.segments[-1], reward=reply.reward)
         if end := self._end_after(one, reply):
             if not one.segments:  # it failed at once; a trajectory begins with its prompt
-                one.segments.append(Segment("environment", reply.tokens, reply.text, messages=reply.messages))
+                tokens = token_ids(reply.tokens)
+                one.segments.append(Segment("environment", tokens, reply.text, messages=reply.messages))
             self._end(one, end, reply.error or ("" if one.num_turns else "it was over before the first turn"))
             return None
         if reply.tokens:
+            tokens = token_ids(reply.tokens) if one.segments else self._opening(reply.tokens)
             one.segments.append(
-                Segment("environment", reply.tokens, reply.text, messages=reply.messages, opened=reply.opened)
+                Segment("environment", tokens, reply.text, messages=reply.messages, opened=reply.opened)
             )
             one.tokens += reply.tokens
         return self._request(one)
+
+    def _opening(self, tokens: tuple[int, ...]) -> np.ndarray:
+        if tokens not in self.openings:
+            self.openings[tokens] = token_ids(tokens)
+        return self.openings[tokens]
 
     def _end_after(self, one: _Live, reply: Reply) -> EndReason | None:
         """How the trajectory ends with this reply, if it does."""
@@ -330,13 +341,17 @@ class _Driver:
     def _take_completion(self, completion: Completion) -> None:
         """Append a turn of the policy; the trajectory ends, or the environment gets to see it."""
         one = self.live[completion.request_id]
-        one.segments.append(Segment("policy", completion.tokens, completion.text, completion.logprobs))
-        one.tokens += completion.tokens
+        drew = ((0, completion.weight_version),)
+        one.segments.append(
+            Segment("policy", completion.tokens, completion.text, completion.logprobs, spans=drew)
+        )
         one.num_turns += 1
         one.last = completion
         if self.conversations is None:
             self._end(one, completion.finish_reason)
-        elif completion.finish_reason == "length" and self._room(one) == 0:
+            return
+        one.tokens += tuple(completion.tokens.tolist())
+        if completion.finish_reason == "length" and self._room(one) == 0:
             self._end(one, "length")
         else:
             self.resting.add(one.key)
@@ -355,9 +370,9 @@ class _Driver:
         return Request(one.key, one.tokens, replace(self.asked.sampling, max_tokens=limit), longest)
 
     def _end(self, one: _Live, end: EndReason, error: str = "") -> None:
-        version, flow = (0, "") if one.last is None else (one.last.weight_version, one.last.flow_digest)
+        flow = "" if one.last is None else one.last.flow_digest
         number = one.key - self.asked.first_id
-        self.ended[number] = Trajectory(tuple(one.segments), end, version, flow, error)
+        self.ended[number] = Trajectory(tuple(one.segments), end, flow, error)
         del self.live[one.key]
         if self.conversations is not None:
             self.started.remove(one.key)

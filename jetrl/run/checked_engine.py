@@ -6,10 +6,11 @@ What goes wrong in it ends the run with one message that names the call; the loo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import numpy as np
 
 from jetrl.errors import UserError, as_user_error, disk_full, told
 from jetrl.types import Completion, Engine, Request, StepReport, WeightSet
@@ -123,14 +124,12 @@ class CheckedEngine:
             return f"a completion of request {completion.request_id}, which is not open (or was completed before)"
         where, most = f"request {completion.request_id}", self._open[completion.request_id].sampling.max_tokens
         tokens, logprobs = completion.tokens, completion.logprobs
-        if not isinstance(tokens, tuple) or not isinstance(logprobs, tuple):
-            return f"{where}: tokens and logprobs must be tuples"
         if not 0 < len(tokens) <= most or len(tokens) != len(logprobs):
             return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; must be as many, from 1 to {most}"
-        if odd := [t for t in tokens if type(t) is not int or not 0 <= t < self.vocab_size]:
-            return f"{where}: token {odd[0]!r} is not an integer from 0 to {self.vocab_size - 1}"
-        if wrong := [p for p in logprobs if not isinstance(p, float) or not math.isfinite(p)]:
-            return f"{where}: log-prob {wrong[0]!r} is not a finite float"
+        if len(odd := tokens[(tokens < 0) | (tokens >= self.vocab_size)]):
+            return f"{where}: token {odd[0]} is not an integer from 0 to {self.vocab_size - 1}"
+        if len(wrong := logprobs[~np.isfinite(logprobs)]):
+            return f"{where}: log-prob {wrong[0]} is not a finite float"
         if not isinstance(completion.text, str):
             return f"{where}: text is of type {type(completion.text).__name__}"
         if completion.finish_reason not in ("stop", "length"):

@@ -60,7 +60,7 @@ def _all_same(groups: Sequence[Group], temperature: float) -> tuple[str, str]:
     else:
         found = f"in each of {len(groups)} groups all rewards are the same"
         cure = "Raise rollout.group_size, or make the task easier or harder"
-    same = all(len({t.turns[0].tokens for t in g.trajectories if t.turns}) < 2 for g in groups)
+    same = all(len({t.turns[0].tokens.tobytes() for t in g.trajectories if t.turns}) < 2 for g in groups)
     if same and all(len(g.trajectories) > 1 for g in groups):
         found += ", because the completions of a prompt are all the same"
         cure = f"Raise rollout.temperature, which is {temperature:g}"

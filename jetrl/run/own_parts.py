@@ -14,7 +14,7 @@ from jetrl.errors import UserError
 from jetrl.rl import own, own_terms
 from jetrl.rl.losses import Denominators
 from jetrl.rl.surrogate import Clip
-from jetrl.types import Segment, Trajectory
+from jetrl.types import Segment, Trajectory, log_probs, token_ids
 from jetrl.user_code.guard import user_code
 from jetrl.user_code.importing import import_attribute
 
@@ -93,8 +93,9 @@ def _try_weights(name: str, config: Config) -> None:
 def _try_advantages(name: str, config: Config) -> None:
     """A group of three, one of one, and one without a trajectory in the loss."""
     def scored(score: float, length: int, in_loss: bool = True) -> own.Scored:
-        segments = (Segment("environment", (1,), "?"), Segment("policy", (2,) * length, "x", (-0.5,) * length))
-        trajectory = Trajectory(segments, "stop" if in_loss else "length", 0, "")
+        drawn = Segment("policy", token_ids([2] * length), "x", log_probs([-0.5] * length), spans=((0, 0),))
+        segments = (Segment("environment", token_ids([1]), "?"), drawn)
+        trajectory = Trajectory(segments, "stop" if in_loss else "length", "")
         return own.Scored(trajectory, score, (0.0,) * (length - 1) + (score,), in_loss)
 
     groups = [[scored(1.0, 2), scored(0.0, 1), scored(0.5, 3)], [scored(1.0, 2)], [scored(0.0, 2, False)]]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jetrl.chat.messages import TurnEncoder, check_turn_end
 from jetrl.chat.tokenizer import load_tokenizer
@@ -18,6 +18,7 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.hub import model_folder
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.support import require
+from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.flow import require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.rewards.calls import names_of
@@ -28,7 +29,10 @@ from jetrl.spec import ModelSpec
 from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import RewardFunction, Task, build_task, eval_prompts, holds_out, rows_of_epoch, sample
 from jetrl.train.routing import check_routing
+from jetrl.types import Side
 from jetrl.user_code.from_python import NOTHING, FromPython
+
+BF16_MULTIPLE = 8  # values of a row: TMA reads 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,12 @@ def prepare(
     check_lengths(config, spec)
     check_experts(config, spec)
     ends = eos_ids(tokenizer, model_source(config), spec.vocab_size)
+    recipe = recipe_of(config, spec)
+    check_sizes(config, spec, recipe)
     if trains:  # a recipe may evaluate models of other kinds than it trains
         check_routing(config.train, spec)
         check_saved(config, spec)
         load_own_parts(config)
-    recipe = recipe_of(config, spec)
     if samples:
         require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
@@ -123,6 +128,25 @@ def check_experts(config: Config, spec: ModelSpec) -> None:
     """UserError if the model is a mixture of experts and the config's kernels cannot compute one."""
     if spec.experts is not None:
         require_experts(config.kernels)
+
+
+def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
+    """UserError for a matrix that the kernels of a GPU cannot multiply in BF16: its rows must be whole 16 bytes there.
+
+    BF16 are all linears of bf16 and w8a16, layers that are kept in BF16, and the lm_head. FP8 pads its operands.
+    """
+    if config.kernels == "reference":
+        return
+    rows = {"lm_head": spec.hidden_size} | {
+        f"layers.{layer}.{block}.{role}": linear.in_size
+        for layer in range(spec.num_layers) for (block, role), linear in linears_of(spec, layer).items()
+        if not all(recipe.linear(layer, role, side) for side in get_args(Side))
+    }
+    if wrong := next((name for name, size in rows.items() if size % BF16_MULTIPLE), None):
+        raise UserError(
+            f'precision = "{recipe.name}" computes {wrong} in BF16, over rows of {rows[wrong]} values; the kernels of '
+            f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or take another model.'
+        )
 
 
 def check_saved(config: Config, spec: ModelSpec) -> None:

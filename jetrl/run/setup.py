@@ -29,7 +29,7 @@ from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
 from jetrl.run.engines import build_engine, check_engine, keep_cache
 from jetrl.run.evaluation import Evaluation
-from jetrl.run.prepare import Prepared, check_experts, in_steps, model_source, prepare
+from jetrl.run.prepare import Prepared, check_experts, check_sizes, in_steps, model_source, prepare
 from jetrl.spec import ModelSpec
 from jetrl.tasks.task import RewardFunction, Task
 from jetrl.train.optim import build_optimizer
@@ -267,6 +267,7 @@ def build_published(config: Config, spec: ModelSpec, recipe: Recipe) -> Transfor
     assert DEVICE_OF[config.kernels] == torch.device(config.device).type, "resolve() pairs devices with kernels"
     select(config.kernels)
     check_experts(config, spec)
+    check_sizes(config, spec, recipe)
     source = model_source(config, weights=True)
     # checked before a model that may be far larger than its weights is built
     values = None if source is None else hf.parameters_of(source, spec)

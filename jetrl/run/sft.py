@@ -46,7 +46,7 @@ from jetrl.train.reduction import own_numbers
 from jetrl.train.routing import LOSSES, Routing
 from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
-from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory
+from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory, token_ids
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
@@ -82,7 +82,7 @@ def _content(config: Config, task: Task, tokenizer: Any, vocab_size: int) -> dic
     first = [solved.trajectory(task.problem(i)) for i in _indices(config, 1)]
     return {
         "tokenizer": content_of(tokenizer), "ends": [tokenizer.eos_token_id, *sorted(solved.eos_ids)],
-        "first batch": [[(part.author, part.tokens) for part in each.segments] for each in first],
+        "first batch": [[(part.author, part.tokens.tolist()) for part in each.segments] for each in first],
         "rows": _rows_hash(task.training_problems()) if isinstance(task, FileTask) else None,
     }
 
@@ -249,5 +249,5 @@ class SolutionEncoder:
             )
         tokens = encode_problem(problem, self.turns.tokenizer, self.config.task)
         parts = encode_solution(problem, self.turns, self.config.rollout.stop, self.eos_ids)
-        segments = [Segment(author, own, "") for author, own in (("environment", tuple(tokens)), *parts)]
-        return Trajectory(tuple(segments), "stop", 0, "")
+        segments = [Segment(author, token_ids(own), "") for author, own in (("environment", tokens), *parts)]
+        return Trajectory(tuple(segments), "stop", "")

@@ -6,7 +6,7 @@ replies into a trajectory, limits of turns and of length, and the task's reward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,20 @@ from jetrl.rollout.rollout import roll_out
 from jetrl.run.prepare import scoring
 from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import build_task, holds_out, sample
-from jetrl.types import Completion, Group, Problem, Prompt, Reply, Request, SamplingParams, StepReport, Trajectory
+from jetrl.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Problem,
+    Prompt,
+    Reply,
+    Request,
+    SamplingParams,
+    StepReport,
+    Trajectory,
+    log_probs,
+    token_ids,
+)
 from jetrl.untrusted import json_value, text_file
 from jetrl.user_code.guard import no_silent_exit
 
@@ -262,17 +275,16 @@ class _Script:
         end = [] if stops else self._end_of_turn()
         most = request.sampling.max_tokens
         if len(tokens) + len(end) > most:
-            cut = tuple(tokens[:most])
-            return Completion(request.id, cut, (0.0,) * most, self.trial.tokenizer.decode(list(cut)), "length", 0, "")
-        whole = (*tokens, *end)
-        return Completion(request.id, whole, (0.0,) * len(whole), text, "stop", 0, "")
+            text = self.trial.tokenizer.decode(tokens[:most])
+            return _turn(request.id, tokens[:most], text, "length")
+        return _turn(request.id, [*tokens, *end], text, "stop")
 
     def _end_of_turn(self) -> list[int]:
         """The token that the chat template writes behind a turn; of plain text the end of sequence."""
         encoder, eos = self.trial.pool.encoder, self.trial.tokenizer.eos_token_id
         if encoder.chat:
             user = [{"role": "user", "content": "?"}]
-            empty = Completion(0, (), (), "", "length", 0, "")
+            empty = _turn(0, [], "", "length")
             return list(encoder.later(Problem("(a check of the chat template)", "", ""), user, user, empty)[:1])
         return [] if eos is None else [eos]
 
@@ -316,7 +328,11 @@ class _Shown:
             self.say(f"  reward {reward}, {'done' if reply.done else 'goes on'}")
 
 
-def _tokens(trial: Trial, tokens: Sequence[int]) -> str:
+def _turn(key: int, tokens: list[int], text: str, finish: FinishReason) -> Completion:
+    return Completion(key, token_ids(tokens), log_probs([0.0] * len(tokens)), text, finish, 0, "")
+
+
+def _tokens(trial: Trial, tokens: Sized) -> str:
     return f" ({len(tokens)} token{'s' * (len(tokens) != 1)})" if trial.rendered else ""
 
 

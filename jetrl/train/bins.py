@@ -82,9 +82,9 @@ def share_bins(trajectories: Sequence[Trajectory], bins: list[list[int]], capaci
 
 def families(trajectories: Sequence[Trajectory]) -> list[list[int]]:
     """The places of trajectories with the same prompt, in the order of first members."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    found: dict[bytes, list[int]] = {}
     for place, trajectory in enumerate(trajectories):
-        found.setdefault(trajectory.segments[0].tokens, []).append(place)
+        found.setdefault(trajectory.segments[0].tokens.tobytes(), []).append(place)
     return list(found.values())
 
 

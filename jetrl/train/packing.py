@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, islice
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,8 @@ def pack(
     - Advantages are NaN here; `fill` writes them.
 
     Raises UserError for a trajectory longer than `max_tokens_per_gpu`; ValueError for one of another precision flow or
-    weight version than this trainer's, or in a micro-batch that is made with a log-prob that is no number.
+    weight version than this trainer's, or in a micro-batch that is made with a log-prob that is no number. Tokens of
+    older versions before a trajectory's last span are taken; `MicroBatch.versions` names them.
     """
     if updates_per_step < 1:
         raise UserError(f"rl.updates_per_step = {updates_per_step} must be at least 1")
@@ -115,7 +116,9 @@ def packed(
     numbers, drawn = tuple(own(len(bins))), [t.num_policy_tokens for t in trajectories]
     counts = tuple(count if kept else 0 for count, kept in zip(drawn, in_loss, strict=True))
     return PackedBatch(
-        micro_batches=tuple(_micro_batch([sequences[i] for i in bins[number]], share_prompts) for number in numbers),
+        micro_batches=tuple(
+            _micro_batch([sequences[i] for i in bins[number]], share_prompts, weight_version) for number in numbers
+        ),
         numbers=numbers,
         num_micro_batches=len(bins),
         num_sequences=len(sequences),
@@ -124,6 +127,7 @@ def packed(
         flow_digest=flow_digest,
         weight_version=weight_version,
         num_masked_tokens=sum(drawn) - sum(counts),
+        num_older_tokens=sum(s.trajectory.num_older(weight_version) for s in sequences if s.in_loss),
     )
 
 
@@ -258,9 +262,11 @@ class _Part:
     stem: int
     sequence: _Sequence | None
 
-    def tokens(self) -> Iterator[int]:
-        every = chain.from_iterable(s.tokens for s in self.trajectory.segments)
-        return every if self.sequence is not None and not self.first else islice(every, self.first, self.end)
+    def tokens(self) -> list[np.ndarray]:
+        """Its rows, in pieces of neighbours."""
+        edges = accumulate((len(s.tokens) for s in self.trajectory.segments), initial=0)
+        return [s.tokens[max(self.first - edge, 0) : max(self.end - edge, 0)]
+                for edge, s in zip(edges, self.trajectory.segments, strict=False)]
 
 
 def _parts(sequences: Sequence[_Sequence], share_prompts: bool) -> list[_Part]:
@@ -277,23 +283,28 @@ def _parts(sequences: Sequence[_Sequence], share_prompts: bool) -> list[_Part]:
     return parts
 
 
-def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBatch:
+def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool, weight_version: int) -> MicroBatch:
     parts = _parts(sequences, share_prompts)
     lengths = [part.end - part.first for part in parts]
     edges = torch.tensor([0, *lengths]).cumsum(0)
     starts, count = edges[:-1], int(edges[-1])
-    tokens = _tensor(chain.from_iterable(part.tokens() for part in parts), np.int64, count)
+    pieces = [piece for part in parts for piece in part.tokens()]
+    tokens = torch.from_numpy(np.concatenate(pieces, dtype=np.int64))
     targets = tokens.roll(-1)
     targets[edges[1:] - 1] = 0
     loss_mask, advantages, logprobs = torch.zeros(count, dtype=torch.float32), _absent(count), _absent(count)
+    mixed = any(s.in_loss and s.trajectory.num_older(weight_version) for s in sequences)
+    versions = torch.full((count,), -1) if mixed else None
     for part, start in zip(parts, starts.tolist(), strict=True):
         first = start - part.first - 1
         for segment in part.trajectory.segments if part.sequence is not None and part.sequence.in_loss else ():
             rows = slice(first, first + len(segment.tokens))
             if segment.author == "policy":
                 loss_mask[rows] = 1.0
-                if segment.logprobs:  # worked solutions of the warm start were not sampled
-                    logprobs[rows] = _tensor(segment.logprobs, np.float32, len(segment.logprobs))
+                if len(segment.logprobs):  # worked solutions of the warm start were not sampled
+                    logprobs.numpy()[rows] = segment.logprobs
+                if versions is not None:
+                    versions.numpy()[rows] = segment.versions
             first = rows.stop
     ids = torch.tensor([-1 if part.sequence is None else part.sequence.index for part in parts])
     begins = starts - torch.tensor([part.first for part in parts])  # where position 0 of each would be
@@ -309,6 +320,7 @@ def _micro_batch(sequences: Sequence[_Sequence], share_prompts: bool) -> MicroBa
         cu_seqlens=edges.to(torch.int32),
         lengths=tuple(lengths),
         stems=stems if max(stems) >= 0 else (),
+        versions=versions,
     )
 
 
@@ -318,18 +330,13 @@ def _absent(count: int) -> Tensor:
     return torch.full((count,), math.nan, dtype=torch.float32)
 
 
-def _tensor(values: Iterable[float], dtype: type[np.generic], count: int) -> Tensor:
-    """From Python numbers, in a third of the time of `torch.tensor`."""
-    return torch.from_numpy(np.fromiter(values, dtype, count))
-
-
 def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
     where = f"prompt {group.prompt.index}"
     if not group.trajectories:
         raise ValueError(f"{where}: the group has no trajectories")
     for trajectory in group.trajectories:
         first = trajectory.segments[0]
-        if first.author != "environment" or not first.tokens:
+        if first.author != "environment" or not len(first.tokens):
             raise ValueError(f"{where}: the prompt has no tokens, so nothing predicts the first token of a completion")
         if trajectory.flow_digest != flow_digest:
             raise ValueError(
@@ -341,11 +348,18 @@ def _check_group(group: Group, flow_digest: str, weight_version: int) -> None:
                 f"{where}: sampled with weights of version {trajectory.weight_version}, but the trainer holds "
                 f"version {weight_version}; the batch is refused"
             )
+        if newer := {v for s in trajectory.turns for _, v in s.spans if v > weight_version}:
+            raise ValueError(
+                f"{where}: some of its tokens were sampled with weights of version {min(newer)}, which are newer than "
+                f"the trainer's version {weight_version}; the batch is refused"
+            )
+        if not all(s.spans for s in trajectory.turns):
+            raise ValueError(f"{where}: a turn of the policy does not say which weights it was sampled with")
         for segment in trajectory.turns:
-            if not segment.tokens or len(segment.tokens) != len(segment.logprobs):
+            if not len(segment.tokens) or len(segment.tokens) != len(segment.logprobs):
                 raise ValueError(f"{where}: {len(segment.tokens)} tokens, {len(segment.logprobs)} log-probs")
 
 
 def _check_logprobs(trajectory: Trajectory, place: int) -> None:
-    if not all(all(map(math.isfinite, segment.logprobs)) for segment in trajectory.turns):
+    if not all(np.isfinite(segment.logprobs).all() for segment in trajectory.turns):
         raise ValueError(f"prompt {place}: one of its log-probs is NaN or infinite")

@@ -51,13 +51,14 @@ def estimate(
 ) -> tuple[list[Group], list[PackedBatch], dict[str, float]]:
     """Run the passes that the algorithm needs, fill in the advantages of groups and batches; returns statistics.
 
-    The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`); else the
-    learner makes its own pass, if there are several updates or the reward holds a KL penalty. NonFiniteError where what
-    the advantages are made of is not finite. Collective.
+    The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`) and the same
+    weights drew all tokens; else the learner makes its own pass, if there are several updates or the reward holds a KL
+    penalty. NonFiniteError where what the advantages are made of is not finite. Collective.
     """
     rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world
     if not groups:  # dynamic sampling may keep none
         return [], [], {}
+    unified = unified and not any(batch.num_older_tokens for batch in packed)
     kl_in_reward = reference is not None and rl.kl_in == "reward"
     if not unified and (len(packed) > 1 or kl_in_reward):
         packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature)) for b in packed]

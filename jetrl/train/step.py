@@ -94,7 +94,8 @@ def update(
     made. With several, the batches hold the old log-probs, or a unified flow takes the rollout's (the same bits).
 
     `parity/*` compares every update that begins with the weights that sampled: the first with loss tokens, and in the
-    critic's warm-up all of them. The other metrics are those of `merging.merged`.
+    critic's warm-up all of them. Of these it compares the tokens that those weights drew. The other metrics are those
+    of `merging.merged`.
 
     A UserError comes before any weight changes, or is a `Midway`.
     """
@@ -130,8 +131,11 @@ class Compared:
     counts: list[RoutingCounts] = field(default_factory=list)  # of each update of the policy, or comparison
 
     @torch.no_grad()
-    def add(self, micro: MicroBatch, rows: Rows, routes: Routes | None, routing: Routing) -> losses.Terms:
-        """The loss rows of a micro-batch, if they can be compared. Log-probs that are not finite are not: there is then
+    def add(
+        self, micro: MicroBatch, rows: Rows, routes: Routes | None, routing: Routing, version: int
+    ) -> losses.Terms:
+        """The loss rows of a micro-batch, if they can be compared: those that the weights of `version`, which are the
+        learner's, drew. Log-probs that are not finite are not: there is then
         a term [R] that is NaN at these rows. It ends the step as any term that is not finite does, also where a
         correction leaves them out of the loss."""
         if not self.weights_sampled:
@@ -141,7 +145,8 @@ class Compared:
         finite = rows.logprobs.isfinite() & sampled.isfinite()
         routing.compare(forward_batch(micro), routes, index)
         if bool(finite.all()):
-            self.gap.add(rows.logprobs, sampled, sequence_ids=ids)
+            current = None if micro.versions is None else micro.versions[index] == version
+            self.gap.add(rows.logprobs, sampled, current, sequence_ids=ids)
             return {}
         return {"parity": torch.where(finite, 0.0, math.nan).double()}
 
@@ -153,7 +158,8 @@ class Compared:
             micro = to_device(host, self.model.head_weight.device)
             rows = forward_rows(self.model, micro, self.config.rollout.temperature, routes := routing.routes())
             facts = {"log-prob": rows.logprobs, "in the rollout": micro.rollout_logprobs[rows.index]}
-            terms.add(self.add(micro, rows, routes, routing), micro, rows.index, facts)
+            compared = self.add(micro, rows, routes, routing, batch.weight_version)
+            terms.add(compared, micro, rows.index, facts)
         if (largest := terms.largest(world)) is not None:
             raise NonFiniteError(f"log-probs; {largest.named(batch, False)}")
         self.counts.append(routing.counts)
@@ -195,7 +201,7 @@ def _policy_update(
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
         rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep)
-        unread = compared.add(micro, rows, routes, routing)
+        unread = compared.add(micro, rows, routes, routing, batch.weight_version)
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
         loss, part = objective(inputs, config.rl, shares, of_tokens)
@@ -268,6 +274,7 @@ def inputs_of(micro: MicroBatch, rows: Rows, values: Tensor | None, single: bool
 
     sampled = micro.rollout_logprobs[rows.index]
     kept = column(micro.old_logprobs)
+    assert single or kept is not None or micro.versions is None, "older weights' log-probs are not the old policy's"
     old = None if single else (sampled if kept is None else kept)
     return Inputs(
         logprobs=rows.logprobs, entropy=rows.entropy, advantages=micro.advantages[rows.index],

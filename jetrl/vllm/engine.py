@@ -27,7 +27,16 @@ from jetrl.engine.sampler import check_params
 from jetrl.engine.stopper import Stopper, Tokenizer
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
-from jetrl.types import Completion, FinishReason, Request, SamplingParams, StepReport, WeightSet
+from jetrl.types import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepReport,
+    WeightSet,
+    log_probs,
+    token_ids,
+)
 from jetrl.vllm import scales as vllm_scales
 from jetrl.vllm import weights as vllm_weights
 from jetrl.vllm.start import ENGINE, apart, fp32_logits, imported, longest_sequence, started, untried
@@ -251,7 +260,8 @@ class VllmEngine:
         text = self.tokenizer.decode(list(tokens[:-1] if hidden_end else tokens))
         finish = cast(FinishReason, "stop" if stopped else "length")
         self._finished.append(Completion(
-            request.id, tokens, tuple(map(float, live.logprobs)), text, finish, self.weights.version, self.flow_digest
+            request.id, token_ids(tokens), log_probs([*map(float, live.logprobs)]), text, finish, self.weights.version,
+            self.flow_digest,
         ))
         self._num_finished += 1
         self._num_tokens += len(tokens)

@@ -231,7 +231,7 @@ def started(
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             if "cache" in said and (why := too_small(config, spec, arguments["kv_cache_memory_bytes"])):
                 raise UserError(f"{ENGINE}: vLLM does not start: {why}") from error  # its own advice is for its options
-            if config.device == "cpu" and config.precision != "bf16":
+            if config.device == "cpu" and config.precision in ("fp8", "fp8_rollout"):
                 said += " (On a CPU, vLLM's block FP8 needs AMX; set precision = bf16.)"
             raise UserError(
                 f"{ENGINE}: vLLM {vllm.__version__} does not start with this model on this machine "

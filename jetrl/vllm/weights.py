@@ -30,8 +30,8 @@ _FUSED_IN = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How vLLM holds the model: `fp8` are the weights that it gets as codes, `widened` those that are FP8 in the
-    rollout's flow and that it gets as code * scale in BF16. By Hugging Face's names.
+    """How vLLM holds the model: `fp8` are the weights that it gets as codes, `widened` those that are codes in the
+    rollout's flow and that it gets as code * scale in BF16 (all of them under `w8a16`). By Hugging Face's names.
 
     `by_value`: vLLM rounds FP8 scales to powers of two itself, and may choose others with the same values. `unties`: a
     tied lm_head is a weight of its own there. On a CPU, vLLM packs the lm_head when it starts, and an update of the
@@ -47,11 +47,13 @@ class Layout:
 
 def layout(spec: ModelSpec, recipe: Recipe, partial: Literal["refuse", "bf16"], device: str) -> Layout:
     """The layout of a model in a recipe. UserError for FP8 weights that vLLM refuses, unless `partial` is bf16."""
-    table, fp8, widened = tensor_table(spec), set[str](), set[str]()
+    table, fp8, widened, values = tensor_table(spec), set[str](), set[str](), set[str]()
     for layer in range(spec.num_layers):
         for block, role in linears_of(spec, layer):
-            if recipe.linear(layer, role, "rollout") is not None:
-                pieces = table[f"layers.{layer}.{block}.{role}.weight"]
+            pieces = table[f"layers.{layer}.{block}.{role}.weight"]
+            if recipe.weight_only(layer) is not None:
+                values.update(piece.name for piece in pieces)
+            elif recipe.linear(layer, role, "rollout") is not None:
                 whole = all(size % BLOCK == 0 for piece in pieces for size in piece.shape)
                 (fp8 if whole else widened).update(piece.name for piece in pieces)
     if widened and partial == "refuse":
@@ -70,7 +72,7 @@ def layout(spec: ModelSpec, recipe: Recipe, partial: Literal["refuse", "bf16"], 
         modules = [*quantization["ignored_layers"], *(name.removesuffix(".weight") for name in sorted(widened))]
         changes["quantization_config"] = quantization | {"ignored_layers": modules, "modules_to_not_convert": modules}
     by_value = bool(fp8) and recipe.weight_scale == recipe.activation_scale == "pow2"
-    return Layout(frozenset(fp8), frozenset(widened), by_value, unties, changes)
+    return Layout(frozenset(fp8), frozenset(widened | values), by_value, unties, changes)
 
 
 def value(tensor: WeightTensor) -> Tensor:

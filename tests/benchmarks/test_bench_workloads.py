@@ -92,7 +92,7 @@ def test_other_bits_are_counted(model: Transformer, monkeypatch: pytest.MonkeyPa
         done, seconds, peak = true(engine, asked, clock)
         calls.append(len(asked))
         if len(calls) == 4:  # two warm-ups, plain, then never
-            done[1] = replace(done[1], logprobs=(*done[1].logprobs[:-1], -0.5))
+            done[1] = replace(done[1], logprobs=[*done[1].logprobs[:-1].tolist(), -0.5])
         return done, seconds, peak
 
     monkeypatch.setattr(bench_workloads, "rollout", spoilt)

@@ -65,7 +65,7 @@ def speculating(engine: PagedEngine, deepest: int = 7, holds: float | None = Non
 
 
 def whole(requests: list[Request], completions: list[Completion]) -> list[tuple[int, ...]]:
-    return [r.tokens + c.tokens for r, c in zip(requests, completions, strict=True)]
+    return [(*r.tokens, *c.tokens.tolist()) for r, c in zip(requests, completions, strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [{}, {"page_size": 3, "kv_cache_tokens": 99, "max_num_seqs": 6}], ids=str)
@@ -177,8 +177,8 @@ def test_conversations_keep_their_bits() -> None:
             while engine.has_work:
                 engine.step()
             for c in sorted(engine.collect(), key=lambda c: c.request_id):
-                found.append((c.tokens, c.logprobs))
-                known[c.request_id] += (*c.tokens, 7, 7 + turn)
+                found.append((c.tokens.tolist(), c.logprobs.tolist()))
+                known[c.request_id] += (*c.tokens.tolist(), 7, 7 + turn)
         engine.forget(list(known))
         return found
 

@@ -31,7 +31,7 @@ ODD = ModelSpec(
 )
 SPECS = {"odd": ODD, "a3b": replace(SHAPES["qwen3-30b-a3b"], num_layers=2, vocab_size=8000)}
 PRECISIONS = ["bf16", "fp8"]
-FLOWS = [*PRECISIONS, "fp8 kv"]
+FLOWS = [*PRECISIONS, "fp8 kv", "w8a16"]
 
 
 def build(name: str, flow: str, masters: torch.dtype = torch.float32, **more: str) -> Transformer:

@@ -17,6 +17,8 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.export import export, fp8_weights, left_out, quantization_config
 from jetrl.huggingface.files import GENERIC_TOKENIZERS
 from jetrl.model.transformer import Transformer
+from jetrl.model.weights import published
+from jetrl.parity.rows import varlen
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec, RopeSpec
@@ -65,6 +67,32 @@ def test_codes_and_scales_are_those_of_the_published_model(exported: tuple[Trans
             assert scale.dtype == torch.float32
             assert tuple(scale.shape) == (-(-piece.shape[0] // 128), -(-piece.shape[1] // 128))
             assert torch.equal(scale, torch.exp2(torch.log2(scale).round())), "the recipe asks for powers of two"
+
+
+W8A16 = Recipe(name="w8a16", num_layers=3, num_last_layers_in_bf16=1)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_both_folders_of_w8a16_have_the_trained_policy(tmp_path: Path, fp8: bool) -> None:
+    """The FP8 folder holds its codes; the BF16 folder their values, with which a model of plain BF16 has its bits."""
+    model = model_of(SPEC, W8A16)
+    hf.save_model(tmp_path / "m", SPEC, model.state_dict(), dtype=torch.float32)
+    file = load_file(export(tmp_path / "m", tmp_path / "out", fp8, W8A16) / hf.SINGLE)
+    for name, tensor in published(model).items():
+        codes = tensor.scales is not None
+        assert codes == ("_proj" in name and "layers.2." not in name)
+        if codes and fp8:
+            assert torch.equal(file[name].view(torch.uint8), tensor.values.view(torch.uint8)), name
+            assert torch.equal(file[f"{name}_scale_inv"], tensor.scales), name
+        else:
+            value = dequantize(tensor.values, tensor.scales) if codes else tensor.values
+            assert file[name].dtype == torch.bfloat16 and torch.equal(file[name].float(), value.float()), name
+    if not fp8:
+        plain = Transformer(SPEC, Recipe(name="bf16", num_layers=3))
+        plain.load_state_dict(hf.load_state(tmp_path / "out", SPEC))
+        batch = varlen([torch.arange(40)])
+        with torch.no_grad():
+            assert torch.equal(plain.publish()(batch), model(batch))
 
 
 def test_values_are_near_the_weights_and_the_rest_is_bf16(exported: tuple[Transformer, Path]) -> None:

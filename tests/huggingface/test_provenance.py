@@ -37,6 +37,10 @@ def test_what_is_written_by_hand() -> None:
     assert trained.record(build_recipe("bf16", 2)) == {
         "version": __version__, "precision": "bf16", "kv_cache": "bf16",
     }
+    assert trained.record(build_recipe("w8a16", 2, num_first_layers_in_bf16=1)) == {
+        "version": __version__, "precision": "w8a16", "kv_cache": "bf16", "num_first_layers_in_bf16": 1,
+        "num_last_layers_in_bf16": 0,
+    }
     said = trained.trained_of({trained.KEY: trained.record(FP8_CACHE)}, "m")
     assert said is not None and said.precision == "fp8" and said.kv_cache == "fp8" and "version" not in said.quant
     assert trained.trained_of({}, "m") is None
@@ -63,6 +67,18 @@ def test_loading_goes_by_the_folder_and_what_is_asked_wins(tmp_path: Path) -> No
     given = load_model(tmp_path / "n", "fp8", kv_cache="fp8")
     assert_bitwise_equal(load_model(folder, "fp8", kv_cache="fp8").logprobs(ids), own.logprobs(ids))
     assert given.model.recipe.weight_scale == "fp32", "what nobody says has its default"
+
+
+def test_w8a16_is_found_again_and_goes_to_other_precisions(tmp_path: Path) -> None:
+    """What means nothing in the precision that is asked for is left out: neither refused nor taken over."""
+    recipe = build_recipe("w8a16", 2, num_first_layers_in_bf16=1, kv_cache="fp8", head_dim=16, wgrad="tile")
+    own = load_model(folder := written(tmp_path / "m", recipe))
+    assert own.model.recipe == recipe and own.formats.count(f"as {folder / 'config.json'} says") == 2
+    fp8 = load_model(folder, "fp8")
+    assert fp8.model.recipe.num_first_layers_in_bf16 == 1 and fp8.model.recipe.kv_cache.is_quantized
+    other = load_model(written(tmp_path / "n", FP8_CACHE), "w8a16")
+    assert other.model.recipe == recipe, "weight_scale = pow2 is not said again"
+    assert_bitwise_equal(other.logprobs([3, 4, 5]), own.logprobs([3, 4, 5]))
 
 
 def test_transformers_loads_the_folder_and_its_config_keeps_the_key(tmp_path: Path) -> None:

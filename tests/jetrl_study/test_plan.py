@@ -96,8 +96,9 @@ def test_the_studies_of_real_models_differ_only_in_their_flows() -> None:
     assert {name: (c.precision, c.quant.kv_cache, c.rl.rollout_is) for name, c in one.items()} == {
         "bf16": ("bf16", "bf16", "none"), "fp8": ("fp8", "bf16", "none"), "fp8-kv": ("fp8", "fp8", "none"),
         "mixed": ("fp8_rollout", "bf16", "none"), "mixed-tis": ("fp8_rollout", "bf16", "token"),
-        "fp8-other-bits": ("fp8", "bf16", "none"),
+        "fp8-other-bits": ("fp8", "bf16", "none"), "w8a16": ("w8a16", "bf16", "none"),
     }
+    assert four["w8a16"].precision == "w8a16"
     assert one["fp8-other-bits"].rollout.engine == ENGINES["attention", "quantizer"]
     assert {c.rl.updates_per_step for c in four.values()} == {4} and four["fp8-cispo"].rl.surrogate == "cispo"
     assert configs["gsm8k_1.5b"]["fp8-kv"].rollout.max_response_length == 1024

@@ -106,6 +106,7 @@ def request(i: int, tokens: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> Req
         (WHOLE, {"precision": "fp8_rollout", "quant.num_first_layers_in_bf16": 1}, 0.3),
         (WHOLE, {"precision": "fp8", "quant.weight_scale": "pow2", "quant.activation_scale": "pow2"}, 0.3),
         ({}, {"precision": "fp8", "vllm.partial_blocks": "bf16"}, 0.3),
+        ({}, {"precision": "w8a16", "quant.num_last_layers_in_bf16": 1}, 0.02),
     ],
     ids=str,
 )
@@ -190,7 +191,8 @@ def test_log_probs_are_those_of_the_whole_distribution_at_the_temperature(tmp_pa
     for one in requests:
         completion, p = found[one.id], one.sampling
         with torch.no_grad():
-            logits = llm.model.model(torch.tensor([one.tokens + completion.tokens])).logits[0, len(one.tokens) - 1 : -1]
+            whole = torch.tensor([[*one.tokens, *completion.tokens.tolist()]])
+            logits = llm.model.model(whole).logits[0, len(one.tokens) - 1 : -1]
         rows = (logits.float() / (p.temperature or 1.0)).log_softmax(-1)
         expected = rows.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
         assert (expected - torch.tensor(completion.logprobs)).abs().max() < 0.02
@@ -206,7 +208,7 @@ def test_draws_follow_seed_request_and_position_and_repeat(tmp_path: Path) -> No
     rounds = []
     for seed in (0, 0, 1):
         engine.add([request(i, ignore_eos=True, seed=seed) for i in range(6)])
-        rounds.append({i: c.tokens for i, c in finish(engine).items()})
+        rounds.append({i: tuple(c.tokens.tolist()) for i, c in finish(engine).items()})
     assert rounds[0] == rounds[1] != rounds[2] and len(set(rounds[0].values())) == 6
     p = SamplingParams(4, seed=2)
     seeds = [draw_seed(p, 5, 3), draw_seed(p, 5, 4), draw_seed(p, 6, 3), draw_seed(SamplingParams(4, seed=3), 5, 3)]
@@ -221,12 +223,14 @@ def test_stops_and_forgetting(tmp_path: Path) -> None:
     found = finish(engine)
     assert found[1].finish_reason == "stop" and found[1].text[-1] in digits
     assert not any(d in found[1].text[:-1] for d in digits)
-    assert found[1].text == tokenizer.decode(list(found[1].tokens)) and len(found[1].logprobs) == len(found[1].tokens)
+    assert found[1].text == tokenizer.decode(found[1].tokens.tolist())
+    assert len(found[1].logprobs) == len(found[1].tokens)
     assert not llm.llm_engine.requests, "what a string has stopped is taken out of vLLM"
     assert found[2].finish_reason == ("stop" if tokenizer.eos_token_id in found[2].tokens else "length")
     (drawn,) = finish_of(engine, request(3, temperature=0.0, ignore_eos=True))
-    (stopped,) = finish_of(engine, request(4, temperature=0.0, ignore_eos=True, stop_token_ids=(drawn.tokens[0],)))
-    assert stopped.tokens == drawn.tokens[:1] and stopped.text == "" and stopped.finish_reason == "stop"
+    (stopped,) = finish_of(engine, request(4, temperature=0.0, ignore_eos=True, stop_token_ids=(int(drawn.tokens[0]),)))
+    assert stopped.tokens.tolist() == drawn.tokens[:1].tolist()
+    assert stopped.text == "" and stopped.finish_reason == "stop"
     engine.add([request(i, max_tokens=40, ignore_eos=True) for i in (1, 2, 3)])
     engine.step()
     engine.forget([1, 2, 99])
@@ -413,7 +417,7 @@ def test_scales_of_the_cache_are_measured_on_the_steps_own_sequences(
             parameter.mul_(1.5)
     engine.load(loop.publish(session.model, 8, session.flow_digest))
     engine.add([request(0)])
-    sequences = [r.tokens + found[r.id].tokens for r in requests]
+    sequences = [(*r.tokens, *found[r.id].tokens.tolist()) for r in requests]
     same(sequences)
     assert held() != before
     finish(engine)

@@ -16,13 +16,15 @@ pytest.importorskip("triton")
 from jetrl.kernels.attention import decode_chain as chain
 from jetrl.kernels.attention import decode_shared as shared
 from jetrl.kernels.attention import decode_split as split
+from jetrl.kernels.gemm import coded_rows as coded
+from jetrl.kernels.quantize import triton as tq
 
 COMMON = {"FLOOR": 0x2B8CBCCC, "POW2": True, "PDL": True, "G": 8, "H": 128, "PAGE": 128, "QUANT": True, "N": 32}
 POINTERS = {
     "table": "*i32", "lengths": "*i32", "members": "*i32", "tiles_of": "*i32", "arrived": "*i32", "codes": "*u8",
-    "q": "*bf16", "scales": "*bf16", "weights": "*bf16", "out": "*bf16", "scale": "fp32",
+    "q": "*bf16", "scales": "*bf16", "x": "*bf16", "weights": "*bf16", "out": "*bf16", "scale": "fp32",
 } | dict.fromkeys(
-    ("scores", "maxima", "shrinks", "acc", "accs", "sums", "tops", "parts", "code_scales"), "*fp32"
+    ("units", "scores", "maxima", "shrinks", "acc", "accs", "sums", "tops", "parts", "code_scales"), "*fp32"
 )
 
 
@@ -38,7 +40,11 @@ def compiled(kernel: Any, fp8: bool, **constants: Any) -> tuple[str, int]:
     if kernel is shared._shared_kernel and fp8:
         kinds["scales"] = "*i32"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
+    whole = ("n", "x_stride", "codes_stride")  # multiples of 16, as launches find them
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in whole
+    }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
@@ -72,6 +78,21 @@ def test_scores_multiply_the_head_in_its_natural_order(fp8: bool) -> None:
     assert code.count("tt.dot ") == 1 and set(re.findall(r"kWidth = (\d+)", code)) == {"2"}
     code, _ = compiled(split._weights_kernel, fp8, Q=4, TP=256)
     assert "tt.dot" not in code
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 8), (32, 16), (64, 8), (64, 64)])
+def test_coded_weights_are_multiplied_in_the_order_of_a_bf16_gemm(rows: int, columns: int) -> None:
+    """One chain over K in steps of 16, each thread with two neighbours of K: also where codes are widened before it."""
+    code, shared_bytes = compiled(coded._coded_rows_kernel, True, ROWS=rows, COLS=columns, STAGES=coded.STAGES)
+    assert set(re.findall(r"kWidth = (\d+)", code)) <= {"2"} and shared_bytes <= 227 * 1024
+    chain = re.findall(r"%(\S+) = ttng.warp_group_dot %\S+ %\S+ %([^ #,]+)", code)
+    if chain:  # of a step of 128: each adds to the one before
+        assert len(chain) == 8 and code.count("tt.dot ") == 0
+        waits = dict(re.findall(r"%(\S+):2 = ttng.warp_group_dot_wait %([^,]+), ", code))
+        assert [waits[before] for _, before in chain[1:]] == [name for name, _ in chain[:-1]]
+    else:
+        assert code.count("tt.dot ") == 1, "no product is split"
+    assert code.count("async_copy_global_to_local") == 3 * coded.STAGES, "reads run ahead"
 
 
 SIMPLE = {
@@ -115,5 +136,5 @@ def test_the_assembly_that_widens_codes() -> None:
         for turn in range(4):
             now = four[turn:] + four[:turn]
             want = torch.tensor(now, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int16)
-            got = assembled(chain._WIDEN.value, sum(c << 8 * k for k, c in enumerate(now)))
+            got = assembled(tq._WIDEN.value, sum(c << 8 * k for k, c in enumerate(now)))
             assert got == [w & 0xFFFF for w in want.tolist()], now

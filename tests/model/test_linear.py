@@ -35,7 +35,8 @@ def linear(
     precision: str = "fp8", bias: bool = False, master: torch.dtype = torch.float32, **options: Any
 ) -> FlowLinear:
     recipe = build_recipe(precision, 1, **options)
-    layer = FlowLinear(K, SECTIONS, bias, {s: recipe.linear(0, "qkv", s) for s in ("train", "rollout")}, master, BF16)
+    recipes = {s: recipe.linear(0, "qkv", s) for s in ("train", "rollout")}
+    layer = FlowLinear(K, SECTIONS, bias, recipes, master, BF16, recipe.weight_only(0))
     with torch.no_grad():
         layer.weight.copy_(normal(N, K, seed=1) * 0.05)
         if layer.bias is not None:
@@ -68,6 +69,50 @@ def test_all_three_gemms_are_fp8(weight_scale: str, activation_scale: str) -> No
     exact = (x.double() @ layer.weight.double().T, dy.double() @ layer.weight.double(), dy.double().T @ x.double())
     for name, got, true in zip(("fprop", "dgrad", "wgrad"), (y, dx, layer.weight.grad), exact, strict=True):
         assert 24 < sqnr_db(got, true) < 40, f"{name}: {sqnr_db(got, true):.1f} dB is not what FP8 gives"
+
+
+@pytest.mark.parametrize("master", [torch.float32, BF16], ids=["fp32", "bf16"])
+def test_w8a16_is_the_bf16_linear_of_code_times_scale(master: torch.dtype) -> None:
+    """A layer of BF16 whose weight is code * 2^k has its bits on both sides; the gradient goes to the master."""
+    layer = linear("w8a16", bias=True, master=master)
+    codes = quantize_weight(layer.weight.detach().to(BF16), SECTIONS, True)
+    value = reference.dequantize(codes)
+    assert_bitwise_equal(value.to(BF16).float(), value, "code * 2^k is a BF16 number")
+    assert layer.quantized is not None
+    assert_bitwise_equal(layer.quantized.codes.view(torch.uint8), codes.codes.view(torch.uint8), "codes")
+    assert_bitwise_equal(layer.published, value.to(BF16), "published")
+    assert not torch.equal(layer.weight.detach().to(BF16), layer.published)
+    plain = linear("bf16", bias=True, master=master)
+    with torch.no_grad():
+        plain.weight.copy_(value)
+    plain.publish()
+    for side in ("train", "rollout"):
+        layer.weight.grad = plain.weight.grad = None
+        for got, expected in zip(run(layer, side), run(plain, side), strict=True):
+            assert_bitwise_equal(got, expected, side)
+        assert_bitwise_equal(layer.weight.grad, plain.weight.grad, "wgrad")
+    with torch.no_grad():
+        x = normal(T, K, seed=3).to(BF16)
+        assert_bitwise_equal(layer.infer(x, "rollout"), layer(x, "train"), "without gradients")
+
+
+def test_w8a16_publishes_into_the_same_memory() -> None:
+    layer = linear("w8a16")
+    assert layer.quantized is not None
+    with torch.no_grad():
+        before = layer.infer(normal(T, K).to(BF16), "rollout")
+        held = (layer.published.data_ptr(), layer.quantized.codes.data_ptr(), layer.quantized.scale.data_ptr())
+        layer.weight.mul_(3.0)
+        assert_bitwise_equal(layer.infer(normal(T, K).to(BF16), "rollout"), before, "masters count from publish on")
+        layer.publish()
+        after = layer.infer(normal(T, K).to(BF16), "rollout")
+    assert held == (layer.published.data_ptr(), layer.quantized.codes.data_ptr(), layer.quantized.scale.data_ptr())
+    twin = linear("w8a16")
+    with torch.no_grad():
+        twin.weight.mul_(3.0)
+        twin.publish()
+        assert_bitwise_equal(after, twin.infer(normal(T, K).to(BF16), "rollout"), "operands are made again")
+    assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize("activation_scale", ["fp32", "pow2"])

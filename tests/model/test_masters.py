@@ -35,6 +35,7 @@ BIASED = {"model_type": "qwen2", "tie_word_embeddings": False, "num_attention_he
 RECIPES = [
     build_recipe("bf16", 2), build_recipe("fp8", 2), build_recipe("fp8_rollout", 2),
     build_recipe("fp8", 2, "pow2", num_first_layers_in_bf16=1, kv_cache="fp8", head_dim=16),
+    build_recipe("w8a16", 2),
 ]
 
 
@@ -117,7 +118,7 @@ def test_memory_is_codes_scales_and_bf16_parts(recipe: Recipe, arch: dict[str, o
     for p in bare.parameters():  # BF16 everywhere
         by_hand += 2 * p.numel()
     for linear in (m for m in bare.modules() if isinstance(m, FlowLinear)):
-        if any(linear.recipes.values()):
+        if any(linear.recipes.values()) or recipe.name == "w8a16":
             n, k = linear.weight.shape
             blocks = sum(-(-rows // 128) for rows in linear.sections) * -(-k // 128)
             by_hand += n * k + 4 * blocks  # the codes, and an FP32 scale for each block

@@ -66,7 +66,7 @@ def test_layers_of_the_config() -> None:
     assert replace(SPEC, num_layers=6, experts=replace(EXPERTS, step=3)).expert_layers == (2, 5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "w8a16"])
 def test_the_flow_shows_router_dispatch_experts_and_combine(precision: str) -> None:
     recipe = build_recipe(precision, 4)
     require_unified(MIXED, recipe)
@@ -114,8 +114,9 @@ def test_taps_have_the_names_of_the_flow() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "spec", "more"),
-    [("bf16", SPEC, {}), ("fp8", SPEC, {"kv_cache": "fp8"}), ("fp8", MIXED, {"num_first_layers_in_bf16": 2})],
-    ids=["bf16", "fp8", "mixed"],
+    [("bf16", SPEC, {}), ("fp8", SPEC, {"kv_cache": "fp8"}), ("fp8", MIXED, {"num_first_layers_in_bf16": 2}),
+     ("w8a16", SPEC, {}), ("w8a16", MIXED, {"kv_cache": "fp8"})],
+    ids=["bf16", "fp8", "mixed", "w8a16", "w8a16 mixed"],
 )
 def test_rollout_equals_training_bit_for_bit(precision: str, spec: ModelSpec, more: dict[str, Any]) -> None:
     """Packed against alone, prefill in chunks through pages, decoding with preemption."""

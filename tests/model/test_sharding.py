@@ -62,7 +62,7 @@ def test_a_parameter_stays_what_it_was() -> None:
 
 
 def test_what_is_published_stays_in_its_memory_and_an_fp8_layer_keeps_no_bf16_copy() -> None:
-    for precision, copies in (("fp8", False), ("bf16", True), ("fp8_rollout", True)):
+    for precision, copies in (("fp8", False), ("bf16", True), ("fp8_rollout", True), ("w8a16", True)):
         model = model_of(precision=precision)
         shard_model(model, Pretend(0, 2))
         model.publish()

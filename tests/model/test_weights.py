@@ -73,7 +73,7 @@ def rebuilt(tensors: Mapping[str, WeightTensor], spec: ModelSpec, folder: Path, 
 
 
 @pytest.mark.parametrize("spec", [SPEC, QWEN2])
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout", "w8a16"])
 def test_transformers_computes_our_function_from_the_named_tensors(
     spec: ModelSpec, precision: str, tmp_path: Path
 ) -> None:
@@ -91,10 +91,10 @@ def test_transformers_computes_our_function_from_the_named_tensors(
     assert (logprobs_of(plain.publish()) - theirs).abs().max() < 1e-4
     # against the published model itself: what is left is the rounding of activations
     gap = (logprobs_of(model, "rollout") - theirs).abs().max()
-    assert 1e-4 < gap < (0.1 if precision == "bf16" else 0.6), gap
+    assert 1e-4 < gap < (0.1 if precision in ("bf16", "w8a16") else 0.6), gap
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout", "w8a16"])
 def test_a_model_of_the_named_values_has_the_same_rollout_bits(precision: str, tmp_path: Path) -> None:
     """Powers of two times 4-bit codes are exact in BF16, and quantizing them again changes no value."""
     options = {} if precision == "bf16" else {"weight_scale": "pow2", "num_first_layers_in_bf16": 1}
@@ -107,7 +107,7 @@ def test_a_model_of_the_named_values_has_the_same_rollout_bits(precision: str, t
 
 def test_which_tensors_are_codes() -> None:
     assert all(t.scales is None and t.values.dtype == torch.bfloat16 for t in published(model_of("bf16")).values())
-    for precision in ("fp8", "fp8_rollout"):
+    for precision in ("fp8", "fp8_rollout", "w8a16"):
         tensors = published(model_of(precision, QWEN2, num_last_layers_in_bf16=1))
         codes = {name for name, t in tensors.items() if t.values.dtype == torch.float8_e4m3fn}
         assert codes == {name for name, t in tensors.items() if t.scales is not None}

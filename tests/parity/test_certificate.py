@@ -43,7 +43,8 @@ def certificate(precision: str, work: Workload = WORK, **options: Any) -> Certif
 @pytest.mark.parametrize(
     ("precision", "options"),
     [("bf16", {}), ("fp8", {}), ("fp8", {"weight_scale": "pow2", "activation_scale": "pow2"}),
-     ("fp8", {"num_first_layers_in_bf16": 1}), ("fp8", {"kv_cache": "fp8", "head_dim": SPEC.head_dim})],
+     ("fp8", {"num_first_layers_in_bf16": 1}), ("fp8", {"kv_cache": "fp8", "head_dim": SPEC.head_dim}),
+     ("w8a16", {"num_last_layers_in_bf16": 1}), ("w8a16", {"kv_cache": "fp8", "head_dim": SPEC.head_dim})],
 )
 def test_unified_flows_are_bit_equal_in_every_link(precision: str, options: dict[str, Any]) -> None:
     result = certificate(precision, **options)

@@ -105,6 +105,7 @@ def everything(world: World) -> dict[str, Any]:
     return {
         "fp8": certificate(world), "without": certificate(world, "no", precision="bf16"),
         "bf16": rank_links(world, "bf16", precision="bf16"), "kv8": rank_links(world, "no", kv_cache="fp8"),
+        "w8a16": rank_links(world, "fp32", precision="w8a16"),
         "rollout": rank_links(world, "no", precision="fp8_rollout"),
         "random": random_links(world), "sampling": broken_sampling(world), "sum": broken_sum(world),
         "weights": other_weights(world),
@@ -126,7 +127,7 @@ def test_two_ranks_give_what_one_gives(two: list[dict[str, Any]]) -> None:
         found = two[0][key]
         assert found == two[1][key] and found.ok and found.ranks == 2, found.links
         assert "".join(by_letter(found.links)) == letters
-    for links in (two[0]["fp8"].links, two[0]["bf16"], two[0]["kv8"], two[0]["random"]):
+    for links in (two[0]["fp8"].links, two[0]["bf16"], two[0]["kv8"], two[0]["w8a16"], two[0]["random"]):
         assert all(link.ok and link.first_difference is None and link.max_abs_diff == 0.0 for link in links)
     links = by_letter(two[0]["fp8"].links)
     assert links["f"].rows > 20 and links["e"].rows == 2 * links["f"].rows and links["g"].rows > 1000

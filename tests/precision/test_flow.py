@@ -44,7 +44,7 @@ def pair(spec: ModelSpec, r: Recipe) -> tuple[FlowGraph, FlowGraph]:
 
 
 @pytest.mark.parametrize("spec", FAMILIES)
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "w8a16"])
 def test_unified_recipes_have_one_graph(spec: ModelSpec, precision: str) -> None:
     r = recipe(precision, num_first_layers_in_bf16=1)
     rollout, train = pair(spec, r)
@@ -54,6 +54,24 @@ def test_unified_recipes_have_one_graph(spec: ModelSpec, precision: str) -> None
     bare = rollout.without_cache()
     assert (bare.nodes, bare.edges) == (train.nodes, train.edges)
     assert len(rollout.nodes) == len(train.nodes) + 4 * spec.num_layers  # a write and a read of K and of V
+
+
+def test_w8a16_is_the_flow_of_bf16_with_codes_of_weights() -> None:
+    """Every other edge has the format that it has in BF16, in the backward pass, too: dgrad reads the codes."""
+    r, plain = recipe("w8a16", num_last_layers_in_bf16=1), recipe("bf16")
+    digests = {flow_digest(SPEC, x) for x in (r, plain, recipe("w8a16"), recipe("fp8", weight_scale="pow2"))}
+    assert len(digests) == 4
+    read = {f"layers.{i}.{role}" for i in range(SPEC.num_layers - 1) for role in ROLES}
+    for view, ends in (("rollout", ".weight"), ("train_forward", ".weight"), ("train_backward", ".dgrad.weight")):
+        edges, others = (build_flow(SPEC, x, view).edge_map() for x in (r, plain))
+        codes = {name for name, edge in edges.items() if edge.format.is_quantized}
+        assert codes == {f"{name}{ends}" for name in read}
+        assert {edges[name].format for name in codes} == {weight_128x128("pow2")}
+        assert all(edges[name].format == edge.format for name, edge in others.items() if name not in codes)
+    assert (forward := build_flow(SPEC, r, "rollout").edge_map()) and forward["layers.0.qkv.weight"].source == (
+        "layers.0.qkv.quantize_weight"
+    )
+    require_unified(SPEC, recipe("w8a16", kv_cache="fp8", head_dim=SPEC.head_dim))
 
 
 @pytest.mark.parametrize("spec", FAMILIES)
@@ -202,7 +220,7 @@ def test_require_unified_names_every_place() -> None:
         "layers 1-3, o.quantize_weight: rollout has quantize -> e4m3[128x128,fp32], training has no such operator"
         in lines
     )
-    assert "Use precision = 'fp8' or 'bf16'" in text
+    assert "Use precision = 'fp8', 'w8a16' or 'bf16'" in text
 
 
 def test_folding() -> None:

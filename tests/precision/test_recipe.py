@@ -14,7 +14,8 @@ ROLES = ("qkv", "o", "gate_up", "down")
 
 
 @pytest.mark.parametrize(
-    ("precision", "train", "rollout"), [("bf16", False, False), ("fp8", True, True), ("fp8_rollout", False, True)]
+    ("precision", "train", "rollout"), [("bf16", False, False), ("fp8", True, True), ("fp8_rollout", False, True),
+    ("w8a16", False, False)]
 )
 def test_sides(precision: str, train: bool, rollout: bool) -> None:
     recipe = build_recipe(precision, num_layers=3)
@@ -35,6 +36,17 @@ def test_formats_of_the_three_gemms() -> None:
     assert other is not None
     assert other.fprop == (act_1x128("pow2"), weight_128x128("fp32"))
     assert other.wgrad == (wgrad_128x1("pow2"), wgrad_128x1("pow2"))
+
+
+def test_w8a16_has_codes_of_weights_alone() -> None:
+    recipe = build_recipe("w8a16", 3, num_first_layers_in_bf16=1)
+    assert [recipe.weight_only(layer) for layer in range(3)] == [None, weight_128x128("pow2"), weight_128x128("pow2")]
+    assert recipe.pow2_weights and not recipe.quantizes_activations
+    for precision, pow2 in (("bf16", False), ("fp8", False), ("fp8_rollout", False)):
+        other = build_recipe(precision, 3)
+        assert other.weight_only(1) is None and other.pow2_weights == pow2
+        assert other.quantizes_activations == (precision != "bf16")
+    assert build_recipe("fp8", 1, "pow2").pow2_weights
 
 
 def test_wgrad_by_tiles() -> None:

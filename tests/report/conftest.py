@@ -85,7 +85,7 @@ def plain_rows(step: int, steps: int, random: np.random.Generator) -> list[dict[
             tokens = [*(text if len(text) < 9 else text.split(" ")), "<|end|>"]
             answer = vocabulary.policy(tokens, text, random, 0.1 if right else 0.9)
             question = Segment("environment", (1, 2), f"{a} + {b} =")
-            trajectories.append(Trajectory((question, answer), "stop" if member else "length", step, "d"))
+            trajectories.append(Trajectory((question, answer), "stop" if member else "length", "d"))
             rewards.append(float(right))
         problem = Problem(str(number), f"{a} + {b} =", str(a + b))
         advantages = tuple(0.8 if reward else -0.8 for reward in rewards)
@@ -118,9 +118,9 @@ def guessing_game(
             low, high = (guess + 1, high) if guess < hidden else (low, guess - 1)
             hint = "higher" if guess < hidden else "lower"
             segments.append(Segment("environment", (4, 5), f"user\nMy number is {hint} than {guess}.\nTry again."))
-        trajectories.append(Trajectory(tuple(segments), end, step, "d"))  # type: ignore[arg-type]
+        trajectories.append(Trajectory(tuple(segments), end, "d"))  # type: ignore[arg-type]
     *kept, last = trajectories
-    broken = Trajectory(last.segments[:2], "error", step, "d", "ConnectionError: the server closed the line")
+    broken = Trajectory(last.segments[:2], "error", "d", "ConnectionError: the server closed the line")
     rewards = tuple(math.fsum(turn.reward for turn in one.turns) for one in kept)
     advantages = tuple(tuple(random.normal(0, 1, one.num_policy_tokens).tolist()) for one in kept)
     return Group(prompt, tuple(kept), rewards, advantages), [(prompt, broken)], vocabulary

@@ -184,7 +184,7 @@ def plain_group(*advantages: float | tuple[float, ...]) -> Group:
     asked = Segment("environment", (1, 2), "<|user|>1+1?")
     first = Segment("policy", (5, 6), "2", (-0.5, -0.25))
     second = Segment("policy", (7,), "\ud800", (-1.5,))  # a lone surrogate must not stop the run
-    trajectories = (Trajectory((asked, first), "stop", 3, "d"), Trajectory((asked, second), "length", 3, "d"))
+    trajectories = (Trajectory((asked, first), "stop", "d"), Trajectory((asked, second), "length", "d"))
     return Group(Prompt(9, problem, (1, 2)), trajectories, (1.0, 0.0), advantages)
 
 
@@ -211,12 +211,12 @@ def conversation() -> tuple[Prompt, Trajectory]:
         Segment("environment", (8, 8, 8), " No. "),
         Segment("policy", (7,), "two", (-1.5,)),
     )
-    return prompt, Trajectory(segments, "turns", 3, "d")
+    return prompt, Trajectory(segments, "turns", "d")
 
 
 def test_conversations_become_rows_with_turns(tmp_path: Path) -> None:
     prompt, talk = conversation()
-    single = Trajectory(talk.segments[:2], "stop", 3, "d")
+    single = Trajectory(talk.segments[:2], "stop", "d")
     group = Group(prompt, (talk, single), (0.75, math.inf), ((1.0, -2.0, 4.0), (3.0, 0.5)))
     rows = group_rows([group], named)
     turns = [
@@ -245,7 +245,7 @@ def test_conversations_become_rows_with_turns(tmp_path: Path) -> None:
 )
 def test_a_prompt_that_the_environment_wrote_makes_a_conversation(problem: Any, tokens: tuple[int, ...]) -> None:
     _, talk = conversation()
-    single = Trajectory(talk.segments[:2], "stop", 3, "d")
+    single = Trajectory(talk.segments[:2], "stop", "d")
     (row,) = group_rows([Group(Prompt(4, Problem("p", problem, ""), tokens), (single,), (1.0,), (0.0,))], named)
     assert row["prompt"] == "Q: 1+1?" and [turn["author"] for turn in row["turns"]] == ["policy"]
 
@@ -258,11 +258,11 @@ def test_the_rendered_prompt_is_in_the_first_row_of_a_group() -> None:
     rows = group_rows([plain_group(0.5, -0.5)], named, decode)
     assert rows[0]["prompt_rendered"] == "<1><2>" and "prompt_rendered" not in rows[1]
     prompt, talk = conversation()
-    single = Trajectory((Segment("environment", (3,), "Q"), *talk.segments[1:2]), "stop", 3, "d")
+    single = Trajectory((Segment("environment", (3,), "Q"), *talk.segments[1:2]), "stop", "d")
     rows = group_rows([Group(prompt, (talk, talk, single), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0))], named, decode)
     assert [row.get("prompt_rendered") for row in rows] == ["<1><2>", None, "<3>"]
     assert [turn.get("rendered") for turn in rows[0]["turns"]] == [None, "<8><8><8>", None]
-    unborn = Trajectory((), "timeout", 3, "d", "no reply within 60 s")
+    unborn = Trajectory((), "timeout", "d", "no reply within 60 s")
     rows = failed_rows([(prompt, talk), (prompt, unborn)], named, decode)
     assert [row.get("prompt_rendered") for row in rows] == ["<1><2>", None]
     assert rows[0]["turns"][1]["rendered"] == "<8><8><8>"
@@ -276,8 +276,8 @@ def test_a_plain_answer_with_an_advantage_for_each_token_keeps_them() -> None:
 
 def test_failed_trajectories_become_rows_without_reward(tmp_path: Path) -> None:
     prompt, talk = conversation()
-    broken = Trajectory(talk.segments[:3], "error", 3, "d", "KeyError: 'x'")
-    unborn = Trajectory((), "timeout", 3, "d", "no reply within 60 s")
+    broken = Trajectory(talk.segments[:3], "error", "d", "KeyError: 'x'")
+    unborn = Trajectory((), "timeout", "d", "no reply within 60 s")
     rows = failed_rows([(prompt, broken), (prompt, unborn)], named)
     with Recorder(tmp_path) as recorder:
         recorder.write_samples(1, rows)
@@ -388,7 +388,7 @@ def test_null_scores_of_the_held_out_are_read(tmp_path: Path) -> None:
 
 def test_rows_tell_functions_apart() -> None:
     opening = Segment("environment", (1,), "p")
-    answers = [Trajectory((opening, Segment("policy", (i,), "x", (-1.0,))), "stop", 0, "", "e") for i in (2, 3)]
+    answers = [Trajectory((opening, Segment("policy", (i,), "x", (-1.0,))), "stop", "", "e") for i in (2, 3)]
     scores, extra = {"right": (1.0, None), "short": (0.0, 0.5)}, {"note": ("a", None)}
     group = Group(Prompt(3, Problem("i", "p", "a"), (1,)), tuple(answers), (1.0, 0.5), (0.5, -0.5), scores, (), extra)
     rows = group_rows([group], str)

@@ -53,7 +53,7 @@ def group(*texts, index=0, length=3):
     opening = Segment("environment", (1,), "p")
     return Group(
         Prompt(index, Problem(f"id-{index}", "p", "a"), (1,)),
-        tuple(Trajectory((opening, a), "stop", 0, "") for a in answers),
+        tuple(Trajectory((opening, a), "stop", "") for a in answers),
     )
 
 
@@ -86,8 +86,8 @@ def test_sums_keep_the_sizes_of_their_terms():
     plain = group("a", "b")
     talk = Trajectory((plain.trajectories[0].segments[0], *(
         Segment("policy", (3,), "x", (-1.0,), reward=part) for part in (0.1, 0.2, -0.3)
-    )), "stop", 0, "")
-    rest = Trajectory((talk.segments[0], Segment("policy", (3,), "x", (-1.0,), reward=0.0)), "stop", 0, "")
+    )), "stop", "")
+    rest = Trajectory((talk.segments[0], Segment("policy", (3,), "x", (-1.0,), reward=0.0)), "stop", "")
     (given,) = score([Group(plain.prompt, (talk, rest))], None, None, conversations=True).groups
     assert given.rewards[0] != given.rewards[1] and not differs(given)
     paid = score([group("a", "b", length=18)], constant(0.3, 0.1 + 0.2), RL).groups[0]

@@ -27,7 +27,7 @@ def group(texts, prompt="p", answer="a", lengths=None, **extra):
     answers = [
         Segment("policy", (7,) * n, text, (0.0,) * n) for text, n in zip(texts, lengths, strict=True)
     ]
-    trajectories = tuple(Trajectory((opening, segment), "stop", 0, "") for segment in answers)
+    trajectories = tuple(Trajectory((opening, segment), "stop", "") for segment in answers)
     return Group(Prompt(0, Problem("id-1", prompt, answer, extra=extra), (1,)), trajectories)
 
 
@@ -39,7 +39,7 @@ def conversation(*turns, end="stop", prompt=""):
             segments.append(Segment("environment", (5, 6), turn))
         else:
             segments.append(Segment("policy", (7, 8, 9), turn[0], (0.0,) * 3, turn[1]))
-    return Group(Prompt(0, Problem("c", prompt, "42"), ()), (Trajectory(tuple(segments), end, 0, ""),))
+    return Group(Prompt(0, Problem("c", prompt, "42"), ()), (Trajectory(tuple(segments), end, ""),))
 
 
 def found(scored):
@@ -166,6 +166,7 @@ def test_functions_get_the_columns_that_they_name():
     score(groups, greedy, None)
     assert seen["prompts"] == ["p"] * 3 and seen["other"] == [None, None, "o"] and "solution" not in seen
     assert seen["completion_ids"] == [[7] * 3] * 3
+    assert {type(token) for ids in seen["completion_ids"] for token in ids} == {int}
 
 
 def test_a_reward_sees_what_the_template_has_opened_of_the_policys_turn():

@@ -27,7 +27,7 @@ def trajectory(*turns: tuple[int, float], end: str = "stop") -> Trajectory:
         if index:
             segments.append(Segment("environment", (7, 7), "reply"))
         segments.append(Segment("policy", (3,) * length, "x", (-0.5,) * length, reward))
-    return Trajectory(tuple(segments), end, 0, "flow")
+    return Trajectory(tuple(segments), end, "flow")
 
 
 def make_group(index: int, rewards: Sequence[float], trajectories: Sequence[Trajectory] | None = None) -> Group:

@@ -27,7 +27,7 @@ PENALIZED = SimpleNamespace(**{**vars(MASKED), "kl_coef": 0.1, "kl_in": "reward"
 def make_group(index: int, rewards: tuple[float, ...], ends: tuple[str, ...] | None = None) -> Group:
     segments = (Segment("environment", (1,), "p"), Segment("policy", (3,), "x", (-0.5,)))
     ends = ends or ("stop",) * len(rewards)
-    trajectories = tuple(Trajectory(segments, end, 0, "flow", "boom") for end in ends)
+    trajectories = tuple(Trajectory(segments, end, "flow", "boom") for end in ends)
     return Group(Prompt(index, Problem(str(index), "p", "a"), (1,)), trajectories, rewards)
 
 

@@ -162,7 +162,7 @@ def test_completions_are_what_transformers_says_of_each_sequence_alone(tmp_path:
         completion, p = found[request.id], request.sampling
         n, drawn = len(request.tokens), torch.tensor(completion.tokens)
         with torch.no_grad():
-            whole = torch.tensor([request.tokens + completion.tokens])
+            whole = torch.tensor([[*request.tokens, *completion.tokens.tolist()]])
             logits = engine.inner.model(whole).logits[0, n - 1 : -1].float()
         expected = (logits / (p.temperature or 1.0)).log_softmax(-1).gather(1, drawn[:, None])[:, 0]
         assert (expected - torch.tensor(completion.logprobs)).abs().max() < 0.02
@@ -182,8 +182,8 @@ def test_draws_follow_the_request_and_repeat(tmp_path: Path) -> None:
     first = finish(engine)
     engine.add([Request(i, (1, 2, 3), params) for i in range(6)])
     second = finish(engine)
-    assert [first[i].tokens for i in range(6)] == [second[i].tokens for i in range(6)]
-    assert len({first[i].tokens for i in range(6)}) == 6
+    assert [first[i].tokens.tolist() for i in range(6)] == [second[i].tokens.tolist() for i in range(6)]
+    assert len({first[i].tokens.tobytes() for i in range(6)}) == 6
 
 
 def test_stop_strings_forgetting_and_refusals(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_stop_strings_forgetting_and_refusals(tmp_path: Path) -> None:
     (completion,) = finish(engine).values()
     assert completion.finish_reason == "stop" and completion.text[-1] in digits
     assert not any(d in completion.text[:-1] for d in digits)
-    assert completion.text == tokenizer.decode(list(completion.tokens))
+    assert completion.text == tokenizer.decode(completion.tokens.tolist())
     engine.add([Request(i, (1, 2), SamplingParams(40, ignore_eos=True)) for i in (1, 2, 3)])
     engine.step()
     engine.add([Request(4, (1, 2), SamplingParams(5))])

@@ -94,21 +94,21 @@ def by_hand(key: int, asked: Asked) -> Trajectory:
     segments = [Segment("environment", first.tokens, first.text)]
     left, turn = asked.sampling.max_tokens, 0
     while True:
-        known = tuple(t for s in segments for t in s.tokens)
+        known = tuple(t for s in segments for t in s.tokens.tolist())
         limit = min(left, asked.max_turn_tokens or left)
         tokens, logprobs = straight(HashModel(), Request(key, known, replace(asked.sampling, max_tokens=limit)))
         stopped = tokens[-1] in (0, *asked.sampling.stop_token_ids)
         text = Letters().decode(tokens[:-1] if stopped else tokens)
         left, turn = left - len(tokens), turn + 1
-        segments.append(Segment("policy", tuple(tokens), text, tuple(logprobs)))
+        segments.append(Segment("policy", tokens, text, logprobs, spans=((0, 3),)))
         if left == 0 and not stopped:
-            return Trajectory(tuple(segments), "length", 3, "flow")
+            return Trajectory(tuple(segments), "length", "flow")
         reply = game(key, turn)
         segments[-1] = replace(segments[-1], reward=reply.reward)
         end = "stop" if reply.done else "turns" if turn == asked.max_turns else ""
         end = end or ("length" if left <= len(reply.tokens) else "")
         if end:
-            return Trajectory(tuple(segments), end, 3, "flow")  # type: ignore[arg-type]
+            return Trajectory(tuple(segments), end, "flow")  # type: ignore[arg-type]
         segments.append(Segment("environment", reply.tokens, reply.text))
         left -= len(reply.tokens)
 
@@ -182,8 +182,8 @@ def test_plain_answers_are_those_of_generate() -> None:
     for i, (t, c) in enumerate(zip([t for g in rollout.groups for t in g.trajectories], completions, strict=True)):
         asked_now = asked_of[i // 3]
         prompt = Segment("environment", asked_now.tokens, texts[i // 3], opened="<think>" if i >= 9 else "")
-        answer = Segment("policy", c.tokens, c.text, c.logprobs)
-        assert t == Trajectory((prompt, answer), c.finish_reason, 3, "flow")
+        answer = Segment("policy", c.tokens, c.text, c.logprobs, spans=((0, 3),))
+        assert t == Trajectory((prompt, answer), c.finish_reason, "flow")
     assert {t.end for g in rollout.groups for t in g.trajectories} == {"stop", "length"}
     assert rollout.groups[3].prompt.tokens == (7, 8) and chat.prompt_text == texts[3]
     assert roll_out(engine, [], asked) == Rollout([], [])
@@ -214,14 +214,15 @@ def test_tokens_stay_as_they_were_drawn() -> None:
     assert len(t.turns) == 6 and t.end in ("length", "turns")
     known: tuple[int, ...] = ()
     for i, segment in enumerate(t.segments):
-        known += segment.tokens
+        known += tuple(segment.tokens.tolist())
         if i % 2 == 0:
             assert asked_tokens[i // 2] == known
+            assert {type(t) for t in asked_tokens[i // 2]} == {int}, "engines of users get Python's integers"
     assert any(s.tokens[-1] == 13 and len(s.text) == len(s.tokens) - 1 for s in t.turns), "stop tokens are kept"
     assert [s.text for s in t.turns] == [c.text for c in script.acts[1]]
     want = by_hand(1, asked)
-    assert [(s.author, s.tokens, s.logprobs) for s in t.segments] == [
-        (s.author, s.tokens, s.logprobs) for s in want.segments
+    assert [(s.author, s.tokens.tolist(), s.logprobs.tolist()) for s in t.segments] == [
+        (s.author, s.tokens.tolist(), s.logprobs.tolist()) for s in want.segments
     ]
 
 
@@ -327,12 +328,12 @@ def test_an_action_that_ends_at_the_last_token_is_still_judged() -> None:
     """Cut off at the limit: the environment is not asked. Complete at the limit: its reward counts."""
     (free,) = make_engine().generate([Request(1, (1, 2), SamplingParams(8, ignore_eos=True))])
     for stop, acts, reward in ((free.tokens[7], 1, 5.0), (None, 0, None)):
-        assert free.tokens.index(free.tokens[7]) == 7
+        assert free.tokens.tolist().index(free.tokens[7]) == 7
         script = Script(lambda key, turn: Reply(key, (1, 2), "") if turn == 0 else Reply(key, (3,), reward=5.0))
         sampling = SamplingParams(8, ignore_eos=True, stop_token_ids=() if stop is None else (stop,))
         (group,) = roll_out(make_engine(), prompts(1), Asked(sampling, 1, 1, 4), script).groups
         (t,) = group.trajectories
-        assert t.end == "length" and t.turns[0].tokens == free.tokens and len(t.segments) == 2
+        assert t.end == "length" and t.turns[0].tokens.tolist() == free.tokens.tolist() and len(t.segments) == 2
         assert len(script.acts[1]) == acts and t.turns[0].reward == reward
 
 
@@ -342,7 +343,7 @@ def test_stats_by_hand() -> None:
         parts = [Segment("environment", (1, 1), "")]
         for i, n in enumerate(lengths):
             parts.append(Segment("environment" if i % 2 else "policy", (5,) * n, "", () if i % 2 else (-1.0,) * n))
-        return Trajectory(tuple(parts), end, 1, "f")  # type: ignore[arg-type]
+        return Trajectory(tuple(parts), end, "f")  # type: ignore[arg-type]
 
     (prompt,) = prompts(1)
     plain = Rollout([Group(prompt, (trajectory("stop", 4), trajectory("length", 10)))], [])

@@ -196,8 +196,9 @@ def ragged(config: Any, spec: Any) -> None:
         answers = []
         for _ in range(4):
             size = int(rng.integers(5, 4000))
-            given = Segment("environment", prompt, ""), Segment("policy", (0,) * size, "", (0.0,) * size)
-            answers.append(Trajectory(given, "stop", 0, "flow"))
+            drawn = Segment("policy", (0,) * size, "", (0.0,) * size, spans=((0, 0),))
+            given = Segment("environment", prompt, ""), drawn
+            answers.append(Trajectory(given, "stop", "flow"))
         groups.append(Group(Prompt(number, Problem("", "", ""), prompt), tuple(answers), (0.0, 1.0, 0.0, 1.0)))
     batches = pack(groups, max_tokens_per_gpu=8192, flow_digest="flow", weight_version=0)
     _, batches, _ = estimate(groups, batches, learner, None, config, True)

@@ -52,7 +52,10 @@ class Own:
         return self.inner.step()
 
     def collect(self):
-        return [replace(c, logprobs=tuple(p + {shift} for p in c.logprobs)) for c in self.inner.collect()]
+        return [
+            replace(c, tokens=c.tokens.tolist(), logprobs=tuple(p + {shift} for p in c.logprobs.tolist()))
+            for c in self.inner.collect()
+        ]
 
     def forget(self, ids):
         self.inner.forget(ids)
@@ -114,6 +117,9 @@ def test_an_engine_without_gpu_memory_is_told_apart() -> None:
         assert type(told.value) is kind
 
 
+NO_IDS = "collect raised ValueError: token ids must be a row of integers, got an array of shape "
+
+
 @pytest.mark.parametrize(
     ("method", "body", "message"),
     [
@@ -125,9 +131,14 @@ def test_an_engine_without_gpu_memory_is_told_apart() -> None:
         ("collect", "self.inner.collect(); return []", "has_work: no work left, but 16 requests have no completion"),
         ("collect", "return self.inner.collect() * 2", "which is not open"),
         ("collect", "return [{}] if self.inner.collect() else []", "must return Completions, got dict"),
-        ("completion", "tokens=list(c.tokens)", "must be tuples"),
+        ("completion", "tokens=[*map(float, c.tokens)]", NO_IDS + r"\(\d+,\) and type float64 \(.*own\.py, line \d+\)"),
+        ("completion", "tokens=[c.tokens]", NO_IDS + r"\(\d+, \d+\) and type int32"),
+        ("completion", "tokens=[2**40] * len(c.tokens)", "collect raised ValueError: .*: they must fit into 32 bits"),
+        ("completion", "tokens=[*'ab']", NO_IDS + ".* and type <U1"),
+        ("completion", "logprobs=[0] * len(c.tokens)", "collect raised .*: log-probs must be a row of floats, .*int64"),
+        ("completion", "logprobs=[-1e300] * len(c.tokens)", "log-prob -inf is not a finite float"),
         ("completion", "logprobs=c.logprobs[1:]", "tokens and .* log-probs; must be as many, from 1 to 10"),
-        ("completion", "tokens=c.tokens * 11, logprobs=c.logprobs * 11", "must be as many, from 1 to 10"),
+        ("completion", "tokens=[*c.tokens] * 11, logprobs=[*c.logprobs] * 11", "must be as many, from 1 to 10"),
         ("completion", "tokens=(10**6,) * len(c.tokens)", "token 1000000 is not an integer from 0 to"),
         ("completion", "logprobs=(float('nan'),) * len(c.tokens)", "log-prob nan is not a finite float"),
         ("completion", "request_id=7", "a completion of request 7, which is not open"),

@@ -23,7 +23,8 @@ PARITY = "parity/logprob_abs_diff_max"
 
 @pytest.mark.parametrize(
     "changes",
-    [{"precision": "bf16"}, {"precision": "fp8"}, {"quant.kv_cache": "fp8"},
+    [{"precision": "bf16"}, {"precision": "fp8"}, {"quant.kv_cache": "fp8"}, {"precision": "w8a16"},
+     {"precision": "w8a16", "quant.kv_cache": "fp8", "train.master_dtype": "bfloat16"},
      {"quant.kv_cache": "fp8", "train.activation_checkpointing": True, "rollout.page_size": 3,
       "rollout.kv_cache_tokens": 96}],
     ids=str,
@@ -78,13 +79,15 @@ def test_two_runs_are_equal_to_the_bit_and_another_seed_is_not(tmp_path: Path) -
     assert numbers(tiny_run(tmp_path / "c", {"seed": 1})) != first
 
 
-def test_learning_raises_the_reward(tmp_path: Path) -> None:
-    rows = numbers(tiny_run(tmp_path, {"train.steps": 14, "train.lr": 1e-2, "eval.eval_interval": 0}))
+@pytest.mark.parametrize("precision", ["fp8", "w8a16"])
+def test_learning_raises_the_reward(tmp_path: Path, precision: str) -> None:
+    changes = {"train.steps": 14, "train.lr": 1e-2, "eval.eval_interval": 0, "precision": precision}
+    rows = numbers(tiny_run(tmp_path, changes))
     early, late = (sum(r["reward/mean"] for r in part) / 3 for part in (rows[1:4], rows[-3:]))
     assert late > early + 0.15, (early, late)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "w8a16"])
 def test_kl_penalty_starts_at_zero_and_holds_the_policy_back(tmp_path: Path, precision: str) -> None:
     changes = {"precision": precision, "train.lr": 1e-2, "eval.eval_interval": 0}
     free = numbers(tiny_run(tmp_path / "a", changes | {"rl.kl_coef": 1e-9}))

@@ -137,6 +137,20 @@ def test_a_small_model_by_hand() -> None:
     assert memory.tables == 2 * 4096 * 32 * 4
 
 
+def test_w8a16_holds_codes_and_their_values() -> None:
+    """3 bytes of a linear's weight and its scales, whatever the masters are; activations are those of BF16."""
+    layer = 512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512
+    codes = 2 * layer + 4 * (2 * layer // (128 * 128))
+    plain, ours = of(SMALL, "precision=bf16"), of(SMALL, "precision=w8a16")
+    assert ours.published == plain.published + codes
+    assert (ours.activations, ours.passing) == (plain.activations, plain.passing)
+    halves = ("train.master_dtype=bfloat16",)
+    plain, ours = of(SMALL, "precision=bf16", *halves), of(SMALL, "precision=w8a16", *halves)
+    assert plain.published == 0 and ours.published == 2 * 2 * layer + codes, "the masters are not the values"
+    assert of(SMALL, "precision=w8a16", "train.lean_backward=false", *halves).published == ours.published
+    assert of(SMALL, "precision=w8a16", "quant.kv_cache=fp8").wanted == ours.wanted
+
+
 def test_what_settings_and_ranks_change() -> None:
     spec = SHAPES["qwen3-8b"]
     base = of(spec)

@@ -25,7 +25,7 @@ def settings(temperature: float = 1.0, **rl: Any) -> Any:
 def group(rewards: tuple[float, ...], advantages: tuple[float | tuple[float, ...], ...], same: bool = False) -> Group:
     opening = Segment("environment", (5,), "p")
     trajectories = tuple(
-        Trajectory((opening, Segment("policy", (7 if same else 7 + i,), "x", (-1.0,))), "stop", 0, "")
+        Trajectory((opening, Segment("policy", (7 if same else 7 + i,), "x", (-1.0,))), "stop", "")
         for i in range(len(rewards))
     )
     return Group(Prompt(0, Problem("p", "p", "a"), (5,)), trajectories, rewards, advantages)

@@ -271,3 +271,11 @@ def test_the_number_of_held_out_problems_names_the_file_where_it_takes_rows_from
     assert (examples[0] != examples[1]) == names_it
     paths = [path_of(session) for session in sessions]
     assert (paths[0] != paths[1]) == names_it
+
+
+def test_all_tokens_of_the_first_batch_name_the_file(tmp_path: Path) -> None:
+    """As lists: the text of an array is cut where it is long, and changes with numpy's settings."""
+    session = session_of(tmp_path, {})
+    content = sft._content(session.config, session.task, session.tokenizer, session.model.spec.vocab_size)
+    first = json.loads(json.dumps(content["first batch"]))  # no default: nothing in it is an object
+    assert len(first) == 8 and all(type(t) is int for one in first for _, tokens in one for t in tokens)

@@ -103,8 +103,9 @@ KL = {name: k for name, _, _, _, k, _ in ROWS}
 
 def trajectory(number: int, tokens: int, cut: bool) -> Trajectory:
     """Its tokens have its number as id, by which the passes know it."""
-    segments = (Segment("environment", (99,), "?"), Segment("policy", (number,) * tokens, "x", (-1.0,) * tokens))
-    return Trajectory(segments, "length" if cut else "stop", 0, "flow")
+    drawn = Segment("policy", (number,) * tokens, "x", (-1.0,) * tokens, spans=((0, 0),))
+    segments = (Segment("environment", (99,), "?"), drawn)
+    return Trajectory(segments, "length" if cut else "stop", "flow")
 
 
 def groups_of(rows: Sequence[tuple[Any, ...]]) -> list[Group]:

@@ -32,7 +32,7 @@ from jetrl.types import Group, MicroBatch, PackedBatch, Problem, Prompt, Segment
 
 
 def policy(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Segment:
-    return Segment("policy", tokens, "", logprobs)
+    return Segment("policy", tokens, "", logprobs, spans=((0, 3),) if logprobs else ())
 
 
 def environment(*tokens: int) -> Segment:
@@ -41,7 +41,7 @@ def environment(*tokens: int) -> Segment:
 
 def answer(segment: Segment, end: str = "stop") -> Trajectory:
     """A plain answer whose prompt `group` fills in."""
-    return Trajectory((segment,), end, 3, "flow")
+    return Trajectory((segment,), end, "flow")
 
 
 def group(index: int, prompt: tuple[int, ...], answers: tuple[Trajectory, ...], adv: tuple[float, ...]) -> Group:
@@ -79,7 +79,7 @@ def some_groups(draw) -> list[Group]:
                 reply = tuple(draw(st.lists(st.integers(60, 70), min_size=1, max_size=3)))
                 more = tuple(draw(st.lists(st.integers(0, 50), min_size=1, max_size=2)))
                 turns += [environment(*reply), policy(more, tuple(-draw(st.integers(1, 64)) / 16 for _ in more))]
-            answers.append(Trajectory(tuple(turns), draw(st.sampled_from(["stop", "length", "turns"])), 3, "flow"))
+            answers.append(Trajectory(tuple(turns), draw(st.sampled_from(["stop", "length", "turns"])), "flow"))
         adv = tuple(draw(st.integers(-8, 8)) / 8 for _ in answers)
         groups.append(group(index, prompt, tuple(answers), adv))
     return groups
@@ -144,8 +144,9 @@ def test_round_trip(groups: list[Group], limit: int, updates: int, mask_truncate
     for g in groups:
         for t, adv in zip(g.trajectories, g.advantages, strict=True):
             masked = mask_truncated and t.end != "stop"
-            rows = [(token, adv, lp) for s in t.turns for token, lp in zip(s.tokens, s.logprobs, strict=True)]
-            expected.append(([token for s in t.segments for token in s.tokens], [] if masked else rows))
+            drawn = [pair for s in t.turns for pair in zip(s.tokens.tolist(), s.logprobs.tolist(), strict=True)]
+            rows = [(token, adv, lp) for token, lp in drawn]
+            expected.append(([token for s in t.segments for token in s.tokens.tolist()], [] if masked else rows))
     assert found == expected, "sequences in the order of the groups, updates one after the other"
 
 
@@ -169,7 +170,7 @@ def test_shared_prompts_by_hand():
 
 
 def solutions(prompt: tuple[int, ...], *answers: int) -> list[Trajectory]:
-    return [Trajectory((environment(*prompt), policy((1,) * n, ())), "stop", 0, "") for n in answers]
+    return [Trajectory((environment(*prompt), policy((1,) * n, ())), "stop", "") for n in answers]
 
 
 def test_share_bins_by_hand():
@@ -253,10 +254,13 @@ def test_long_sequence_is_refused_with_both_numbers():
 def test_other_flow_and_other_weights_are_refused():
     for wrong, message in (
         (replace(SHORT, flow_digest="bf16"), "precision flow bf16, but the trainer's is flow"),
-        (replace(SHORT, weight_version=2), "version 2, but the trainer holds version 3"),
+        (answer(replace(SHORT.segments[0], spans=((0, 2),))), "version 2, but the trainer holds version 3"),
+        (answer(replace(LONG.segments[0], spans=((0, 4), (1, 3)))), "of version 4, which are newer than .* version 3"),
+        (Trajectory((spans(SHORT.segments[0]), *LONG.segments), "stop", "flow"), "does not say which weights"),
+        (answer(replace(SHORT.segments[0], spans=())), "version None, but the trainer holds version 3"),
         (answer(policy((30,), (-0.5, -0.5))), "1 tokens, 2 log-probs"),
         (answer(policy((30,), (math.nan,))), "NaN"),
-        (answer(policy((), ())), "0 tokens"),
+        (answer(replace(policy((), ()), spans=((0, 3),))), "0 tokens"),
     ):
         bad = group(9, (1,), (SHORT, wrong), (1.0, -1.0))
         with pytest.raises(ValueError, match=f"prompt 9.*{message}"):
@@ -358,7 +362,7 @@ def test_loss_does_not_depend_on_packing(groups: list[Group], limit: int, loss_a
 
 def test_a_conversation_by_hand():
     """Two turns of the policy with the environment's tokens 40, 41 between them."""
-    talk = Trajectory((policy((30, 31), (-1.0, -2.0)), environment(40, 41), policy((32,), (-3.0,))), "turns", 3, "flow")
+    talk = Trajectory((policy((30, 31), (-1.0, -2.0)), environment(40, 41), policy((32,), (-3.0,))), "turns", "flow")
     (batch,) = packed([group(0, (10,), (talk, SHORT), (0.5, -0.5))], limit=8)
     (micro,) = batch.micro_batches
     assert micro.tokens.tolist() == [10, 30, 31, 40, 41, 32, 10, 30]
@@ -387,7 +391,7 @@ def test_columns_of_passes_come_back_by_trajectory(
         if mask and t.end != "stop":
             assert values is None, "nothing was computed for it"
         else:
-            assert values.tolist() == [2 * lp for s in t.turns for lp in s.logprobs]
+            assert values.tolist() == [2 * lp for s in t.turns for lp in s.logprobs.tolist()]
     for b in fill(batches, "returns", found):
         assert all(there(m.returns) == there(m.values) for m in b.micro_batches)
 
@@ -464,7 +468,7 @@ def test_a_log_prob_that_is_no_number_is_refused_by_the_rank_that_packs_it():
 
 def test_in_order_by_hand():
     """The warm start's packing: neighbours, a new micro-batch where the next does not fit."""
-    solved = [Trajectory((environment(*range(n)), policy((9,), ())), "stop", 0, "") for n in (3, 2, 4, 1)]
+    solved = [Trajectory((environment(*range(n)), policy((9,), ())), "stop", "") for n in (3, 2, 4, 1)]
     batch = pack_in_order(solved, 7)
     assert [m.lengths for m in batch.micro_batches] == [(4, 3), (5, 2)] and batch.num_loss_tokens == 4
     assert batch.micro_batches[1].sequence_ids.tolist() == [2] * 5 + [3] * 2
@@ -481,3 +485,45 @@ def test_to_device_keeps_everything():
     assert moved.tokens.device.type == moved.cu_seqlens.device.type == "meta" and moved.lengths == micro.lengths
     same = to_device(micro, "cpu")
     assert there(same.advantages) == there(micro.advantages) and torch.equal(same.targets, micro.targets)
+
+
+def spans(segment: Segment, *of: tuple[int, int]) -> Segment:
+    return replace(segment, spans=of)
+
+
+def test_rows_know_which_weights_drew_their_targets_by_hand():
+    """An answer of two spans, a conversation whose first turn is older, an answer outside the loss, and a new one."""
+    three = policy((31, 32, 33), (-1.0, -2.0, -3.0))
+    mixed = answer(spans(three, (0, 1), (1, 2), (2, 3)))
+    turns = spans(policy((40,), (-1.0,)), (0, 2)), environment(50, 51), spans(policy((41, 42), (-1.0, -2.0)), (0, 3))
+    talk = Trajectory(turns, "stop", "flow")
+    cut = answer(spans(three, (0, 2), (1, 3)), "length")
+    groups = [group(0, (10, 11), (mixed, cut), (1.0, -1.0)), group(1, (20, 21), (talk, SHORT), (0.5, -0.5))]
+    (batch,) = packed(groups, limit=7, mask_truncated=True)
+    assert batch.num_older_tokens == 2 + 1 and (batch.num_loss_tokens, batch.num_masked_tokens) == (3 + 3 + 1, 3)
+    by_place = {int(m.sequence_ids[0]): m for m in batch.micro_batches}
+    assert [by_place[i].versions.tolist() for i in (0, 2)] == [[-1, 1, 2, 3, -1], [-1, 2, -1, -1, 3, 3, -1]]
+    assert by_place[1].versions is None, "what is outside the loss is nobody's"
+    assert by_place[0].versions.dtype == torch.int64
+    (whole,) = packed(groups, limit=64)
+    assert whole.num_older_tokens == 3 + 1
+    (shared,) = packed(groups, limit=64, share_prompts=True)
+    (micro,) = shared.micro_batches
+    assert micro.stems and torch.equal(micro.versions >= 0, micro.loss_mask > 0)
+    for sequence, expected in enumerate(([1, 2, 3], [2, 3, 3], [2, 3, 3], [3])):
+        rows = (micro.sequence_ids == sequence) & (micro.loss_mask > 0)
+        assert micro.versions[rows].tolist() == expected
+    moved = to_device(micro, "meta")
+    assert moved.versions.device.type == "meta"
+
+
+def test_a_batch_of_one_version_has_no_column_of_versions():
+    (batch,) = packed(EXAMPLE, limit=8)
+    assert batch.num_older_tokens == 0 and all(m.versions is None for m in batch.micro_batches)
+
+
+def test_tokens_of_a_trajectory_are_of_the_micro_batch_as_they_were_given():
+    """Pieces of segments, where a stem ends within the prompt and its parts begin with the prompt's last token."""
+    (batch,) = packed(EXAMPLE, limit=64, share_prompts=True)
+    (micro,) = batch.micro_batches
+    assert micro.tokens.tolist() == [10, 11, 30, 11, 31, 32, 33, 20, 30, 20, 30] and micro.lengths == (1, 2, 4, 2, 2)

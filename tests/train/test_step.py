@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -15,8 +18,10 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
+from jetrl.parallel.world import ALONE
 from jetrl.precision.recipe import build_recipe
 from jetrl.report.console import Display
+from jetrl.rl import mismatch
 from jetrl.rl.objective import objective
 from jetrl.run.gather import gather
 from jetrl.run.loop import Clock
@@ -27,8 +32,8 @@ from jetrl.train import reduction, trainer
 from jetrl.train.packing import by_trajectory, denominators, held, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
-from jetrl.train.step import forward_rows, inputs_of, update
-from jetrl.types import PackedBatch
+from jetrl.train.step import Compared, forward_rows, inputs_of, update
+from jetrl.types import Group, PackedBatch, Segment
 
 
 def sampled(
@@ -66,7 +71,7 @@ def rows_of(session: Session, batch: PackedBatch) -> tuple[Tensor, Tensor, Tenso
     return logprobs, advs, ids
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_rollout", "w8a16"])
 def test_an_update_moves_the_log_probs_along_the_advantages(tmp_path: Path, precision: str) -> None:
     changes = {"precision": precision, "rollout.prompts_per_step": 8, "train.lr": 3e-4}
     session, (batch,) = sampled(tmp_path, changes)
@@ -189,7 +194,8 @@ def test_a_failed_update_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("precision", "kernels", "engine_keeps", "kept"),
     [("fp8", "hopper", True, True), ("bf16", "hopper_scaled_mm", True, True), ("fp8", "hopper_scaled_mm", True, False),
-     ("fp8_rollout", "reference", True, False), ("fp8", "hopper", False, False)],
+     ("fp8_rollout", "reference", True, False), ("fp8", "hopper", False, False), ("w8a16", "hopper", True, True),
+     ("w8a16", "hopper_scaled_mm", True, True)],
 )
 def test_where_the_bits_are_promised(
     tmp_path: Path, precision: str, kernels: str, engine_keeps: bool, kept: bool
@@ -255,3 +261,111 @@ def test_only_prompts_that_the_run_needs_are_encoded(tmp_path: Path, monkeypatch
         made.clear()
         prepare(tiny_config(tmp_path, changes), trains=trains)
         assert len(made) == count, changes
+
+
+def with_older(groups: Sequence[Group], share: float) -> list[Group]:
+    """The groups as if weights of version 0 had drawn the first tokens of each answer (in the first, all but one), with
+    log-probs of their own, and the weights at hand, which are now of version 1, the rest."""
+    def mixed(place: int, segment: Segment) -> Segment:
+        if segment.author != "policy":
+            return segment
+        count = len(segment.tokens)
+        first = count - 1 if place == 0 else int(share * count)
+        logprobs = segment.logprobs - np.float32(0.5) * (np.arange(count) < first).astype(np.float32)
+        return replace(segment, logprobs=logprobs, spans=((0, 0), (first, 1)) if first else ((0, 1),))
+
+    return [
+        replace(group, trajectories=tuple(
+            replace(t, segments=tuple(mixed(place, s) for s in t.segments))
+            for place, t in enumerate(group.trajectories)
+        ))
+        for group in groups
+    ]
+
+
+def older_session(
+    folder: Path, changes: dict[str, Any], share: float = 0.5
+) -> tuple[Session, list[Group], list[PackedBatch]]:
+    """A session whose trajectories two versions have drawn, and its packed batches before any pass."""
+    session = build(tiny_config(folder, changes))
+    session.engine.load(publish(session.model, 0, session.flow_digest))
+    kept = gather(session, Clock(Display(1, "test", console=Console(quiet=True))), 1).learnt
+    mixed = with_older(kept, share)
+    batches = pack(
+        mixed, max_tokens_per_gpu=200, flow_digest=session.flow_digest, weight_version=1,
+        updates_per_step=session.config.rl.updates_per_step, share_prompts=True,
+    )
+    return session, mixed, batches
+
+
+def older_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Of all loss rows: whether older weights drew the target, and its log-prob in the rollout."""
+    micros = [m for m in batch.micro_batches if bool(m.loss_mask.any())]
+    older = [torch.zeros(len(m.tokens), dtype=torch.bool) if m.versions is None else m.versions == 0 for m in micros]
+    return (
+        torch.cat([o[m.loss_mask > 0] for o, m in zip(older, micros, strict=True)]),
+        torch.cat([m.rollout_logprobs[m.loss_mask > 0] for m in micros]),
+    )
+
+
+def test_parity_compares_the_tokens_that_the_learners_weights_drew(tmp_path: Path) -> None:
+    """With the older ones among them there would be a gap of 0.5. All of them are in the loss."""
+    session, groups, (batch,) = older_session(tmp_path, {})
+    older, _ = older_rows(batch)
+    assert 0 < int(older.sum()) == batch.num_older_tokens < batch.num_loss_tokens == len(older)
+    learnt, (batch,), _ = estimate(groups, [batch], session.learner, None, session.config, session.unified)
+    assert batch.micro_batches[0].old_logprobs is None, "with one update the log-probs at hand are the old ones"
+    found = Compared(session.model, session.config)
+    found.add_batch(batch, denominators(batch, session.config.rollout.max_response_length), ALONE)
+    assert found.gap.count == batch.num_loss_tokens - batch.num_older_tokens and found.gap.max_abs_diff == 0.0
+    stats = update(session.learner, [batch], session.config, 1)
+    assert stats["parity/logprob_abs_diff_max"] == 0.0 == stats["parity/frac_tokens_different"]
+    blind = replace(batch, micro_batches=tuple(replace(m, versions=None) for m in batch.micro_batches))
+    session.model.publish()
+    seen = Compared(session.model, session.config)
+    seen.add_batch(blind, denominators(blind, session.config.rollout.max_response_length), ALONE)
+    assert seen.gap.count == batch.num_loss_tokens and seen.gap.max_abs_diff > 0.4, "the test sees the gap"
+
+
+def test_an_update_of_older_tokens_alone_compares_nothing(tmp_path: Path) -> None:
+    session, groups, (batch,) = older_session(tmp_path, {})
+    micros = tuple(
+        replace(m, versions=torch.where(m.loss_mask > 0, 0, -1)) for m in batch.micro_batches
+    )
+    _, (batch,), _ = estimate(
+        groups, [replace(batch, micro_batches=micros)], session.learner, None, session.config, session.unified
+    )
+    stats = update(session.learner, [batch], session.config, 1)
+    assert "policy/loss" in stats and not any(key.startswith("parity/logprob") for key in stats)
+
+
+def test_the_old_log_probs_of_older_tokens_are_the_learners_and_not_the_rollouts(tmp_path: Path) -> None:
+    """As of an engine that does not keep the bits: of the other tokens the learner's pass has the rollout's bits."""
+    session, groups, batches = older_session(tmp_path, {"rl.updates_per_step": 2})
+    assert session.unified and len(batches) == 2
+    with pytest.raises(AssertionError, match="not the old policy's"):
+        micro = next(m for m in batches[0].micro_batches if m.versions is not None)
+        inputs_of(micro, forward_rows(session.model, micro, 1.0), None, single=False)
+    _, filled, _ = estimate(groups, batches, session.learner, None, session.config, session.unified)
+    for batch in filled:
+        older, sampled = older_rows(batch)
+        old = torch.cat([m.old_logprobs[m.loss_mask > 0] for m in batch.micro_batches])  # type: ignore[index]
+        assert torch.equal(old[~older], sampled[~older]) and bool((~older).any()) and bool(older.any())
+        assert torch.allclose(old[older], sampled[older] + 0.5, atol=1e-5), "what the learner's weights say of them"
+    stats = update(session.learner, filled, session.config, 1)
+    assert stats["parity/logprob_abs_diff_max"] == 0.0
+
+
+def test_corrections_weigh_older_tokens_and_leave_the_others(tmp_path: Path) -> None:
+    """Older weights gave these tokens exp(-0.5) of the probability: weights of exp(0.5) there, and exactly 1 else."""
+    session, groups, (batch,) = older_session(tmp_path, {"rl.rollout_is": "token"})
+    _, (batch,), _ = estimate(groups, [batch], session.learner, None, session.config, session.unified)
+    older, sampled = older_rows(batch)
+    learned = torch.cat(logprob_pass(session.model, batch, session.config.rollout.temperature))
+    ids, mask = torch.arange(len(learned)), torch.ones_like(learned)
+    weights = mismatch.importance_weights(learned, sampled, mask, ids, "token", session.config.rl.rollout_is_threshold)
+    assert bool((weights[~older] == 1).all())
+    assert torch.allclose(weights[older].float(), torch.full((int(older.sum()),), math.exp(0.5)), atol=1e-4)
+    stats = update(session.learner, [batch], session.config, 1)
+    mean = float(weights.double().mean())
+    assert stats["correction/weight_mean"] == pytest.approx(mean, rel=1e-6) and mean > 1.0

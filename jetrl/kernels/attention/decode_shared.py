@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.attention.decode_chain import TILE, _reciprocal, store_heads, widened
+from jetrl.kernels.attention.decode_chain import TILE, _reciprocal, store_heads
 from jetrl.kernels.attention.state import SharedPages
 from jetrl.kernels.launch import LAUNCH, begin
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize.triton import _FLOOR_BITS
+from jetrl.kernels.quantize.triton import _FLOOR_BITS, widened
 from jetrl.types import LayerCache
 
 ROWS = 64  # query heads of a chunk: the rows of a `wgmma`

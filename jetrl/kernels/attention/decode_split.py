@@ -32,10 +32,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.attention.decode_chain import _TILE, TILE, chain_kernel, widened
+from jetrl.kernels.attention.decode_chain import _TILE, TILE, chain_kernel
 from jetrl.kernels.launch import LAUNCH, begin
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.quantize.triton import _FLOOR_BITS, new_heads
+from jetrl.kernels.quantize.triton import _FLOOR_BITS, new_heads, widened
 from jetrl.types import LayerCache
 
 _PROGRAMS = 4096  # of the first kernel, about: more walk through several tiles each

@@ -154,6 +154,10 @@ def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
     return ref.bf16_gemm(x, w).to(out_dtype)
 
 
+def coded_gemm(x: Tensor, codes: QTensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
+    return bf16_gemm(x, w, out_dtype)
+
+
 def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     """`dy @ w` in FP32, rounded. Only reproducible, not batch-invariant: gradients are not part of parity."""
     return (dy.to(torch.float32) @ w.to(torch.float32)).to(dy.dtype)

@@ -1,7 +1,9 @@
-"""Which FP8 GEMMs of few tokens go through `few_rows.py` instead of DeepGEMM. Both have the same bits.
+"""Which GEMMs of few tokens go through `few_rows.py` (FP8) or `coded_rows.py` (BF16 by a weight's codes) instead of
+DeepGEMM. All have the same bits.
 
 The choice depends on sizes alone, which the host knows when a CUDA graph is captured. `CHOSEN` and `OTHERS` hold what
-`benchmarks/bench_few_rows.py` has measured to be faster; where they have no entry, DeepGEMM computes.
+`benchmarks/bench_few_rows.py` has measured to be faster, `CODED` what `benchmarks/bench_coded_rows.py` has; where they
+have no entry, DeepGEMM computes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.kernels.gemm import coded_rows
 from jetrl.kernels.gemm.few_rows import COLUMNS, GROUPS, Shape, cut, matmul
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize.triton import has_gaps
 
 PROCESSORS = 132  # of an H100 or H200 (SXM)
 
@@ -48,6 +53,11 @@ CHOSEN: dict[tuple[int, int], tuple[tuple[int, str], ...]] = {
 OTHERS: tuple[tuple[int, str], ...] = ()
 OTHERS_FROM = 8 << 20
 
+# For BF16 GEMMs whose weight is codes: (at most so many tokens, rows of the weight for a program), ...: the first that
+# holds, for weights of at least CODED_FROM elements; empty until measured
+CODED: tuple[tuple[int, int], ...] = ()
+CODED_FROM = 1 << 19
+
 
 def shape_of(n: int, k: int, tokens: int, variant: str) -> Shape | None:
     """How `variant` computes `tokens` by a weight [n, k]; None if it cannot."""
@@ -79,3 +89,18 @@ def multiply(codes: Tensor, units: Tensor, weight: Tensor, scales: Tensor) -> Te
     if shape is None:
         return None
     return matmul(codes, units, weight, scales, shape, torch.cuda.is_current_stream_capturing())
+
+
+def coded(n: int, k: int, tokens: int) -> int | None:
+    """Rows of a program of `coded_rows` for a weight [n, k] of codes, or None for DeepGEMM on their values."""
+    rows = next((rows for most, rows in CODED if tokens <= most), None)
+    return None if rows is None or n * k < CODED_FROM else coded_rows.rows_for(n, k, rows)
+
+
+def multiply_coded(x: Tensor, weight: QTensor) -> Tensor | None:
+    """`coded_rows.matmul` where it is chosen, else None: also where blocks of rows restart within 128."""
+    n, k = weight.codes.shape
+    rows = coded(n, k, x.shape[0])
+    if rows is None or has_gaps(weight.row_sections):
+        return None
+    return coded_rows.matmul(x, weight.codes, weight.scale, rows)

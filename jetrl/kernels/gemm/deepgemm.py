@@ -115,6 +115,13 @@ def bf16_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
     return out if out.shape[1] == w.size else out[:, : w.size].contiguous()
 
 
+def coded_gemm(x: Tensor, codes: QTensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:
+    """`bf16_gemm` by `w`, the values of `codes`: few rows may read the codes themselves (`coded_rows.py`), which has
+    the same bits."""
+    out = choice.multiply_coded(x, codes) if out_dtype == torch.bfloat16 else None
+    return bf16_gemm(x, w, out_dtype) if out is None else out
+
+
 def add_outer(out: Tensor, a: Tensor, b: Tensor) -> None:
     """`out += a.T @ b` for BF16 a [M, N], b [M, K] and FP32 out [N, K], in place."""
     deep_gemm.bf16_gemm_tn(a, b, out, c=out)

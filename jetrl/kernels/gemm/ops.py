@@ -78,3 +78,8 @@ def _check_wgrad(tokens: int, other: int, size: tuple[int, int], grad: Tensor) -
 def bf16_gemm(x: Tensor, w: Any, out_dtype: torch.dtype) -> Tensor:
     """`x` [M, K] by prepared weights [N, K]; a row's bits never depend on the other rows."""
     return backend_of(x).bf16_gemm(x, w, out_dtype)
+
+
+def coded_gemm(x: Tensor, codes: QTensor, w: Any, out_dtype: torch.dtype) -> Tensor:
+    """`bf16_gemm` by `w`, which is made of the values of `codes` [N, K]: its bits, by whichever of the two is read."""
+    return backend_of(x).coded_gemm(x, codes, w, out_dtype)

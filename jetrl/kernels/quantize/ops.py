@@ -7,6 +7,7 @@ from torch import Tensor
 
 from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.qtensor import QTensor
+from jetrl.precision.formats import BLOCK
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
@@ -46,3 +47,25 @@ def quantize_weight(
         w = w.to(dtype)  # FP32 is rounded where it is read
     _check(w, sections, w.shape[0])
     return backend_of(w).quantize_weight(w, pow2, sections, out, dtype)
+
+
+def weight_values(q: QTensor, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`code * scale` [N, K] of a weight whose scales are powers of two: exact in BF16, so nothing is rounded.
+
+    A code has four bits and scales are at least 2^-48. `out`, an earlier result of the same shape, is overwritten and
+    returned.
+    """
+    assert q.granularity == "128x128"
+    if out is None or (out.shape, out.dtype, out.device) != (q.codes.shape, dtype, q.codes.device):
+        out = torch.empty(q.codes.shape, dtype=dtype, device=q.codes.device)
+    out.copy_(q.codes)
+    scale = q.scale.to(dtype)
+    if any(size % BLOCK for size in (*q.row_sections, *q.col_sections)):
+        rows, cols = (_sizes(blocks, scale.device) for blocks in (q.row_blocks(), q.col_blocks()))
+        return out.mul_(scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1))
+    out.view(scale.shape[0], BLOCK, scale.shape[1], BLOCK).mul_(scale[:, None, :, None])
+    return out
+
+
+def _sizes(blocks: list[tuple[int, int]], device: torch.device) -> Tensor:
+    return torch.tensor([stop - start for start, stop in blocks], device=device)

@@ -107,6 +107,28 @@ def quotient(x, scale, BF16: tl.constexpr):
         return corrected(x, scale)
 
 
+# PTX: four E4M3 codes in $2 -> BF16, in order, two in $0 and two in $1; 2**120 corrects the exponent's bias
+_WIDEN = tl.constexpr("""{ .reg .b32 high, low, t, c; mov.b32 c, 0x7b807b80;
+    shr.b32 t, $2, 4; and.b32 t, t, 0x07070707; and.b32 high, $2, 0x80808080; or.b32 high, high, t;
+    shl.b32 low, $2, 4; and.b32 low, low, 0xf0f0f0f0;
+    prmt.b32 t, low, high, 0x5140; mul.bf16x2 $0, t, c; prmt.b32 t, low, high, 0x7362; mul.bf16x2 $1, t, c; }""")
+
+
+@triton.jit
+def widened(x, FP8: tl.constexpr, ON_GPU: tl.constexpr):
+    """E4M3 codes (as bytes) -> BF16, exact.
+
+    "Not pure" is for Triton's choice of layouts: it looks through pure operations, and from a load of 8 bits it makes
+    an operand that holds four neighbours of the sum per thread, which the tensor core would multiply in another order.
+    """
+    if FP8 and ON_GPU:
+        return tl.inline_asm_elementwise(_WIDEN, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
+    elif FP8:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    else:
+        return x
+
+
 @triton.jit
 def encode(x, scale):
     """`reference.encode`. The conversion saturates, and |x / scale| is at most 448 * (1 + 2**-23)."""

@@ -57,7 +57,10 @@ class _Column:
 class _Drawing:
     def __init__(self, spec: ModelSpec, recipe: Recipe, sampler: str) -> None:
         self.spec, self.recipe, self.sampler, self.canvas = spec, recipe, sampler, Canvas()
-        quantized = [i for i in range(spec.num_layers) if recipe.linear(i, roles_of(spec, i)[0], "rollout") is not None]
+        quantized = [
+            i for i in range(spec.num_layers)
+            if recipe.linear(i, roles_of(spec, i)[0], "rollout") is not None or recipe.weight_only(i) is not None
+        ]
         self.layer = quantized[0] if quantized else 0
         self.bf16_layers = [i for i in range(spec.num_layers) if i not in quantized] if quantized else []
         self.prefix = f"layers.{self.layer}."

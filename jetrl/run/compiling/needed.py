@@ -48,6 +48,8 @@ from jetrl.types import (
     SamplingParams,
     Segment,
     Trajectory,
+    log_probs,
+    token_ids,
 )
 
 _DIGEST = "in miniature"
@@ -257,17 +259,16 @@ def groups_of(config: Config, spec: ModelSpec) -> Iterator[Group]:
     counts = {*batch_counts(config.train.max_tokens_per_gpu, spec.experts is not None), *_OF_ATTENTION}
     for number, total in enumerate(n for n in sorted(counts) if 4 <= n <= config.train.max_tokens_per_gpu):
         prompt = (number % spec.vocab_size,)
+        opening = Segment("environment", token_ids(prompt), "")
         answers = tuple(
-            Trajectory(
-                (
-                    Segment("environment", prompt, ""),
-                    Segment("policy", (0,) * (length - 1), "", (0.0,) * (length - 1)),
-                ), "stop", 0, _DIGEST,
-            )
-            for length in halves(total, longest)
+            Trajectory((opening, _answer(length - 1)), "stop", _DIGEST) for length in halves(total, longest)
         )
         rewards = tuple(float(i % 2) for i in range(len(answers)))
         yield Group(Prompt(number, Problem(str(number), "", ""), prompt), answers, rewards)
+
+
+def _answer(length: int) -> Segment:
+    return Segment("policy", token_ids([0] * length), "", log_probs([0.0] * length), spans=((0, 0),))
 
 
 def halves(total: int, most: int) -> list[int]:

@@ -43,12 +43,14 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix [sum(sections), width]; `fp8`: whether training and rollout read it as FP8 codes."""
+    """A matrix [sum(sections), width]; `fp8`: whether training and rollout read it as FP8 codes; `weight_only`: codes
+    are published, and next to them their values, which BF16 GEMMs read."""
 
     name: str
     sections: tuple[int, ...]
     width: int
     fp8: tuple[bool, bool] = (False, False)
+    weight_only: bool = False
 
     @property
     def size(self) -> int:
@@ -185,7 +187,8 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
         elif name in linears:
             linear, layer, role = linears[name]
             fp8 = (recipe.linear(layer, role, "train") is not None, recipe.linear(layer, role, "rollout") is not None)
-            matrices.append(Matrix(name, linear.sections, linear.in_size, fp8))
+            by_codes = recipe.weight_only(layer) is not None
+            matrices.append(Matrix(name, linear.sections, linear.in_size, fp8, by_codes))
         else:
             matrices.append(Matrix(name, (pieces[0].shape[0],), pieces[0].shape[1]))
     return Sizes(tuple(matrices), tuple(vectors))
@@ -193,13 +196,13 @@ def sizes_of(spec: ModelSpec, recipe: Recipe) -> Sizes:
 
 def published_on_gpu(sizes: Sizes, master_dtype: str, ranks: int, transposed: bool = True) -> int:
     """What `publish` and the backward pass leave: FP8 codes with scales, the same again `transposed` where training is
-    FP8, and BF16 values where a side reads them (in one process BF16 masters themselves)."""
+    FP8, and BF16 values where a side reads them (in one process BF16 masters themselves, if they are the values)."""
     alias = master_dtype == "bfloat16"
     total = 0 if alias else 2 * sum(sizes.vectors)
     for m in sizes.matrices:
-        if not all(m.fp8) and not (ranks == 1 and alias):
+        if not all(m.fp8) and not (ranks == 1 and alias and not m.weight_only):
             total += 2 * m.size
-        if any(m.fp8):
+        if any(m.fp8) or m.weight_only:
             total += _codes(m) * (2 if m.fp8[0] and transposed else 1)
     return total
 
@@ -339,7 +342,7 @@ def _rollout_passing(config: Config, spec: ModelSpec, recipe: Recipe, sequences:
     assert r.max_tokens_per_step is not None, "resolve() has set it"
     tokens = min(r.max_tokens_per_step, r.prompts_per_step * config.task.max_prompt_length + sequences)
     d, f = spec.hidden_size, spec.intermediate_size
-    fp8 = recipe.name != "bf16"
+    fp8 = recipe.quantizes_activations
     layer = 4 * d + 4 * f + ((d + f) * 33 // 32 if fp8 else 2 * (d + f))
     rows = 0
     if spec.experts is not None:

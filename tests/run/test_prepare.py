@@ -1,0 +1,46 @@
+"""What is refused before weights are read: sizes of matrices that a GPU's kernels do not have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_config
+
+from jetrl.errors import UserError
+from jetrl.run.prepare import check_sizes, recipe_of
+from jetrl.spec import SHAPES, ExpertSpec, ModelSpec
+
+SPEC = replace(SHAPES["qwen3-0.6b"], num_layers=3)
+ODD = replace(SPEC, intermediate_size=3004)
+EXPERTS = ExpertSpec(count=4, per_token=2, intermediate_size=100, normalized=True)
+
+
+def check(folder: Path, spec: ModelSpec, kernels: str = "hopper", **changes: Any) -> None:
+    config = tiny_config(folder, changes).model_copy(update={"kernels": kernels})
+    check_sizes(config, spec, recipe_of(config, spec))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "w8a16", "fp8_rollout"])
+def test_bf16_needs_rows_of_16_bytes_on_a_gpu(precision: str, tmp_path: Path) -> None:
+    check(tmp_path, SPEC, precision=precision)
+    check(tmp_path, ODD, "reference", precision=precision)
+    with pytest.raises(UserError) as error:
+        check(tmp_path, ODD, precision=precision)
+    assert str(error.value) == (
+        f'precision = "{precision}" computes layers.0.mlp.down in BF16, over rows of 3004 values; the kernels of a GPU '
+        'need a multiple of 8. Set device = "cpu", or take another model.'
+    )
+    experts = replace(SPEC, family="qwen3_moe", experts=EXPERTS)
+    with pytest.raises(UserError, match="layers.0.mlp.down in BF16, over rows of 100 values"):
+        check(tmp_path, experts, precision=precision)
+
+
+def test_fp8_pads_all_but_layers_in_bf16_and_the_head(tmp_path: Path) -> None:
+    check(tmp_path, ODD, precision="fp8")
+    with pytest.raises(UserError, match="layers.2.mlp.down in BF16"):
+        check(tmp_path, ODD, **{"precision": "fp8", "quant.num_last_layers_in_bf16": 1})
+    with pytest.raises(UserError, match="lm_head in BF16, over rows of 1020 values"):
+        check(tmp_path, replace(SPEC, hidden_size=1020), precision="fp8")

@@ -117,7 +117,7 @@ def test_parity_eval_and_export(cache: Path, models: dict[str, Path], tmp_path: 
     state, spec = hf.load_state(out, hf.spec_from_folder(out)), hf.spec_from_folder(models[ONE])
     for key, value in hf.load_state(models[ONE], spec).items():
         assert_bitwise_equal(state[key], value.to(torch.bfloat16))
-    with pytest.raises(UserError, match="--revision v1 is for a model of the hub"):
+    with pytest.raises(UserError, match=r"revision v1 \(--revision\) is for a model of the hub"):
         load_for_parity("random:smollm2-135m", "", "cpu", revision="v1")
     (tmp_path / "config.toml").write_text('precision = "bf16"')  # the folder where one works is no run of acme/tiny
     (tmp_path / "checkpoints").mkdir()

@@ -190,7 +190,7 @@ def test_json_is_bounded(tmp_path: Path) -> None:
 # Other calls that read a whole file: of jetrl itself, of this machine, or code of the user's that runs next.
 OWN_FILES = {
     "jetrl/cli.py", "jetrl/config/shipped.py",  # recipes that come with jetrl
-    "jetrl/pages.py", "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py",
+    "jetrl/config/docs.py", "jetrl/pages.py", "jetrl/report/html.py", "jetrl_study/page.py", "jetrl/requirements.py",
     "jetrl/run/compiling/ahead.py",
     "jetrl/doctor/gpu.py", "jetrl/parallel/host.py", "jetrl/report/environment.py",
     "jetrl/huggingface/write.py", "jetrl/parallel/spawn.py", "jetrl_study/jobs.py",  # what its own processes write

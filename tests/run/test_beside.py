@@ -166,7 +166,14 @@ def test_a_folder_that_vanishes_is_named(
 
 def signalled(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that gets SIGTERM so many times while it waits for its last checkpoint."""
+    waits, wait = threading.Event(), loop.wait_for_checkpoint
+
+    def waiting(*args: Any) -> None:
+        waits.set()
+        wait(*args)
+
     def act(_: Path) -> None:
+        assert waits.wait(60)
         while loop.launch.PROGRESS.phase != "checkpoint":
             time.sleep(0.01)
         for _ in range(times):
@@ -175,6 +182,7 @@ def signalled(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None
 
     with monkeypatch.context() as patch, StopRequest() as stop:
         in_write_of(4, act, patch)
+        patch.setattr(loop, "wait_for_checkpoint", waiting)
         loop.run(tiny_config(folder), folder / "runs" / "tiny", ["test"], stop)
 
 

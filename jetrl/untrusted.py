@@ -30,7 +30,6 @@ GIB = 1 << 30
 ROW_BYTES, CELL_BYTES = 300, 60  # that Python needs for the table of a row, for a value in it
 MOST_DEPTH = 64  # of lists and tables in each other
 _NESTS = (dict, list, tuple)
-_PACKAGE = Path(__file__).parent
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import ArrayLike
     from torch import Tensor
 
@@ -139,7 +140,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is decoded. `temperature=0` is greedy. Filters off: `top_p=1, top_k=0, min_p=0`."""
+    """How one request is decoded. `temperature=0` is greedy. Filters off: `top_p=1, top_k=0, min_p=0`.
+
+    `logprobs`: of the truncated distribution, that tokens are drawn from ("sampled"), or of the whole one ("full").
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -150,6 +154,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    logprobs: Literal["sampled", "full"] = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +177,9 @@ class Completion(_Sampled):
     """What an engine returns for one request. `tokens` [n] int32 and `logprobs` [n] float32 are read-only arrays; an
     engine may give lists, tuples or other arrays of such numbers.
 
-    `logprobs[i]` is the full-distribution log-probability of `tokens[i]` at the sampling temperature (FP32), also when
-    top-p, top-k or min-p truncated the draw. A stop token that ended the sequence is the last entry of `tokens`, and is
-    not part of `text`.
+    `logprobs[i]` is the log-probability of `tokens[i]` at the sampling temperature (FP32): of the whole distribution
+    or, where the request's `sampling.logprobs` is "sampled", of what top-p, top-k and min-p leave. A stop token that
+    ended the sequence is the last entry of `tokens`, and is not part of `text`.
     """
 
     request_id: int
@@ -499,6 +504,21 @@ class ForwardBatch:
     side: Side  # whose precision flow applies
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSets:
+    """The tokens that truncated distributions of R rows keep (`kernels.logprob.truncation`). Row r has
+    `words[starts[r]:starts[r + 1]]`: the ids, ascending, or if they are ceil(vocab / 32) or more a bit of each token.
+    """
+
+    words: Tensor  # [N] int32
+    starts: Tensor  # [R + 1] int64, on the host
+    vocab: int
+
+    def to(self, device: torch.device | str) -> KeptSets:
+        """The same with its words on `device`."""
+        return KeptSets(self.words.to(device), self.starts, self.vocab)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Packed trajectories of one forward/backward. Row t predicts `targets[t]`, the next token.
@@ -528,6 +548,7 @@ class MicroBatch:
     values: Tensor | None = None  # [T] float32, the critic's before the step's first update
     returns: Tensor | None = None  # [T] float32, what the critic should have said
     versions: Tensor | None = None  # [T] int64, of the weights that drew each target in the loss; -1 in other rows
+    kept_sets: KeptSets | None = None  # of the rows in the loss, in order, if they were found before the update
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.errors import UserError
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.attention import Attention
 from jetrl.model.block import Context, Routes, no_tap
@@ -239,11 +240,12 @@ class Transformer(nn.Module):
         return logprob.head_logits(hidden, self.head_operand())
 
     def token_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, keep: bool = True
+        self, hidden: Tensor, targets: Tensor, temperature: float, keep: bool = True, support: Support | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of `targets` [T] and entropies at the sampling temperature, FP32 [T] each; differentiable.
 
-        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient.
+        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient. `support`: of truncated
+        distributions.
         """
         head, operand = self.head, self.head_operand()
-        return logprob.token_logprobs(hidden, head.weight, head.published, operand, targets, temperature, keep)
+        return logprob.token_logprobs(hidden, head.weight, head.published, operand, targets, temperature, keep, support)

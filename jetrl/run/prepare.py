@@ -23,7 +23,7 @@ from jetrl.precision.flow import require_unified
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
-from jetrl.run.engines import eos_ids, require_engine
+from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.own_parts import load_own_parts
 from jetrl.spec import ModelSpec
 from jetrl.tasks.gold import required_reward
@@ -68,6 +68,7 @@ def prepare(
         check_routing(config.train, spec)
         check_saved(config, spec)
         load_own_parts(config)
+        check_truncation(config, getattr(engine_class(config.rollout.engine), "keeps_bits", True) is not False)
     if samples:
         require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":

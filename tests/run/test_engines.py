@@ -17,7 +17,7 @@ from jetrl.report.recorder import read_samples
 from jetrl.run import loop
 from jetrl.run.checked_engine import CheckedEngine, blamed
 from jetrl.run.checkpoint.checkpoint import newest
-from jetrl.run.engines import eos_ids, keep_cache
+from jetrl.run.engines import check_truncation, eos_ids, keep_cache
 from jetrl.run.prepare import prepare
 from jetrl.run.setup import build
 from jetrl.types import PackedBatch, Request, SamplingParams, WeightSet
@@ -107,6 +107,44 @@ def test_an_engine_that_is_none_is_refused_before_the_run(tmp_path: Path, code: 
             prepare(tiny_config(tmp_path, changes))
     with pytest.raises(UserError, match="write jetrl, vllm, module:Class or"):
         tiny_run(tmp_path, changes | {"rollout.engine": "sglang"})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("flow", 'precision = "fp8_rollout"'), ("kernels", 'kernels = "hopper_scaled_mm"'),
+        ("engine", r'rollout.engine = ".*own.py:Own"'),
+    ],
+)
+def test_truncation_is_refused_where_the_learner_cannot_find_what_was_kept(
+    tmp_path: Path, given: str, why: str
+) -> None:
+    """Before anything is built; with the whole distribution's log-probs it runs as before."""
+    cut: dict[str, Any] = {"rollout.top_p": 0.9, "rollout.min_p": 0.1, "train.steps": 1}
+    cut |= named(tmp_path, False) if given == "engine" else {}
+    cut |= {"precision": "fp8_rollout"} if given == "flow" else {}
+    config = tiny_config(tmp_path, cut)
+    told = rf"rollout.top_p = 0.9 and rollout.min_p = 0.1: .* with {why} these are not the sampler's.*logprobs = .full"
+    if given == "kernels":
+        with pytest.raises(UserError, match=told):
+            check_truncation(config.model_copy(update={"kernels": "hopper_scaled_mm"}), True)
+        return
+    with pytest.raises(UserError, match=told):
+        prepare(config)
+    rows = numbers(tiny_run(tmp_path / "full", cut | {"rollout.logprobs": "full"}))
+    assert rows[1]["policy/grad_norm"] > 0
+
+
+def test_an_engine_that_says_late_that_its_bits_are_others_is_refused_with_truncation(tmp_path: Path) -> None:
+    changes = named(tmp_path, True) | {"rollout.top_k": 4}
+    lines = [line for line in GOOD.splitlines() if "keeps_bits" not in line]
+    late = "\n".join(lines).replace("        self.inner =", "        self.keeps_bits = False\n        self.inner =")
+    (tmp_path / "own.py").write_text(late)
+    prepare(tiny_config(tmp_path, changes))
+    with pytest.raises(UserError, match=r"rollout.top_k = 4: .*own.py:Own"):
+        tiny_run(tmp_path, changes)
+    (tmp_path / "own.py").write_text(GOOD)
+    assert numbers(tiny_run(tmp_path, changes))[1][PARITY] == 0.0
 
 
 def test_an_engine_without_gpu_memory_is_told_apart() -> None:

@@ -131,7 +131,8 @@ def roll_out(model: Transformer, config: Config) -> None:
     r, spec = config.rollout, model.spec
     longest = min(spec.max_position, config.task.max_prompt_length + r.max_response_length)
     params = SamplingParams(
-        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True
+        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True,
+        logprobs=r.logprobs or "full",
     )
     engine = _engine(model, config)
     ask = partial(asked, spec.vocab_size, params)

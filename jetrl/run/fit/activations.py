@@ -15,6 +15,8 @@ from jetrl.spec import ModelSpec
 
 LOGITS, FORWARD_LOGITS = 1 << 29, 1 << 27  # elements of a chunk of logits, backward and forward, as in `hopper`
 KEPT = 5 << 29  # bytes of softmax residuals, likewise
+TRUNCATED_LOGITS = 1 << 24  # logits in which kept tokens are found together, as in `kernels.logprob.truncation` ...
+TRUNCATING = 24  # ... and bytes for each: divided, weights in float64, flags, and what sorting takes
 
 
 def expert_rows(spec: ModelSpec, tokens: int) -> int:
@@ -93,6 +95,7 @@ def passing(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -> int
     kept = min(KEPT // (2 * v), tokens) if not config.rl.entropy_coef else 0
     chunk = 4 * v * min(forward, tokens) if kept == tokens else 6 * v * min(rows, tokens)
     head = 2 * v * kept + max(chunk, 4 * v * spec.hidden_size if summed else 0)
+    head += TRUNCATING * min(TRUNCATED_LOGITS, v * tokens) if config.rollout.logprobs == "sampled" else 0
     layer = tokens * (4 * spec.hidden_size + 10 * spec.intermediate_size)
     if spec.experts is not None:
         layer = max(layer, _passing_experts(spec, recipe, tokens, checkpointing, summed))

@@ -103,8 +103,8 @@ class Policy:
         A text becomes tokens as in a run without a chat template: with the special tokens that the tokenizer adds (BOS,
         for some). A list of messages (`[{"role": "user", "content": ...}]`) goes through the chat template. Token ids
         are taken as they are. Log-probs are of the whole distribution at the temperature, also where `top_p`, `top_k`
-        or `min_p` truncates the draw. `prompts` may be a single text or conversation; the result is a list even then. The
-        tokens of a completion depend on (seed, its place in `prompts`) and not on the other prompts. UserError for
+        or `min_p` truncates the draw. `prompts` may be a single text or conversation; the result is a list even then.
+        The tokens of a completion depend on (seed, its place in `prompts`) and not on the other prompts. UserError for
         arguments that make no sense, and where a master weight has changed since `model.publish()`.
         """
         self.model.require_published()

@@ -83,8 +83,8 @@ class RolloutConfig(Section):
         LogprobsOf | None, Since("0.1.0", "full"), Kernels(off=(None, "full")),
         Elsewhere("SkyRL: enable_sample_support_replay", ' = "sampled", which stores nothing'),
     ] = Field(
-        default=None, validate_default=True, description="Which distribution is trained where top_p, top_k or min_p truncates it. sampled: "
-        "the truncated one, that tokens are drawn from; the learner finds what it keeps in its own logits. full: the "
+        default=None, validate_default=True, description="Which distribution is trained where top_p, top_k or min_p "
+        "truncates it. sampled: the truncated one, that tokens are drawn from; the learner finds what it keeps in its own logits. full: the "
         "whole one at the temperature, which is then another policy than the one that samples. none: sampled "
         "(docs/ALGORITHMS.md).")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], WarmStart()] = Field(

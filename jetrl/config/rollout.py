@@ -84,9 +84,9 @@ class RolloutConfig(Section):
         Elsewhere("SkyRL: enable_sample_support_replay", ' = "sampled", which stores nothing'),
     ] = Field(
         default=None, validate_default=True, description="Which distribution is trained where top_p, top_k or min_p "
-        "truncates it. sampled: the truncated one, that tokens are drawn from; the learner finds what it keeps in its own logits. full: the "
-        "whole one at the temperature, which is then another policy than the one that samples. none: sampled "
-        "(docs/ALGORITHMS.md).")
+        "truncates it. sampled: the truncated one, that tokens are drawn from; the learner finds what it keeps in its "
+        "own logits. full: the whole one at the temperature, which is then another policy than the one that samples. "
+        "none: sampled (docs/ALGORITHMS.md).")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], WarmStart()] = Field(
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: Annotated[int | None, NOT_VLLM, Kernels()] = Field(

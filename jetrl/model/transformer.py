@@ -11,6 +11,7 @@ activation between operators is rounded to `dtype` (BF16).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from jetrl.model.attention import Attention
 from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
+from jetrl.model.flips import Flips
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Embedding, Note, Published
 from jetrl.model.rope import rope_tables
@@ -132,10 +134,12 @@ class Transformer(nn.Module):
             yield name, whole if cut is None else cut.own(whole)
             del whole  # before the next one is drawn
 
-    def publish(self) -> Transformer:
-        """Refresh every forward copy from its master: the last part of an optimizer step."""
+    def publish(self, flips: Flips | None = None) -> Transformer:
+        """Refresh every forward copy from its master: the last part of an optimizer step. `flips` counts the codes that
+        change."""
         for module in self.published_modules():
-            module.publish()
+            with flips.watch(module) if flips is not None and isinstance(module, FlowLinear) else nullcontext():
+                module.publish()
         if self._head_operand is not None:
             self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
         self._note.take(self.named_parameters() if self.holds_masters else ())

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from jetrl.model.master import masters_of
 from jetrl.model.sharding import whole_value
 from jetrl.parallel.world import World
 
@@ -43,7 +44,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """`state_dict` with the rows of all ranks, in host memory, on every rank. Collective."""
-    return {name: whole_value(p, p.dtype).to("cpu", copy=True) for name, p in model.named_parameters()}
+    return {name: whole_value(m, m.param.dtype).to("cpu", copy=True) for name, m in masters_of(model).items()}
 
 
 def _one(rank: int, size: int, port: int, seconds: float, folder: str, environ: dict[str, str]) -> None:

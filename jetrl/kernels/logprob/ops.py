@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import reference
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.update.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.update.gradient import Gradient
 
 
 def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
@@ -57,10 +57,10 @@ def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor,
-        keep: bool,
+        ctx: Any, hidden: Tensor, master: Tensor, gradient: Gradient, weight: Tensor, prepared: Any, targets: Tensor,
+        temperature: Tensor, keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.master = master
+        ctx.gradient = gradient
         ctx.set_materialize_grads(False)
         logprobs, entropies, *kept = backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature, keep)
         ctx.save_for_backward(hidden, weight, targets, temperature, *kept)
@@ -75,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # contiguous: the gradient of a sum is one number with stride 0, and kernels index rows from the first address
         grad = dw = None
         if ctx.needs_input_grad[1]:
-            grad = grad_in_place(ctx.master)
+            grad = ctx.gradient.place()
             if grad is None:
                 grad = dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         dh = backend_of(hidden).logprob_backward(
@@ -83,20 +83,20 @@ class _TokenLogprobs(torch.autograd.Function):
             targets, temperature, statistics, residual, grad,
         )
         if grad is not None and dw is None:
-            grad_done(ctx.master)
-        return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), *[None] * 5
+            ctx.gradient.done()
+        return dh, None if dw is None else dw.to(ctx.gradient.dtype), *[None] * 6
 
 
 def token_logprobs(
-    hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: float,
+    hidden: Tensor, gradient: Gradient, weight: Tensor, prepared: Any, targets: Tensor, temperature: float,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` [T] and entropy, FP32 [T] each, from `hidden` [T, D]; FP32 logits are made in chunks.
 
-    `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `master`. `keep`: a
+    `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `gradient`. `keep`: a
     backend may hold `p - onehot` [T, V] in BF16 until the backward pass, up to a bound of its own, and need no logits
     there. Of no use if the entropy has a gradient, which is of another form.
     """
     temp = torch.full(targets.shape, temperature, dtype=torch.float32, device=hidden.device)
-    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or master.requires_grad)
-    return _TokenLogprobs.apply(hidden, master, weight, prepared, targets, temp, keep)
+    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or gradient.param.requires_grad)
+    return _TokenLogprobs.apply(hidden, gradient.param, gradient, weight, prepared, targets, temp, keep)

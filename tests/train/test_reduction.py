@@ -44,11 +44,12 @@ from jetrl.types import MicroBatch, PackedBatch
 # 3 blocks of vocabulary; fused sections that end within blocks; matrices of one block, of which most ranks own no rows
 WIDE = {"model.arch.hidden_size": 64, "model.arch.intermediate_size": 200, "model.arch.vocab_size": 300}
 QWEN2 = {"model.arch.model_type": "qwen2", "model.arch.tie_word_embeddings": False}  # with a bias of qkv
-UNTIED, LANES = "fp8, untied, bias, updates", "fp8, 5 lanes"
+UNTIED, LANES, FROZEN = "fp8, untied, bias, updates", "fp8, 5 lanes", "fp8, frozen linears"
 CASES: dict[str, dict[str, Any]] = {
     "fp8, tied": {"train.activation_checkpointing": True},
     UNTIED: WIDE | QWEN2 | {"rl.updates_per_step": 2},
     LANES: WIDE | {"train.reduction_lanes": 5},
+    FROZEN: WIDE | QWEN2 | {"name": "frozen"},
     # more matrices of experts than blocks that one rank owns; an expert may get no token
     "fp8, experts": {
         "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 6, "model.arch.num_experts_per_tok": 2,
@@ -87,6 +88,8 @@ def data_of(name: str, folder: Path, how: str) -> tuple[Config, list[list[Packed
 def learner_of(config: Config, world: World) -> Learner:
     _, spec, _ = load_spec(config)
     model = build_model(config, spec, recipe_of(config, spec), world=world)
+    if config.name == "frozen":
+        model.freeze(lambda name: name.startswith("layers.") and not name.endswith("norm.weight"))
     learner = build_learner(config, model, world)
     model.publish()
     return learner

@@ -17,7 +17,7 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
-from jetrl.model.master import frozen_values, parts_of
+from jetrl.model.master import frozen_values, masters_of, parts_of
 from jetrl.model.shards import Part
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
@@ -95,7 +95,7 @@ def save(session: Session, run_dir: Path) -> None:
         world, session.beside.copy_of(parts),
     )
     if session.beside.copies:
-        model = sum(prod(part.size) for name, part in parts.items() if name.startswith("model."))
+        model = sum(prod(master.whole_shape()) for master in masters_of(session.model).values())
         whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
         small = sum(map(len, (session.model_files or {}).values()))
         session.beside.start(writing, whole + 2 * model + small)  # the model once more in BF16, its tokenizer

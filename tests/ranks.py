@@ -43,7 +43,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights with the rows of all ranks, in host memory, on every rank; of what is frozen its value. Collective."""
+    """All weights with the rows of all ranks, in host memory, on every rank; of frozen ones their value. Collective."""
     frozen = frozen_values(model)
 
     def value(name: str, master: Master) -> Tensor:

@@ -88,6 +88,7 @@ def test_a_run_trains_the_others_and_resumes_to_the_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     which, changes = RUNS[name]
+    changes = changes | ({"sft.cache_dir": str(tmp_path / "cache")} if "sft.steps" in changes else {})
     models = build_frozen(monkeypatch, which)
     first = setup.build(tiny_config(tmp_path / "first", changes)).model
     begin = bits(first, which), bits(first, lambda name: not which(name))

@@ -29,7 +29,7 @@ from jetrl.kernels.qtensor import Granularity, QTensor
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight, weight_values
 from jetrl.kernels.update.gradient import grad_dtype
 from jetrl.model.master import HoldsMasters, Master
-from jetrl.model.published import require_in_place, rounded_into, rounded_value
+from jetrl.model.published import rounded_into, rounded_value
 from jetrl.model.shards import Shard, gathered, gathered_codes
 from jetrl.precision.formats import Format
 from jetrl.precision.recipe import LinearRecipe
@@ -221,15 +221,17 @@ class FlowLinear(HoldsMasters):
         assert self.quantized is not None, "publish() has not run"
         return weight_values(self.quantized, dtype=torch.float32).to(self.dtype)
 
+    def left_of_frozen(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        if not self.holds("weight"):
+            found += [self.published]
+            found += [self.quantized.codes, self.quantized.scale] if self.quantized is not None else []
+        if self.published_bias is not None and not self.holds("bias"):
+            found.append(self.published_bias)
+        return found
+
     def _apply(self, fn: Any, recurse: bool = True) -> FlowLinear:
         """The weights move or change their type: what was published from them is gone until the next `publish`."""
-        frozen: list[Tensor] = []
-        if not self.holds("weight"):
-            frozen += [self.published]
-            frozen += [self.quantized.codes, self.quantized.scale] if self.quantized is not None else []
-        if self.published_bias is not None and not self.holds("bias"):
-            frozen.append(self.published_bias)
-        require_in_place(fn, frozen)
         super()._apply(fn, recurse)
         if self.holds("weight"):
             self.published, self.quantized = torch.empty(0), None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jetrl.errors import UserError
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.shards import Part, Shard
 
@@ -112,8 +113,22 @@ class HoldsMasters(nn.Module):
         """What is published of a frozen parameter as one tensor, whole; published again it is the same weight."""
         raise NotImplementedError
 
+    def left_of_frozen(self) -> list[Tensor]:
+        """All that is left of frozen parameters."""
+        raise NotImplementedError
+
+    def require_in_place(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse to move what was published from values that are gone: it is laid out for its device."""
+        if any(fn(tensor) is not tensor for tensor in self.left_of_frozen() if tensor.numel()):
+            raise UserError(
+                "this model holds no master weights, or is frozen in part, so it cannot move to another device or "
+                "type: what it has published cannot be made again. Load it where it is to run: load_model(..., "
+                "device=...)."
+            )
+
     def _apply(self, fn: Any, recurse: bool = True) -> HoldsMasters:
         """torch's, for what is not frozen."""
+        self.require_in_place(fn)
         kept = {kind: self._parameters[kind] for kind, master in self.masters.items() if master.frozen}
         for kind in kept:
             self._parameters[kind] = None  # keeps the order

@@ -1,13 +1,13 @@
 """Parameters that the forward pass reads as rounded copies, refreshed by `publish`: vectors, tables, the embedding.
 
 A model that trains nothing holds no masters (`master_dtype` None): its parameters are shapes on the meta device until
-`publish_value` gives each its published copy, and nothing else of the value is kept.
+`publish_value` gives each its published copy, and nothing else of the value is kept. `freeze` does so to some.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jetrl.errors import UserError
 from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.master import HoldsMasters
 from jetrl.model.shards import gathered
@@ -32,15 +31,6 @@ def rounded_value(value: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tenso
     """`value` rounded to `dtype`, in memory of its own (a value read from a file may lie in the file's)."""
     assert value.shape == shape, f"a value {tuple(value.shape)} for a parameter {tuple(shape)}"
     return value.detach().to(dtype, copy=True)
-
-
-def require_in_place(fn: Callable[[Tensor], Tensor], held: Sequence[Tensor]) -> None:
-    """Refuse to move what was published from values that are gone: it is laid out for its device."""
-    if any(fn(tensor) is not tensor for tensor in held if tensor.numel()):
-        raise UserError(
-            "this model holds no master weights of what it has published, so it cannot move to another device or type: "
-            "that cannot be made again. Load it where it is to run: load_model(..., device=...)."
-        )
 
 
 class Note:
@@ -141,11 +131,8 @@ class Published(HoldsMasters):
         assert not self.holds(kind)
         return self.published
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Published:
-        if not self.holds("weight"):
-            require_in_place(fn, [self.published])
-        super()._apply(fn, recurse)
-        return self
+    def left_of_frozen(self) -> list[Tensor]:
+        return [] if self.holds("weight") else [self.published]
 
 
 class _Embed(torch.autograd.Function):

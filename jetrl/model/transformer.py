@@ -237,6 +237,8 @@ class Transformer(nn.Module):
             raise UserError(FROZEN.format(len(frozen), len(masters_of(self)), some(frozen), lack))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
+        for module in self.published_modules():  # before any of them moves
+            module.require_in_place(fn)
         self._head_operand = None  # as in FlowLinear
         super()._apply(fn, recurse)
         return self

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from freezing import base, bits, build_frozen, lower
 from tiny import numbers, saved, tiny_config, tiny_run, weights_hash
 from tolerances import assert_bitwise_equal
-from torch import Tensor
 
 from jetrl.api import load_model
-from jetrl.kernels.qtensor import QTensor
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import masters_of
-from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published
 from jetrl.run import setup
 
@@ -28,18 +26,6 @@ EXPERTS = {
     "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 4, "model.arch.num_experts_per_tok": 2,
     "model.arch.moe_intermediate_size": 72,
 }
-
-
-def base(name: str) -> bool:
-    """All linears: what LoRA freezes. Their FP8 weights have no master; norms, biases and embedding train."""
-    return name.startswith("layers.") and name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
-
-
-def lower(name: str) -> bool:
-    """The embedding, the first layer, and a vector of the second: an x that asks for no gradient comes in above."""
-    return name == "embed.weight" or name.startswith("layers.0.") or name in (
-        "layers.1.attn.norm.weight", "layers.1.attn.qkv.bias"
-    )
 
 
 RUNS: dict[str, tuple[Callable[[str], bool], dict[str, Any]]] = {
@@ -52,35 +38,6 @@ RUNS: dict[str, tuple[Callable[[str], bool], dict[str, Any]]] = {
     "lower, untied": (lower, UNTIED | {"train.master_dtype": "bfloat16"}),
     "lower, bf16": (lower, {"precision": "bf16", "train.reduction": "fixed"}),
 }
-
-
-def build_frozen(monkeypatch: pytest.MonkeyPatch, which: Callable[[str], bool]) -> list[Transformer]:
-    """Runs build their policy with these frozen, from the weights that they begin with; the policies of all runs."""
-    made: list[Transformer] = []
-    build = setup.build_model
-
-    def frozen(*args: Any, weights: bool = True, **options: Any) -> Transformer:
-        made.append(build(*args, weights=True, **options).freeze(which))
-        return made[-1]
-
-    monkeypatch.setattr(setup, "build_model", frozen)
-    return made
-
-
-def bits(model: Transformer, which: Callable[[str], bool]) -> dict[str, Tensor]:
-    """What the forward pass reads of these parameters: codes, scales and values."""
-    found: dict[str, Tensor] = {}
-    for name in filter(which, masters_of(model)):
-        owner, _, kind = name.rpartition(".")
-        module: Any = model.get_submodule(owner)
-        if kind == "bias":
-            found[name] = module.published_bias.clone()
-            continue
-        found[name] = module.published.clone()
-        q = getattr(module, "quantized", None)
-        if isinstance(q, QTensor):
-            found |= {f"{name} codes": q.codes.view(torch.uint8).clone(), f"{name} scale": q.scale.clone()}
-    return found
 
 
 @pytest.mark.parametrize("name", RUNS)

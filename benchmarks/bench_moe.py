@@ -60,8 +60,9 @@ from jetrl.engine.kv_cache import page_bytes
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.quantize.ops import quantize_act
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.block import Routes
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.train.optim import MixedAdamW
@@ -200,7 +201,7 @@ def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float
     down8 = ops.prepare_experts_fp8(ops.quantize_weight(down, False, (d,) * e), e)
     up16, down16 = ops.prepare_experts_bf16(up, e), ops.prepare_experts_bf16(down, e)
     bf16, operand = torch.bfloat16, ops.prepare_bf16(router)
-    logits = moe.router_logits(x, router, router, operand)
+    logits = moe.router_logits(x, Gradient(router), router, operand)
     chosen, weights = moe.route(logits, k, True)
     groups = ops.group(chosen, e, block)
     q, rows = moe.dispatch_quantize(x, groups, False), moe.dispatch(x, groups)
@@ -208,7 +209,7 @@ def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float
     act, act16 = moe.swiglu_quantize(hidden, groups, False), moe.swiglu(hidden, groups)
     y = moe.grouped_fp8_gemm(act, down8, groups, bf16)
     return {
-        "router": lambda: moe.router_logits(x, router, router, operand),
+        "router": lambda: moe.router_logits(x, Gradient(router), router, operand),
         "route": lambda: moe.route(logits, k, True),
         "group": lambda: ops.group(chosen, e, block),
         "dispatch_quantize": lambda: moe.dispatch_quantize(x, groups, False),

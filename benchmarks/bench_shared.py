@@ -26,7 +26,7 @@ from jetrl.api import random_model
 from jetrl.config import Config, parse_config, resolve
 from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.rl.objective import objective
 from jetrl.train.optim import MixedAdamW

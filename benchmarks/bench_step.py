@@ -30,7 +30,8 @@ from common import RESULTS, SPEC, NoText, ask, emit, environment, median, requir
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
-from jetrl.kernels.update.gradient import accumulate_in, grad_dtype
+from jetrl.kernels.update.gradient import grad_dtype
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.train.optim import MixedAdamW, clipped_step, global_grad_norm
 from jetrl.train.publish import publish

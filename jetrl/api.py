@@ -23,7 +23,6 @@ from jetrl.errors import UserError
 from jetrl.huggingface import export as export_module
 from jetrl.huggingface import hub
 from jetrl.huggingface import read as hf
-from jetrl.huggingface.files import some
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
@@ -39,6 +38,7 @@ from jetrl.parity.model_under_test import (
     told_if_not_finite,
 )
 from jetrl.parity.rows import fingerprint
+from jetrl.phrases import some
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import build_recipe
 from jetrl.run.engines import EngineContext, eos_ids, paged_engine

@@ -67,7 +67,7 @@ def fused_experts_recipe(gate_up: ExpertLinear, down: ExpertLinear, side: Side) 
     if recipe is None or recipe != down.recipes[side]:
         return None
     assert recipe.saved_activation.pow2 == recipe.wgrad.left.pow2, "both operands of wgrad have one kind of scale"
-    return recipe if gate_up.weight.requires_grad and down.weight.requires_grad else None
+    return recipe if gate_up.master.trained and down.master.trained else None
 
 
 def fused_experts(

@@ -20,7 +20,7 @@ from jetrl.huggingface import export, hub
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import select
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.master import accumulate_in
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World

@@ -29,7 +29,8 @@ from jetrl.config.rl import RLConfig
 from jetrl.config.train import TrainConfig
 from jetrl.engine.engine import PagedEngine
 from jetrl.errors import UserError
-from jetrl.model.shards import Shard, shard_of
+from jetrl.model.master import masters_of
+from jetrl.model.shards import Shard
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published_bytes
 from jetrl.parallel.agreement import common, on_every_rank, same_everywhere, together
@@ -305,7 +306,7 @@ def _updated(subject: Subject, batch: PackedBatch, config: Config, world: World)
     model.publish()
     after = published_bits(model)
     moved = sum(int((before[name] != rows).sum()) for name, rows in after.items())
-    cuts = {name: shard_of(p) for name, p in model.named_parameters()}
+    cuts = {name: master.shard for name, master in masters_of(model).items()}
     found = Updated(metrics, _own_rows(learner), cuts, after, moved)
     del model, learner
     _free()

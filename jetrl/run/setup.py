@@ -16,9 +16,9 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, select
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.critic import Critic
-from jetrl.model.sharding import fill, own_rows, shard_like, shard_model
+from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
+from jetrl.model.sharding import fill, shard_like, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import on_every_rank, together
 from jetrl.parallel.world import ALONE, World
@@ -212,16 +212,17 @@ def build_learner(config: Config, model: Transformer, world: World = ALONE) -> L
     The model is cut for `world` already (`build_model`); a critic is cut as its policy is.
     """
     if config.rl.adv_estimator != "gae":
-        return Learner(model, build_optimizer(model.named_parameters(), config.train), world=world)
+        return Learner(model, build_optimizer(masters_of(model), config.train), world=world)
     shared = config.rl.critic == "shared"
     critic = Critic(model, shared)
     accumulate_in(critic, getattr(torch, config.train.grad_dtype))
-    named = [(f"critic.{name}", p) for name, p in critic.named_parameters()]
+    of_critic = {f"critic.{name}": master for name, master in masters_of(critic).items()}
     if shared:
-        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic, world=world)
+        optimizer = build_optimizer(masters_of(model) | of_critic, config.train)
+        return Learner(model, optimizer, critic, world=world)
     settings = config.train.model_copy(update={"lr": config.rl.critic_lr})
-    policy_optimizer = build_optimizer(model.named_parameters(), config.train)
-    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings), world)
+    policy_optimizer = build_optimizer(masters_of(model), config.train)
+    return Learner(model, policy_optimizer, critic, build_optimizer(of_critic, settings), world)
 
 
 def keeps_bits(config: Config, engine: Engine) -> bool:
@@ -288,7 +289,7 @@ def reference_of(model: Transformer) -> Transformer:
     """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
     device = model.head_weight.device
     with torch.device("meta"):
-        copy = Transformer(model.spec, model.recipe, master_dtype=model.head_weight.dtype)
+        copy = Transformer(model.spec, model.recipe, master_dtype=model.master_dtype).freeze(model.frozen())
     shard_like(copy, model)
-    fill(copy, model.named_parameters(), device)
+    fill(copy, values_for(copy, model), device)
     return copy.to(device).requires_grad_(False).publish()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import UserError
@@ -15,6 +15,7 @@ from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.logprob.truncation import Support, Truncation
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
+from jetrl.model.master import Master, masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl import losses, mismatch
@@ -49,6 +50,20 @@ class Learner:
         """The policy's optimizer."""
         assert self.policy_optimizer is not None, "this session was built to evaluate"
         return self.policy_optimizer
+
+    def policy_masters(self) -> dict[str, Master]:
+        """What the policy's optimizer steps, and what is frozen; a value head that is shared with the policy, too."""
+        shared = self.critic if self.critic_optimizer is None else None
+        found = masters_of(self.model)
+        return found if shared is None else found | {f"critic.{name}": m for name, m in masters_of(shared).items()}
+
+    def optimizers(self) -> list[tuple[str, torch.optim.Optimizer, dict[str, Master]]]:
+        """Each optimizer with its name in checkpoints and what it steps."""
+        found = [("optimizer", self.optimizer, self.policy_masters())]
+        if self.critic_optimizer is not None:
+            assert self.critic is not None
+            found.append(("critic_optimizer", self.critic_optimizer, masters_of(self.critic)))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +226,7 @@ def _policy_update(
     model, temperature, terms = learner.model, config.rollout.temperature, TokenTerms()
     routing = Routing(model, config.train, shares)
     shared, truncation = learner.critic if learner.critic_optimizer is None else None, truncation_of(config)
-    parameters = [*model.parameters(), *(shared.parameters() if shared is not None else ())]
+    masters = list(learner.policy_masters().values())
 
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
@@ -227,7 +242,7 @@ def _policy_update(
 
     lr = lr_at(step - 1, config.train)
     stats = _named_step(
-        learner, config, batch, terms, loss_of, parameters, learner.optimizer, lr, tell,
+        learner, config, batch, terms, loss_of, masters, learner.optimizer, lr, tell,
     )
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
     compared.counts.append(routing.counts)
@@ -236,14 +251,14 @@ def _policy_update(
 
 def _named_step(
     learner: Learner, config: Config, batch: PackedBatch, terms: TokenTerms, loss_of: LossOf,
-    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, lr: float, tell: Tell | None,
+    masters: list[Master], optimizer: torch.optim.Optimizer, lr: float, tell: Tell | None,
 ) -> dict[str, float]:
     """`optimizer_step`; a NonFiniteError names the token whose term is the largest, and so does `tell` where one token
     makes more than half of the update. Collective."""
     whole = config.rl.ratio == "sequence"
     try:
         stats = optimizer_step(
-            parameters, optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
+            masters, optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
             world=learner.world, reduction=config.train.reduction, lanes=config.train.reduction_lanes,
         )
     except NonFiniteError as error:
@@ -317,7 +332,7 @@ def _critic_update(
         return loss, part
 
     stats = _named_step(
-        learner, config, batch, terms, loss_of, list(critic.parameters()), optimizer, rl.critic_lr, None
+        learner, config, batch, terms, loss_of, list(masters_of(critic).values()), optimizer, rl.critic_lr, None
     )
     stats.pop(SHARE, None)
     stats["critic/loss"], stats["critic/grad_norm"] = stats.pop("loss"), stats.pop("grad_norm")

@@ -23,6 +23,7 @@ from jetrl.engine.speculation.depth import DEPTHS
 from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.kernels.compiling.pool import Job
 from jetrl.kernels.dispatch import select
+from jetrl.model.master import masters_of, values_for
 from jetrl.model.sharding import fill, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE
@@ -239,16 +240,17 @@ def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:
     with torch.device("meta"):
         student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
     shard_model(student, ALONE)
-    fill(student, model.named_parameters(), model.head_weight.device)
+    fill(student, values_for(student, model), model.head_weight.device)
     student.to(model.head_weight.device).publish()
     fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
-    optimizer = build_optimizer(student.named_parameters(), config.train.model_copy(update=fp32))
+    masters = masters_of(student)
+    optimizer = build_optimizer(masters, config.train.model_copy(update=fp32))
 
     def loss_of(micro: MicroBatch) -> tuple[torch.Tensor, Stats]:
         return forward_rows(student, micro, 1.0).logprobs.sum(), {}
 
     optimizer_step(
-        list(student.parameters()), optimizer, batch, loss_of, lr=0.0, max_grad_norm=config.train.max_grad_norm,
+        list(masters.values()), optimizer, batch, loss_of, lr=0.0, max_grad_norm=config.train.max_grad_norm,
         reduction="fixed",
     )
     student.publish()

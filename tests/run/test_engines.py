@@ -200,7 +200,8 @@ def test_settings_reach_engine_model_and_packer(tmp_path: Path, monkeypatch: pyt
     session = build(tiny_config(tmp_path, changes))
     engine = session.engine
     assert isinstance(engine, PagedEngine) and session.model.activation_checkpointing
-    assert (engine.page_size, engine.kv_cache_tokens, engine.max_num_seqs, engine.max_tokens_per_step) == (3, 96, 5, 7)
+    told = engine.settings
+    assert (told.page_size, told.kv_cache_tokens, told.max_num_seqs, told.max_tokens_per_step) == (3, 96, 5, 7)
     batches: list[PackedBatch] = []
     pack = loop.pack
 

@@ -6,6 +6,7 @@ Shape letters: T packed tokens, B sequences, M blocks of a sequence, N and K row
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -203,9 +204,9 @@ class StepReport:
     generated_tokens: int
 
 
-class Engine(Protocol):
-    """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours. Optional: `close()`, at the end of a
-    run; `about`, a text for its start; `take_metrics()`, numbers since the last call: after `load` and evaluations.
+class Engine(ABC):
+    """What a rollout asks of an engine; `engine.engine.PagedEngine` is ours. An engine of yours may be a subclass, or
+    any class with these methods; those with a body are optional.
 
     Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
     those that the learner's forward computes with the same weights; if not, the learner makes its own pass.
@@ -214,34 +215,55 @@ class Engine(Protocol):
     keeps_bits: bool
 
     @property
+    @abstractmethod
     def has_work(self) -> bool:
         """Whether requests are running or waiting."""
-        ...
 
+    @abstractmethod
     def load(self, weights: WeightSet) -> None:
         """Use these weights from now on. Called while the engine has no work."""
-        ...
 
+    @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none: UserError if one of them can never run."""
-        ...
 
+    @abstractmethod
     def step(self) -> StepReport:
         """Compute for a while (one forward pass, or a few). Called while `has_work`."""
-        ...
 
+    @abstractmethod
     def collect(self) -> list[Completion]:
         """What has finished since the last call, in the order in which it finished."""
-        ...
 
+    @abstractmethod
     def forget(self, ids: Collection[int]) -> None:
         """These conversations have ended: nothing needs to be kept for a further turn, and what still runs of them is
         dropped. Unknown ids are ignored."""
-        ...
 
+    @abstractmethod
     def release(self) -> None:
         """Give memory back to training until the next `add`. Called while the engine has no work."""
-        ...
+
+    def cancel(self, ids: Collection[int]) -> None:
+        """Drop requests that wait or run, without completions; their conversations may go on from before them."""
+        self.forget(ids)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Requests that may reach so many tokens each are to come. Until the next call."""
+        return
+
+    @property
+    def about(self) -> str:
+        """A text for the start of a run."""
+        return ""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers since the last call, for a step's row: asked after `load` and after evaluations."""
+        return {}
+
+    def close(self) -> None:
+        """The run has ended."""
+        return
 
 
 @dataclass(frozen=True, slots=True, eq=False)

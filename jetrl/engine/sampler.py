@@ -50,7 +50,8 @@ def check_params(params: SamplingParams) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The parameters of B requests as columns, so that a step picks its rows with one index."""
+    """The parameters of B requests as columns, so that a step picks its rows with one index. The engine's table has a
+    row for each slot of running sequences."""
 
     temperature: np.ndarray  # [B] float32
     top_p: np.ndarray  # [B] float64
@@ -72,9 +73,16 @@ class SamplingTable:
             key=_mix(_mix(seeds) + names),
         )
 
-    def extended(self, other: SamplingTable) -> SamplingTable:
-        """These rows, then those of `other`."""
-        return SamplingTable(*(np.concatenate((getattr(self, n), getattr(other, n))) for n in self.__slots__))
+    @classmethod
+    def for_slots(cls, count: int) -> SamplingTable:
+        """`count` rows that mean nothing until `put` fills them."""
+        return cls.build([SamplingParams(1)] * count, [0] * count)
+
+    def put(self, rows: Sequence[int], params: Sequence[SamplingParams], ids: Sequence[int]) -> None:
+        """Write the parameters of requests into `rows`, in place."""
+        new = SamplingTable.build(params, ids)
+        for name in self.__slots__:
+            getattr(self, name)[list(rows)] = getattr(new, name)
 
     def take(self, rows: np.ndarray) -> SamplingTable:
         return SamplingTable(*(getattr(self, name)[rows] for name in self.__slots__))

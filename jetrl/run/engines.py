@@ -10,6 +10,7 @@ from typing import Any
 from jetrl.config import Config
 from jetrl.config.toml import toml_literal
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.errors import UserError, defined_at
 from jetrl.huggingface import read as hf
@@ -81,12 +82,12 @@ def paged_engine(context: EngineContext) -> PagedEngine:
     """The rollout engine over the trainer's own model object."""
     r = context.config.rollout
     assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
-    return PagedEngine(
-        context.model, context.tokenizer, context.flow_digest, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,
-        eos_token_ids=context.eos_token_ids, merge_prefix=r.merge_prefix,
-        speculator=build_speculator(r.speculate, r.max_draft_tokens, r.max_num_seqs),
+    settings = EngineSettings(
+        page_size=r.page_size, max_num_seqs=r.max_num_seqs, max_tokens_per_step=r.max_tokens_per_step,
+        kv_cache_tokens=r.kv_cache_tokens, eos_token_ids=context.eos_token_ids, merge_prefix=r.merge_prefix,
     )
+    speculator = build_speculator(r.speculate, r.max_draft_tokens, r.max_num_seqs)
+    return PagedEngine(context.model, context.tokenizer, context.flow_digest, settings, speculator)
 
 
 def keep_cache(engine: Engine, config: Config, ranks: int, capacity: int) -> None:

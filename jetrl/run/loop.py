@@ -241,7 +241,7 @@ def _recorded(
         recorder = Recorder(run_dir, config.checkpoint.resume != "never") if world.first else NoRecorder()
     with recorder, display, LiveReport(run_dir, recorder, display.message) as page:
         clock = Clock(display, stop)
-        if told := getattr(session.engine, "about", ""):
+        if told := session.engine.about:
             clock.message(told)
         if found is not None:
             clock.message(f"continues after step {session.step} of {config.train.steps}, from {found}")

@@ -80,21 +80,19 @@ class Session:
         return self.learner.world
 
     def close(self) -> None:
-        """End what runs in the background: environments are closed, and an engine that has a `close`. A checkpoint that
+        """End what runs in the background: environments are closed, and the engine. A checkpoint that
         is being written, which only an error or a signal leaves here, is given up."""
         self.beside.abandon()
         if self.conversations is not None:
             self.conversations.shutdown()
-        if callable(close := getattr(self.engine, "close", None)):
-            close()
+        self.engine.close()
 
     def engine_metrics(self, *, of_evaluation: bool = False) -> dict[str, float]:
-        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start.
+        """What the engine tells about itself since the last call; first, of the start.
 
         Those of an evaluation have names of their own: it asks the same problems every time, and often greedily.
         """
-        take = getattr(self.engine, "take_metrics", None)
-        taken: dict[str, float] = take() if callable(take) else {}
+        taken = self.engine.take_metrics()
         if of_evaluation:
             return {f"in_eval/{key}": value for key, value in taken.items()}
         before, self.before = self.before, {}

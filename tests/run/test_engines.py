@@ -20,7 +20,7 @@ from jetrl.run.checkpoint.checkpoint import newest
 from jetrl.run.engines import check_truncation, eos_ids, keep_cache
 from jetrl.run.prepare import prepare
 from jetrl.run.setup import build
-from jetrl.types import PackedBatch, Request, SamplingParams, WeightSet
+from jetrl.types import Engine, PackedBatch, Request, SamplingParams, WeightSet
 
 PARITY = "parity/logprob_abs_diff_max"
 # Our own engine behind a user's class; SHIFT is what its log-probs are wrong by.
@@ -155,6 +155,52 @@ def test_an_engine_without_gpu_memory_is_told_apart() -> None:
         assert type(told.value) is kind
 
 
+class Least:
+    """Only what an engine must have."""
+
+    keeps_bits = False
+    has_work = False
+    forgotten: tuple[int, ...] = ()
+
+    def load(self, weights: WeightSet) -> None: ...
+    def add(self, requests: list[Request]) -> None: ...
+    def step(self) -> None: ...
+    def collect(self) -> list[object]:
+        return []
+
+    def forget(self, ids: list[int]) -> None:
+        self.forgotten += tuple(ids)
+
+    def release(self) -> None: ...
+
+
+def test_optional_methods_of_an_engine_do_nothing_where_it_lacks_them() -> None:
+    """Of a class with the required methods alone, and of a subclass of `Engine`; those that it has are called."""
+    subclass = type("Sub", (Least, Engine), {})()
+    for least in (Least(), subclass):
+        engine = CheckedEngine(least, "own", 40)  # type: ignore[arg-type]
+        assert isinstance(engine, Engine) and engine.about == "" and engine.take_metrics() == {}
+        engine.add([Request(5, (1,), SamplingParams(1))])
+        engine.expect([7])
+        engine.cancel([5])
+        engine.close()
+        assert least.forgotten == (5,) and not engine.has_work, "a cancelled request is owed no completion"
+    told: list[object] = []
+    own = {n: lambda self, *args, n=n: told.append((n, *args)) for n in ("cancel", "expect", "close")}
+    engine = CheckedEngine(type("All", (Least,), own)(), "own", 40)  # type: ignore[arg-type]
+    engine.expect([7]), engine.cancel([5]), engine.close()
+    assert told == [("expect", [7]), ("cancel", [5]), ("close",)]
+    with pytest.raises(UserError, match="engine = own: cancel raised ValueError: no"):
+        own["cancel"] = lambda self, ids: _raise()
+        CheckedEngine(type("Bad", (Least,), own)(), "own", 40).cancel([5])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="abstract"):
+        type("None_", (Engine,), {})()
+
+
+def _raise() -> None:
+    raise ValueError("no")
+
+
 NO_IDS = "collect raised ValueError: token ids must be a row of integers, got an array of shape "
 
 
@@ -238,7 +284,8 @@ def test_settings_reach_engine_model_and_packer(tmp_path: Path, monkeypatch: pyt
     session = build(tiny_config(tmp_path, changes))
     engine = session.engine
     assert isinstance(engine, PagedEngine) and session.model.activation_checkpointing
-    assert (engine.page_size, engine.kv_cache_tokens, engine.max_num_seqs, engine.max_tokens_per_step) == (3, 96, 5, 7)
+    told = engine.settings
+    assert (told.page_size, told.kv_cache_tokens, told.max_num_seqs, told.max_tokens_per_step) == (3, 96, 5, 7)
     batches: list[PackedBatch] = []
     pack = loop.pack
 

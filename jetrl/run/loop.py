@@ -364,8 +364,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         clock.display.hint(step, NO_SIGNAL, reason)
     elif reason := without_gradient(metrics, config):
         clock.display.hint(step, "nothing was learned", reason)
-    if reason := noise_told(metrics, config):
-        clock.display.hint(step, "noise clips tokens", reason)
+    if noise := noise_told(metrics, config):
+        clock.display.hint(step, "noise clips tokens", noise)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)

@@ -47,12 +47,17 @@ def written(page: str) -> Iterator[str]:
 FOUND = sorted({(path.name, line) for path in PAGES for line in written(path.read_text(encoding="utf-8"))})
 
 
+def text_of(name: str) -> str:
+    """A page by the name of its file."""
+    return next(path for path in PAGES if path.name == name).read_text(encoding="utf-8")
+
+
 def words_of(line: str) -> list[str]:
     return ["2" if word == "N" else word for word in shlex.split(line)]
 
 
 @pytest.mark.parametrize("page, line", FOUND, ids=lambda text: text)
-def test_a_printed_command_is_taken(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_printed_command_is_taken(page: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     verb, *words = words_of(line)
     assert verb in COMMANDS, f"{page}: jetrl has no command {verb}"
@@ -63,6 +68,10 @@ def test_a_printed_command_is_taken(page: str, line: str, monkeypatch: pytest.Mo
     for override in (word for word in given if not PLACEHOLDER.match(word) or "=" in word):
         assert key_of(override.partition("=")[0]) is not None, f"{page}: no setting {override}"
     recipe = context.params.get("recipe")
+    printed = re.search(rf"^```toml\n(# {re.escape(recipe)}\n.*?)^```", text_of(page), re.M | re.S) if recipe else None
+    if recipe and printed:  # a tutorial's own: tests/test_tutorials.py runs it
+        (tmp_path / recipe).write_text(printed[1])
+        recipe = str(tmp_path / recipe)
     if verb in ("train", "sft", "compare", "flow") and recipe and not PLACEHOLDER.match(recipe):
         load_config(find_recipe(recipe), [word for word in given if not word.endswith("=...")], quiet)
 

@@ -33,7 +33,7 @@ def parts(text: str) -> Iterator[tuple[bool, list[str]]]:
             other = True
         else:
             after_blank = i == 0 or not lines[i - 1].strip() or code
-            code = line.startswith(" " * (8 if inside else 4)) and after_blank and not block
+            code = line.startswith(" " * (6 if inside else 4)) and after_blank and not block
             other = code or bool(re.match(r" *(\||#+ |<!--|<[a-z/]|\[[^\]]+\]: |---+$|===+$)", line)) and not block
             other = other or bool(re.match(r" *(\||<!--)", line))
             if not code:

@@ -23,6 +23,7 @@ COPIED = "repository"  # the folder of the site with other files of the reposito
 
 FENCED = re.compile(r"^(```.*?^```[^\n]*\n|(?: {4}[^\n]*\n|\n(?= {4}))+)", re.M | re.S)
 NAMED = re.compile(rf"(?<!\[)`(docs/(\w+\.md)|({'|'.join(map(re.escape, BESIDE))}))`")
+BARE = re.compile(r"(?<=[^\]]\()docs/(\w+\.md)(?=\))")  # (docs/RUNS.md), as descriptions of settings have it
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[\w-]+)?\)")
 
 
@@ -120,7 +121,7 @@ def linked(markdown: str, page: str) -> tuple[str, set[str]]:
 
     def prose(text: str) -> str:
         text = re.sub(r"^<!--.*-->$", "", text, flags=re.M)  # next to a table, a comment would make it text
-        return LINK.sub(link, NAMED.sub(name, text))
+        return LINK.sub(link, NAMED.sub(name, BARE.sub(r"`docs/\1`", text)))
 
     parts = FENCED.split(markdown + "\n")
     done = "".join(part if i % 2 else prose(part) for i, part in enumerate(parts))

@@ -55,6 +55,7 @@ def test_links_out_of_docs_bring_their_files(site: ModuleType) -> None:
     assert linked("[a](NOBODY.md)", "PYTHON.md")[0] == "[a](NOBODY.md)", "left to mkdocs, which refuses it"
     assert linked("As in `docs/RUNS.md`.", "LOG.md")[0] == "As in [`docs/RUNS.md`](RUNS.md)."
     assert linked("As in `docs/RUNS.md`.", "RUNS.md")[0] == "As in `docs/RUNS.md`.", "no page links to itself"
+    assert linked("See (docs/RUNS.md).", "CONFIG.md")[0] == "See ([`docs/RUNS.md`](RUNS.md))."
     assert linked("As in `docs/NOBODY.md`.", "LOG.md")[0] == "As in `docs/NOBODY.md`."
 
 

@@ -138,7 +138,7 @@ class CheckedEngine(Engine):
         where, most = f"request {completion.request_id}", self._open[completion.request_id].sampling.max_tokens
         tokens, logprobs = completion.tokens, completion.logprobs
         if not 0 < len(tokens) <= most or len(tokens) != len(logprobs):
-            return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; must be as many, from 1 to {most}"
+            return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; need equal numbers, from 1 to {most}"
         if len(odd := tokens[(tokens < 0) | (tokens >= self.vocab_size)]):
             return f"{where}: token {odd[0]} is not an integer from 0 to {self.vocab_size - 1}"
         if len(wrong := logprobs[~np.isfinite(logprobs)]):

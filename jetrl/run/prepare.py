@@ -146,7 +146,7 @@ def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
     if wrong := next((name for name, size in rows.items() if size % BF16_MULTIPLE), None):
         raise UserError(
             f'precision = "{recipe.name}" computes {wrong} in BF16, over rows of {rows[wrong]} values; the kernels of '
-            f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or take another model.'
+            f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or use another model.'
         )
 
 

@@ -138,7 +138,7 @@ def update(
         except UserError as error:  # of a function of the user's
             if not compared.stepped and learner.world.alone:
                 raise
-            raise Midway(f"{error} The step under way is lost; --resume goes on from the newest checkpoint.") from error
+            raise Midway(f"{error} The current step is lost; --resume continues from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:

@@ -57,6 +57,7 @@ from torch import Tensor
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.kv_cache import page_bytes
+from jetrl.engine.settings import EngineSettings
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.quantize.ops import quantize_act
@@ -125,9 +126,8 @@ def rollout(variant: str, args: argparse.Namespace) -> None:
     model = random_model(SHAPE, precision, "cuda", args.layers, kv_cache, masters=False)
     held = torch.cuda.memory_allocated() / 2**30
     for batch in args.batch:
-        engine = PagedEngine(
-            model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch)
-        )
+        settings = EngineSettings(page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch))
+        engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(WeightSet(1, "flow", {}))
         engine.generate(requests_of(batch, args.prompt, 40))  # compiles kernels
         torch.cuda.reset_peak_memory_stats()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,24 +23,28 @@ INTRO = """# Configuration
 
 <!-- Written by `python -m jetrl.config.docs > docs/CONFIG.md`; a test compares. -->
 
-A run is described by a TOML file (`jetrl recipes` lists examples, `jetrl recipes NAME` prints one). Any key can be
-overridden on the command line, by its full name (`jetrl settings` prints these tables in the terminal):
+A run is described by a TOML file (`jetrl recipes` lists examples, `jetrl recipes NAME` prints one).
+Any key can be overridden on the command line, by its full name (`jetrl settings` prints these
+tables in the terminal):
 
     jetrl train quickstart train.lr=1e-4 rollout.group_size=16
 
 - Only `name`, `model` and `task` are required; the rest has the defaults below.
-- Unknown keys, wrong types and values out of range are errors, and so are **values without effect**, such as
-  `rl.kl_estimator = "k2"` while `rl.kl_coef = 0`. The value that a key has anyway is always accepted.
-- The command line wins over the file. What an override makes void in the file is dropped, with one line that says so:
-  `precision=bf16` works on a recipe with a `[quant]` table, `train.steps=1` on one with a longer warm-up, and
-  `model.path=FOLDER` on one with a `[model.arch]` table. The same happens to settings of a feature that the file itself
-  switches off, as in an edited copy with `save_interval = 0` that still has `keep = 3`. Two settings on one command
-  line that contradict each other are refused, unless the one without effect would change no bit of the run, as in
-  `sft.steps=0 sft.cache_dir=/x`: then it is dropped with a line, too.
-- `none` (in TOML: `"none"`) unsets an optional key. The value of an override is read as TOML, or as plain text if it is
-  not TOML, so text needs no quotes on the command line.
+- Unknown keys, wrong types and values out of range are errors, and so are **values without
+  effect**, such as `rl.kl_estimator = "k2"` while `rl.kl_coef = 0`. The value that a key has anyway
+  is always accepted.
+- The command line wins over the file. Settings of the file that an override makes meaningless are
+  dropped, and a line says so: `precision=bf16` works on a recipe with a `[quant]` table,
+  `train.steps=1` on one with a longer warm-up, and `model.path=FOLDER` on one with a `[model.arch]`
+  table. The same happens to settings of a feature that the file itself switches off, as in an
+  edited copy with `save_interval = 0` that still has `keep = 3`. Two settings on one command line
+  that contradict each other are refused, unless the one without effect would change no bit of the
+  run, as in `sft.steps=0 sft.cache_dir=/x`: then it is dropped with a line, too.
+- `none` (in TOML: `"none"`) unsets an optional key. The value of an override is read as TOML, or as
+  plain text if it is not TOML, so text needs no quotes on the command line.
 - Errors that involve several keys are reported once each key is valid by itself.
-- The config with all defaults filled in is written to the run folder as `config.toml`, which is itself a recipe.
+- The config with all defaults filled in is written to the run folder as `config.toml`, which is
+  itself a recipe.
 """
 
 
@@ -98,7 +103,8 @@ def _is_on(switch: str, off: tuple[Any, ...]) -> str:
 
 def _describe(title: str, section: type[Section]) -> str:
     """One Markdown table."""
-    rows = [f"## {title}", "", section.__doc__ or "", "", "| key | values | default | meaning |", "|---|---|---|---|"]
+    about = textwrap.wrap(section.__doc__ or "", 100, break_on_hyphens=False)
+    rows = [f"## {title}", "", *about, "", "| key | values | default | meaning |", "|---|---|---|---|"]
     for one in settings_of(section):
         shown = "required" if one.default is None else f"`{one.default}`"
         values = one.values.replace("|", "\\|")

@@ -11,6 +11,7 @@ activation between operators is rounded to `dtype` (BF16).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.errors import UserError
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.attention import Attention
 from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
+from jetrl.model.flips import Flips
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import HoldsMasters, masters_of
 from jetrl.model.published import Embedding, Note, Published
@@ -171,10 +174,12 @@ class Transformer(nn.Module):
             yield name, whole if cut is None else cut.own(whole)
             del whole  # before the next one is drawn
 
-    def publish(self) -> Transformer:
-        """Refresh every forward copy from its master: the last part of an optimizer step."""
+    def publish(self, flips: Flips | None = None) -> Transformer:
+        """Refresh every forward copy from its master: the last part of an optimizer step. `flips` counts the codes that
+        change."""
         for module in self.published_modules():
-            module.publish()
+            with flips.watch(module) if flips is not None and isinstance(module, FlowLinear) else nullcontext():
+                module.publish()
         if self._head_operand is not None:
             self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
         self._note.take((name, m.param) for name, m in masters_of(self).items() if not m.frozen)
@@ -292,12 +297,13 @@ class Transformer(nn.Module):
         return logprob.head_logits(hidden, self.head_operand())
 
     def token_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, keep: bool = True
+        self, hidden: Tensor, targets: Tensor, temperature: float, keep: bool = True, support: Support | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of `targets` [T] and entropies at the sampling temperature, FP32 [T] each; differentiable.
 
-        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient.
+        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient. `support`: of truncated
+        distributions.
         """
         head, operand = self.head, self.head_operand()
         gradient = head.masters["weight"].gradient
-        return logprob.token_logprobs(hidden, gradient, head.published, operand, targets, temperature, keep)
+        return logprob.token_logprobs(hidden, gradient, head.published, operand, targets, temperature, keep, support)

@@ -82,7 +82,9 @@ def subject_of(
     if model.startswith("random:"):
         shape, _, layers = model.removeprefix("random:").partition(":")
         if layers and not (layers.isascii() and layers.isdigit() and int(layers)):
-            raise UserError(f"{model}: {layers!r} is no number of layers. Write random:SHAPE or random:SHAPE:LAYERS.")
+            raise UserError(
+                f"{model}: {layers!r} is not a number of layers. Write random:SHAPE or random:SHAPE:LAYERS."
+            )
         config, spec = _random_shape(shape, precision, device, kv_cache, int(layers or 0))
         return Subject(config, spec, recipe_of(config, spec), model, formats, random=True)
     if model in shipped() and not Path(model).exists() or model.endswith(".toml"):
@@ -121,7 +123,7 @@ def told_if_not_finite(name: object) -> Iterator[None]:
     except FloatingPointError as error:
         raise UserError(
             f"{name}: {error}. Its weights are finite, but some are so large that sums overflow, or that BF16 rounds "
-            "them to infinity. Take another checkpoint, or find out where such values come from."
+            "them to infinity. Use another checkpoint, or find out where such values come from."
         ) from error
 
 

@@ -28,6 +28,7 @@ from jetrl.config import Config
 from jetrl.config.rl import RLConfig
 from jetrl.config.train import TrainConfig
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.errors import UserError
 from jetrl.model.master import masters_of
 from jetrl.model.shards import Shard
@@ -185,11 +186,11 @@ def samples_link(model: Transformer, work: Workload, world: World) -> tuple[Roll
 def _engine(model: Transformer, work: Workload, slots: int) -> PagedEngine:
     """An engine with room for `slots` sequences at once."""
     pages = -(-(work.max_prompt + work.new_tokens) // work.page_size) + 1
-    engine = PagedEngine(
-        model, NoText(), _FLOW, page_size=work.page_size, max_num_seqs=slots,
+    settings = EngineSettings(
+        page_size=work.page_size, max_num_seqs=slots, kv_cache_tokens=(slots + 1) * pages * work.page_size,
         max_tokens_per_step=work.step_tokens or max(work.chunk + slots, 8),
-        kv_cache_tokens=(slots + 1) * pages * work.page_size,
     )
+    engine = PagedEngine(model, NoText(), _FLOW, settings)
     engine.load(WeightSet(0, _FLOW, {}))
     return engine
 

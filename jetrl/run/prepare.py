@@ -23,7 +23,7 @@ from jetrl.precision.flow import require_unified
 from jetrl.precision.recipe import Recipe, recipe_of
 from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
-from jetrl.run.engines import eos_ids, require_engine
+from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.own_parts import load_own_parts
 from jetrl.spec import ModelSpec
 from jetrl.tasks.gold import required_reward
@@ -68,6 +68,7 @@ def prepare(
         check_routing(config.train, spec)
         check_saved(config, spec)
         load_own_parts(config)
+        check_truncation(config, getattr(engine_class(config.rollout.engine), "keeps_bits", True) is not False)
     if samples:
         require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
@@ -145,7 +146,7 @@ def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
     if wrong := next((name for name, size in rows.items() if size % BF16_MULTIPLE), None):
         raise UserError(
             f'precision = "{recipe.name}" computes {wrong} in BF16, over rows of {rows[wrong]} values; the kernels of '
-            f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or take another model.'
+            f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or use another model.'
         )
 
 

@@ -27,7 +27,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.rollout.queue import Queues
 from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
-from jetrl.run.engines import build_engine, check_engine, keep_cache
+from jetrl.run.engines import build_engine, check_engine, check_truncation, keep_cache, why_not_exact
 from jetrl.run.evaluation import Evaluation
 from jetrl.run.prepare import Prepared, check_experts, check_sizes, in_steps, model_source, prepare
 from jetrl.spec import ModelSpec
@@ -80,21 +80,19 @@ class Session:
         return self.learner.world
 
     def close(self) -> None:
-        """End what runs in the background: environments are closed, and an engine that has a `close`. A checkpoint that
+        """End what runs in the background: environments are closed, and the engine. A checkpoint that
         is being written, which only an error or a signal leaves here, is given up."""
         self.beside.abandon()
         if self.conversations is not None:
             self.conversations.shutdown()
-        if callable(close := getattr(self.engine, "close", None)):
-            close()
+        self.engine.close()
 
     def engine_metrics(self, *, of_evaluation: bool = False) -> dict[str, float]:
-        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start.
+        """What the engine tells about itself since the last call; first, of the start.
 
         Those of an evaluation have names of their own: it asks the same problems every time, and often greedily.
         """
-        take = getattr(self.engine, "take_metrics", None)
-        taken: dict[str, float] = take() if callable(take) else {}
+        taken = self.engine.take_metrics()
         if of_evaluation:
             return {f"in_eval/{key}": value for key, value in taken.items()}
         before, self.before = self.before, {}
@@ -147,6 +145,8 @@ def build(
         learner = Learner(model, None, world=world)
     with together(world):
         engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+        if not evaluates:
+            check_truncation(config, engine.keeps_bits)
         if not evaluates and config.device != "cpu":
             gpu = torch.cuda.get_device_properties(model.head_weight.device)
             keep_cache(engine, config, world.size, gpu.total_memory)
@@ -226,8 +226,7 @@ def build_learner(config: Config, model: Transformer, world: World = ALONE) -> L
 def keeps_bits(config: Config, engine: Engine) -> bool:
     """Whether the learner's log-probs are the sampler's, bit for bit: the engine must promise it, and so must the flow
     (not across two precisions, nor with cuBLASLt)."""
-    flow = config.precision != "fp8_rollout" and (config.precision, config.kernels) != ("fp8", "hopper_scaled_mm")
-    return flow and engine.keeps_bits
+    return why_not_exact(config, engine.keeps_bits) is None
 
 
 def build_model(

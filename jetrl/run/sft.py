@@ -144,7 +144,7 @@ def warm_start(
     else:
         if world.first:
             known = "this model, tokenizer, task, seed and [sft]"
-            tell(f"no cached warm start for {known} in {path.parent}: training one now")
+            tell(f"no warm start in the cache for {known} in {path.parent}: training one now")
         with together(world):
             require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)
@@ -163,7 +163,7 @@ def require_writable(folder: Path) -> None:
         Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
     except OSError as error:
         raise UserError(
-            f"The warm start cannot be kept in sft.cache_dir = {folder}: {error.strerror or error}. Set sft.cache_dir "
+            f"The warm start cannot be saved in sft.cache_dir = {folder}: {error.strerror or error}. Set sft.cache_dir "
             "to a folder that can be written to."
         ) from error
 

@@ -167,7 +167,7 @@ def require_resumable(run_dir: Path) -> None:
     rows = len(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else 0
     if rows > 1 and newest(run_dir / "checkpoints") is None:
         raise UserError(
-            f"{run_dir} has {rows} rows of metrics but no checkpoint to go on from. Start under another name."
+            f"{run_dir} has {rows} rows of metrics but no checkpoint to continue from. Use another name."
         )
 
 

@@ -81,7 +81,7 @@ def _splits(folder: Path, config: dict[str, Any], load: Callable[..., Any]) -> M
         raise FileNotFoundError(f"its card names {config['data_files']}, and {base} has no such file")
     endings = [ending for ending in first.suffixes if ending in _READERS]
     if not endings:
-        raise ValueError(f"{first.name} is none of {', '.join(_READERS)}")
+        raise ValueError(f"{first.name} is not one of {', '.join(_READERS)}")
     reader, settings = _READERS[endings[-1]]
     settings = settings | {key: config[key] for key in _SETTINGS if key in config}
     return load(reader, data_files={split: paths for split, paths in files.items() if paths}, **settings)

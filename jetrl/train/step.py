@@ -12,6 +12,7 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.kernels.attention.ops import varlen_plan
+from jetrl.kernels.logprob.truncation import Support, Truncation
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
 from jetrl.model.master import Master, masters_of
@@ -67,12 +68,14 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a micro-batch that carry loss, with the learner's values there. All [R] but `hidden` [R, D]."""
+    """The rows of a micro-batch that carry loss, with the learner's values there. All [R] but `hidden` [R, D].
+    `support`: what truncated distributions are left with, if they are."""
 
     index: Tensor
     logprobs: Tensor
     entropy: Tensor
     hidden: Tensor
+    support: Support | None = None
 
 
 def forward_batch(micro: MicroBatch) -> ForwardBatch:
@@ -82,18 +85,27 @@ def forward_batch(micro: MicroBatch) -> ForwardBatch:
     )
 
 
+def truncation_of(config: Config) -> Truncation | None:
+    """How the distributions that the learner learns are truncated; None: not at all."""
+    r = config.rollout
+    return Truncation(r.top_p, r.top_k, r.min_p) if r.truncates and r.logprobs == "sampled" else None
+
+
 def forward_rows(
-    model: Transformer, micro: MicroBatch, temperature: float, routes: Routes | None = None, keep: bool = True
+    model: Transformer, micro: MicroBatch, temperature: float, routes: Routes | None = None, keep: bool = True,
+    truncation: Truncation | None = None,
 ) -> Rows:
     """Training forward of one micro-batch; log-probs and entropy of the rows whose target is the policy's token.
 
-    `keep`: see `kernels.logprob.ops.token_logprobs`.
+    `keep`: see `kernels.logprob.ops.token_logprobs`. With a `truncation` both are of the truncated distributions: of
+    the micro-batch's `kept_sets`, or where it has none of those that this model's logits give.
     """
     hidden = model(forward_batch(micro), routes=routes)
     index = micro.loss_mask.nonzero()[:, 0]
-    rows = hidden[index]
-    logprobs, entropy = model.token_logprobs(rows, micro.targets[index], temperature, keep)
-    return Rows(index, logprobs, entropy, rows)
+    rows, targets = hidden[index], micro.targets[index]
+    support = None if truncation is None else Support(truncation, targets, micro.kept_sets)
+    logprobs, entropy = model.token_logprobs(rows, targets, temperature, keep, support)
+    return Rows(index, logprobs, entropy, rows, support)
 
 
 Tell = Callable[[str, str], None]
@@ -126,7 +138,7 @@ def update(
         except UserError as error:  # of a function of the user's
             if not compared.stepped and learner.world.alone:
                 raise
-            raise Midway(f"{error} The step under way is lost; --resume goes on from the newest checkpoint.") from error
+            raise Midway(f"{error} The current step is lost; --resume continues from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:
@@ -171,7 +183,10 @@ class Compared:
         routing, terms = Routing(self.model, self.config.train, shares), TokenTerms()
         for host in batch.micro_batches:
             micro = to_device(host, self.model.head_weight.device)
-            rows = forward_rows(self.model, micro, self.config.rollout.temperature, routes := routing.routes())
+            rows = forward_rows(
+                self.model, micro, self.config.rollout.temperature, routes := routing.routes(),
+                truncation=truncation_of(self.config),
+            )
             facts = {"log-prob": rows.logprobs, "in the rollout": micro.rollout_logprobs[rows.index]}
             compared = self.add(micro, rows, routes, routing, batch.weight_version)
             terms.add(compared, micro, rows.index, facts)
@@ -210,12 +225,12 @@ def _policy_update(
 ) -> dict[str, float]:
     model, temperature, terms = learner.model, config.rollout.temperature, TokenTerms()
     routing = Routing(model, config.train, shares)
-    shared = learner.critic if learner.critic_optimizer is None else None
+    shared, truncation = learner.critic if learner.critic_optimizer is None else None, truncation_of(config)
     masters = list(learner.policy_masters().values())
 
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
-        rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep)
+        rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep, truncation)
         unread = compared.add(micro, rows, routes, routing, batch.weight_version)
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()

@@ -137,7 +137,7 @@ def estimated(
             found.append(torch.tensor([number_of(t) for t in targets], dtype=torch.float32))
         return found
 
-    monkeypatch.setattr(passes, "logprob_pass", lambda model, batch, _: rows(batch, lambda t: -1.0 - kl[t]))
+    monkeypatch.setattr(passes, "logprob_pass", lambda model, batch, *_: rows(batch, lambda t: -1.0 - kl[t]))
     monkeypatch.setattr(passes, "value_pass", lambda critic, model, batch: rows(batch, lambda t: value))
     reference: Any = object() if config.rl.kl_coef else None
     critic: Any = object() if config.rl.adv_estimator == "gae" else None

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import reference
 from jetrl.kernels.dispatch import backend_of
+from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.update.gradient import Gradient
 
 # What a GPU's backend holds at once, with which the prediction of memory counts, too.
@@ -63,11 +64,13 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, master: Tensor, gradient: Gradient, weight: Tensor, prepared: Any, targets: Tensor,
-        temperature: Tensor, keep: bool,
+        temperature: Tensor, keep: bool, support: Support | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.gradient = gradient
+        ctx.gradient, ctx.support = gradient, support
         ctx.set_materialize_grads(False)
-        logprobs, entropies, *kept = backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature, keep)
+        logprobs, entropies, *kept = backend_of(hidden).logprob_entropy(
+            hidden, prepared, targets, temperature, keep, support
+        )
         ctx.save_for_backward(hidden, weight, targets, temperature, *kept)
         return logprobs, entropies
 
@@ -83,25 +86,27 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = ctx.gradient.place()
             if grad is None:
                 grad = dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        support = ctx.support and Support(ctx.support.truncation, targets, ctx.support.sets)
         dh = backend_of(hidden).logprob_backward(
             grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
-            targets, temperature, statistics, residual, grad,
+            targets, temperature, statistics, residual, grad, support,
         )
         if grad is not None and dw is None:
             ctx.gradient.done()
-        return dh, None if dw is None else dw.to(ctx.gradient.dtype), *[None] * 6
+        return dh, None if dw is None else dw.to(ctx.gradient.dtype), *[None] * 7
 
 
 def token_logprobs(
     hidden: Tensor, gradient: Gradient, weight: Tensor, prepared: Any, targets: Tensor, temperature: float,
-    keep: bool = True,
+    keep: bool = True, support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` [T] and entropy, FP32 [T] each, from `hidden` [T, D]; FP32 logits are made in chunks.
 
     `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `gradient`. `keep`: a
     backend may hold `p - onehot` [T, V] in BF16 until the backward pass, up to a bound of its own, and need no logits
-    there. Of no use if the entropy has a gradient, which is of another form.
+    there. Of no use if the entropy has a gradient, which is of another form. `support`: both are of what it leaves of
+    each row's distribution; it holds the sets afterwards.
     """
     temp = torch.full(targets.shape, temperature, dtype=torch.float32, device=hidden.device)
     keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or gradient.param.requires_grad)
-    return _TokenLogprobs.apply(hidden, gradient.param, gradient, weight, prepared, targets, temp, keep)
+    return _TokenLogprobs.apply(hidden, gradient.param, gradient, weight, prepared, targets, temp, keep, support)

@@ -18,6 +18,7 @@ import torch
 from jetrl.config import Config
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs.decode import padded_batch
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.sharing import served
 from jetrl.engine.speculation.depth import DEPTHS
 from jetrl.engine.speculation.speculator import Speculator, build_speculator
@@ -131,7 +132,8 @@ def roll_out(model: Transformer, config: Config) -> None:
     r, spec = config.rollout, model.spec
     longest = min(spec.max_position, config.task.max_prompt_length + r.max_response_length)
     params = SamplingParams(
-        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True
+        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True,
+        logprobs=r.logprobs or "full",
     )
     engine = _engine(model, config)
     ask = partial(asked, spec.vocab_size, params)
@@ -178,12 +180,11 @@ def _engine(model: Transformer, config: Config, speculator: Speculator | None = 
     """The run's engine, its weights loaded."""
     r = config.rollout
     assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
-    engine = PagedEngine(
-        model, _NoText(), _DIGEST, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step, speculator=speculator,
-        merge_prefix="on" if _merges(config, model.spec) else "off",
+    settings = EngineSettings(
+        page_size=r.page_size, max_num_seqs=r.max_num_seqs, max_tokens_per_step=r.max_tokens_per_step,
+        merge_prefix="on" if _merges(config, model.spec) else "off", max_burst=1,
     )
-    engine.runner.max_burst = 1
+    engine = PagedEngine(model, _NoText(), _DIGEST, settings, speculator)
     engine.load(publish(model, 0, _DIGEST))
     return engine
 

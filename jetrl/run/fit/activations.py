@@ -12,11 +12,13 @@ from functools import lru_cache
 
 from jetrl.config import Config
 from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS, KEPT_BYTES, LOGIT_ELEMENTS
+from jetrl.kernels.logprob.truncation import MAX_ELEMENTS
 from jetrl.precision.blocks.block import Block, TrainingPass
 from jetrl.precision.blocks.layouts import blocks_of
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 
+TRUNCATING = 24  # bytes for each logit in which kept tokens are found: divided, weights in float64, flags, sorting
 
 def asked(of: TrainingPass) -> Iterator[tuple[Block, TrainingPass]]:
     """The blocks of a layer, each with the pass as it meets it."""
@@ -64,6 +66,7 @@ def passing(config: Config, spec: ModelSpec, recipe: Recipe, tokens: int) -> int
     chunk = 4 * v * min(forward, tokens) if kept == tokens else 6 * v * min(rows, tokens)
     summed = config.train.grad_dtype == "bfloat16"
     head = 2 * v * kept + max(chunk, 4 * v * spec.hidden_size if summed else 0)
+    head += TRUNCATING * min(MAX_ELEMENTS, v * tokens) if config.rollout.logprobs == "sampled" else 0
     layer = max(block.passing_bytes(own) for of in every for block, own in asked(of))
     if config.train.activation_checkpointing:
         layer += int(tokens * max(saved_of_layer(of) for of in every))

@@ -45,12 +45,13 @@ from jetrl.parity.model_under_test import random_model
 from jetrl.precision.recipe import build_recipe
 from jetrl.run.fit.advice import on_gpu
 from jetrl.train import reduction
+from jetrl.train.batches import PackedBatch
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 PROMPT, FLOW, REFERENCE = 512, "benchmark", "reference pass"
 STATES = {

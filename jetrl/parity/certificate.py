@@ -53,13 +53,13 @@ from jetrl.parity.rows import (
 )
 from jetrl.parity.rows import NoText as NoText
 from jetrl.parity.rows import Workload as Workload
+from jetrl.train.batches import MicroBatch
 from jetrl.train.packing import pack, to_device
 from jetrl.train.step import forward_batch
 from jetrl.types import (
     Completion,
     ForwardBatch,
     Group,
-    MicroBatch,
     PagedPlan,
     Problem,
     Prompt,

@@ -56,9 +56,10 @@ from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
 from jetrl.rollout.rollout import Rollout, roll_out
 from jetrl.run.setup import build_learner
 from jetrl.run.start import require_alike
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import fill, pack, to_device
 from jetrl.train.step import Learner, forward_batch, update
-from jetrl.types import PackedBatch, Problem, Prompt, SamplingParams, Trajectory, WeightSet
+from jetrl.types import Problem, Prompt, SamplingParams, Trajectory, WeightSet
 
 Masters = Literal["fp32", "bf16", "no"]
 _FLOW = "certificate"  # in place of the flow's digest

@@ -41,13 +41,14 @@ from jetrl.run.engines import eos_ids
 from jetrl.run.prepare import model_source
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
 from jetrl.train.reduction import own_numbers
 from jetrl.train.routing import LOSSES, Routing
 from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
-from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory, token_ids
+from jetrl.types import Problem, Segment, Trajectory, token_ids
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 

@@ -19,9 +19,9 @@ from jetrl.model.published import Published
 from jetrl.model.transformer import Transformer
 from jetrl.rl.own import is_own
 from jetrl.rl.surrogate import RATIOS, Clip, token_loss
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import to_device
 from jetrl.train.step import Learner, forward_rows, truncation_of
-from jetrl.types import MicroBatch, PackedBatch
 
 MEAN, CLIPPED = "policy/noise_abs_mean", "policy/noise_clip_frac"
 TOLD_ABOVE = 0.03  # of the tokens clipped by rounding alone: the run says so

@@ -26,9 +26,11 @@ from torch import Tensor
 
 from jetrl.choices import MaskedSequences
 from jetrl.errors import UserError
+from jetrl.kernels.logprob.truncation import KeptSets
 from jetrl.rl.losses import Denominators
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.bins import bin_pack, families, share_bins, shared_rows
-from jetrl.types import Advantage, Group, KeptSets, MicroBatch, PackedBatch, Trajectory
+from jetrl.types import Advantage, Group, Trajectory
 
 Own = Callable[[int], Sequence[int]]
 """Which of so many micro-batches of an update to make, ascending (`reduction.own_numbers`)."""

@@ -21,10 +21,11 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import together
 from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import kl_penalty
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
 from jetrl.train.step import Learner, Rows, forward_batch, forward_rows, truncation_of
 from jetrl.train.trainer import NonFiniteError
-from jetrl.types import Group, MicroBatch, PackedBatch
+from jetrl.types import Group
 
 
 @torch.no_grad()

@@ -22,13 +22,14 @@ from jetrl.rl import losses, mismatch
 from jetrl.rl.objective import Inputs, objective
 from jetrl.rl.routing import RoutingCounts
 from jetrl.rl.routing import merged as merged_counts
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.merging import Part, merged
 from jetrl.train.optim import lr_at
 from jetrl.train.packing import denominators, to_device
 from jetrl.train.routing import Routing
 from jetrl.train.token_terms import SHARE, TokenTerms, owns
 from jetrl.train.trainer import LossOf, Midway, NonFiniteError, optimizer_step
-from jetrl.types import ForwardBatch, MicroBatch, PackedBatch
+from jetrl.types import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from jetrl.errors import UserError
 from jetrl.model.master import Master
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl.losses import Stats
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.optim import clipped_step, set_lr
 from jetrl.train.packing import to_device
 from jetrl.train.reduction import gradient_sum
-from jetrl.types import MicroBatch, PackedBatch
 
 LossOf = Callable[[MicroBatch], tuple[Tensor, Stats]]
 """A micro-batch's share of the loss and of its statistics; shares of all micro-batches add up."""

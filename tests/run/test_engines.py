@@ -20,7 +20,8 @@ from jetrl.run.checkpoint.checkpoint import newest
 from jetrl.run.engines import check_truncation, eos_ids, keep_cache
 from jetrl.run.prepare import prepare
 from jetrl.run.setup import build
-from jetrl.types import Engine, PackedBatch, Request, SamplingParams, WeightSet
+from jetrl.train.batches import PackedBatch
+from jetrl.types import Engine, Request, SamplingParams, WeightSet
 
 PARITY = "parity/logprob_abs_diff_max"
 # Our own engine behind a user's class; SHIFT is what its log-probs are wrong by.

@@ -26,10 +26,11 @@ from jetrl.report.recorder import group_rows
 from jetrl.rl.objective import Inputs, objective
 from jetrl.run.no_signal import without_signal
 from jetrl.train import passes
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import denominators, fill, pack
 from jetrl.train.passes import estimate
 from jetrl.train.step import Learner
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 from tests.tiny import tiny_data
 
 # name, group, tokens, reward, KL of each token, cut off

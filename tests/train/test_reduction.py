@@ -35,12 +35,12 @@ from jetrl.run.loop import Clock
 from jetrl.run.prepare import load_spec
 from jetrl.run.setup import build, build_learner, build_model, check_lanes
 from jetrl.train import reduction
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import NonFiniteError, optimizer_step
-from jetrl.types import MicroBatch, PackedBatch
 
 # 3 blocks of vocabulary; fused sections that end within blocks; matrices of one block, of which most ranks own no rows
 WIDE = {"model.arch.hidden_size": 64, "model.arch.intermediate_size": 200, "model.arch.vocab_size": 300}

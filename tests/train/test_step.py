@@ -30,11 +30,12 @@ from jetrl.run.prepare import prepare
 from jetrl.run.setup import Session, build, keeps_bits
 from jetrl.tasks import task
 from jetrl.train import reduction, trainer
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import by_trajectory, denominators, held, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
 from jetrl.train.step import Compared, forward_rows, inputs_of, truncation_of, update
-from jetrl.types import Group, PackedBatch, Segment
+from jetrl.types import Group, Segment
 
 
 def sampled(

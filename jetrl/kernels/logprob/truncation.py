@@ -23,11 +23,25 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.dispatch import backend_of
-from jetrl.types import KeptSets
 
 LEFT_OUT = -1e20  # its numerator is 0 at any temperature, and 0 * LEFT_OUT is still 0
 _WINDOW = 1024  # heaviest tokens of a row in which its set mostly ends; else the whole row is sorted
 MAX_ELEMENTS = 1 << 24  # logits looked at together: bounds the float64 temporaries; rows are independent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSets:
+    """The tokens that truncated distributions of R rows keep. Row r has
+    `words[starts[r]:starts[r + 1]]`: the ids, ascending, or if they are ceil(vocab / 32) or more a bit of each token.
+    """
+
+    words: Tensor  # [N] int32
+    starts: Tensor  # [R + 1] int64, on the host
+    vocab: int
+
+    def to(self, device: torch.device | str) -> KeptSets:
+        """The same with its words on `device`."""
+        return KeptSets(self.words.to(device), self.starts, self.vocab)
 
 
 @dataclass(frozen=True, slots=True)

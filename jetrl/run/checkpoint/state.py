@@ -25,11 +25,11 @@ from jetrl.parallel.world import World
 from jetrl.run.checkpoint import checkpoint, resume, store
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import joined
 from jetrl.train.publish import publish
 from jetrl.train.routing import LOSSES
 from jetrl.train.trainer import NonFiniteError, not_by_an_update
-from jetrl.types import PackedBatch
 
 _REFERENCE = "reference"
 _TERMS = ("rl.kl_coef", "rl.entropy_coef", *(f"train.{key}" for key in LOSSES))  # of the loss, by their weights

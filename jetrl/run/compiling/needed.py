@@ -33,6 +33,7 @@ from jetrl.rl.losses import Stats
 from jetrl.run import setup
 from jetrl.run.own_parts import built_in
 from jetrl.spec import ModelSpec
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import packed
 from jetrl.train.passes import estimate
@@ -41,8 +42,6 @@ from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import optimizer_step
 from jetrl.types import (
     Group,
-    MicroBatch,
-    PackedBatch,
     Problem,
     Prompt,
     Request,

@@ -169,7 +169,7 @@ def rollout(case: Case, compilers: Compilers) -> dict[str, Any]:
     from jetrl.engine.engine import PagedEngine
     from jetrl.engine.settings import EngineSettings
     from jetrl.model.transformer import Transformer
-    from jetrl.run.prepare import recipe_of
+    from jetrl.precision.recipe import recipe_of
 
     config, spec = case.config, case.spec
     model = Transformer(spec, recipe_of(config, spec), master_dtype=None).to("cuda")
@@ -238,8 +238,8 @@ def groups(case: Case) -> list[Group]:
 
 
 def update(case: Case, compilers: Compilers) -> dict[str, Any]:
+    from jetrl.precision.recipe import recipe_of
     from jetrl.run import setup
-    from jetrl.run.prepare import recipe_of
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
     from jetrl.train.step import update as one_update

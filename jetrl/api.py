@@ -40,9 +40,9 @@ from jetrl.parity.model_under_test import (
 from jetrl.parity.rows import fingerprint
 from jetrl.phrases import some
 from jetrl.precision.flow import flow_digest
-from jetrl.precision.recipe import build_recipe
+from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.run.engines import EngineContext, eos_ids, paged_engine
-from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.prepare import load_spec
 from jetrl.run.setup import build, build_model, build_published
 from jetrl.train.publish import publish
 from jetrl.types import Completion, FinishReason, ForwardBatch, Request, SamplingParams, VarlenPlan

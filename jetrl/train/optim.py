@@ -21,6 +21,12 @@ from jetrl.model.master import Master
 from jetrl.train.offload import HostMemory, Update, stream_updates
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOMENT_BLOCK = 256  # 8-bit moments that share a scale
+
+
+def eight_bit(elements: int) -> bool:
+    """Whether torchao keeps the moments of a parameter of so many elements in 8 bits."""
+    return elements >= 4096 and elements % MOMENT_BLOCK == 0
 
 
 class ScheduleConfig(Protocol):

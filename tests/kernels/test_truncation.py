@@ -18,6 +18,7 @@ from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
 from jetrl.kernels.logprob import truncation
 from jetrl.kernels.logprob.truncation import LEFT_OUT, Filters, Support, Truncation, compact, joined, kept, members
+from jetrl.kernels.update.gradient import Gradient
 
 T, D, V = 23, 48, 130
 
@@ -116,17 +117,17 @@ def test_truncated_log_probs_and_entropies(
     z = logprob.head_logits(hidden, operand).double() / temperature
     exact = torch.log_softmax(z.masked_fill(~chosen, -math.inf), -1)
     support = Support(SOME, targets)
-    got = logprob.token_logprobs(hidden, weight, weight, operand, targets, temperature, support=support)
+    got = logprob.token_logprobs(hidden, Gradient(weight), weight, operand, targets, temperature, support=support)
     assert torch.equal(members(support.sets, slice(0, T)), chosen)
     assert 1 <= int(chosen.sum(-1).min()) < 4 < int(chosen.sum(-1).max()) < 40
     assert torch.allclose(got[0].double(), exact.gather(1, targets[:, None])[:, 0], atol=1e-6)
     assert torch.allclose(got[1].double(), -(exact.exp() * exact.masked_fill(~chosen, 0.0)).sum(-1), atol=1e-6)
-    plain = logprob.token_logprobs(hidden, weight, weight, operand, targets, temperature)
+    plain = logprob.token_logprobs(hidden, Gradient(weight), weight, operand, targets, temperature)
     assert bool((got[0] > plain[0]).all()) and bool((got[1] < plain[1]).all())
     monkeypatch.setattr(backend, "_LOGIT_ELEMENTS", 7 * V)
-    monkeypatch.setattr(truncation, "_MAX_ELEMENTS", 3 * V)
+    monkeypatch.setattr(truncation, "MAX_ELEMENTS", 3 * V)
     for again in (Support(SOME, targets), Support(SOME, targets, support.sets)):
-        other = logprob.token_logprobs(hidden, weight, weight, operand, targets, temperature, support=again)
+        other = logprob.token_logprobs(hidden, Gradient(weight), weight, operand, targets, temperature, support=again)
         assert_bitwise_equal(other[0], got[0], "log-probs")
         assert_bitwise_equal(other[1], got[1], "entropies")
         assert torch.equal(again.sets.words, support.sets.words)
@@ -144,7 +145,7 @@ def test_gradients_are_those_of_the_truncated_distribution(
         h, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
         if ours:
             logp, ent = logprob.token_logprobs(
-                h, w, w.detach(), gemm.prepare_bf16(w.detach()), targets, 0.6, support=Support(SOME, targets)
+                h, Gradient(w), w.detach(), gemm.prepare_bf16(w.detach()), targets, 0.6, support=Support(SOME, targets)
             )
         else:
             full = torch.log_softmax((h @ w.T / 0.6).masked_fill(~chosen, LEFT_OUT), -1)
@@ -165,7 +166,7 @@ def test_the_drawn_token_is_always_in_the_set(head: tuple[Tensor, Tensor, Tensor
     unlikely = (hidden.float() @ weight.float().T).argmin(-1)
     support = Support(Truncation(top_k=1), unlikely)
     got, _ = logprob.token_logprobs(
-        hidden, weight, weight, gemm.prepare_bf16(weight), unlikely, 1.0, support=support
+        hidden, Gradient(weight), weight, gemm.prepare_bf16(weight), unlikely, 1.0, support=support
     )
     assert bool(got.isfinite().all()) and support.sets.starts.diff().tolist() == [2] * T
 
@@ -177,6 +178,6 @@ def test_logits_that_are_not_finite_stay_to_be_seen(head: tuple[Tensor, Tensor, 
     for sets in (None, compact(torch.ones(T, V, dtype=torch.bool))):
         support = Support(Truncation(top_k=3), targets, sets)
         got, _ = logprob.token_logprobs(
-            hidden, weight, weight, gemm.prepare_bf16(weight), targets, 1.0, support=support
+            hidden, Gradient(weight), weight, gemm.prepare_bf16(weight), targets, 1.0, support=support
         )
         assert got.isnan().nonzero()[:, 0].tolist() == [4]

@@ -174,8 +174,8 @@ def ragged(config: Any, spec: Any) -> None:
     from jetrl.engine.engine import PagedEngine
     from jetrl.engine.settings import EngineSettings
     from jetrl.parity.certificate import NoText
+    from jetrl.precision.recipe import recipe_of
     from jetrl.run import setup
-    from jetrl.run.prepare import recipe_of
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
     from jetrl.train.publish import publish

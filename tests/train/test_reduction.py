@@ -28,10 +28,11 @@ from jetrl.model.sharding import fill
 from jetrl.model.shards import gathered, shard
 from jetrl.model.weights import published
 from jetrl.parallel.world import ALONE, World
+from jetrl.precision.recipe import recipe_of
 from jetrl.report.console import Display
 from jetrl.run.gather import gather
 from jetrl.run.loop import Clock
-from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.prepare import load_spec
 from jetrl.run.setup import build, build_learner, build_model, check_lanes
 from jetrl.train import reduction
 from jetrl.train.batches import MicroBatch, PackedBatch

@@ -58,6 +58,7 @@ from jetrl.kernels.gemm.deepgemm import (
     wgrad_rounded,
 )
 from jetrl.kernels.gemm.operands import prepare_fp8, prepare_fp8_t
+from jetrl.kernels.logprob import ops as logprob_ops
 from jetrl.kernels.logprob import triton as triton_logprob
 from jetrl.kernels.logprob.triton import exp_weights, logprobs, sample
 from jetrl.kernels.logprob.truncation import Support
@@ -87,9 +88,8 @@ __all__ = [
     "rope", "rope_backward", "round_heads", "row_squares", "sample", "sum_of_two", "swiglu", "swiglu_backward",
     "swiglu_backward_act", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "wgrad_rounded", "write_cache",
 ]
-_LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once in the backward pass: 2 GB; the order of dW's sums depends on it
-_FORWARD_ELEMENTS = 1 << 27  # in the forward pass, which is where most memory is in use: 0.5 GB
-KEPT_BYTES = 5 << 29  # of a micro-batch's softmax residuals, until its backward pass: 8,192 rows of 151,936
+_LOGIT_ELEMENTS, _FORWARD_ELEMENTS = logprob_ops.LOGIT_ELEMENTS, logprob_ops.FORWARD_ELEMENTS
+KEPT_BYTES = logprob_ops.KEPT_BYTES
 
 
 def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:

@@ -13,6 +13,11 @@ from jetrl.kernels.dispatch import backend_of
 from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.update.gradient import Gradient
 
+# What a GPU's backend holds at once, with which the prediction of memory counts, too.
+LOGIT_ELEMENTS = 1 << 29  # FP32 logits in the backward pass: 2 GB; the order of dW's sums depends on it
+FORWARD_ELEMENTS = 1 << 27  # in the forward pass, which is where most memory is in use: 0.5 GB
+KEPT_BYTES = 5 << 29  # of a micro-batch's softmax residuals, until its backward pass: 8,192 rows of 151,936
+
 
 def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
     """`hidden` [T, D] by the prepared lm_head [V, D] -> FP32 logits [T, V], one rounding."""

@@ -26,7 +26,7 @@ from jetrl.kernels.dispatch import backend_of
 
 LEFT_OUT = -1e20  # its numerator is 0 at any temperature, and 0 * LEFT_OUT is still 0
 _WINDOW = 1024  # heaviest tokens of a row in which its set mostly ends; else the whole row is sorted
-_MAX_ELEMENTS = 1 << 24  # logits looked at together: bounds the float64 temporaries; rows are independent
+MAX_ELEMENTS = 1 << 24  # logits looked at together: bounds the float64 temporaries; rows are independent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +126,7 @@ class Support:
 
     def restrict_(self, logits: Tensor, rows: slice, temperature: Tensor) -> None:
         """Logits [r, V] of `rows`, not yet divided by `temperature` [r], become LEFT_OUT outside of the sets."""
-        step = max(1, _MAX_ELEMENTS // logits.shape[1])
+        step = max(1, MAX_ELEMENTS // logits.shape[1])
         for start in range(0, len(logits), step):
             part = logits[start : start + step]
             first = rows.start + start

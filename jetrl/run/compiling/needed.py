@@ -28,11 +28,10 @@ from jetrl.model.master import masters_of, values_for
 from jetrl.model.sharding import fill, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE
-from jetrl.precision.recipe import build_recipe
+from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.rl.losses import Stats
 from jetrl.run import setup
 from jetrl.run.own_parts import built_in
-from jetrl.run.prepare import recipe_of
 from jetrl.spec import ModelSpec
 from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.optim import build_optimizer

@@ -114,14 +114,14 @@ def linked(markdown: str, page: str) -> tuple[str, set[str]]:
             return f"]({_up(page)}{inside}{anchor})"
         if inside.startswith("docs/"):
             return f"]({_up(page)}{inside.removeprefix('docs/')}{anchor})"
-        if path.is_dir():
-            return "]"  # text in brackets: a site has no listing of a folder
+        if path.is_dir() or path.suffix == ".md":
+            return "]"  # text in brackets: the site has no listing of a folder, and no page outside of its navigation
         needed.add(inside)
         return f"]({_up(page)}{COPIED}/{inside})"
 
     def prose(text: str) -> str:
         text = re.sub(r"^<!--.*-->$", "", text, flags=re.M)  # next to a table, a comment would make it text
-        return LINK.sub(link, NAMED.sub(name, BARE.sub(r"`docs/\1`", text)))
+        return NAMED.sub(name, BARE.sub(r"`docs/\1`", LINK.sub(link, text)))
 
     parts = FENCED.split(markdown + "\n")
     done = "".join(part if i % 2 else prose(part) for i, part in enumerate(parts))

@@ -56,6 +56,8 @@ def test_links_out_of_docs_bring_their_files(site: ModuleType) -> None:
     assert linked("As in `docs/RUNS.md`.", "LOG.md")[0] == "As in [`docs/RUNS.md`](RUNS.md)."
     assert linked("As in `docs/RUNS.md`.", "RUNS.md")[0] == "As in `docs/RUNS.md`.", "no page links to itself"
     assert linked("See (docs/RUNS.md).", "CONFIG.md")[0] == "See ([`docs/RUNS.md`](RUNS.md))."
+    assert linked("A row in `docs/README.md`.", "CONTRIBUTING.md") == (
+        "A row in [`docs/README.md`](README.md).", set()), "not the one at the top of the repository"
     assert linked("As in `docs/NOBODY.md`.", "LOG.md")[0] == "As in `docs/NOBODY.md`."
 
 

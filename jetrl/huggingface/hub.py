@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.huggingface.files import INDEX, SINGLE, TOKENIZER_FILES, read_json, some
+from jetrl.huggingface.files import INDEX, SINGLE, TOKENIZER_FILES, read_json
+from jetrl.phrases import some
 from jetrl.spec import SHAPES
 from jetrl.untrusted import inside, json_value
 

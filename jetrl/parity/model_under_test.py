@@ -20,12 +20,12 @@ from jetrl.huggingface import export, hub
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import select
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.master import accumulate_in
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
-from jetrl.precision.recipe import Recipe
-from jetrl.run.prepare import check_experts, check_sizes, load_spec, model_source, recipe_of
+from jetrl.precision.recipe import Recipe, recipe_of
+from jetrl.run.prepare import check_experts, check_sizes, load_spec, model_source
 from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.untrusted import inside

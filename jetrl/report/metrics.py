@@ -163,6 +163,17 @@ GROUPS = (
                "Mean of the KL estimate (`rl.kl_estimator`) against the reference policy. Logged if `rl.kl_coef` is "
                "above 0.",
                "Grows, then levels off. If it keeps growing, raise `rl.kl_coef`."),
+        Metric("policy/noise_abs_mean", "Noise of rounding", "nats per token",
+               "Mean size of the change of a token's log-prob when the first norm is nudged by one unit: how far "
+               "rounding alone moves log-probs. With several updates per step, every `rl.noise_interval` steps.",
+               "Below `policy/logprob_abs_change_mean`. Above it, ratios are mostly noise."),
+        Metric("policy/noise_clip_frac", "Clipped by noise alone", "share",
+               "Share of tokens that the clip would cut off if nothing but rounding had changed. Logged with the one "
+               "above.",
+               "Below 0.03; above, the console says so: widen the clip, use `cispo`, or `w8a16`."),
+        Metric("policy/code_flips", "Weight codes that changed", "share",
+               "Share of FP8 weight codes that the step's last publishing changed.",
+               "Small and steady. Its size says little about the noise."),
         Metric("policy/max_token_share", "Share of the largest token", "share",
                "Share of the loss's terms, by absolute size, that belongs to a single token.",
                "Far below 0.5; above, one token owns the update and the console names it."),

@@ -36,11 +36,11 @@ def blamed(name: str, call: str, cure: str = _USERS, called: Any = None) -> Iter
         ) from error
 
 
-class CheckedEngine:
+class CheckedEngine(Engine):
     """`types.Engine` around one that is named `name`. UserError where it raises or breaks the contract; `cure` says
     what to do about that.
 
-    Three optional parts of an engine are passed on: `about`, `take_metrics` and `close`.
+    Optional parts that it lacks do what `Engine`'s do.
     """
 
     def __init__(self, engine: Engine, name: str, vocab_size: int, cure: str = _USERS) -> None:
@@ -96,6 +96,19 @@ class CheckedEngine:
     def release(self) -> None:
         with self._blamed("release"):
             self.inner.release()
+
+    def cancel(self, ids: Collection[int]) -> None:
+        if not hasattr(self.inner, "cancel"):
+            return self.forget(ids)
+        for i in ids:
+            self._open.pop(i, None)
+        with self._blamed("cancel"):
+            self.inner.cancel(ids)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        if hasattr(self.inner, "expect"):
+            with self._blamed("expect"):
+                self.inner.expect(tokens)
 
     @property
     def about(self) -> str:

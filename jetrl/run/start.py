@@ -116,7 +116,8 @@ def shown_flow(recipe: str, overrides: list[str]) -> tuple[Config, ModelSpec, Re
 
     from jetrl.config import load_config, resolve
     from jetrl.config.shipped import find_recipe
-    from jetrl.run.prepare import recipe_of, spec_of
+    from jetrl.precision.recipe import recipe_of
+    from jetrl.run.prepare import spec_of
 
     given = load_config(find_recipe(recipe), overrides)
     for_gpu = given.device == "cuda" or given.kernels not in ("auto", "reference")

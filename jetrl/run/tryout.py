@@ -31,6 +31,7 @@ from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import build_task, holds_out, sample
 from jetrl.types import (
     Completion,
+    Engine,
     FinishReason,
     Group,
     Problem,
@@ -220,7 +221,7 @@ def _tell_end(trial: Trial, trajectory: Trajectory, say: Say) -> None:
         say(f"weighted sum: {'not scored' if total is None else f'{total:g}'}")
 
 
-class _Script:
+class _Script(Engine):
     """The policy: an engine that says the next turn of a script."""
 
     keeps_bits = False

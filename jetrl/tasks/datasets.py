@@ -15,7 +15,7 @@ from typing import Any
 from jetrl.config.task import MAX_DATA_GIB
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
-from jetrl.huggingface.files import some
+from jetrl.phrases import some
 from jetrl.tasks.row_files import read_by_library
 from jetrl.untrusted import Budget, inside, require_shallow, text_file
 

@@ -10,7 +10,8 @@ import pytest
 from tiny import tiny_config
 
 from jetrl.errors import UserError
-from jetrl.run.prepare import check_sizes, recipe_of
+from jetrl.precision.recipe import recipe_of
+from jetrl.run.prepare import check_sizes
 from jetrl.spec import SHAPES, ExpertSpec, ModelSpec
 
 SPEC = replace(SHAPES["qwen3-0.6b"], num_layers=3)

@@ -1,0 +1,94 @@
+"""Settings by GPU, predicted: the tables of docs/GPUS.md.
+
+    python benchmarks/what_fits.py            # prints them
+    python benchmarks/what_fits.py --write    # puts them into the page
+
+For each model, number of GPUs and length of answers: what `jetrl train --dry-run` would advise, beginning with the
+settings of `START`. It takes seconds, and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jetrl.config import load_config
+from jetrl.config.load import quiet
+from jetrl.config.shipped import find_recipe
+from jetrl.run.fit.advice import GIB, GPUS, Change, cure, on_gpu
+from jetrl.run.fit.memory import Memory, predict
+from jetrl.spec import SHAPES
+
+PAGE = Path(__file__).parents[1] / "docs" / "GPUS.md"
+BEGIN, END = "<!-- fits:begin -->\n", "<!-- fits:end -->\n"
+RECIPE = "gsm8k_qwen3_0.6b"
+START = ("train.max_tokens_per_gpu=16384", "rollout.max_num_seqs=256")
+MODELS = {
+    "qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B", "qwen3-8b": "Qwen3-8B", "qwen3-14b": "Qwen3-14B",
+    "qwen3-32b": "Qwen3-32B", "qwen3-30b-a3b": "Qwen3-30B-A3B",
+}
+LENGTHS = (1024, 8192)  # of answers, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The cheapest settings, beyond those of the start, with which a model fits, and the memory then; None: none do."""
+
+    change: Change
+    memory: Memory
+
+
+def start(length: int, ranks: int) -> list[str]:
+    """The overrides from which every row of a table begins."""
+    several = ["train.reduction=fixed"] if ranks > 1 else []
+    return [*START, f"rollout.max_response_length={length}", *several]
+
+
+@cache
+def fit(model: str, gpu: str, ranks: int, length: int) -> Fit | None:
+    spec, room = SHAPES[model], GPUS[gpu]
+    config = on_gpu(load_config(find_recipe(RECIPE), start(length, ranks), quiet))
+    alone = predict(config, spec, ranks, room)
+    if alone.fits(room):
+        return Fit(Change(()), alone)
+    found = cure(config, lambda changed: predict(changed, spec, ranks, room).fits(room))
+    return None if found is None else Fit(found, predict(found.apply(config), spec, ranks, room))
+
+
+def tables() -> str:
+    """A table for each number of H100s and H200s."""
+    parts = []
+    for gpu, size in (("h100", "80 GB"), ("h200", "141 GB")):
+        for ranks in (1, 2, 4, 8):
+            parts.append(f"### {ranks} {gpu.upper()}{'s' if ranks > 1 else ''}, {size}{' each' if ranks > 1 else ''}\n")
+            parts.append("| model | answers of up to | also set | GiB per GPU | host GiB per GPU |")
+            parts.append("|---|--:|---|--:|--:|")
+            for model, name in MODELS.items():
+                parts += [_row(name, length, fit(model, gpu, ranks, length)) for length in LENGTHS]
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _row(name: str, length: int, found: Fit | None) -> str:
+    if found is None:
+        return f"| {name} | {length:,} | does not fit | | |"
+    settings = " ".join(f"`{part}`" for part in str(found.change).split()) or "nothing"
+    host = found.memory.host + found.memory.copy
+    return f"| {name} | {length:,} | {settings} | {found.memory.peak / GIB:.0f} | {host / GIB:.0f} |"
+
+
+def placed(page: str) -> str:
+    """The page with the tables between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + tables() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/GPUS.md")
+    if parser.parse_args().write:
+        PAGE.write_text(placed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(tables())

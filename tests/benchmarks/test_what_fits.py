@@ -1,0 +1,54 @@
+"""The tables of docs/GPUS.md are what is predicted now, and every run that they advise fits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import what_fits
+
+from jetrl.config import load_config
+from jetrl.config.load import quiet
+from jetrl.config.shipped import find_recipe
+from jetrl.run.fit.advice import GPUS, on_gpu
+from jetrl.run.fit.memory import predict
+from jetrl.spec import SHAPES
+
+PAGE = what_fits.PAGE.read_text(encoding="utf-8")
+TABLES = re.findall(r"^### (\d) (H[12]00)s?, .*?\n\n((?:\|.*\n)+)", PAGE, re.M)
+
+
+def test_the_page_is_what_is_predicted_now() -> None:
+    assert PAGE == what_fits.placed(PAGE), "run python benchmarks/what_fits.py --write"
+
+
+@pytest.mark.parametrize("ranks, gpu, rows", TABLES, ids=lambda text: text if len(text) < 5 else "")
+def test_what_the_page_advises_fits(ranks: str, gpu: str, rows: str) -> None:
+    """As a user takes it: the printed overrides on the command line, in one go."""
+    room, of_name = GPUS[gpu.lower()], {name: model for model, name in what_fits.MODELS.items()}
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()[2:]]
+    assert len(cells) == len(what_fits.MODELS) * len(what_fits.LENGTHS)
+    for name, length, settings, peak, _ in cells:
+        printed = re.findall(r"`([^`]+)`", settings)
+        assert printed or settings in ("nothing", "does not fit")
+        overrides = [*what_fits.start(int(length.replace(",", "")), int(ranks)), *printed]
+        config = on_gpu(load_config(find_recipe(what_fits.RECIPE), overrides, quiet))
+        memory = predict(config, SHAPES[of_name[name]], int(ranks), room)
+        assert memory.fits(room) == (settings != "does not fit"), (name, length, settings)
+        assert not peak or round(memory.peak / what_fits.GIB) == int(peak)
+
+
+def test_the_command_at_the_top_is_a_row_of_the_first_table() -> None:
+    command = " ".join(re.findall(r"^ {4,8}(\S.*?) ?\\?$", PAGE.partition("## How")[0], re.M)).split()
+    assert command[:3] == ["jetrl", "train", what_fits.RECIPE] and "model.path=Qwen/Qwen3-8B" in command
+    (row,) = (row for row in TABLES[0][2].splitlines() if row.startswith("| Qwen3-8B | 1,024 |"))
+    begin = {override.partition("=")[0]: override for override in what_fits.start(1024, 1)}
+    printed = {override.partition("=")[0]: override for override in re.findall(r"`([^`]+)`", row)}
+    assert set(command[3:]) - {"model.path=Qwen/Qwen3-8B"} == {*(begin | printed).values()}
+
+
+def test_a_model_for_which_nothing_helps_is_told(tmp_path: Path) -> None:
+    assert what_fits.fit("qwen3-32b", "h100", 1, 8192) is None
+    assert "does not fit" in what_fits._row("Qwen3-32B", 8192, None)
+    assert what_fits.placed("a\n" + what_fits.BEGIN + "old\n" + what_fits.END + "b\n").endswith(what_fits.END + "b\n")

@@ -12,10 +12,10 @@ from hash_model import SPEC, BurstRunner, HashModel, Letters, learners_logprobs,
 
 import jetrl.engine.engine
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.kv_cache import KVCache, page_bytes, pages_in_memory
 from jetrl.engine.limits import RefusedRequest
 from jetrl.engine.runner import ModelRunner
 from jetrl.engine.settings import EngineSettings
+from jetrl.engine.state_pool import StatePool, page_bytes, pages_in_memory
 from jetrl.engine.stopper import Stopper
 from jetrl.errors import OutOfMemory, UserError
 from jetrl.kernels.attention.reference import read_cache, write_cache
@@ -178,7 +178,7 @@ def test_a_cache_sized_by_need_lets_all_run_at_once() -> None:
 
 
 def test_page_copies_read_before_they_write() -> None:
-    cache = KVCache(SPEC, 4, 2, torch.bfloat16, torch.device("cpu"))
+    cache = StatePool(SPEC, 4, 2, torch.bfloat16, torch.device("cpu"))
     for page in range(4):
         cache.keys[:, page], cache.values[:, page] = page, 10 + page
     cache.copy_pages(torch.tensor([[0, 1], [1, 2], [2, 3]]))
@@ -201,7 +201,7 @@ def test_memory_that_has_no_room_for_one_request_is_told(monkeypatch: pytest.Mon
 def test_an_fp8_cache_takes_its_bytes_and_copies_its_scales() -> None:
     """Codes, and two bytes of scale for each head of 8: 10 bytes where BF16 takes 16."""
     device, form = torch.device("cpu"), kv_head(SPEC.head_dim)
-    plain, cache = (KVCache(SPEC, 4, 2, torch.bfloat16, device, f) for f in (BF16, form))
+    plain, cache = (StatePool(SPEC, 4, 2, torch.bfloat16, device, f) for f in (BF16, form))
     heads = 2 * SPEC.num_layers * 4 * 2 * SPEC.num_kv_heads
     assert plain.num_bytes == heads * SPEC.head_dim * 2 == 4 * page_bytes(SPEC, 2, torch.bfloat16, BF16)
     assert cache.num_bytes == heads * (SPEC.head_dim + 2) == 4 * page_bytes(SPEC, 2, torch.bfloat16, form)

@@ -19,7 +19,8 @@ from math import prod
 import torch
 
 from jetrl.config import Config
-from jetrl.engine.kv_cache import page_bytes
+from jetrl.engine.rows import rows_for
+from jetrl.engine.state_pool import dequantized_bytes, page_bytes, row_bytes
 from jetrl.model.names import tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
@@ -35,7 +36,7 @@ GIB = 2**30
 IN_FLIGHT = 4  # whole gradients of matrices that several ranks hold while they exchange them
 WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
-CACHE_SHARE = 0.8  # as `engine.kv_cache` has it
+CACHE_SHARE = 0.8  # as `engine.state_pool` has it
 GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
 MARGIN = 0.05  # of a predicted update, which must be free too where a cache is to stay: a cache is not worth a crash
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -311,13 +312,13 @@ def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: in
     wanted = max(count for count, _ in asked)
     need = max(count * -(-tokens // page) + count // page + 1 for count, tokens in asked)
     size = page_bytes(spec, page, torch.bfloat16, recipe.kv_cache)
+    rows = rows_for(config.rollout.max_num_seqs) * row_bytes(spec, torch.bfloat16)
     if config.rollout.kv_cache_tokens is not None:
         pages = -(-config.rollout.kv_cache_tokens // page)
     else:
-        more = page_bytes(spec, page, torch.bfloat16, build_recipe("bf16", spec.num_layers).kv_cache)
-        asked_of = size + (more // spec.num_layers if recipe.kv_cache.is_quantized else 0)
-        pages = min(need, max(0, int(CACHE_SHARE * max(0, free - SPARE)) // asked_of))
-    return pages * size, min(wanted, pages // each), wanted
+        asked_of = size + (dequantized_bytes(spec, page, torch.bfloat16) if recipe.kv_cache.is_quantized else 0)
+        pages = min(need, max(0, int(CACHE_SHARE * max(0, free - SPARE)) - rows) // max(1, asked_of))
+    return pages * size + rows, min(wanted, pages // each), wanted
 
 
 def _asked(config: Config, ranks: int) -> Iterator[tuple[int, int]]:

@@ -5,20 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hopper_inputs
+import numpy as np
 import pytest
 import torch
 from doors import hybrid
 from doors.hybrid import KINDS, WIDTH, MovingAverage, register, spec_of
 from enlarged import enlarged
 from hash_model import BurstRunner, Letters, learners_logprobs
+from replays import Replays, Static
 from tiny import ARCH, numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.graphs.decode import DecodeGraphs, _Graph
+from jetrl.engine.plan import Plan
 from jetrl.engine.rows import PADDING, ZEROS, rows_for
+from jetrl.engine.runner import ModelRunner
+from jetrl.engine.sampler import SamplingTable
 from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.engine.state_pool import StatePool, grid_of, page_bytes, pages_in_memory, row_bytes
 from jetrl.errors import UserError
+from jetrl.kernels.dispatch import load_backend
 from jetrl.model.transformer import Transformer
 from jetrl.parity.certificate import Workload, certify
 from jetrl.precision.flow import require_unified
@@ -92,6 +100,47 @@ def test_completions_have_the_learners_log_probs(kind: str, precision: str) -> N
     assert results[0] == results[1] == results[2]
     for r, c in zip(requests(), results[0], strict=True):
         assert learners_logprobs(model, [*r.tokens, *c.tokens.tolist()])[len(r.tokens) - 1 :] == c.logprobs.tolist()
+
+
+class Replayed(DecodeGraphs):
+    """Graphs without a GPU."""
+
+    def _prepare(self, size: int, width: int, draws: bool, chunks: int) -> _Graph:
+        held = super()._prepare(size, width, draws, chunks)
+        held.step = Static(held.step)
+        return held
+
+
+class GraphRunner(ModelRunner):
+    """Decode steps as on a GPU: fixed shapes, padding rows, bursts in which each step reads what the last one wrote."""
+
+    def burst(self, plan: Plan, table: SamplingTable) -> int:
+        return 4 if plan.is_decode else 0
+
+    def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        if not plan.is_decode:
+            return super().run(plan, table)
+        assert self.cache is not None
+        if len(plan.copies):
+            self.cache.copy_pages(torch.from_numpy(plan.copies))
+        if self.graphs is None:
+            self.graphs = Replayed(self.model, self.cache, Replays(), 8)  # type: ignore[arg-type]
+        with torch.no_grad():
+            return self._decode(plan, table, steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_graphs_move_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(kind, layers=3)
+    backend = load_backend("reference")
+    monkeypatch.setattr(  # the CPU draws with `sample_rows`; a padding row is at position 0
+        backend, "sample", lambda *args: hopper_inputs.draw(*args[:3], args[3].clamp_min(1)), raising=False
+    )
+    engine = engine_of(model, max_num_seqs=6)
+    expected = engine.generate(requests())
+    engine.runner = GraphRunner(model, engine.settings)
+    assert engine.generate(requests()) == expected
+    assert engine.runner.graphs is not None and engine.runner.graphs.capture.number > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,7 +31,6 @@ class Rows:
         self.allocator, self.grid = PageAllocator(num_rows, 1), grid
         assert sorted(self.allocator.allocate(2)) == [ZEROS, PADDING]
         self.of = np.full(num_slots, ZEROS, dtype=np.int64)  # the row of the sequence in each slot
-        self._read: list[int] = []  # rows that sequences have left in this step, but still read
 
     @property
     def num_used(self) -> int:
@@ -56,14 +55,16 @@ class Rows:
 
     def step(self, slots: Sequence[int], make_room: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
         """The rows that the sequences in `slots` read and write in this step. `make_room` gives up a row that is only
-        kept; False if there is none."""
+        kept; False if there is none. What is read may be free afterwards: nothing else is written before the step has
+        run."""
         reads = self.of[list(slots)]
         while int(self._fresh(reads).sum()) > self.allocator.num_free:
             assert make_room(), "rows are lost"
         fresh = self._fresh(reads)
         writes = reads.copy()
         writes[fresh] = self.allocator.allocate(int(fresh.sum()))
-        self._read += reads[fresh & (reads != ZEROS)].tolist()
+        for row in reads[fresh].tolist():
+            self.free(row)
         self.of[list(slots)] = writes
         return reads, writes
 
@@ -71,18 +72,11 @@ class Rows:
         """Which sequences cannot write the row that they read."""
         return np.asarray((reads == ZEROS) | (self.allocator.ref_counts[reads] > 1))
 
-    def settle(self) -> None:
-        """The step has run: what was read is no longer needed."""
-        for row in self._read:
-            self.allocator.free([row])
-        self._read = []
-
     def reaches(self, computed: int, tokens: int) -> bool:
         """Whether the row of a sequence that has computed `computed` tokens serves one of its first `tokens`."""
         return tokens <= computed and computed // self.grid == tokens // self.grid
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Assert that every reference has a holder: a slot, or one of `held`."""
-        assert not self._read, "a step has not been settled"
         rows = [row for row in (*self.of.tolist(), *held) if row != ZEROS]
         self.allocator.check_integrity([[ZEROS], [PADDING], *([row] for row in rows)])

@@ -223,8 +223,6 @@ class Scheduler:
         tokens, logprobs, stop = np.atleast_2d(tokens), np.atleast_2d(logprobs), np.atleast_2d(stop)
         assert plan is not None and tokens.shape[1] == len(plan.sample_slots), "commit() must follow schedule()"
         at, slots = self.slots, plan.sample_slots
-        if self.rows is not None:
-            self.rows.settle()
         if drawn is None:
             drawn = np.full(len(slots), len(tokens))
         stop = stop & (np.arange(len(tokens))[:, None] < drawn)
@@ -461,7 +459,7 @@ class Scheduler:
         own = [self.slots.pages(s.slot) for s in self.running]
         held = self.prompts.check_integrity(self.running, self.waiting)
         self.allocator.check_integrity([*own, *held, *self.turns.check_integrity()])
-        if self.rows is not None and self._plan is None:
+        if self.rows is not None:
             self.rows.check_integrity([*self.prompts.held_rows(), *self.turns.held_rows()])
         assert len(self.slots.free) + len(self.running) == len(self.slots.owner), "a slot is lost"
         for group in (self.running, self.waiting):

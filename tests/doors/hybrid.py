@@ -178,6 +178,9 @@ def average(x: Tensor, before: Tensor) -> Tensor:
 
 def padded_rows(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The packed rows of each sequence [B, L], its last one repeated behind the end; and the place of the last [B]."""
+    if max(lengths) == 1:  # a decode step: nothing comes from the host, so a CUDA graph may hold it
+        rows = torch.arange(len(lengths), device=device)
+        return rows[:, None], torch.zeros_like(rows)
     count = torch.tensor(lengths, device=device)
     first, last = count.cumsum(0) - count, count - 1
     return first[:, None] + torch.minimum(torch.arange(max(lengths), device=device), last[:, None]), last
@@ -185,7 +188,8 @@ def padded_rows(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
 def places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where the packed rows are among the padded ones."""
-    longest = max(lengths)
+    if (longest := max(lengths)) == 1:
+        return torch.arange(len(lengths), device=device)
     return torch.cat([torch.arange(n, device=device) + b * longest for b, n in enumerate(lengths)])
 
 

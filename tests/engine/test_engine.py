@@ -91,6 +91,20 @@ def test_stop_strings_end_with_the_token_that_completes_them() -> None:
     assert make_engine().generate([never]) == [free]
 
 
+def test_stop_strings_span_interruptions() -> None:
+    """A sequence that was interrupted knows the letters from before."""
+    asked = [Request(i, (1, 2), SamplingParams(40, ignore_eos=True, seed=2)) for i in range(4)]
+    stops = [c.text[17:21] for c in make_engine().generate(asked)]
+    cut = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, stop=(stop,)))
+        for r, stop in zip(asked, stops, strict=True)
+    ]
+    plain, engine = make_engine(), make_engine(max_num_seqs=3)
+    found = engine.generate(cut, force_preempt=lambda step, running: running if step % 3 == 2 else ())
+    assert found == plain.generate(cut) and all(c.text.endswith(s) for c, s in zip(found, stops, strict=True))
+    assert engine.stats is not None and engine.stats.preemptions > 20
+
+
 class Bytes:
     """Token t is byte t: characters of several bytes are cut by tokens; token 4 is special and decodes to nothing."""
 

@@ -269,7 +269,7 @@ class Scheduler:
         before = np.cumsum(pending[order]) - pending[order]
         counts = np.empty_like(pending)
         counts[order] = np.clip(self.max_tokens_per_step - before, 0, pending[order])
-        for prefix in self.prompts.leading:
+        for prefix in self.prompts.leading if self.rows is not None else ():
             assert prefix.leader is not None
             at = np.flatnonzero(slots == prefix.leader.slot)
             counts[at] = self._to_the_end(prefix, int(self.slots.computed[prefix.leader.slot]), int(counts[at[0]]))

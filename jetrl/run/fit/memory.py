@@ -242,12 +242,14 @@ def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
 
 
 def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tuple[int, int]:
-    """A reference policy and a critic of its own: bytes on the GPU and on the host."""
+    """A reference policy, a critic of its own and the BF16 copy of a calibration: bytes on the GPU and on the host."""
     train, device, host = config.train, 0, 0
     sizes = sizes_of(spec, recipe)
     masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
     if config.rl.kl_coef > 0:
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
+    if config.rl.clip == "calibrated":  # the policy in BF16, whole on every rank
+        device += 2 * (sum(m.size for m in sizes.matrices) + sum(sizes.vectors)) + _tables(spec)
     if config.rl.adv_estimator == "gae" and config.rl.critic != "shared":
         body = _critic(spec, sizes)
         owned = body.owned(ranks)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jetrl import __version__
 from jetrl.errors import UserError, of_system, status_of
-from jetrl.process_exit import ctrl_c_is_told, ends_in_time
+from jetrl.process_exit import ctrl_c_is_reported, ends_in_time
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.untrusted import guard_terminal, printable
@@ -66,7 +66,7 @@ def _options(
 
 
 @ends_in_time()
-@ctrl_c_is_told()
+@ctrl_c_is_reported()
 def main() -> None:
     """Entry point: a user's mistake ends with one message and status 2, a full GPU so with 3, an interrupt with 130."""
     guard_terminal()
@@ -78,11 +78,11 @@ def main() -> None:
         from jetrl.run import start as entry
 
         if launch.is_rank():
-            entry.as_rank(app, _told, debug)
+            entry.as_rank(app, _message_of, debug)
     try:
         app()
     except Exception as error:
-        text = _told(error)
+        text = _message_of(error)
         if text is None:
             raise
         if debug:
@@ -93,7 +93,7 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _told(error: Exception) -> str | None:
+def _message_of(error: Exception) -> str | None:
     """What the user reads about a mistake or a failing disk; None: it is our own mistake, with a traceback."""
     if isinstance(error, UserError):
         return str(error)

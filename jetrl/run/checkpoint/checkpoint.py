@@ -343,7 +343,7 @@ def _check_types(meta: Meta) -> None:
     table = "a table", lambda v: isinstance(v, dict)
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "step": whole, "weight_version": whole, "num_prompts": whole, "first_row": whole, "files": hashes,
-        "data": hashes, "settings": table, "paths": table, "flow_digest": ("a text", lambda v: isinstance(v, str)),
+        "data": hashes, "settings": table, "paths": table, "flow_digest": ("a string", lambda v: isinstance(v, str)),
         "clip_bounds": ("two numbers or null", lambda v: v is None or (
             isinstance(v, list) and len(v) == 2 and all(type(x) in (int, float) for x in v))),
         "initial_accuracy": ("a number or null", lambda v: v is None or type(v) in (int, float)),

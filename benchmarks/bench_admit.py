@@ -30,6 +30,7 @@ from common import RESULTS, SPEC, NoText, bits, require_gpu, save, table
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs.mixed import _MOST_ROWS
+from jetrl.engine.settings import EngineSettings
 from jetrl.types import Request, SamplingParams, WeightSet
 
 VARIANTS = {"freed plain": (0, False), "kept plain": (1 << 40, False), "freed mixed": (0, True),
@@ -86,9 +87,8 @@ class Watch:
 def measure(model: Any, name: str, requests: list[Request], rounds: int, slots: int) -> tuple[list[Any], list[Any]]:
     """Rows of one variant, and what each rollout gave."""
     keep, mixed = VARIANTS[name]
-    engine = PagedEngine(
-        model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=slots, keep_bytes=keep
-    )
+    settings = EngineSettings(page_size=128, max_tokens_per_step=8192, max_num_seqs=slots, keep_bytes=keep)
+    engine = PagedEngine(model, NoText(), "flow", settings)
     engine.runner.mixed_graphs = mixed
     engine.load(WeightSet(1, "flow", {}))
     watch, rows, found = Watch(engine), [], []

@@ -41,6 +41,7 @@ from jetrl.engine.graphs.drafts import DraftGraphs
 from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.plan import Plan
 from jetrl.engine.sampler import SamplingTable
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.depth import DEPTHS, DepthRule
 from jetrl.engine.speculation.drafts import DraftIndex
 from jetrl.engine.speculation.sources import SOURCES
@@ -224,9 +225,8 @@ ENGINE_COLUMNS = ["batch", "variant", "seconds", "tokens/s", "tokens/step", "gai
 
 
 def make(model: Any, speculator: Speculator | None, batch: int) -> PagedEngine:
-    of = PagedEngine(
-        model, NoText(), "flow", page_size=PAGE, max_tokens_per_step=8192, max_num_seqs=batch, speculator=speculator
-    )
+    settings = EngineSettings(page_size=PAGE, max_tokens_per_step=8192, max_num_seqs=batch)
+    of = PagedEngine(model, NoText(), "flow", settings, speculator=speculator)
     of.load(WeightSet(1, "flow", {}))
     return of
 

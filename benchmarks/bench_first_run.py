@@ -167,8 +167,9 @@ def requests(case: Case) -> list[Request]:
 
 def rollout(case: Case, compilers: Compilers) -> dict[str, Any]:
     from jetrl.engine.engine import PagedEngine
+    from jetrl.engine.settings import EngineSettings
     from jetrl.model.transformer import Transformer
-    from jetrl.run.prepare import recipe_of
+    from jetrl.precision.recipe import recipe_of
 
     config, spec = case.config, case.spec
     model = Transformer(spec, recipe_of(config, spec), master_dtype=None).to("cuda")
@@ -177,10 +178,11 @@ def rollout(case: Case, compilers: Compilers) -> dict[str, Any]:
     with measured(row, compilers):
         zeros = ((name, torch.zeros(p.shape, device="cuda")) for name, p in list(model.named_parameters()))
         model.publish_values(zeros)
-        engine = PagedEngine(
-            model, NoText(), "flow", page_size=config.rollout.page_size or 0, max_num_seqs=case.batch,
-            max_tokens_per_step=config.rollout.max_tokens_per_step or 0,
+        settings = EngineSettings(
+            page_size=config.rollout.page_size or 0, max_num_seqs=case.batch,
+                max_tokens_per_step=config.rollout.max_tokens_per_step or 0
         )
+        engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(weights_in_place())
         longest = generated(engine, asked)
     row["longest step s"] = longest
@@ -236,8 +238,8 @@ def groups(case: Case) -> list[Group]:
 
 
 def update(case: Case, compilers: Compilers) -> dict[str, Any]:
+    from jetrl.precision.recipe import recipe_of
     from jetrl.run import setup
-    from jetrl.run.prepare import recipe_of
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
     from jetrl.train.step import update as one_update

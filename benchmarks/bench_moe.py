@@ -57,11 +57,13 @@ from torch import Tensor
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.kv_cache import page_bytes
+from jetrl.engine.settings import EngineSettings
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.quantize.ops import quantize_act
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.kernels.update.gradient import Gradient
 from jetrl.model.block import Routes
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.train.optim import MixedAdamW
@@ -124,9 +126,8 @@ def rollout(variant: str, args: argparse.Namespace) -> None:
     model = random_model(SHAPE, precision, "cuda", args.layers, kv_cache, masters=False)
     held = torch.cuda.memory_allocated() / 2**30
     for batch in args.batch:
-        engine = PagedEngine(
-            model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch)
-        )
+        settings = EngineSettings(page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch))
+        engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(WeightSet(1, "flow", {}))
         engine.generate(requests_of(batch, args.prompt, 40))  # compiles kernels
         torch.cuda.reset_peak_memory_stats()
@@ -200,7 +201,7 @@ def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float
     down8 = ops.prepare_experts_fp8(ops.quantize_weight(down, False, (d,) * e), e)
     up16, down16 = ops.prepare_experts_bf16(up, e), ops.prepare_experts_bf16(down, e)
     bf16, operand = torch.bfloat16, ops.prepare_bf16(router)
-    logits = moe.router_logits(x, router, router, operand)
+    logits = moe.router_logits(x, Gradient(router), router, operand)
     chosen, weights = moe.route(logits, k, True)
     groups = ops.group(chosen, e, block)
     q, rows = moe.dispatch_quantize(x, groups, False), moe.dispatch(x, groups)
@@ -208,7 +209,7 @@ def ops_of(tokens: int, block: int | None = None) -> tuple[dict[str, Any], float
     act, act16 = moe.swiglu_quantize(hidden, groups, False), moe.swiglu(hidden, groups)
     y = moe.grouped_fp8_gemm(act, down8, groups, bf16)
     return {
-        "router": lambda: moe.router_logits(x, router, router, operand),
+        "router": lambda: moe.router_logits(x, Gradient(router), router, operand),
         "route": lambda: moe.route(logits, k, True),
         "group": lambda: ops.group(chosen, e, block),
         "dispatch_quantize": lambda: moe.dispatch_quantize(x, groups, False),

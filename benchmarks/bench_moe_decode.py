@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.types import WeightSet
 
 SHORT = 9  # tokens of the shorter rollout
@@ -79,7 +80,8 @@ def main() -> None:
     model = random_model(SHAPE, precision, "cuda", args.layers, kv_cache, masters=False)
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
-        engine = PagedEngine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=batch)
+        settings = EngineSettings(page_size=128, max_tokens_per_step=8192, max_num_seqs=batch)
+        engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(WeightSet(1, "flow", {}))
         found = rows_of(engine, batch, args)
         rows += [row | {"variant": args.variant, "environment": environment()} for row in found]

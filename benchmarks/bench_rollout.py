@@ -42,6 +42,7 @@ from common import (
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.types import Request, SamplingParams, StepReport, WeightSet
 
 PEER_MARK = "VBENCH "
@@ -135,9 +136,8 @@ def one(variant: str, args: argparse.Namespace) -> None:
     precision, kv_cache = apply(variant)
     model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
     for batch in args.batch:
-        engine = PagedEngine(
-            model, NoText(), "flow", page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch)
-        )
+        settings = EngineSettings(page_size=128, max_tokens_per_step=8192, max_num_seqs=max(args.batch))
+        engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(WeightSet(1, "flow", {}))
         # prompts so short that all sequences soon decode together, in steps as full as the measured ones
         engine.generate(requests_of(batch, min(args.prompt, 512), 40))

@@ -42,7 +42,7 @@ from recipes_on_random import stand_in_config
 from simulate_queue import lengths
 
 from jetrl.config import Config
-from jetrl.model.shards import shard_of
+from jetrl.model.master import masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.parallel import launch
 from jetrl.parallel.spawn import spawn
@@ -100,11 +100,10 @@ def config_of(args: argparse.Namespace, world: World, spec: ModelSpec) -> Config
 @torch.no_grad()
 def fill(model: Transformer) -> None:
     """Random weights, drawn whole on the device one by one: the same for any number of ranks."""
-    for number, p in enumerate(model.parameters()):
+    for number, master in enumerate(masters_of(model).values()):
+        p, cut = master.param, master.shard
         generator = torch.Generator(p.device).manual_seed(number)
-        cut = shard_of(p)
-        shape = p.shape if cut is None else (cut.num_rows, *p.shape[1:])
-        whole = torch.empty(shape, dtype=p.dtype, device=p.device)
+        whole = torch.empty(master.whole_shape(), dtype=p.dtype, device=p.device)
         if p.ndim > 1:
             whole.normal_(0, 0.02, generator=generator)
         else:

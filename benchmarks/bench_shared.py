@@ -26,14 +26,15 @@ from jetrl.api import random_model
 from jetrl.config import Config, parse_config, resolve
 from jetrl.config.shipped import find_recipe
 from jetrl.config.toml import read_toml
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.rl.objective import objective
+from jetrl.train.batches import PackedBatch
 from jetrl.train.optim import MixedAdamW
 from jetrl.train.packing import by_trajectory, denominators, fill, held, pack, to_device, with_rows
 from jetrl.train.passes import logprob_pass
 from jetrl.train.step import Learner, forward_rows, inputs_of, update
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
 def parse_case(case: str) -> tuple[int, int, int]:

@@ -30,7 +30,9 @@ from common import RESULTS, SPEC, NoText, ask, emit, environment, median, requir
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
-from jetrl.kernels.update.gradient import accumulate_in, grad_dtype
+from jetrl.engine.settings import EngineSettings
+from jetrl.kernels.update.gradient import grad_dtype
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.train.optim import MixedAdamW, clipped_step, global_grad_norm
 from jetrl.train.publish import publish
@@ -126,7 +128,7 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
     length = PROMPT + args.new
     per_micro = max(1, args.micro_tokens // length)
     micros = [[length] * min(per_micro, args.sequences - i) for i in range(0, args.sequences, per_micro)]
-    engine = PagedEngine(model, NoText(), "flow", page_size=128, max_tokens_per_step=8192)
+    engine = PagedEngine(model, NoText(), "flow", EngineSettings(page_size=128, max_tokens_per_step=8192))
 
     def rollout(new: int) -> None:
         sampling = SamplingParams(new, ignore_eos=True)

@@ -37,20 +37,21 @@ from common import RESULTS, SPEC, emit, environment, median, profiled, require_g
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
 from jetrl.kernels.dispatch import load_backend
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model import attention, mlp
 from jetrl.model.linear import FlowLinear
+from jetrl.model.master import accumulate_in, masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.parity.model_under_test import random_model
 from jetrl.precision.recipe import build_recipe
 from jetrl.run.fit.advice import on_gpu
 from jetrl.train import reduction
+from jetrl.train.batches import PackedBatch
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, update
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 PROMPT, FLOW, REFERENCE = 512, "benchmark", "reference pass"
 STATES = {
@@ -135,7 +136,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     masters = getattr(torch, STATES[args.state][0])
     model = random_model("qwen3-8b", args.precision, "cuda", args.layers, master_dtype=masters)
     accumulate_in(model, torch.float32)
-    learner = Learner(model, build_optimizer(model.named_parameters(), config.train))
+    learner = Learner(model, build_optimizer(masters_of(model), config.train))
     batch = packed_batch(args, learner, config)
     lengths = [n for micro in batch.micro_batches for n in micro.lengths]
     bound: int = load_backend("hopper").KEPT_BYTES

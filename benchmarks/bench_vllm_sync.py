@@ -25,7 +25,7 @@ from jetrl.kernels.dispatch import select
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published, published_bytes
 from jetrl.precision.flow import flow_digest
-from jetrl.run.prepare import recipe_of
+from jetrl.precision.recipe import recipe_of
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.types import Request, SamplingParams, WeightSet
 from jetrl.vllm.engine import VllmEngine

@@ -56,6 +56,7 @@ from common import (
 from jetrl.api import random_model
 from jetrl.config import Config, parse_config, resolve
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.parallel.world import ALONE
 from jetrl.run.compiling.ahead import compile_ahead
@@ -136,10 +137,11 @@ def make_engine(model: Any, work: Work, switch: str, page_size: int = PAGE) -> P
     if switch == NEVER:
         assert speculator is not None
         speculator.new_index = Useless  # type: ignore[method-assign, assignment]
-    engine = PagedEngine(
-        model, NoText(), "flow", page_size=page_size, max_tokens_per_step=MOST_TOKENS, max_num_seqs=work.slots,
-        speculator=speculator, merge_prefix="on" if switch == MERGED else "off",
+    settings = EngineSettings(
+        page_size=page_size, max_tokens_per_step=MOST_TOKENS, max_num_seqs=work.slots,
+        merge_prefix="on" if switch == MERGED else "off"
     )
+    engine = PagedEngine(model, NoText(), "flow", settings, speculator=speculator)
     engine.load(WeightSet(1, "flow", {}))
     return engine
 

@@ -39,11 +39,11 @@ from jetrl.run.gather import gather
 from jetrl.run.loop import Clock
 from jetrl.run.setup import Session, build
 from jetrl.run.sft import warm_start
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import denominators, pack, to_device
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import forward_rows, inputs_of
-from jetrl.types import PackedBatch
 
 Caught = dict[str, list[tuple[Tensor, Tensor]]]  # of each linear: x [T, K] and dy [T, N] of each micro-batch
 

@@ -27,9 +27,10 @@ from common import table
 
 from jetrl.parallel.world import World
 from jetrl.rewards.score import Rewards, with_rewards
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import Own, denominators, fill, pack
 from jetrl.train.reduction import own_numbers
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory, log_probs, token_ids
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory, log_probs, token_ids
 
 GROUP = 8
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from jetrl.config import Config, load_config, resolve, to_toml
 from jetrl.engine.runner import ModelRunner
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.master import accumulate_in
 from jetrl.model.rope import rope_tables
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer

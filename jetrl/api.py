@@ -23,7 +23,6 @@ from jetrl.errors import UserError
 from jetrl.huggingface import export as export_module
 from jetrl.huggingface import hub
 from jetrl.huggingface import read as hf
-from jetrl.huggingface.files import some
 from jetrl.model.linear import FlowLinear
 from jetrl.model.published import Note
 from jetrl.model.transformer import Transformer
@@ -39,10 +38,11 @@ from jetrl.parity.model_under_test import (
     told_if_not_finite,
 )
 from jetrl.parity.rows import fingerprint
+from jetrl.phrases import some
 from jetrl.precision.flow import flow_digest
-from jetrl.precision.recipe import build_recipe
+from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.run.engines import EngineContext, eos_ids, paged_engine
-from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.prepare import load_spec
 from jetrl.run.setup import build, build_model, build_published
 from jetrl.train.publish import publish
 from jetrl.types import Completion, FinishReason, ForwardBatch, Request, SamplingParams, VarlenPlan
@@ -102,8 +102,9 @@ class Policy:
 
         A text becomes tokens as in a run without a chat template: with the special tokens that the tokenizer adds (BOS,
         for some). A list of messages (`[{"role": "user", "content": ...}]`) goes through the chat template. Token ids
-        are taken as they are. `prompts` may be a single text or conversation; the result is a list even then. The
-        tokens of a completion depend on (seed, its place in `prompts`) and not on the other prompts. UserError for
+        are taken as they are. Log-probs are of the whole distribution at the temperature, also where `top_p`, `top_k`
+        or `min_p` truncates the draw. `prompts` may be a single text or conversation; the result is a list even then.
+        The tokens of a completion depend on (seed, its place in `prompts`) and not on the other prompts. UserError for
         arguments that make no sense, and where a master weight has changed since `model.publish()`.
         """
         self.model.require_published()
@@ -265,7 +266,7 @@ def evaluation_config(
     if recipe is None and run is None:
         if not named and (Path(where) / "config.toml").is_file():
             raise UserError(f"{where} has no checkpoint yet. Set checkpoint.save_interval, or wait for one.")
-        what = f"{where} is no folder here, and a model of the hub" if named else where
+        what = f"{where} is not a folder here, and a model from the hub" if named else where
         raise UserError(f"{what} belongs to no run, so its task is unknown. Give --recipe RECIPE.")
     path = recipe or run / "config.toml"  # type: ignore[operator]
     _require_tokenizer_only(where, overrides, path)
@@ -347,5 +348,5 @@ def export_checkpoint(
     recipe = own if own is not None and own.name != "bf16" else None
     written = export_module.export(folder, out, fp8, recipe, trained_with=own)
     if rest := export_module.left_out(folder):
-        say(f"Left out, as they are no files of a model that jetrl knows: {some(rest)}")
+        say(f"Left out, because jetrl does not know them as files of a model: {some(rest)}")
     return written

@@ -21,7 +21,7 @@ def prompts_of(
     if isinstance(prompts, str) or _messages(prompts):
         prompts = [prompts]
     if not _listed(prompts):
-        raise UserError(f"prompts = {shown(prompts)}: give a text, or a list of texts or of lists of token ids.")
+        raise UserError(f"prompts = {shown(prompts)}: give a string, or a list of strings or of lists of token ids.")
     return [_prompt(f"prompts[{i}]", p, encode, vocab_size) for i, p in enumerate(prompts)]
 
 
@@ -36,8 +36,8 @@ def _prompt(name: str, prompt: Any, encode: Callable[[str, Any], Sequence[int]],
     if not isinstance(prompt, str):
         if isinstance(prompt, int | float):
             raise UserError(
-                f"{name} = {shown(prompt)}: a prompt is a text or a list of token ids. For a single prompt of ids, put "
-                "its list into a list: [[1, 2, 3]]."
+                f"{name} = {shown(prompt)}: a prompt is a string or a list of token ids. For a single prompt of ids, "
+                "put its list into a list: [[1, 2, 3]]."
             )
         return token_ids(name, prompt, vocab_size)
     try:
@@ -116,7 +116,7 @@ def stops_of(stop: Any) -> tuple[str, ...]:
     """Strings that end a completion; a single string is one of them."""
     stops = [stop] if isinstance(stop, str) else stop
     if not _listed(stops) or not all(isinstance(one, str) and one for one in stops):
-        raise UserError(f"stop = {shown(stop)}: must be a text, or a list of texts, none of them empty.")
+        raise UserError(f"stop = {shown(stop)}: must be a string, or a list of strings, none of them empty.")
     return tuple(stops)
 
 

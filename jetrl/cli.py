@@ -59,7 +59,8 @@ def _version(asked: bool) -> None:
 def _options(
     version: Annotated[bool, typer.Option(
         "--version", help="Print the version and exit.", callback=_version, is_eager=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="After any command: errors with their traceback.")] = False,
+    debug: Annotated[bool, typer.Option(
+        "--debug", help="Show the traceback of an error; may follow any command.")] = False,
 ) -> None:
     pass  # `main` has removed --debug, wherever it was
 
@@ -131,7 +132,7 @@ def train(
         "--dry-run", help="Check config, model, data and memory; print the config, the rows and one prompt.")] = False,
     gpu: Annotated[str, typer.Option(help="The GPU of --dry-run: h100, h200, or GiB (default: this machine's).")] = "",
 ) -> None:
-    """Train: warm start (if the recipe has one), then RL. Writes runs/<name>/ with metrics and a report."""
+    """Train a model: warm start (if the recipe has one), then RL. Writes metrics and a report to runs/<name>/."""
     from jetrl.parallel import launch
 
     world = launch.join()  # before anything that loads torch: a signal in the first seconds is not lost
@@ -163,7 +164,7 @@ def train(
     if not ended:
         if config.checkpoint.save_interval:
             own = quote(f"{run_dir}/config.toml")
-            out.print(f"Stopped after a checkpoint. Continue with:\n  jetrl train {own} --resume")
+            out.print(f"Stopped; a checkpoint was saved. Continue with:\n  jetrl train {own} --resume")
         else:
             out.print("Stopped. With checkpoint.save_interval = 0 nothing was saved, so the run cannot be resumed.")
         raise SystemExit(130)
@@ -173,7 +174,7 @@ def train(
 
 @app.command(epilog=_ABOUT_RECIPES)
 def sft(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Only the supervised warm start of a recipe; `train` finds its cached result."""
+    """Run only the supervised warm start of a recipe; `train` then finds the result in the cache."""
     config = _config(recipe, overrides)
     from jetrl.run.loop import StopRequest, run_sft
 
@@ -186,7 +187,8 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command(epilog=_ABOUT_RECIPES)
 def compare(
     recipe: Recipe, overrides: Overrides = None,
-    precision: Annotated[str, typer.Option(help="Flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
+    precision: Annotated[str, typer.Option(
+        help="Precision flows to run, separated by commas.")] = "bf16,fp8,fp8_rollout",
     nproc: Ranks = None,
 ) -> None:
     """Run one recipe in several precision flows, from the same seed and warm start, and compare them side by side."""
@@ -213,8 +215,8 @@ def compare(
 def _no_study() -> None:
     """Not here: the study of flows is the package jetrl_study, which lies beside jetrl in its repository."""
     raise UserError(
-        "jetrl study: the package jetrl_study is not installed. It lies beside jetrl/ in jetrl's repository, and "
-        "`pip install .` there brings both."
+        "jetrl study: the package jetrl_study is not installed. It is next to jetrl/ in jetrl's repository; "
+        "`pip install .` there installs both."
     )
 
 
@@ -242,10 +244,10 @@ def parity(
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    sequences: Annotated[int, typer.Option(min=1, help="Test sequences, of ragged lengths.")] = 6,
+    sequences: Annotated[int, typer.Option(min=1, help="Number of test sequences; their lengths differ.")] = 6,
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt in tokens.")] = 48,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens decoded for a sequence.")] = 24,
-    chunk: Annotated[int, typer.Option(min=0, help="Tokens in a prefill chunk. 0: a fiftieth of the prompt.")] = 0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per sequence.")] = 24,
+    chunk: Annotated[int, typer.Option(min=0, help="Tokens per prefill chunk. 0: a fiftieth of the prompt.")] = 0,
     revision: Revision = None,
     nproc: Ranks = None,
     update: Annotated[str, typer.Option(
@@ -254,9 +256,9 @@ def parity(
     )] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Status 0 only then.
+    """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Exits with 0 only then.
 
-    With several ranks also that they give the samples, log-probs and update of one.
+    With several ranks, also certify that their samples, log-probs and update are those of a single rank.
     """
     from jetrl.parallel import launch
 
@@ -291,7 +293,7 @@ def flow(
 ) -> None:
     """Print and draw the precision flow of training and rollout, and every edge that differs.
 
-    It builds no tensor and needs no GPU, only the model's config.json.
+    Builds no tensors and needs no GPU, only the model's config.json.
     """
     from jetrl.precision.picture.draw import flow_svg, flow_text
     from jetrl.run import start as entry
@@ -324,12 +326,12 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print all metrics as JSON.")] = False,
     samples: Annotated[
         Path | None,
-        typer.Option(help="Write completions to this file, as rows like those of eval_samples.jsonl."),
+        typer.Option(help="Write completions to this file, in the format of eval_samples.jsonl."),
     ] = None,
     trusted: Annotated[bool, typer.Option(
-        "--trust", help="Run the code that the run's recipe names, without a question.")] = False,
+        "--trust", help="Run the code that the run's recipe names without asking.")] = False,
 ) -> None:
-    """Accuracy, or mean reward, of a checkpoint on the held-out problems."""
+    """Measure the accuracy, or mean reward, of a checkpoint on the held-out problems."""
     from jetrl.parallel import launch
 
     world = launch.join()
@@ -370,14 +372,14 @@ def environment(
     overrides: Annotated[list[str] | None, typer.Argument(
         help="Settings, such as environment.params.high=9 environment.timeout=5.", show_default=False)] = None,
     says: Annotated[list[str] | None, typer.Option("--say", help="A turn of the policy; repeat it for more.")] = None,
-    script: Annotated[Path | None, typer.Option(help="Its turns in a file: one a line, or a JSON list.")] = None,
+    script: Annotated[Path | None, typer.Option(help="Its turns in a file: one per line, or a JSON list.")] = None,
     data: Annotated[str, typer.Option(help="A recipe whose task gives the problem.")] = "",
-    problem: Annotated[int, typer.Option(min=0, help="Which problem of the task's stream.")] = 0,
-    prompt: Annotated[str, typer.Option(help="A prompt instead of the problem's own, whose answer stays.")] = "",
+    problem: Annotated[int, typer.Option(min=0, help="Number of the problem in the task's stream.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Use this prompt instead of the problem's; its answer stays.")] = "",
     template: Annotated[str, typer.Option(
-        help="A model folder or hub name: shows the text that its chat template makes, and counts tokens.")] = "",
+        help="A model folder or hub name: shows the text that its chat template renders, and counts tokens.")] = "",
 ) -> None:
-    """Try an environment without a model: you, or a script, are the policy. Status 2 if the environment fails.
+    """Try an environment without a model: you, or a script, play the policy. Exits with 2 if the environment fails.
 
     `jetrl env examples/guess_number.py:GuessNumber --say 5 --say 7`
     """
@@ -424,7 +426,7 @@ def report(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Check what this machine can run and what is missing, and run a small test. Status 0: training works."""
+    """Check what this machine can run and what is missing, and run a small test. Exits with 0 if training works."""
     from jetrl.doctor.show import run
 
     raise SystemExit(0 if run(out, as_json) else 1)
@@ -432,7 +434,7 @@ def doctor(
 
 @app.command()
 def recipes(
-    name: Annotated[str, typer.Argument(help="Print this recipe, to change a copy of it.")] = "",
+    name: Annotated[str, typer.Argument(help="Print this recipe; save the output to edit a copy.")] = "",
 ) -> None:
     """List the recipes that come with jetrl, or print one: `jetrl recipes quickstart > mine.toml`."""
     from jetrl.config.shipped import find_recipe, shipped, summary

@@ -166,7 +166,7 @@ def of_system(error: BaseException) -> str | None:
     if disk_full(error):
         return f"no disk space left ({error}). Free some and try again."
     if type(error) is ValueError and "null byte" in str(error):
-        return "cannot read or write: a path has a character NUL (\\0) in it. Correct the path."
+        return "cannot read or write: a path contains a NUL character (\\0). Correct the path."
     number = system_error(error)
     if isinstance(error, OSError) or number is not None:
         return f"cannot read or write: {error}." + (" Check the path and its permissions." if number else "")

@@ -28,6 +28,12 @@ IN_PYTHON = (
 )
 
 
+def some(names: list[str]) -> str:
+    """The first of many names, as text."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
 def in_python(text: str) -> str:
     """A message of the command line, as a program should read it."""
     commands = _COMMANDS.findall(text)

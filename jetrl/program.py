@@ -128,7 +128,7 @@ def _copied(value: Any, argument: str) -> Any:
         return copy.deepcopy(found)
     except Exception as error:
         raise UserError(
-            f"{argument}: its values cannot be read: {told(error)}. Give texts, numbers, lists and dicts."
+            f"{argument}: its values cannot be read: {told(error)}. Give strings, numbers, lists and dicts."
         ) from error
 
 
@@ -141,7 +141,7 @@ def _pairs(overrides: Any) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         for key, value in _copied(overrides, "overrides").items():
             if not isinstance(key, str):
-                raise UserError(f"overrides: the key {shown(key)} is no text; write 'train.lr', say.")
+                raise UserError(f"overrides: the key {shown(key)} is not a string; write 'train.lr', for example.")
             if key in sections() and isinstance(value, Mapping):
                 found += [(f"{key}.{name}", inner) for name, inner in value.items()]
             else:
@@ -149,7 +149,7 @@ def _pairs(overrides: Any) -> list[tuple[str, Any]]:
         return [(key, str(value) if isinstance(value, Path) else value) for key, value in found]
     if not isinstance(overrides, list | tuple) or not all(isinstance(text, str) for text in overrides):
         raise UserError(
-            f"overrides = {shown(overrides)}: give a dict such as {{'train.lr': 1e-5}}, or a list of texts "
+            f"overrides = {shown(overrides)}: give a dict such as {{'train.lr': 1e-5}}, or a list of strings "
             "such as ['train.lr=1e-5']."
         )
     return [split_override(text) for text in overrides]

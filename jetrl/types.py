@@ -6,6 +6,7 @@ Shape letters: T packed tokens, B sequences, M blocks of a sequence, N and K row
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -139,7 +140,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is decoded. `temperature=0` is greedy. Filters off: `top_p=1, top_k=0, min_p=0`."""
+    """How one request is decoded. `temperature=0` is greedy. Filters off: `top_p=1, top_k=0, min_p=0`.
+
+    `logprobs`: of the truncated distribution, that tokens are drawn from ("sampled"), or of the whole one ("full").
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -150,6 +154,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    logprobs: Literal["sampled", "full"] = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +177,9 @@ class Completion(_Sampled):
     """What an engine returns for one request. `tokens` [n] int32 and `logprobs` [n] float32 are read-only arrays; an
     engine may give lists, tuples or other arrays of such numbers.
 
-    `logprobs[i]` is the full-distribution log-probability of `tokens[i]` at the sampling temperature (FP32), also when
-    top-p, top-k or min-p truncated the draw. A stop token that ended the sequence is the last entry of `tokens`, and is
-    not part of `text`.
+    `logprobs[i]` is the log-probability of `tokens[i]` at the sampling temperature (FP32): of the whole distribution
+    or, where the request's `sampling.logprobs` is "sampled", of what top-p, top-k and min-p leave. A stop token that
+    ended the sequence is the last entry of `tokens`, and is not part of `text`.
     """
 
     request_id: int
@@ -198,9 +203,9 @@ class StepReport:
     generated_tokens: int
 
 
-class Engine(Protocol):
-    """What a rollout asks of an engine; `rollout.engine.PagedEngine` is ours. Optional: `close()`, at the end of a
-    run; `about`, a text for its start; `take_metrics()`, numbers since the last call: after `load` and evaluations.
+class Engine(ABC):
+    """What a rollout asks of an engine; `engine.engine.PagedEngine` is ours. An engine of yours may be a subclass, or
+    any class with these methods; those with a body are optional.
 
     Requests may be added while others run. `keeps_bits`: whether the log-probs of its completions are, bit for bit,
     those that the learner's forward computes with the same weights; if not, the learner makes its own pass.
@@ -209,34 +214,55 @@ class Engine(Protocol):
     keeps_bits: bool
 
     @property
+    @abstractmethod
     def has_work(self) -> bool:
         """Whether requests are running or waiting."""
-        ...
 
+    @abstractmethod
     def load(self, weights: WeightSet) -> None:
         """Use these weights from now on. Called while the engine has no work."""
-        ...
 
+    @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none: UserError if one of them can never run."""
-        ...
 
+    @abstractmethod
     def step(self) -> StepReport:
         """Compute for a while (one forward pass, or a few). Called while `has_work`."""
-        ...
 
+    @abstractmethod
     def collect(self) -> list[Completion]:
         """What has finished since the last call, in the order in which it finished."""
-        ...
 
+    @abstractmethod
     def forget(self, ids: Collection[int]) -> None:
         """These conversations have ended: nothing needs to be kept for a further turn, and what still runs of them is
         dropped. Unknown ids are ignored."""
-        ...
 
+    @abstractmethod
     def release(self) -> None:
         """Give memory back to training until the next `add`. Called while the engine has no work."""
-        ...
+
+    def cancel(self, ids: Collection[int]) -> None:
+        """Drop requests that wait or run, without completions; their conversations may go on from before them."""
+        self.forget(ids)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Requests that may reach so many tokens each are to come. Until the next call."""
+        return
+
+    @property
+    def about(self) -> str:
+        """A text for the start of a run."""
+        return ""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers since the last call, for a step's row: asked after `load` and after evaluations."""
+        return {}
+
+    def close(self) -> None:
+        """The run has ended."""
+        return
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -497,61 +523,6 @@ class ForwardBatch:
     positions: Tensor  # [T] int64, 0-based within the sequence
     plan: VarlenPlan | PagedPlan
     side: Side  # whose precision flow applies
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Packed trajectories of one forward/backward. Row t predicts `targets[t]`, the next token.
-
-    `loss_mask[t]` is 1 where `targets[t]` is the policy's and its trajectory is in the loss. Floats that are not there
-    are NaN: those of the other rows, advantages before they are made, and log-probs of what nobody sampled. The columns
-    from `old_logprobs` on are filled by passes over the batch, where the algorithm asks for them.
-
-    `versions` None: the weights of the batch's version drew all of them.
-
-    Part i, rows `cu_seqlens[i]:cu_seqlens[i+1]`, is a whole trajectory where `stems` is empty or -1. Else it goes on
-    from part `stems[i]`, which has all tokens of the prompt but the last, and no loss.
-    """
-
-    tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    targets: Tensor  # [T] int64
-    loss_mask: Tensor  # [T] float32, 0 or 1
-    advantages: Tensor  # [T] float32
-    rollout_logprobs: Tensor  # [T] float32
-    sequence_ids: Tensor  # [T] int64, number of the trajectory within the whole PackedBatch; -1 in a stem
-    cu_seqlens: Tensor  # [B+1] int32
-    lengths: tuple[int, ...]
-    stems: tuple[int, ...] = ()
-    old_logprobs: Tensor | None = None  # [T] float32, of the policy before the step's first update
-    ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy
-    values: Tensor | None = None  # [T] float32, the critic's before the step's first update
-    returns: Tensor | None = None  # [T] float32, what the critic should have said
-    versions: Tensor | None = None  # [T] int64, of the weights that drew each target in the loss; -1 in other rows
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """The data of one optimizer update, as micro-batches of at most `max_tokens_per_gpu` tokens.
-
-    A rank may hold only those that it computes: `numbers` says which of the update's `num_micro_batches` they are. All
-    else is about the whole update. `num_sequences` counts all trajectories; `sequence_tokens` are the loss tokens of
-    each, `num_masked_tokens` the policy's tokens of those outside the loss. `num_older_tokens` are those of the loss
-    that weights from before `weight_version` drew. `prompts`: the place of each one's prompt in the task's stream;
-    empty for the warm start.
-    """
-
-    micro_batches: tuple[MicroBatch, ...]
-    numbers: tuple[int, ...]
-    num_micro_batches: int
-    num_sequences: int
-    num_loss_tokens: int
-    sequence_tokens: tuple[int, ...]
-    flow_digest: str
-    weight_version: int
-    num_masked_tokens: int = 0
-    num_older_tokens: int = 0
-    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

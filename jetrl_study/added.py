@@ -132,7 +132,7 @@ def _checked(path: Path, study: Study) -> dict[str, Any]:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         why = first["msg"].removeprefix("Value error, ")
-        told = f"{path} is no study.json of `jetrl study`, or is damaged: {place}: {why}. {_REMEDY}"
+        told = f"{path} is not a study.json of `jetrl study`, or it is damaged: {place}: {why}. {_REMEDY}"
         raise UserError(told) from error
     return data
 

@@ -300,7 +300,7 @@ def _results(
 def _tell_runs(going: Conduct) -> None:
     say, undone = going.console.print, len(going.runs) - going.done
     if undone and not going.crashed:
-        say(f"Not finished: {undone} of {counted(len(going.runs), 'run')}. The same command goes on from here.")
+        say(f"Not finished: {undone} of {counted(len(going.runs), 'run')}. The same command continues from here.")
     for name, text in going.crashed.items():
         say(f"\n{name} crashed; its output ends with\n{text}", markup=False, style="red")
     if going.crashed:

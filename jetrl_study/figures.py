@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from jetrl.report.metrics import title_of
 from jetrl_study.svg import Line, Scale, chart, decades, doubling, forest, linear
 from jetrl_study.timing import seconds_at
 
@@ -31,28 +32,23 @@ def figures(data: Data) -> list[tuple[str, str, str, bool]]:
         *((f"Held-out {score} against {_label(data, other)}", _forest_note(data), differences(data, other), True)
           for other in data["study"]["against"]),
     ]
-    others = [
-        ("Reward", "reward/mean", None), ("Entropy", "policy/entropy", None),
-        ("Gradient norm, before clipping", "policy/grad_norm", True),
-        ("KL to the learner (k3)", "parity/k3_kl", True),
-        ("Largest log-prob gap", "parity/logprob_abs_diff_max", True),
-        ("Truncated importance weights", "correction/frac_truncated", None),
-        ("Masked by rejection", "correction/frac_rejected", None),
-        ("Answer length", "response_length/mean", None), ("Answers cut at the limit",
-                                                         "response_length/frac_truncated", None),
-    ]
+    others = {  # whether the axis is logarithmic
+        "reward/mean": False, "policy/entropy": False, "policy/grad_norm": True, "parity/k3_kl": True,
+        "parity/logprob_abs_diff_max": True, "correction/frac_truncated": False, "correction/frac_rejected": False,
+        "response_length/mean": False, "response_length/frac_truncated": False,
+    }
     found += [
-        (title, band, by_step(data, _series(key), key, log=bool(log), drop_zeros=key.startswith("correction/")), False)
-        for title, key, log in others
+        (title_of(key), band, svg, False) for key, log in others.items()
+        if (svg := by_step(data, _series(key), key, log=log, drop_zeros=key.startswith("correction/")))
     ]
     clipped = by_step(data, _clipped, "share", percent, drop_zeros=True)
     found.append(("Clipped share of tokens", band, clipped, False))
     note = f"{band}. Tokens drawn from the old policy have a mean ratio of 1, up to chance"
     ratio = by_step(data, _off_one, "|mean ratio - 1|", log=True, drop_zeros=True)
-    found.append(("Mean ratio to the old policy", note, ratio, False))
+    found.append((title_of("policy/ratio_mean"), note, ratio, False))
     change = by_step(data, _series("policy/logprob_abs_change_mean"), "mean |new - old|", log=True, drop_zeros=True)
     note = f"{band}. Of tokens, mean over the updates of a step"
-    found.append(("Change of log-probs by updates", note, change, False))
+    found.append((title_of("policy/logprob_abs_change_mean"), note, change, False))
     return [(title, note, svg, wide) for title, note, svg, wide in found if svg]
 
 

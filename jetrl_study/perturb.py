@@ -26,6 +26,7 @@ from torch import Tensor
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.runner import Model
+from jetrl.engine.settings import EngineSettings
 from jetrl.kernels.dispatch import backend_of, served_by
 from jetrl.kernels.qtensor import QTensor
 from jetrl.model.transformer import Transformer
@@ -152,11 +153,11 @@ class OtherBits(PagedEngine):
     def __init__(self, context: EngineContext) -> None:
         r, other = context.config.rollout, OtherModel(context.model, self.ways)
         assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
-        super().__init__(
-            cast(Model, other), context.tokenizer, context.flow_digest, page_size=r.page_size,
-            max_num_seqs=r.max_num_seqs, max_tokens_per_step=r.max_tokens_per_step,
+        settings = EngineSettings(
+            page_size=r.page_size, max_num_seqs=r.max_num_seqs, max_tokens_per_step=r.max_tokens_per_step,
             kv_cache_tokens=r.kv_cache_tokens, eos_token_ids=context.eos_token_ids,
         )
+        super().__init__(cast(Model, other), context.tokenizer, context.flow_digest, settings)
 
     @property
     def about(self) -> str:

@@ -69,7 +69,7 @@ class Study:
             raise UserError(f"--arms {arms}: no arm {unknown[0]!r}; the study {self.name} has {', '.join(known)}.")
         given = [seed.strip() for seed in (seeds or "").split(",") if seed.strip()]
         if wrong := [seed for seed in given if not (seed.isascii() and seed.isdigit())]:
-            raise UserError(f"--seeds {seeds}: {wrong[0]!r} is no seed. Write numbers from 0 on, as in 0,1,2.")
+            raise UserError(f"--seeds {seeds}: {wrong[0]!r} is not a seed. Write numbers from 0 on, as in 0,1,2.")
         chosen = tuple(dict.fromkeys(map(int, given))) or self.seeds
         against = tuple(name for name in self.against if name in names) or (names[0],)
         return replace(
@@ -135,7 +135,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     if not against:
         raise UserError(f"{path}: against is empty. Name the arms to compare with, or leave it out for the first one.")
     if unknown := [name for name in against if name not in names]:
-        raise UserError(f"{path}: against names {unknown[0]!r}, which is no arm; arms: {', '.join(names)}.")
+        raise UserError(f"{path}: against names {unknown[0]!r}, which is not an arm; arms: {', '.join(names)}.")
     return Study(
         data["name"], data.get("about", ""), find_recipe(data["recipe"]), tuple(dict.fromkeys(seeds)),
         (*data.get("overrides", []), *overrides), arms, against, data.get("keep_checkpoints", False),
@@ -160,11 +160,11 @@ def planned(study: Study, out: Path, arm: Arm, seed: int, say: Callable[[str], o
     except UserError as error:
         raise UserError(f"arm {arm.name}: {error}") from error
     if not plain.checkpoint.save_interval:
-        raise UserError(f"arm {arm.name}: checkpoint.save_interval is 0, so that a stopped study could not go on.")
+        raise UserError(f"arm {arm.name}: checkpoint.save_interval is 0, so a stopped study could not continue.")
     if plain.train.epochs is not None:
         raise UserError(f"arm {arm.name}: a study compares equal steps. Set train.steps instead of train.epochs.")
     if not plain.eval.eval_interval:
-        raise UserError(f"arm {arm.name}: eval.eval_interval is 0, so that there would be nothing to compare.")
+        raise UserError(f"arm {arm.name}: eval.eval_interval is 0, so there would be nothing to compare.")
     resumed = config.checkpoint.model_copy(update={"resume": "auto"})
     return Planned(arm, seed, config.model_copy(update={"checkpoint": resumed}), digest(plain, marked(NoBits)))
 
@@ -231,7 +231,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if unknown := [key for key in data if key not in _KEYS]:
         near = difflib.get_close_matches(unknown[0], _KEYS, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_KEYS)}."
-        raise UserError(f"{path}: {unknown[0]} is no key of a study; {hint}")
+        raise UserError(f"{path}: {unknown[0]} is not a key of a study; {hint}")
     for key, value in data.items():
         if (kind := _KEYS[key]) is not None and not isinstance(value, kind[0]):
             raise UserError(f"{path}: {key} must be {kind[1]}, got {value!r}.")
@@ -265,7 +265,7 @@ def _arm(data: Any, path: Path) -> Arm:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise UserError(f"{path}: each [[arm]] needs a name.")
     if unknown := [key for key in data if key not in _ARM_KEYS]:
-        raise UserError(f"{path}: {unknown[0]} is no key of an arm; known: {', '.join(_ARM_KEYS)}.")
+        raise UserError(f"{path}: {unknown[0]} is not a key of an arm; known: {', '.join(_ARM_KEYS)}.")
     broken = tuple(sorted(_texts(data.get("break_exactness", []), path, "break_exactness")))
     if broken and broken not in ENGINES:
         raise UserError(f"{path}: break_exactness is {list(broken)}; use attention, quantizer or both.")
@@ -277,5 +277,5 @@ def _arm(data: Any, path: Path) -> Arm:
 
 def _texts(value: Any, path: Path, key: str) -> list[str]:
     if not isinstance(value, list) or any(not isinstance(text, str) for text in value):
-        raise UserError(f'{path}: {key} must be a list of texts, such as ["train.steps=16"], got {value!r}.')
+        raise UserError(f'{path}: {key} must be a list of strings, such as ["train.steps=16"], got {value!r}.')
     return value

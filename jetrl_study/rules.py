@@ -16,7 +16,7 @@ GRADIENT_FACTOR, GRADIENT_HISTORY, GRADIENT_RUN = 10.0, 10, 3
 RULES = {
     "non-finite": "Logits, loss or gradients are NaN or infinite; the run ends there.",
     "accuracy": f"Held-out accuracy is below {ACCURACY_SHARE:g} of the run's best so far, if that was at least "
-    f"{ACCURACY_FLOOR:g}. A later evaluation above that share is told as a recovery.",
+    f"{ACCURACY_FLOOR:g}. A later evaluation above that share is reported as a recovery.",
     "entropy": f"The mean entropy of {ENTROPY_WINDOW} steps is below {ENTROPY_SHARE:g} of that of the first "
     f"{ENTROPY_WINDOW} steps, while held-out accuracy is not above that before training.",
     "gradient": f"The gradient norm is above {GRADIENT_FACTOR:g} times the median of all earlier steps (at least "

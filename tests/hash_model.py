@@ -15,6 +15,7 @@ from jetrl.engine.engine import PagedEngine
 from jetrl.engine.plan import Plan
 from jetrl.engine.runner import ModelRunner
 from jetrl.engine.sampler import SamplingTable, sample
+from jetrl.engine.settings import EngineSettings
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import Recipe, build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
@@ -76,7 +77,7 @@ class Letters:
 
 
 def make_engine(model: object = None, **sizes: int | None) -> PagedEngine:
-    engine = PagedEngine(model or HashModel(), Letters(), "flow", **sizes)  # type: ignore[arg-type]
+    engine = PagedEngine(model or HashModel(), Letters(), "flow", EngineSettings(**sizes))  # type: ignore[arg-type]
     engine.load(WeightSet(3, "flow", {}))
     return engine
 

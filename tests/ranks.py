@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from jetrl.model.master import Master, frozen_values, masters_of
 from jetrl.model.sharding import whole_value
 from jetrl.parallel.world import World
 
@@ -42,8 +43,13 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """`state_dict` with the rows of all ranks, in host memory, on every rank. Collective."""
-    return {name: whole_value(p, p.dtype).to("cpu", copy=True) for name, p in model.named_parameters()}
+    """All weights with the rows of all ranks, in host memory, on every rank; of frozen ones their value. Collective."""
+    frozen = frozen_values(model)
+
+    def value(name: str, master: Master) -> Tensor:
+        return frozen[name]() if name in frozen else whole_value(master, master.param.dtype)
+
+    return {name: value(name, master).to("cpu", copy=True) for name, master in masters_of(model).items()}
 
 
 def _one(rank: int, size: int, port: int, seconds: float, folder: str, environ: dict[str, str]) -> None:

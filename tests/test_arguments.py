@@ -172,7 +172,7 @@ def test_texts_and_messages_become_tokens_as_in_a_run(folder: Path, monkeypatch:
         policy.generate(prompts, max_tokens=4)
     assert asked == [plain, plain, rendered, plain[1:], rendered] and plain[0] == 0
     for wrong, message in (
-        ([[{"role": "user"}]], r"prompts\[0\]: a chat message needs the texts 'role' and 'content'.*Write {'role'"),
+        ([[{"role": "user"}]], r"prompts\[0\]: a chat message needs the strings 'role' and 'content'.*Write {'role'"),
         ([talk, [talk[0], 3]], r"prompts\[1\]\[0\] = .*a token id is a whole number"),
     ):
         with pytest.raises(UserError, match=message):

@@ -370,13 +370,13 @@ def test_file_problems(tmp_path: Path) -> None:
         ("---\nname: x\n", "line 1: .*; this looks like YAML"),
         ("name = 'x'\n- a\n", "line 2: .*; this looks like YAML"),
         ('{"name": "x"}', "line 1: .*; this looks like JSON"),
-        ("name = first  # run\n", 'line 1: .*; texts need quotes: name = "first"'),
-        ("path = C:\\models", "line 1: .*; texts need quotes: path = 'C:\\models'"),
-        ("path = ../m", 'line 1: .*; texts need quotes: path = "../m"'),
+        ("name = first  # run\n", 'line 1: .*; strings need quotes: name = "first"'),
+        ("path = C:\\models", "line 1: .*; strings need quotes: path = 'C:\\models'"),
+        ("path = ../m", 'line 1: .*; strings need quotes: path = "../m"'),
         ("[task]\nchat_template = True\n", "line 2: .*; write chat_template = true"),
         ("kv = None", 'line 1: .*; write kv = "none"'),
         ("name = “x”", "line 1: .*; it has typographic quotes"),
-        ('name = "x', "line 1: .*; a text has no closing quote"),
+        ('name = "x', "line 1: .*; a string has no closing quote"),
         ("name =", "line 1: .*; there is no value after the ="),
         ("lr = .5", "line 1: not valid TOML (Invalid value): 'lr = .5'$"),
         ("lr = [1", "line 1: not valid TOML (Unclosed array): 'lr = [1'$"),
@@ -557,6 +557,26 @@ def test_digest() -> None:
     others.append({"quant": {"kv_cache": "fp8"}})
     assert len({digest(config), *(digest(parse_config({**BASE, **other})) for other in others)}) == 5
     assert digest(parse_config({**BASE, "quant": {"kv_cache": "bf16"}})) == digest(config)
+
+
+def test_what_is_trained_follows_what_is_drawn(tmp_path: Path) -> None:
+    """Without a filter the key says nothing, and digests are those of before it."""
+    plain = parse_config(BASE)
+    assert plain.rollout.logprobs == "full" and "logprobs" not in to_toml(plain)
+    assert digest(plain) == digest(parse_config({**BASE, "rollout": {"logprobs": "full"}}))
+    for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        config, old = (parse_config({**BASE, "rollout": cut | more}) for more in ({}, {"logprobs": "full"}))
+        assert (config.rollout.logprobs, old.rollout.logprobs) == ("sampled", "full")
+        assert digest(config) != digest(old) and load(tmp_path, to_toml(config)) == config
+        assert load(tmp_path, to_toml(old)) == old
+        ((key, _),) = cut.items()
+        (tmp_path / "cut.toml").write_text(to_toml(config))
+        notes: list[str] = []
+        usual = toml_literal(config.rollout.usual(key))
+        assert load_config(tmp_path / "cut.toml", [f"rollout.{key}={usual}"], notes.append) == plain
+        assert len(notes) == 1 and notes[0].startswith('dropped rollout.logprobs = "sampled" (from the recipe)')
+    assert "rollout.logprobs: has no effect while rollout.top_p, top_k and min_p truncate nothing" in message(
+        rollout={"logprobs": "sampled"})
 
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_steps_of_epochs_are_rounded_up(tmp_path: Path, epochs: float, count: in
 def test_what_does_not_go_with_epochs(tmp_path: Path) -> None:
     data = rows_file(tmp_path, 8)
     for changes, said in (
-        (data | {"train.epochs": 1}, r"train.steps: does not go together with train.epochs = 1.0.*take one of the two"),
+        (data | {"train.epochs": 1}, r"train.steps: does not go together with train.epochs = 1.0.*use one of the two"),
         ({"train.steps": None, "train.epochs": 1}, r'train.epochs: is for problems from data .* task "addition" are'),
         (data | {"train.steps": None, "train.epochs": 0}, "train.epochs"),
     ):

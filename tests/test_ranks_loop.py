@@ -29,9 +29,10 @@ from jetrl.run.stopping import StopRequest
 FIXED: dict[str, Any] = {
     "train.reduction": "fixed", "train.max_tokens_per_gpu": 64, "checkpoint.save_interval": 1, "checkpoint.keep": 9
 }
-PPO = FIXED | {  # a critic of its own, a reference policy, a warm start in pieces, BF16 moments, few slots
+PPO = FIXED | {  # a critic of its own, a reference, a warm start in pieces, BF16 moments, few slots, truncation
     "train.steps": 2, "rl.adv_estimator": "gae", "rl.kl_coef": 0.01, "train.optimizer_dtype": "bfloat16",
-    "train.share_prompts": True, "rollout.max_num_seqs": 3, "sft": {"steps": 2, "batch_size": 12, "lr": 1e-3},
+    "train.share_prompts": True, "rollout.max_num_seqs": 3, "rollout.top_p": 0.9,
+    "sft": {"steps": 2, "batch_size": 12, "lr": 1e-3},
 }
 ROOT = Path(__file__).parents[1]
 

@@ -374,7 +374,7 @@ def test_sigterm_saves_the_steps_before_and_reaches_the_program(tmp_path: Path) 
     ({"overrides": ["trian.lr=3"]}, r"^overrides: trian: unknown section; did you mean \[train\]\?$"),
     ({"overrides": {"train": {"lr": -1}}}, r"^overrides: train.lr: must be above 0, got -1$"),
     ({"overrides": {"train.lr": -1, "rl.algo": "x"}}, r"^the config has 2 errors:\n  overrides: .*\n  overrides: "),
-    ({"run_dir": "a\0/b"}, "a path has a character NUL"),
+    ({"run_dir": "a\0/b"}, "a path contains a NUL character"),
     ({"callbacks": [type("C", (), {"on_step": property(lambda self: {}["x"])})()]}, r"C\) raised KeyError: 'x' \("),
     ({"run_dir": "a b"}, r"^run_dir: name: must be letters"),
     ({"overrides": "train.steps=3"}, "give a dict such as"),

@@ -19,12 +19,12 @@ def message_of(value: Any, *, padded: bool = False) -> dict[str, Any]:
     out at any depth. Where there are `tool_calls`, `content` may be None or missing, and is then an empty text.
     """
     if not isinstance(value, Mapping):
-        raise ValueError("a chat message needs the texts 'role' and 'content'")
+        raise ValueError("a chat message needs the strings 'role' and 'content'")
     message = {k: v for k, v in _plain(value, "", padded).items() if v is not None}
     if message.get("content") is None and message.get("tool_calls"):
         message["content"] = ""
     if not all(isinstance(message.get(key), str) for key in ("role", "content")) or not message["role"]:
-        raise ValueError("a chat message needs the texts 'role' and 'content'")
+        raise ValueError("a chat message needs the strings 'role' and 'content'")
     return message
 
 
@@ -32,7 +32,7 @@ def _plain(value: Any, path: str, padded: bool) -> Any:
     """The value with dicts and lists of its own; of a `padded` one without keys whose value is None."""
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"a key of a chat message must be a text, not {wrong[0]!r}")
+            raise ValueError(f"a key of a chat message must be a string, not {wrong[0]!r}")
         return {
             k: _plain(v, f"{path}.{k}" if path else k, padded) for k, v in value.items() if not (padded and v is None)
         }
@@ -40,5 +40,5 @@ def _plain(value: Any, path: str, padded: bool) -> Any:
         return [_plain(each, f"{path}[{i}]", padded) for i, each in enumerate(value)]
     if value is None or isinstance(value, _SCALARS):
         return value
-    raise ValueError(f"{path} of a chat message must be a text, a number, a list or an object, not a "
+    raise ValueError(f"{path} of a chat message must be a string, a number, a list or an object, not a "
                      f"{type(value).__name__}")

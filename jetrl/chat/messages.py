@@ -115,7 +115,7 @@ def check_turn_end(encoder: TurnEncoder, ends: Collection[int], stop: Sequence[s
     )
     if teaches:
         raise UserError(f"{text}: the warm start would teach an end of turn that the template does not write. {cure}")
-    tell(tokenizer, f"{text}: a policy that ends its answer as the template does writes on behind it. {cure}")
+    tell(tokenizer, f"{text}: a policy that ends its answer the way the template does keeps writing after it. {cure}")
 
 
 def encode_solution(

@@ -62,7 +62,7 @@ def encode_prompt(tokenizer: Any, name: str, prompt: str | Sequence[Message]) ->
     if isinstance(prompt, str):
         return encode_plain(prompt, tokenizer, name)
     if not uses_chat_template("auto", tokenizer):
-        raise UserError(f"{name}: is a list of chat messages, and the tokenizer has no chat template. Give a text.")
+        raise UserError(f"{name}: is a list of chat messages, and the tokenizer has no chat template. Give a string.")
     try:
         messages = [message_of(message) for message in prompt]
     except ValueError as error:
@@ -165,7 +165,7 @@ def _plain_text(problem: Problem, config: TaskConfig) -> str:
     if not isinstance(problem.prompt, str):
         raise UserError(
             f"Problem {problem.id}: the prompt is a list of chat messages, but no chat template is in use. Use a "
-            "tokenizer with a chat template (and task.chat_template not false), or make the prompt a text."
+            "tokenizer with a chat template (and task.chat_template not false), or make the prompt a string."
         )
     return problem.prompt
 

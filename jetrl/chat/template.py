@@ -260,7 +260,7 @@ class Template:
                 f"would never read {text!r}. {cure} {_CURE}."
             )
         if fate == "trimmed":
-            told = (f"{where}: {self.source} takes white space off the ends of messages of role {role!r}: the policy "
+            told = (f"{where}: {self.source} strips white space from messages of role {role!r}: the policy "
                     "does not read it. Nothing to do unless it matters.")
         elif fate == "dropped":
             told = (f"{where}: {self.source} does not write the content of a message of role {role!r} that says "

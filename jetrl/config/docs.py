@@ -33,13 +33,13 @@ tables in the terminal):
 - Unknown keys, wrong types and values out of range are errors, and so are **values without
   effect**, such as `rl.kl_estimator = "k2"` while `rl.kl_coef = 0`. The value that a key has anyway
   is always accepted.
-- The command line wins over the file. What an override makes void in the file is dropped, with one
-  line that says so: `precision=bf16` works on a recipe with a `[quant]` table, `train.steps=1` on
-  one with a longer warm-up, and `model.path=FOLDER` on one with a `[model.arch]` table. The same
-  happens to settings of a feature that the file itself switches off, as in an edited copy with
-  `save_interval = 0` that still has `keep = 3`. Two settings on one command line that contradict
-  each other are refused, unless the one without effect would change no bit of the run, as in
-  `sft.steps=0 sft.cache_dir=/x`: then it is dropped with a line, too.
+- The command line wins over the file. Settings of the file that an override makes meaningless are
+  dropped, and a line says so: `precision=bf16` works on a recipe with a `[quant]` table,
+  `train.steps=1` on one with a longer warm-up, and `model.path=FOLDER` on one with a `[model.arch]`
+  table. The same happens to settings of a feature that the file itself switches off, as in an
+  edited copy with `save_interval = 0` that still has `keep = 3`. Two settings on one command line
+  that contradict each other are refused, unless the one without effect would change no bit of the
+  run, as in `sft.steps=0 sft.cache_dir=/x`: then it is dropped with a line, too.
 - `none` (in TOML: `"none"`) unsets an optional key. The value of an override is read as TOML, or as
   plain text if it is not TOML, so text needs no quotes on the command line.
 - Errors that involve several keys are reported once each key is valid by itself.

@@ -21,7 +21,7 @@ from jetrl.choices import (
     Surrogate,
 )
 from jetrl.config.base import Problem, Section
-from jetrl.config.markers import Elsewhere, Holds, Kernels, Needs, NoEffectWhile, Since, marks
+from jetrl.config.markers import Elsewhere, Holds, Kernels, Needs, NoBits, NoEffectWhile, Since, marks
 from jetrl.config.toml import toml_literal
 from jetrl.presets import OWN, PRESETS
 
@@ -161,7 +161,10 @@ class RLConfig(Section):
             "verl: ppo_mini_batch_size ppo_epochs; TRL: steps_per_generation num_iterations; NeMo RL: "
             "train_global_batch_size; slime: num_steps_per_rollout; SkyRL: policy_mini_batch_size",
             " (how many, not their size)"),
-    ] = Field(default=1, ge=1, description="Optimizer updates in a step. 1: on-policy, all ratios are 1.")
+    ] = Field(default=1, ge=1, description="Optimizer updates per step. 1: on-policy, all ratios are 1.")
+    noise_interval: Annotated[int, OFF_POLICY_ONLY, Since("0.1.0", 1), NoBits()] = Field(
+        default=1, ge=0, description="Every so many steps, measure how many tokens the clip cuts off because of "
+        "rounding alone (policy/noise_*): one more forward pass of one micro-batch. 0: never (docs/ALGORITHMS.md).")
     rollout_is: Annotated[
         RolloutIS, Elsewhere(same=("verl",)),
         Elsewhere(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from jetrl import moved
-from jetrl.config.base import Section
+from jetrl.choices import LogprobsOf
+from jetrl.config.base import Problem, Section
 from jetrl.config.markers import (
     Elsewhere,
     Holds,
@@ -49,14 +50,14 @@ class RolloutConfig(Section):
         Elsewhere(
             "TRL: gradient_accumulation_steps",
             " (it sets the batch, micro-batches are packed up to train.max_tokens_per_gpu)"),
-    ] = Field(default=16, ge=1, description="Prompts in a training step.")
+    ] = Field(default=16, ge=1, description="Prompts per training step.")
     group_size: Annotated[
         int,
         Elsewhere(
             "verl: n; TRL: num_generations; NeMo RL: num_generations_per_prompt; slime, OpenRLHF, SkyRL: "
             "n_samples_per_prompt"),
     ] = Field(
-        default=8, ge=1, description="Completions of each prompt. At least 2 where they are each other's baseline.")
+        default=8, ge=1, description="Completions per prompt. At least 2 where they are each other's baseline.")
     max_response_length: Annotated[
         int,
         Elsewhere(
@@ -78,22 +79,30 @@ class RolloutConfig(Section):
         default=0, ge=0, description="Sample among the k most probable tokens. 0: off.")
     min_p: Annotated[float, Kernels(off=(0.0,)), Elsewhere(same=("TRL",))] = Field(
         default=0.0, ge=0, lt=1, description="Drop tokens below this share of the top token's probability. 0: off.")
+    logprobs: Annotated[
+        LogprobsOf | None, Since("0.1.0", "full"), Kernels(off=(None, "full")),
+        Elsewhere("SkyRL: enable_sample_support_replay", ' = "sampled", which stores nothing'),
+    ] = Field(
+        default=None, validate_default=True, description="Which distribution is trained where top_p, top_k or min_p "
+        "truncates it. sampled: the truncated one, that tokens are drawn from; the learner finds what it keeps in its "
+        "own logits. full: the whole one at the temperature, which is then another policy than the one that samples. "
+        "none: sampled (docs/ALGORITHMS.md).")
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], WarmStart()] = Field(
         default=(), description="Strings that end a completion, in addition to the end-of-sequence token.")
     page_size: Annotated[int | None, NOT_VLLM, Kernels()] = Field(
-        default=None, ge=1, description="Tokens in a page of the KV cache. none: 128 on a GPU, 16 on a CPU. At most "
+        default=None, ge=1, description="Tokens per page of the KV cache. none: 128 on a GPU, 16 on a CPU. At most "
         "the longest sequence rounded up to a power of two, or 128 if that is more.")
     merge_prefix: Annotated[Literal["auto", "on", "off"], NOT_VLLM, NoBits()] = Field(
         default="auto", description="Whether decode steps read pages that samples of a prompt share once for all of "
-        "them; tokens and log-probs keep their bits. auto: where that was measured to take less time. on (or true): "
-        "wherever pages are shared, for tests. off (or false): never. On a CPU it does nothing (docs/RUNS.md).")
+        "them; tokens and log-probs do not change. auto: where this was measured to be faster. on (or true): wherever "
+        "pages are shared, for tests. off (or false): never. No effect on a CPU (docs/RUNS.md).")
     max_num_seqs: Annotated[
         int, Kernels(), SavesMemory(9, lambda c: [n for n in halves(c.rollout.max_num_seqs, 4, 1) if n >= 8]),
         Elsewhere(same=("verl",)),
     ] = Field(default=256, ge=1, description="Maximum number of sequences that run at the same time.")
     max_tokens_per_step: Annotated[int | None, Kernels(), Elsewhere("verl: max_num_batched_tokens")] = Field(
         default=None, ge=1,
-        description="Tokens in one engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
+        description="Tokens per engine step; longer prompts take several. none: 8192 on a GPU, 2048 on a CPU.")
     kv_cache_tokens: Annotated[
         int | None, SavesMemory(8, lambda c: halves(c.rollout.kv_cache_tokens or 0, 3, c.longest)),
     ] = Field(default=None, ge=1, description="Size of the KV cache in tokens. none: what is needed, if memory allows.")
@@ -101,17 +110,40 @@ class RolloutConfig(Section):
         Literal["auto", "always", "never"], NOT_VLLM, NoBits(), SavesMemory(1, {"always": "auto"}),
     ] = Field(
         default="auto", description="Whether the KV cache stays on a GPU during the update, with the CUDA graphs of "
-        "decode steps, which each rollout else captures again. auto: where the predicted peak of the update leaves "
-        "room for it. Changes no bit. On a CPU it does nothing.",
+        "decode steps, which each rollout must otherwise capture again. auto: where the predicted peak of the update "
+        "leaves room for it. Changes no bit. No effect on a CPU.",
     )
     speculate: Annotated[Literal["off", "auto", "on"], NOT_VLLM, NoBits()] = Field(
-        default="off", description="Guess tokens from what stands in the answer so far, in its siblings and in earlier "
-        "answers to its prompt, and compute several at once; tokens and log-probs keep their bits. auto: as many as "
-        "pay, by measured acceptance and times. on: always max_draft_tokens, for tests (docs/RUNS.md).",
+        default="off", description="Guess tokens from the answer so far, its siblings, and earlier answers to its "
+        "prompt, and compute several at once; tokens and log-probs do not change. auto: as many as pay off, going by "
+        "measured acceptance and times. on: always max_draft_tokens, for tests (docs/RUNS.md).",
     )
     max_draft_tokens: Annotated[int, NOT_VLLM, NoEffectWhile("rollout.speculate", ("off",)), NoBits()] = Field(
-        default=7, ge=1, le=7, description="Most tokens guessed for a sequence in a step. Steps guess 0, 1, 3 or 7, so "
-        "2 means 1, and 4, 5 and 6 mean 3.")
+        default=7, ge=1, le=7, description="Maximum number of tokens guessed per sequence and step. Steps guess 0, 1, "
+        "3 or 7, so 2 means 1, and 4, 5 and 6 mean 3.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from truncated distributions."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def problems(self) -> Iterator[Problem | str]:
+        if self.logprobs == "sampled" and not self.truncates:
+            yield Problem(
+                "rollout.logprobs", "has no effect while rollout.top_p, top_k and min_p truncate nothing; set one of "
+                "these, or remove this key", ("rollout.top_p", "rollout.top_k", "rollout.min_p"), void=True,
+            )
+
+    def without_effect(self) -> set[str]:
+        return super().without_effect() | (set() if self.truncates else {"logprobs"})
+
+    @field_validator("logprobs")
+    @classmethod
+    def _of_what_is_sampled(cls, value: Any, info: ValidationInfo) -> Any:
+        """Nobody said: of the distribution that tokens are drawn from, which without a filter is the whole one."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        truncates = any(info.data.get(key, usual) != usual for key, usual in off.items())
+        return value or ("sampled" if truncates else "full")
 
     @field_validator("merge_prefix", mode="before")
     @classmethod
@@ -156,7 +188,7 @@ class EnvironmentConfig(Section):
         "rollout.max_response_length, which bounds all turns together, the environment's included.",
     )
     timeout: Annotated[float, CONVERSATIONS_ONLY, MayChange()] = Field(
-        default=60.0, gt=0, description="Seconds for one call of the environment.")
+        default=60.0, gt=0, description="Time limit for one call of the environment, in seconds.")
     max_concurrent: Annotated[int, CONVERSATIONS_ONLY, MayChange(), Elsewhere("verl: max_parallel_calls")] = Field(
         default=64, ge=1, description="Maximum number of environment calls at the same time.")
     at_limit: Annotated[Literal["keep", "zero"], CONVERSATIONS_ONLY] = Field(

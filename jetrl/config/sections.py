@@ -110,7 +110,7 @@ class SFTConfig(Section):
     section: ClassVar[str] = "sft"
     steps: Annotated[int, Kernels(off=(0,))] = Field(
         default=0, ge=0, description="Optimizer steps of the warm start. 0: no warm start.")
-    batch_size: Annotated[int, WARM_START_ONLY] = Field(default=32, ge=1, description="Sequences in a step.")
+    batch_size: Annotated[int, WARM_START_ONLY] = Field(default=32, ge=1, description="Sequences per step.")
     lr: Annotated[float, WARM_START_ONLY] = Field(default=1e-3, gt=0, le=1e30, description="Peak learning rate.")
     warmup_steps: Annotated[int, WARM_START_ONLY] = Field(default=0, ge=0, description="Steps of linear warm-up.")
     lr_schedule: Annotated[Schedule, WARM_START_ONLY] = Field(
@@ -142,15 +142,15 @@ class EvalConfig(Section):
     ] = Field(default=0.0, ge=0, description="Sampling temperature. 0: greedy.")
     num_samples: Annotated[
         int, Elsewhere("slime: n_samples_per_eval_prompt; TRL: num_generations_eval; verl: val_kwargs.n"),
-    ] = Field(default=1, ge=1, description="Completions of each problem: the k of avg@k and pass@k.")
+    ] = Field(default=1, ge=1, description="Completions per problem: the k of avg@k and pass@k.")
     max_response_length: int | None = Field(
         default=None, ge=1, description="Longest completion in tokens. none: rollout.max_response_length.")
     pass_reward: Annotated[float, NoBits()] = Field(
         default=1.0, ge=-1e30, le=1e30, description="pass@k counts a problem if one of its completions reaches this "
         "(less 0.001, for rounding) in what rl.signal names.")
     num_samples_kept: Annotated[int, NoBits()] = Field(
-        default=32, ge=0, description="Completions of each evaluation that go to eval_samples.jsonl, evenly over the "
-        "problems and always of the same ones. 0: none.")
+        default=32, ge=0, description="How many completions of each evaluation to write to eval_samples.jsonl, spread "
+        "evenly over the problems and always from the same ones. 0: none.")
 
     def problems(self) -> Iterator[Problem | str]:
         if self.num_samples > 1 and self.temperature == 0:
@@ -184,7 +184,7 @@ class CheckpointConfig(Section):
     ] = Field(
         default="never", min_length=1, description="never, auto (the run's newest checkpoint, if any) or a folder.")
     allow_changed_data: bool = Field(
-        default=False, description="Resume although a local data file or the tokenizer has another content now.")
+        default=False, description="Resume even if a local data file or the tokenizer has changed.")
 
 
 class TrackConfig(Section):

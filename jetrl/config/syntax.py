@@ -43,7 +43,7 @@ def _cure(lines: list[str], number: int, line: str, what: str) -> str:
     if any(sign in line for sign in _TYPOGRAPHIC):
         return '; it has typographic quotes, TOML takes " or \''
     if what == "Unterminated string":
-        return "; a text has no closing quote"
+        return "; a string has no closing quote"
     if (pair := _KEY.fullmatch(line)) is not None:
         value = re.sub(r"\s+#.*", "", pair[2]).strip()
         if not value:
@@ -51,7 +51,7 @@ def _cure(lines: list[str], number: int, line: str, what: str) -> str:
         if value in _WORDS:
             return f"; write {pair[1]} = {_WORDS[value]}"
         if re.match(r"[A-Za-z_/~\\]|\.[./\\]", value) and not any(quote in value for quote in "\"'"):
-            return f"; texts need quotes: {pair[1]} = {_quoted(value)}"
+            return f"; strings need quotes: {pair[1]} = {_quoted(value)}"
     return ""
 
 

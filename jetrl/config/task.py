@@ -67,11 +67,11 @@ class TaskConfig(Section):
         PartOf("task.eval_dataset"),
     ] = Field(default=None, min_length=1, description="Branch, tag or commit of eval_dataset. none: main.")
     prompt_column: Annotated[str, DATA_ONLY, Elsewhere("verl: prompt_key; slime, OpenRLHF: input_key")] = Field(
-        default="prompt", min_length=1, description="Column of the prompts, texts or chat messages.")
+        default="prompt", min_length=1, description="Column of the prompts: strings or chat messages.")
     answer_column: Annotated[str, DATA_ONLY, Elsewhere("slime, OpenRLHF: label_key")] = Field(
         default="answer", min_length=1, description="Column of the answers.")
     prompt_template: Annotated[str | None, DATA_ONLY, Elsewhere("OpenRLHF: input_template")] = Field(
-        default=None, min_length=1, description="The prompt made of a row's columns, instead of prompt_column: "
+        default=None, min_length=1, description="Makes the prompt from a row's columns, instead of prompt_column: "
         '"{question} Answer with a number." Write {{ for a brace.')
     eval_prompt_column: Annotated[str | None, DATA_ONLY] = Field(
         default=None, min_length=1, description="prompt_column of the evaluation data. none: as in training.")
@@ -84,7 +84,7 @@ class TaskConfig(Section):
         Elsewhere("TRL: reward_funcs; verl: custom_reward_function; slime: custom_rm_path"),
         Elsewhere(
             "verl: custom_reward_function.path custom_reward_function.name",
-            " (file and function are one text, with a colon between them)"),
+            " (file and function are one string, with a colon between them)"),
         Elsewhere(
             "verl: reward_manager reward_model.reward_manager",
             " (a function of whole batches, see task.reward_calls)"),
@@ -94,7 +94,7 @@ class TaskConfig(Section):
     reward_weights: Annotated[
         tuple[float, ...] | None, NoEffectWhile("task.reward", (None,)), WarmStart(reads=False),
         Elsewhere(same=("TRL",)),
-    ] = Field(default=None, description="What each function of task.reward is multiplied by. none: 1.")
+    ] = Field(default=None, description="Weight of each function of task.reward. none: 1.")
     reward_calls: Annotated[
         Literal["step", "group"], WarmStart(reads=False), Elsewhere("verl: launch_reward_fn_async", ' = "group"'),
     ] = Field(
@@ -107,10 +107,10 @@ class TaskConfig(Section):
         Elsewhere("verl: truncation; TRL: max_length", ' ("error" or "drop", prompts are never cut)'),
     ] = Field(default="error", description="What to do about longer prompts in the data: stop, or leave them out.")
     repeated_prompts: Annotated[Literal["keep", "drop"], DATA_ONLY] = Field(
-        default="keep", description="Rows of the data that repeat an earlier prompt: keep, or leave them out.")
+        default="keep", description="What to do about rows that repeat an earlier prompt: keep or leave them out.")
     max_data_gib: Annotated[float, DATA_ONLY, NoBits()] = Field(
-        default=MAX_DATA_GIB, gt=0, description="Most memory in GiB for the rows of one file or split, as estimated; a "
-        "file whose rows need more is refused before it is in memory.")
+        default=MAX_DATA_GIB, gt=0, description="Limit, in GiB, on the estimated memory of the rows of one file or "
+        "split. A file above it is refused before it is loaded.")
     num_eval: Annotated[int, Elsewhere("verl: val_max_samples")] = Field(
         default=128, ge=1, description="Held-out problems in an evaluation.")
     chat_template: bool | Literal["auto"] = Field(
@@ -152,7 +152,7 @@ def source_problems(task: TaskConfig) -> Iterator[Problem]:
         )
     if task.eval_file is not None and (task.eval_dataset is not None or task.eval_split is not None):
         key = "eval_split" if task.eval_dataset is None else "eval_dataset"
-        text = "does not go together with task.eval_file; take one of the two"
+        text = "does not go together with task.eval_file; use one of the two"
         yield Problem(f"task.{key}", text, ("task.eval_file",), either=True)
     elif task.eval_dataset is not None and task.eval_split is None:
         text = 'is needed with task.eval_dataset; set the split, such as "test"'
@@ -186,6 +186,6 @@ def reward_problems(task: TaskConfig) -> Iterator[Problem | str]:
         text = f"needs one number for each of the {len(names)} functions of task.reward, got {len(weights)}"
         yield Problem("task.reward_weights", f"{text}; add or remove numbers", ("task.reward",))
     if names and weights and not any(weights):
-        yield "task.reward_weights: all are 0, so that nothing is rewarded; give one of them another weight"
+        yield "task.reward_weights: all are 0, so nothing is rewarded; give one of them another weight"
     if own := sorted(set(task.chat_template_kwargs) & set(TEMPLATE_ARGUMENTS)):
         yield f"task.chat_template_kwargs.{own[0]}: is set by jetrl; remove this key"

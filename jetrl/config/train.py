@@ -79,7 +79,7 @@ class TrainConfig(Section):
         Literal["float32", "bfloat16"], FirstWeights(), Kernels(),
         SavesMemory(11, {"float32": "bfloat16"}, also=(("train.grad_dtype", "bfloat16"),)),
         Elsewhere("TRL: dtype torch_dtype; verl: fsdp_config.model_dtype model_dtype", " and train.optimizer_dtype"),
-    ] = Field(default="float32", description="Type of the optimizer's weights.")
+    ] = Field(default="float32", description="Data type of the master weights.")
     grad_dtype: Annotated[
         Literal["float32", "bfloat16"], Kernels(),
         SavesMemory(12, {"float32": "bfloat16"}, unless=("train.master_dtype", "float32")),
@@ -104,7 +104,7 @@ class TrainConfig(Section):
         SavesMemory(2, {False: True}, unless=("train.optimizer_dtype", "8bit")),
         Elsewhere("verl: optimizer_offload; slime: optimizer_cpu_offload", " (the moments only)"),
     ] = Field(
-        default=False, description="Keep Adam's moments in host memory, streamed through the GPU. CPU: no change.")
+        default=False, description="Keep Adam's moments in host memory, streamed through the GPU. No effect on a CPU.")
     activation_checkpointing: Annotated[
         bool, Kernels(), SavesMemory(5, {False: True}),
         Elsewhere("TRL: gradient_checkpointing gradient_checkpointing_kwargs; verl: enable_gradient_checkpointing"),
@@ -115,14 +115,14 @@ class TrainConfig(Section):
         bool, SavesMemory(4, {False: True}, unless=("train.activation_checkpointing", True)),
     ] = Field(
         default=True,
-        description="Make the heads of attention and FP8 weights' transposes again in each backward pass instead of "
+        description="Recompute attention heads and transposed FP8 weights in each backward pass instead of "
         "keeping them: 10 GiB less for Qwen3-8B and 8K tokens, about 1 % of the update's time. No bit depends on it.")
     compile_ahead: Annotated[bool, NoBits()] = Field(
         default=True, description="On a GPU, compile the run's kernels in several processes before it starts, once for "
-        "each machine and kind of run. false: each when it is needed, as the run goes. No number depends on it.")
+        "each machine and kind of run. false: each kernel when it is first needed. No number depends on it.")
     collective_timeout: Annotated[float, NoBits(), Elsewhere("TRL: ddp_timeout")] = Field(
         default=600.0, ge=1, le=604_800, description="Seconds that a rank may wait for another one in an exchange "
-        "before the run ends. One process: no meaning.")
+        "before the run ends. No effect with one process.")
     router_aux_loss_coef: Annotated[float, WarmStart(), Elsewhere(same=("TRL",))] = Field(
         default=0.0, ge=0, le=1, description="Mixtures of experts (MoE): weight of the loss that evens the experts' "
         "load, within each sequence (1 where the load is even), in the warm start too; usually 1e-3 to 1e-2. 0: off.")
@@ -141,13 +141,13 @@ class TrainConfig(Section):
             )
         if self.offload_optimizer and self.optimizer_dtype == "8bit":
             yield Problem(
-                "train.offload_optimizer", 'does not work with train.optimizer_dtype = "8bit"; take one of the two',
+                "train.offload_optimizer", 'does not work with train.optimizer_dtype = "8bit"; use one of the two',
                 ("train.optimizer_dtype",), either=True,
             )
         if self.epochs is not None and "steps" in self.model_fields_set:
             yield Problem(
                 "train.steps", f"does not go together with train.epochs = {toml_literal(self.epochs)}, which says how "
-                "many steps there are; take one of the two", ("train.epochs",), either=True,
+                "many steps there are; use one of the two", ("train.epochs",), either=True,
             )
         if self.epochs is None and self.warmup_steps > self.steps:
             yield Problem(

@@ -26,18 +26,18 @@ class VLLMConfig(Section):
         default="bf16", description="vLLM's KV cache. fp8: one scale each for the queries, keys and values of a layer, "
         "measured again at every step. Training does not round keys and values.")
     kv_scale_tokens: Annotated[int, NoEffectWhile("vllm.kv_cache", ("bf16",))] = Field(
-        default=8192, ge=1, description="Tokens of the last rollout, prompts and answers, that these scales are "
+        default=8192, ge=1, description="How many tokens of the last rollout (prompts and answers) these scales are "
         "measured on.")
     partial_blocks: Literal["refuse", "bf16"] = Field(
-        default="refuse", description="FP8 weights with a size that is no multiple of 128, which vLLM does not take. "
-        "refuse: so does jetrl. bf16: vLLM computes these linears in BF16, from code * scale.")
+        default="refuse", description="What to do about FP8 weights whose size is not a multiple of 128, which vLLM "
+        "does not support. refuse: stop. bf16: vLLM computes these linears in BF16, from code * scale.")
     sleep: Annotated[bool, NoBits(), Elsewhere("TRL: vllm_enable_sleep_mode; verl: free_cache_engine")] = Field(
-        default=True, description="Give vLLM's memory to training between rollouts; weights are sent again then. On a "
-        "CPU: no change.")
+        default=True, description="Give vLLM's memory to training between rollouts; the weights are then sent again. "
+        "No effect on a CPU.")
     enforce_eager: Annotated[bool, Elsewhere(same=("verl",))] = Field(
         default=False, description="No CUDA graphs and no torch.compile: starts faster, runs slower.")
     check_weights: Annotated[bool, NoBits()] = Field(
-        default=False, description="For debugging: after each sending, read all weights back from vLLM and compare "
+        default=False, description="For debugging: after each transfer, read all weights back from vLLM and compare "
         "their checksum with that of the published ones. On a GPU.")
 
 

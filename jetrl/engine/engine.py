@@ -1,9 +1,10 @@
 """`PagedEngine`: requests in, completions with log-probs out. One step is schedule -> run -> commit; on a GPU, a few
 decode steps run in a row without the host in between (a burst), and what a sequence drew after its end is dropped.
 
-Requests come and go through `add`, `step` and `collect`; `generate` is a loop over these. A session lasts from the
-first `add` on an idle engine until everything has finished, has been collected and (conversations) forgotten. It has
-one KV cache, sized at that first `add`.
+Requests come and go through `add`, `step`, `collect`, `cancel` and `forget`, at any time; `generate` is a loop over
+these. What the engine holds does not grow with the requests that it has served: it has rows for `max_num_seqs`
+sequences, and pages. While it is idle (all has finished, has been collected and, of conversations, forgotten), the
+cache's memory may be given back, and its size may change with the next `add`.
 
 The engine runs the same model object that is trained. So `load` moves no weights: it notes their version and the flow
 digest, which every completion carries, and refuses weights of another flow.
@@ -13,25 +14,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from jetrl.engine.kv_cache import pages_in_memory
 from jetrl.engine.limits import check_vocabulary, most_tokens
 from jetrl.engine.pages import PageAllocator
-from jetrl.engine.plan import Drawn, Finished, Plan
+from jetrl.engine.plan import Drawn, Finished, NewTokens, Plan
 from jetrl.engine.runner import Model, ModelRunner
 from jetrl.engine.sampler import SamplingTable, check_params
 from jetrl.engine.scheduler import ForcePreempt, Scheduler
-from jetrl.engine.sharing import Merge
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import Speculator
 from jetrl.engine.stopper import Stopper, Tokenizer
-from jetrl.errors import OutOfMemory, UserError
-from jetrl.types import Completion, FinishReason, Request, StepReport, WeightSet
+from jetrl.errors import OutOfMemory
+from jetrl.types import Completion, Engine, FinishReason, Request, StepReport, WeightSet
+
+_DEFAULTS = EngineSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """Figures of one session. `model_seconds` covers forward and lm_head; `sample_seconds` covers drawing tokens."""
+    """Figures from one idle moment to the next. `model_seconds` covers forward and lm_head; `sample_seconds` covers
+    drawing tokens."""
 
     generated_tokens: int
     computed_tokens: int  # rows of all forward passes; shared prompts count once, preempted tokens again
@@ -44,74 +50,49 @@ class RolloutStats:
     num_pages: int
 
 
-@dataclass(slots=True)
-class _Session:
-    """What exists from the first `add` on an idle engine until nothing is left."""
+class PagedEngine(Engine):
+    """The rollout engine. `eos_token_ids` of the settings override the tokenizer's.
 
-    scheduler: Scheduler
-    stopper: Stopper
-    table: SamplingTable
-    start: float
-    num_finished: int = 0
-    finished: list[tuple[int, Completion]] = field(default_factory=list)  # not collected yet, by place in `add`
-
-    @property
-    def is_over(self) -> bool:
-        return not (self.scheduler.has_work or self.finished or len(self.scheduler.turns))
-
-    def report(self) -> StepReport:
-        scheduler = self.scheduler
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
-        return StepReport(scheduler.num_steps, running, waiting, self.num_finished, scheduler.num_drawn_tokens)
-
-
-class PagedEngine:
-    """The rollout engine. Sizes are those of the config's `rollout` section; `eos_token_ids` overrides the tokenizer's.
-
-    `kv_cache_tokens=None` sizes the cache for each session: what its first requests can need, within most of the free
-    memory. On a GPU a cache of up to `keep_bytes` stays between two sessions, with the CUDA graphs that read it (None:
-    of up to a tenth of its memory).
+    `on_tokens`, if set, hears after every step what was drawn for each request, tokens and log-probs, before the
+    completions of that step can be collected. An error of it is an error of the step.
     """
 
     keeps_bits = True
 
     def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        flow_digest: str,
-        *,
-        page_size: int = 16,
-        max_num_seqs: int = 256,
-        max_tokens_per_step: int = 2048,
-        kv_cache_tokens: int | None = None,
-        eos_token_ids: Collection[int] | None = None,
-        speculator: Speculator | None = None, merge_prefix: Merge = "off", keep_bytes: int | None = None,
+        self, model: Model, tokenizer: Tokenizer, flow_digest: str, settings: EngineSettings = _DEFAULTS,
+        speculator: Speculator | None = None,
     ) -> None:
-        if page_size < 1 or (kv_cache_tokens is not None and kv_cache_tokens < 1):
-            raise UserError(
-                f"rollout.page_size = {page_size}, rollout.kv_cache_tokens = {kv_cache_tokens}: "
-                "a page and the cache need at least one token each."
-            )
-        self.model, self.tokenizer, self.flow_digest = model, tokenizer, flow_digest
-        self.runner = ModelRunner(model, page_size)
-        self.runner.merge_prefix, self.runner.keep_bytes = merge_prefix, keep_bytes
-        self._told = ""
-        self.page_size, self.kv_cache_tokens = page_size, kv_cache_tokens
-        self.max_num_seqs, self.max_tokens_per_step = max_num_seqs, max_tokens_per_step
-        if eos_token_ids is None:
-            eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.speculator = speculator
+        self.model, self.tokenizer, self.flow_digest, self.settings = model, tokenizer, flow_digest, settings
+        self.runner, self.speculator = ModelRunner(model, settings), speculator
+        eos = settings.eos_token_ids
+        if eos is None:
+            eos = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+        self.eos_token_ids = eos
+        self.on_tokens: Callable[[list[NewTokens]], None] | None = None
         self.weights: WeightSet | None = None
-        self.stats: RolloutStats | None = None  # of the last session
-        self._session: _Session | None = None
+        self.stats: RolloutStats | None = None  # of the last time that the engine worked
+        self._told = ""
         self._expected: list[int] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        """No request, and no page that holds anything."""
+        s = self.settings
+        self._scheduler = Scheduler(
+            PageAllocator(1, s.page_size), max_num_seqs=s.max_num_seqs, max_tokens_per_step=s.max_tokens_per_step,
+            max_position=self.model.spec.max_position,
+        )
+        self._table = SamplingTable.for_slots(s.max_num_seqs)
+        self._stopper = Stopper(self.eos_token_ids, self.tokenizer, s.max_num_seqs)
+        self._finished: list[tuple[int, Completion]] = []  # not collected yet, by place in `add`
+        self._num_finished = 0
+        self._began: float | None = None  # None: the engine is idle
 
     @property
     def has_work(self) -> bool:
         """Whether requests are running or waiting."""
-        return self._session is not None and self._session.scheduler.has_work
+        return self._scheduler.has_work
 
     @property
     def about(self) -> str:
@@ -119,7 +100,7 @@ class PagedEngine:
         return self._told
 
     def keep(self, most: int, told: str) -> None:
-        """From now on a KV cache of up to `most` bytes stays between two sessions; `about` says what that means."""
+        """From now on a KV cache of up to `most` bytes stays while the engine is idle; `about` says what that means."""
         self.runner.keep_bytes, self._told = most, told
 
     def load(self, weights: WeightSet) -> None:
@@ -143,8 +124,8 @@ class PagedEngine:
         self.runner.release()
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Requests that may reach so many tokens each are to come: a cache opened from now on is sized for them, and
-        not for its first requests alone. Optional; until the next call."""
+        """Requests that may reach so many tokens each are to come: when the idle engine begins to work, the cache is
+        sized for them, and not for its first requests alone. Until the next call."""
         self._expected = list(tokens)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -158,42 +139,72 @@ class PagedEngine:
         for request in requests:
             check_params(request.sampling)
             check_vocabulary(request, self.model.spec.vocab_size)
-        session = self._session
-        if session is None or session.is_over:
-            session = self._open(requests)
-        session.scheduler.check(requests)
-        self.runner.reserve(session.scheduler.allocator.num_pages)
-        session.scheduler.add(requests)
-        session.stopper.extend(requests)
-        new_rows = SamplingTable.build([r.sampling for r in requests], [r.id for r in requests])
-        session.table = session.table.extended(new_rows)
-        self._session = session
+        if not requests:
+            return
+        scheduler, begins = self._scheduler, self._began is None
+        if begins:
+            scheduler.allocator.resize(self._num_pages(requests))
+        scheduler.check(requests)
+        self.runner.reserve(scheduler.allocator.num_pages)
+        scheduler.add(requests)
+        if begins:
+            scheduler.reset_counts()
+            self.runner.reset_times()
+            self._num_finished, self._began = 0, time.perf_counter()
 
     def step(self) -> StepReport:
-        """One forward pass, or a burst of decode steps. If it fails, the session ends and its requests are lost."""
-        session = self._session
-        assert session is not None and session.scheduler.has_work, "step() of an engine without work"
+        """One forward pass, or a burst of decode steps. If it fails, all requests are lost."""
+        scheduler = self._scheduler
+        assert scheduler.has_work, "step() of an engine without work"
         try:
-            plan, drawn = self._draw(session.scheduler, session.table)
-            stop = session.stopper.check(plan.sample_requests, drawn.tokens, drawn.counts)
-            for end in session.scheduler.commit(drawn.tokens, drawn.logprobs, stop, drawn.counts):
-                session.finished.append((end.request, self._completion(session, end)))
-                session.num_finished += 1
+            plan, drawn = self._draw()
+            stop = self._stopper.check(plan.sample_slots, drawn.tokens, drawn.counts)
+            owners = [] if self.on_tokens is None else self._owners(plan)
+            done = scheduler.commit(drawn.tokens, drawn.logprobs, stop, drawn.counts)
+            if self.on_tokens is not None:
+                self.on_tokens(_news(owners, drawn, done.counts))
+            for end in done.finished:
+                self._finished.append((end.request, self._completion(end)))
+                self._num_finished += 1
                 if self.speculator is not None:
                     self.speculator.end(end)
         except BaseException:
             self._abandon()
             raise
-        return session.report()
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        return StepReport(scheduler.num_steps, running, waiting, self._num_finished, scheduler.num_drawn_tokens)
 
-    def _draw(self, scheduler: Scheduler, table: SamplingTable) -> tuple[Plan, Drawn]:
+    def _draw(self) -> tuple[Plan, Drawn]:
         """The model's part of a step."""
+        scheduler, table = self._scheduler, self._table
         plan, steps = scheduler.schedule(), 1
+        self._enter()
         if self.speculator is not None and plan.is_decode:
             return self.speculator.decode(scheduler, self.runner, plan, table)
         if burst := self.runner.burst(plan, table):
             plan, steps = scheduler.extend(burst)
         return plan, Drawn.full(*self.runner.run(plan, table, steps))
+
+    def _enter(self) -> None:
+        """Give the sequences that have just got a slot their rows of sampling parameters and stop conditions."""
+        slots = self._scheduler.slots
+        entered = [(slot, seq) for slot in dict.fromkeys(slots.entered) if (seq := slots.owner[slot]) is not None]
+        slots.entered.clear()
+        if entered:
+            self._table.put(
+                [slot for slot, _ in entered], [seq.sampling for _, seq in entered], [seq.id for _, seq in entered]
+            )
+        for slot, seq in entered:  # one that was interrupted has drawn tokens before
+            self._stopper.put(slot, seq.sampling, seq.tokens[seq.prefix.length :].tolist())
+
+    def _owners(self, plan: Plan) -> list[tuple[int, int]]:
+        """Id and tokens drawn so far of each request that draws in this step."""
+        slots, found = self._scheduler.slots, list[tuple[int, int]]()
+        for slot in plan.sample_slots.tolist():
+            seq = slots.owner[slot]
+            assert seq is not None, "the slot is empty"
+            found.append((seq.id, int(slots.length[slot]) - seq.prefix.length))
+        return found
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: on a GPU what was captured, with speculation what became of drafts."""
@@ -202,18 +213,28 @@ class PagedEngine:
 
     def collect(self) -> list[Completion]:
         """What has finished since the last call, in the order in which it finished."""
-        if self._session is None:
-            return []
-        finished, self._session.finished = self._session.finished, []
-        self._end_if_over()
+        finished, self._finished = self._finished, []
+        self._rest_if_idle()
         return [completion for _, completion in finished]
+
+    def cancel(self, ids: Collection[int]) -> None:
+        """Drop requests with these ids that wait or run, without a completion; unknown ids are ignored.
+
+        A conversation stays open as it was before the turn that is dropped: it goes on with a request that begins with
+        its last finished turn's tokens. A completion that is not collected yet stays.
+        """
+        self._scheduler.cancel(ids)
+        if self.speculator is not None:
+            self.speculator.forget([id for id in ids if id not in self._scheduler.turns])
+        self._rest_if_idle()
 
     def forget(self, ids: Collection[int]) -> None:
         """These conversations have ended. A request of theirs that still waits or runs is dropped, without a
         completion; a completion that is not collected yet stays. Unknown ids are ignored."""
-        if self._session is not None:
-            self._session.scheduler.forget(ids)
-            self._end_if_over()
+        self._scheduler.forget(ids)
+        if self.speculator is not None:
+            self.speculator.forget(ids)
+        self._rest_if_idle()
 
     def generate(
         self,
@@ -227,12 +248,10 @@ class PagedEngine:
         `force_preempt(step, running) -> indices to preempt` interrupts requests (places in `requests`) on purpose. It
         changes no result, but must leave them some steps to make progress.
         """
-        if self.has_work or (self._session is not None and self._session.finished):
+        if self.has_work or self._finished:
             raise ValueError("generate() needs an engine without other requests; collect them first")
         self.add(requests)
-        session = self._session
-        assert session is not None
-        scheduler = session.scheduler
+        scheduler = self._scheduler
         first = scheduler.num_added - len(requests)
         if force_preempt is not None:
             scheduler.force_preempt = lambda step, running: [
@@ -247,50 +266,41 @@ class PagedEngine:
             self._abandon()
             raise
         scheduler.force_preempt = None
-        completions = dict(session.finished)
+        completions = dict(self._finished)
         self.collect()
         return [completions[first + place] for place in range(len(requests))]
 
-    def _open(self, requests: Sequence[Request]) -> _Session:
-        """A session whose cache is sized for `requests`."""
-        start = time.perf_counter()
-        scheduler = Scheduler(
-            PageAllocator(self._num_pages(requests), self.page_size), max_num_seqs=self.max_num_seqs,
-            max_tokens_per_step=self.max_tokens_per_step, max_position=self.model.spec.max_position,
-        )
-        self.runner.reset_times()
-        return _Session(scheduler, Stopper(self.eos_token_ids, self.tokenizer), SamplingTable.build([], []), start)
-
     def _num_pages(self, requests: Sequence[Request]) -> int:
         """The configured size, or what the largest requests that can run at once may need, if memory allows."""
-        if self.kv_cache_tokens is not None:
-            return -(-self.kv_cache_tokens // self.page_size)
+        size, most = self.settings.page_size, self.settings.max_num_seqs
+        if self.settings.kv_cache_tokens is not None:
+            return -(-self.settings.kv_cache_tokens // size)
         reach = self._expected or [most_tokens(r) for r in requests]
-        sizes = sorted((-(-tokens // self.page_size) for tokens in reach), reverse=True)
-        together = sizes[: self.max_num_seqs]
+        sizes = sorted((-(-tokens // size) for tokens in reach), reverse=True)
+        together = sizes[:most]
         if any(r.max_conversation is not None for r in requests):  # more will come than have begun so far
-            together += sizes[:1] * (self.max_num_seqs - len(together))
-        need = sum(together) + len(together) // self.page_size + 1  # and the pages that the scheduler keeps back
+            together += sizes[:1] * (most - len(together))
+        need = sum(together) + len(together) // size + 1  # and the pages that the scheduler keeps back
         cache = self.runner.cache
         have, held = (cache.num_pages, cache.num_bytes) if cache is not None else (0, 0)
         if have >= need:
             return have
         format = self.model.recipe.kv_cache
-        fits = pages_in_memory(self.model.spec, self.page_size, self.model.dtype, self.runner.device, format, held)
+        fits = pages_in_memory(self.model.spec, size, self.model.dtype, self.runner.device, format, held)
         if sizes[0] <= have and fits <= have * 9 // 8:  # memory was short before: another would hardly be larger
             return have
         self.runner.release()
         if fits < sizes[0] and self.runner.device.type == "cuda":
-            room, wanted = (f"{pages * self.page_size:,}" for pages in (fits, sizes[0]))
+            room, wanted = (f"{pages * size:,}" for pages in (fits, sizes[0]))
             raise OutOfMemory(
                 f"The GPU's free memory has room for a KV cache of {room} tokens, and the longest request may need "
                 f"{wanted}. Other processes may hold the rest; else shorten prompts or answers."
             )
         return max(1, min(need, fits))
 
-    def _completion(self, session: _Session, end: Finished) -> Completion:
+    def _completion(self, end: Finished) -> Completion:
         assert self.weights is not None
-        hidden_end = end.stopped and session.stopper.is_stop_token(end.request, int(end.tokens[-1]))
+        hidden_end = end.stopped and self._stopper.stops_by_id(end.sampling, int(end.tokens[-1]))
         text = self.tokenizer.decode((end.tokens[:-1] if hidden_end else end.tokens).tolist())
         finish: FinishReason = "stop" if end.stopped else "length"
         return Completion(
@@ -300,30 +310,37 @@ class PagedEngine:
     def _drop_kept(self, verb: str) -> None:
         if self.has_work:
             raise ValueError(f"engine.{verb}() while requests are running or waiting")
-        if self._session is not None:
-            self._session.scheduler.turns.drop_all()
+        self._scheduler.turns.drop_all()
 
-    def _end_if_over(self) -> None:
-        """End the session if nothing is left of it: check that no page is lost, free memory, note the figures."""
-        session = self._session
-        if session is None or not session.is_over:
+    def _rest_if_idle(self) -> None:
+        """If nothing is left: check that no page is lost, free memory, note the figures."""
+        scheduler, allocator = self._scheduler, self._scheduler.allocator
+        if self._began is None or scheduler.has_work or self._finished or len(scheduler.turns):
             return
-        scheduler, allocator = session.scheduler, session.scheduler.allocator
         scheduler.check_integrity()
         assert allocator.num_used == 0, f"{allocator.num_used} pages are still held after the last request"
         self.runner.give_back()
         if self.speculator is not None:
-            self.speculator.end_session()
+            self.speculator.rest()
         self.stats = RolloutStats(
             scheduler.num_drawn_tokens, scheduler.num_computed_tokens, scheduler.num_steps,
-            time.perf_counter() - session.start, self.runner.model_seconds, self.runner.sample_seconds,
+            time.perf_counter() - self._began, self.runner.model_seconds, self.runner.sample_seconds,
             scheduler.num_preemptions, allocator.peak_used, allocator.num_pages,
         )
-        self._session = None
+        self._began = None
 
     def _abandon(self) -> None:
         """After an error: drop all requests, and the cache, which may hold NaN."""
-        self._session = None
+        self._reset()
         if self.speculator is not None:
-            self.speculator.end_session()
+            self.speculator.rest()
         self.runner.release()
+
+
+def _news(owners: list[tuple[int, int]], drawn: Drawn, counts: np.ndarray) -> list[NewTokens]:
+    """The first `counts[s]` tokens of each sample, for the requests that draw."""
+    tokens, logprobs = drawn.tokens.astype(np.int32), drawn.logprobs.astype(np.float32)
+    return [
+        NewTokens(id, start, tokens[:n, s], logprobs[:n, s])
+        for s, ((id, start), n) in enumerate(zip(owners, counts.tolist(), strict=True))
+    ]

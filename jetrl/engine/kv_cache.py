@@ -11,7 +11,7 @@ from jetrl.precision.formats import BF16, Format, kv_head
 from jetrl.spec import ModelSpec
 from jetrl.types import LayerCache
 
-_MEMORY_SHARE = 0.8  # of the available memory, if the user sets no cache size
+MEMORY_SHARE = 0.8  # of the available memory, if the user sets no cache size
 
 
 class KVCache:
@@ -79,7 +79,7 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, format: Form
 def pages_in_memory(
     spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, format: Format = BF16, held: int = 0
 ) -> int:
-    """Pages that fit in `_MEMORY_SHARE` of the memory available now and of `held` bytes, those of a cache before."""
+    """Pages that fit in `MEMORY_SHARE` of the memory available now and of `held` bytes, those of a cache before."""
     if device.type == "cuda":  # torch keeps freed memory, which counts as free
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
@@ -88,4 +88,4 @@ def pages_in_memory(
     size = page_bytes(spec, page_size, dtype, format)
     if format.is_quantized and device.type == "cuda":  # attention there may dequantize all pages of a layer at a time
         size += page_bytes(spec, page_size, dtype, BF16) // spec.num_layers
-    return int((free + held) * _MEMORY_SHARE) // size
+    return int((free + held) * MEMORY_SHARE) // size

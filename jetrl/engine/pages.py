@@ -19,10 +19,19 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"need at least one page of one token, got num_pages={num_pages}, page_size={page_size}")
-        self.num_pages, self.page_size = num_pages, page_size
+        self.page_size = page_size
+        self._begin(num_pages)
+
+    def _begin(self, num_pages: int) -> None:
+        self.num_pages = num_pages
         self.ref_counts = np.zeros(num_pages, dtype=np.int32)
         self.peak_used = 0
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is given out first
+
+    def resize(self, num_pages: int) -> None:
+        """Another number of pages, while none is in use. `peak_used` begins again."""
+        assert self.num_used == 0 and num_pages >= 1, f"{self.num_used} pages are in use"
+        self._begin(num_pages)
 
     @property
     def num_free(self) -> int:

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jetrl.types import SamplingParams
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One forward pass. Sequence b computes `counts[b]` tokens from position `starts[b]`; rows are packed in order.
 
-    Each entry s of the `sample_*` columns draws one token for request `sample_requests[s]` at `sample_positions[s]`
-    from the logits of packed row `sample_rows[s]`; several may share a row (samples of one prompt). The page copies
-    (first column to second) come before the pass; all sources are read before any target is written.
+    Each entry s of the `sample_*` columns draws one token for the request in slot `sample_slots[s]` at
+    `sample_positions[s]` from the logits of packed row `sample_rows[s]`; several may share a row (samples of one
+    prompt). The page copies (first column to second) come before the pass; all sources are read before any target is
+    written.
     """
 
     starts: np.ndarray  # [B] int64
@@ -25,7 +28,7 @@ class Plan:
     sample_rows: np.ndarray  # [S] int64
     sample_requests: np.ndarray  # [S] int64, place of the request in the order of `add`
     sample_positions: np.ndarray  # [S] int64
-    sample_slots: np.ndarray  # [S] int64, the scheduler's own
+    sample_slots: np.ndarray  # [S] int64, the row of the request's sampling parameters and stop conditions
     # A decode plan with drafts: each step computes up to `depth` more tokens of a sequence, while their positions are
     # below `reach[b]`, for which it has pages.
     depth: int = 0
@@ -62,10 +65,29 @@ class Finished:
 
     request: int  # place in the order of `add`
     id: int
+    sampling: SamplingParams
     tokens: np.ndarray  # [n] int32, read-only
     logprobs: np.ndarray  # [n] float32, read-only
     stopped: bool
     prompt: int  # tokens before the first that was drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step added: of sample s the first `counts[s]` of its drawn tokens, and the requests that ended with it."""
+
+    counts: np.ndarray  # [S] int64
+    finished: list[Finished]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What a step added to one answer, which had `start` tokens before."""
+
+    request_id: int
+    start: int
+    tokens: np.ndarray  # [n] int32
+    logprobs: np.ndarray  # [n] float32
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +112,7 @@ class Tracked:
 
     request: int
     id: int
+    sampling: SamplingParams
     tokens: np.ndarray
     logprobs: np.ndarray
     max_length: int

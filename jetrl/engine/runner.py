@@ -20,6 +20,7 @@ from jetrl.engine.graphs.mixed import MixedGraphs
 from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.plan import Plan
 from jetrl.engine.sampler import SamplingTable, check_finite, is_cut, sample_rows
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.sharing import Merge, served
 from jetrl.engine.speculation.drafts import DraftIndex
 from jetrl.engine.speculation.verify import Burst, Proposal, burst
@@ -27,7 +28,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 from jetrl.types import ForwardBatch, PagedPlan
 
-_KEEP_SHARE = 0.1  # of a GPU's memory: where nothing else is set, a larger cache is freed after each rollout
+_KEEP_SHARE = 0.1  # of a GPU's memory: where nothing else is set, a larger cache is freed when the engine rests
 
 
 class Model(Protocol):
@@ -54,12 +55,10 @@ class ModelRunner:
 
     cuda_graphs = True  # a subclass that inspects each step turns them off
     mixed_graphs = True  # so may a benchmark that compares
-    merge_prefix: Merge = "off"
-    keep_bytes: int | None = None  # a larger cache is freed after each rollout; None: by `_KEEP_SHARE`
-    max_burst = 8  # decode steps between two looks at the tokens: hides the host, wastes up to 7 tokens a sequence
 
-    def __init__(self, model: Model, page_size: int) -> None:
-        self.model, self.page_size = model, page_size
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self.model, self.settings, self.page_size = model, settings, settings.page_size
+        self.keep_bytes = settings.keep_bytes  # a larger cache is freed when the engine rests; None: by `_KEEP_SHARE`
         self.cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: DraftGraphs | None = None
@@ -105,7 +104,7 @@ class ModelRunner:
         self.cache = self.graphs = self.draft_graphs = self.mixed = None
 
     def give_back(self) -> None:
-        """After a rollout: release a cache whose memory training needs. Another stays, with its graphs."""
+        """The engine rests: release a cache whose memory training needs. Another stays, with its graphs."""
         if self.cache is None or self.device.type != "cuda":
             return
         most = self.keep_bytes
@@ -131,14 +130,14 @@ class ModelRunner:
         """
         if not (self.cuda_graphs and self.device.type == "cuda" and plan.is_decode):
             return 0
-        chosen = table.take(plan.sample_requests)
-        return 1 if is_cut(chosen, self.model.spec.vocab_size).any() else self.max_burst
+        chosen = table.take(plan.sample_slots)
+        return 1 if is_cut(chosen, self.model.spec.vocab_size).any() else self.settings.max_burst
 
     @torch.no_grad()
     def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """`steps` forward passes, and in each a draw for every entry of the plan's `sample_*` columns.
 
-        `table` has one row per request. Returns tokens [steps, S] int64 and log-probs [steps, S] float32 on the host.
+        `table` has a row for each slot. Returns tokens [steps, S] int64 and log-probs [steps, S] float32 on the host.
         """
         assert self.cache is not None, "reserve() comes before run()"
         if len(plan.copies):
@@ -156,7 +155,7 @@ class ModelRunner:
         between = self._clock()
         if not np.array_equal(rows, plan.sample_rows):  # samples of one prompt draw from one row of logits
             logits = logits[self._put(inverse)]
-        tokens, logprobs = sample_rows(logits, table.take(plan.sample_requests), plan.sample_positions)
+        tokens, logprobs = sample_rows(logits, table.take(plan.sample_slots), plan.sample_positions)
         result = tokens.cpu().numpy()[None], logprobs.cpu().numpy()[None]
         self.model_seconds += between - start
         self.sample_seconds += self._clock() - between
@@ -175,8 +174,8 @@ class ModelRunner:
         """`run` of steps in which every sequence computes and draws one token, as CUDA graphs."""
         start = self._clock()
         if self.graphs is None:
-            self.graphs = DecodeGraphs(self.model, self.cache, self.capture, self.max_burst, self._merge)
-        chosen = table.take(plan.sample_requests)
+            self.graphs = DecodeGraphs(self.model, self.cache, self.capture, self.settings.max_burst, self._merge)
+        chosen = table.take(plan.sample_slots)
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
             sample_positions=plan.sample_positions, temperature=chosen.temperature, block_table=plan.block_table,
@@ -200,10 +199,10 @@ class ModelRunner:
         start = self._clock()
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
-        chosen = table.take(plan.sample_requests)
+        chosen = table.take(plan.sample_slots)
         if self.cuda_graphs and self.device.type == "cuda":
             if self.draft_graphs is None or self.draft_graphs.index is not index:
-                self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.capture, self.max_burst)
+                self.draft_graphs = DraftGraphs(self.model, self.cache, index, self.capture, self.settings.max_burst)
             found = self.draft_graphs.run(plan, chosen, rows, steps)
         else:
             found = burst(plan, chosen, index, rows, steps, self.page_size, partial(self._positions, plan, chosen))
@@ -232,7 +231,7 @@ class ModelRunner:
     @property
     def _merge(self) -> Merge:
         """When pages that sequences share are read once."""
-        return self.merge_prefix if served(self.model.spec, self.page_size) else "off"
+        return self.settings.merge_prefix if served(self.model.spec, self.page_size) else "off"
 
     def _slots(self, plan: Plan) -> np.ndarray:
         """Cache slot of each new token [T] int64."""

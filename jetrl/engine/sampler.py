@@ -6,8 +6,9 @@ the token does not depend on what else is in the batch, on the thread count, or 
 
     u = hash(seed, id, position) in [0, 2**53);   token = first v with  w_0 + ... + w_v > floor(u * total / 2**53)
 
-Top-k, top-p and min-p (in this order) set the weights of the tokens that they cut to zero. The recorded log-prob is
-that of the full distribution, by the function that the learner uses.
+Top-k, top-p and min-p (in this order) set the weights of the tokens that they cut to zero
+(`kernels.logprob.truncation`). The recorded log-prob is by the function that the learner uses, of the distribution that
+`SamplingParams.logprobs` names.
 
 Shape letters: B rows that draw a token, V vocabulary.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.logprob.ops import draw, exp_weights, scaled
+from jetrl.kernels.logprob.truncation import Filters, kept
 from jetrl.kernels.reference import logprob
 from jetrl.types import SamplingParams
 
@@ -48,12 +50,14 @@ def check_params(params: SamplingParams) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """The parameters of B requests as columns, so that a step picks its rows with one index."""
+    """The parameters of B requests as columns, so that a step picks its rows with one index. The engine's table has a
+    row for each slot of running sequences."""
 
     temperature: np.ndarray  # [B] float32
     top_p: np.ndarray  # [B] float64
     top_k: np.ndarray  # [B] int64
     min_p: np.ndarray  # [B] float64
+    sampled: np.ndarray  # [B] bool: log-probs are of the truncated distribution
     key: np.ndarray  # [B] uint64, hash of seed and request id
 
     @classmethod
@@ -65,12 +69,20 @@ class SamplingTable:
             top_p=np.array([p.top_p for p in params], dtype=np.float64),
             top_k=np.array([p.top_k for p in params], dtype=np.int64),
             min_p=np.array([p.min_p for p in params], dtype=np.float64),
+            sampled=np.array([p.logprobs == "sampled" for p in params], dtype=bool),
             key=_mix(_mix(seeds) + names),
         )
 
-    def extended(self, other: SamplingTable) -> SamplingTable:
-        """These rows, then those of `other`."""
-        return SamplingTable(*(np.concatenate((getattr(self, n), getattr(other, n))) for n in self.__slots__))
+    @classmethod
+    def for_slots(cls, count: int) -> SamplingTable:
+        """`count` rows that mean nothing until `put` fills them."""
+        return cls.build([SamplingParams(1)] * count, [0] * count)
+
+    def put(self, rows: Sequence[int], params: Sequence[SamplingParams], ids: Sequence[int]) -> None:
+        """Write the parameters of requests into `rows`, in place."""
+        new = SamplingTable.build(params, ids)
+        for name in self.__slots__:
+            getattr(self, name)[list(rows)] = getattr(new, name)
 
     def take(self, rows: np.ndarray) -> SamplingTable:
         return SamplingTable(*(getattr(self, name)[rows] for name in self.__slots__))
@@ -102,7 +114,8 @@ def sample(
 def sample_rows(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> tuple[Tensor, Tensor]:
     """Draw one token per row. `logits` [B, V] FP32 -> tokens [B] int64, log-probs [B] FP32 (on `logits`' device).
 
-    The log-prob is that of the full distribution at the temperature; for greedy rows (temperature 0) at temperature 1.
+    The log-prob is that of the full distribution at the temperature or, where the table says `sampled`, of what the
+    filters leave of it; for greedy rows (temperature 0) that of the full one at temperature 1.
     Raises FloatingPointError if a row's largest logit is not a finite number.
     """
     b, v = logits.shape
@@ -127,16 +140,18 @@ def _sample_chunk(logits: Tensor, table: SamplingTable, positions: np.ndarray) -
     temperature = torch.from_numpy(np.where(greedy, np.float32(1.0), table.temperature)).to(device)
     z = scaled(logits, temperature)
     weights, top, total = exp_weights(z)
-    kept = total
+    left = total  # by the filters
     check_finite(top)
     cut = is_cut(table, z.shape[1])
     if cut.any():
         rows = np.flatnonzero(cut)
         index = torch.from_numpy(rows).to(device)
-        weights[index] = _filtered(weights[index], table.take(rows))
-        kept = weights.sum(-1)
+        of_rows = weights[index]
+        weights[index] = of_rows.masked_fill_(~kept(of_rows, _filters(table.take(rows), device)), 0.0)
+        left = weights.sum(-1)
+        total = torch.where(torch.from_numpy(table.sampled).to(device), left, total)
     u = torch.from_numpy(uniforms(table.key, positions)).to(device)
-    threshold = _times_fraction(kept.to(torch.int64), u).to(torch.float64)
+    threshold = _times_fraction(left.to(torch.int64), u).to(torch.float64)
     tokens = torch.searchsorted(weights.cumsum(-1), threshold[:, None], right=True)[:, 0]
     if greedy.any():
         index = torch.from_numpy(np.flatnonzero(greedy)).to(device)
@@ -170,19 +185,5 @@ def _times_fraction(total: Tensor, u: Tensor) -> Tensor:
     return 2 * (th * uh) + ((th * ul + tl * uh + ((tl * ul) >> 27)) >> 26)
 
 
-def _filtered(weights: Tensor, table: SamplingTable) -> Tensor:
-    """Weights [B, V] with the tokens cut by top-k, then top-p of what is left, then min-p set to zero.
-
-    Tokens are ranked by (weight descending, index ascending). Top-p keeps the smallest prefix whose mass reaches p.
-    """
-    device = weights.device
-    ranked, order = torch.sort(weights, dim=-1, descending=True, stable=True)
-    rank = torch.arange(weights.shape[1], device=device)
-    top_k = torch.from_numpy(np.where(table.top_k > 0, table.top_k, weights.shape[1])).to(device)
-    ranked = ranked.masked_fill_(rank >= top_k[:, None], 0.0)
-    upto = ranked.cumsum(-1)
-    top_p = torch.from_numpy(table.top_p).to(device)[:, None]
-    ranked = ranked.masked_fill_((upto - ranked >= top_p * upto[:, -1:]) & (top_p < 1.0), 0.0)
-    min_p = torch.from_numpy(table.min_p).to(device)[:, None]
-    ranked = ranked.masked_fill_(ranked < min_p * ranked[:, :1], 0.0)
-    return torch.zeros_like(weights).scatter_(-1, order, ranked)
+def _filters(table: SamplingTable, device: torch.device) -> Filters:
+    return Filters(*(torch.from_numpy(column).to(device) for column in (table.top_p, table.top_k, table.min_p)))

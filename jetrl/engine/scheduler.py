@@ -23,7 +23,7 @@ import numpy as np
 
 from jetrl.engine.limits import check_sizes, most_tokens
 from jetrl.engine.pages import PageAllocator
-from jetrl.engine.plan import Finished, Plan, Prefix, Step, Tracked
+from jetrl.engine.plan import Committed, Finished, Plan, Prefix, Step, Tracked
 from jetrl.engine.prefixes import PrefixSharing
 from jetrl.engine.slots import Slots
 from jetrl.engine.turns import Turns
@@ -50,13 +50,17 @@ class Scheduler:
                 raise UserError(f"rollout.{name} = {value}; it must be at least 1.")
         self.allocator, self.prompts, self.turns = allocator, PrefixSharing(allocator), Turns(allocator)
         self.max_tokens_per_step, self.max_position = max_tokens_per_step, max_position
-        self.num_preemptions = self.num_steps = self.num_computed_tokens = self.num_drawn_tokens = 0
+        self.reset_counts()
         self.num_added = 0
         self.force_preempt = force_preempt
         self.waiting: list[Tracked] = []  # both lists are kept in order of arrival
         self.running: list[Tracked] = []
         self._plan: Plan | None = None
         self.slots = Slots(max_num_seqs)
+
+    def reset_counts(self) -> None:
+        """Steps, tokens and preemptions are counted from 0 again."""
+        self.num_preemptions = self.num_steps = self.num_computed_tokens = self.num_drawn_tokens = 0
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse a request that could never run (UserError) or cannot continue its conversation (ValueError)."""
@@ -78,7 +82,9 @@ class Scheduler:
             logprobs = np.zeros(len(tokens), dtype=np.float32)
             longest = len(tokens) + request.sampling.max_tokens
             is_turn, keeps = self._is_turn(request), request.max_conversation is not None
-            self.waiting.append(Tracked(self.num_added, request.id, tokens, logprobs, longest, prefix, is_turn, keeps))
+            self.waiting.append(Tracked(
+                self.num_added, request.id, request.sampling, tokens, logprobs, longest, prefix, is_turn, keeps
+            ))
             self.num_added += 1
             if is_turn:
                 self.turns.begin(request.id)
@@ -90,17 +96,28 @@ class Scheduler:
 
     def forget(self, ids: Collection[int]) -> None:
         """Free what is kept of these conversations. A request of theirs that still waits or runs is dropped."""
-        assert self._plan is None, "forget() must not come between schedule() and commit()"
+        self._drop(ids)
+        for id in set(ids):
+            self.turns.forget(id)
+
+    def cancel(self, ids: Collection[int]) -> None:
+        """Drop requests with these ids that wait or run. Their conversations stay open, as they were before."""
+        for seq in self._drop(ids):
+            if seq.is_turn:
+                self.turns.cancel(seq.id)
+
+    def _drop(self, ids: Collection[int]) -> list[Tracked]:
+        assert self._plan is None, "nothing is dropped between schedule() and commit()"
         gone = set(ids)
-        for seq in [s for s in self.running if s.id in gone]:
+        running, waiting = ([s for s in group if s.id in gone] for group in (self.running, self.waiting))
+        for seq in running:
             self.allocator.free(self._stop_running(seq))
-            self.prompts.leave(seq.prefix)
-        for seq in [s for s in self.waiting if s.id in gone]:
+        for seq in waiting:
             self.waiting.remove(seq)
             self.prompts.wait_less(seq.prefix)
+        for seq in (*running, *waiting):
             self.prompts.leave(seq.prefix)
-        for id in gone:
-            self.turns.forget(id)
+        return [*running, *waiting]
 
     @property
     def has_work(self) -> bool:
@@ -166,11 +183,11 @@ class Scheduler:
 
     def commit(
         self, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray, drawn: np.ndarray | None = None
-    ) -> list[Finished]:
+    ) -> Committed:
         """Append the drawn `tokens` [S] with their `logprobs` [S]; end sequences that are full or where `stop` [S].
 
         After `extend`, all are [N, S], of which the first `drawn[s]` (none given: all) have a meaning, and what a
-        sequence drew after its first `stop` is dropped. Returns the sequences that ended.
+        sequence drew after its first `stop` is dropped. Returns how many each kept, and the sequences that ended.
         """
         plan, self._plan = self._plan, None
         tokens, logprobs, stop = np.atleast_2d(tokens), np.atleast_2d(logprobs), np.atleast_2d(stop)
@@ -187,7 +204,8 @@ class Scheduler:
             self._give_back(slots)
         self.num_drawn_tokens += int(counts.sum())
         ended = stopped | (at.length[slots] >= at.max_length[slots])
-        return [self._finish(at.owner[slots[s]], bool(stopped[s])) for s in np.flatnonzero(ended).tolist()]
+        finished = [self._finish(at.owner[slots[s]], bool(stopped[s])) for s in np.flatnonzero(ended).tolist()]
+        return Committed(counts, finished)
 
     def _give_back(self, slots: np.ndarray) -> None:
         """Free the pages that were taken for drafts and hold no token. Keys of drafts that did not hold stay in the
@@ -208,7 +226,8 @@ class Scheduler:
         else:
             self.allocator.free(pages)
         self.prompts.leave(seq.prefix)
-        return Finished(seq.request, seq.id, seq.tokens[prompt:], seq.logprobs[prompt:], stopped, prompt)
+        drawn = seq.tokens[prompt:], seq.logprobs[prompt:]
+        return Finished(seq.request, seq.id, seq.sampling, *drawn, stopped, prompt)
 
     def _continue_running(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """Share the budget among running sequences, decoding ones first; slots and counts, in order of arrival."""

@@ -13,6 +13,7 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.owner: list[Tracked | None] = [None] * count
         self.free = list(range(count - 1, -1, -1))
+        self.entered: list[int] = []  # slots that got a sequence since somebody last cleared this
         self.tokens = np.zeros((count, 0), dtype=np.int32)
         self.logprobs = np.zeros((count, 0), dtype=np.float32)  # of the token at the same place; of a prompt 0
         self.table = np.zeros((count, 0), dtype=np.int32)  # pages
@@ -31,6 +32,7 @@ class Slots:
         slot = self.free.pop()
         seq.slot = slot
         self.owner[slot] = seq
+        self.entered.append(slot)
         self.tokens[slot, : len(seq.tokens)] = seq.tokens
         self.logprobs[slot, : len(seq.tokens)] = seq.logprobs
         self.table[slot, : len(pages)] = pages

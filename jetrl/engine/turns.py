@@ -89,6 +89,13 @@ class Turns:
         self._tokens.pop(id, None)
         self._active.discard(id)
 
+    def cancel(self, id: int) -> None:
+        """The turn that waited or ran is gone: the conversation is as open as before it. Pages that the turn had taken
+        over are not kept; those that it had not are."""
+        self._active.discard(id)
+        if not len(self._tokens.get(id, _NO_TOKENS)):
+            self._tokens.pop(id, None)
+
     def check_integrity(self) -> list[list[int]]:
         """Assert that what is kept is consistent; the pages of each conversation."""
         assert self._active <= set(self._tokens) >= set(self._pages), "a conversation is not open and yet has a state"

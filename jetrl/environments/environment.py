@@ -183,7 +183,7 @@ def messages_of(value: Any, where: str) -> list[Message]:
     if isinstance(value, (list, tuple)):
         return [_message(message, where) for message in value]
     raise BadReply(
-        f"{where} must return messages as a text, a message with 'role' and 'content', or a list of messages, got "
+        f"{where} must return messages as a string, a message with 'role' and 'content', or a list of messages, got "
         f"{_shown(value)}"
     )
 

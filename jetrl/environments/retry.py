@@ -24,7 +24,7 @@ class Retry:
         if type(attempts) is not int or attempts < 1:
             raise UserError(f"environment.params.attempts: must be an integer of at least 1, got {attempts!r}.")
         if not isinstance(feedback, str) or not feedback:
-            raise UserError(f"environment.params.feedback: must be a text, got {feedback!r}.")
+            raise UserError(f"environment.params.feedback: must be a string, got {feedback!r}.")
         self.reward, self.left, self.feedback = reward, attempts, feedback
 
     def reset(self, problem: dict[str, Any]) -> Any:

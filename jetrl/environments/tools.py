@@ -126,7 +126,7 @@ def _text_of(value: Any, name: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadReply(
-            f"The tool {name} returned a {type(value).__name__} that is neither a text nor JSON: {error}"
+            f"The tool {name} returned a {type(value).__name__} that is neither a string nor JSON: {error}"
         ) from error
 
 

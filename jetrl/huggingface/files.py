@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.phrases import some
 from jetrl.untrusted import json_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,9 +72,3 @@ def _gguf(folder: Path, name: str) -> str:
         f"convert it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={name!r})"
         ".save_pretrained('converted'), and save the tokenizer there too."
     )
-
-
-def some(names: list[str]) -> str:
-    """The first of many names, as text."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.huggingface.files import INDEX, SINGLE, TOKENIZER_FILES, read_json, some
+from jetrl.huggingface.files import INDEX, SINGLE, TOKENIZER_FILES, read_json
+from jetrl.phrases import some
 from jetrl.spec import SHAPES
 from jetrl.untrusted import inside, json_value
 
@@ -245,7 +246,7 @@ def _check_whole(folder: Path) -> None:
             expected = "its header cannot be read" if whole is None else f"its header says {whole}"
             raise UserError(
                 f"{path} is not whole: it has {size} bytes, and {expected}. Delete {blob} and {path}, and run again "
-                "with network: only this file is downloaded."
+                "with network access: only this file is downloaded."
             )
 
 
@@ -294,7 +295,7 @@ def _not_there(name: str, revision: str, kind: str, problem: Exception | None) -
     option = "" if kind == "model" else " --repo-type dataset"
     option += "" if revision == "main" else f" --revision {revision}"
     bring = (
-        f"On a machine with network, `hf download {name}{option}` fills its cache; copy the folder "
+        f"On a machine with network access, `hf download {name}{option}` fills its cache; copy the folder "
         f"{kind}s--{name.replace('/', '--')} into {cache}. Or name a folder."
     )
     here = _no_folder(name)
@@ -336,14 +337,14 @@ def _again(name: str, kind: str, problem: Exception | None) -> str:
     """How to complete a download if the hub cannot be asked."""
     option = "" if kind == "model" else " --repo-type dataset"
     why = f"Then {_brief(problem)}." if problem is not None else "HF_HUB_OFFLINE is set."
-    return f"{why} Run again with network, or `hf download {name}{option}`: files that are whole are kept."
+    return f"{why} Run again with network access, or `hf download {name}{option}`: files that are whole are kept."
 
 
 def _lacking(name: str, found: Snapshot, lacking: list[str]) -> str:
     """The message for a model without files that it needs: never uploaded, or not yet downloaded."""
     if found.files is None:
         where = f"{name}: the download in {found.folder} is not complete"
-        return f"{where}: {some(lacking)} is missing. Run again with network, or `hf download {name}`."
+        return f"{where}: {some(lacking)} is missing. Run again with network access, or `hf download {name}`."
     if lacking == ["config.json"]:
         return f"{name} has no config.json on the hub, so it is not a transformers model. It has {_list(found.files)}."
     if any(file in found.files for file in lacking):

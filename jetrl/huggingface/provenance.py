@@ -59,7 +59,7 @@ def trained_of(config: Mapping[str, Any], folder: str | Path) -> Trained | None:
         raise UserError(f"{where} = {said!r} does not name a precision. {cure}")
     for key, allowed in _CHOICES.items():
         if key in said and said[key] not in allowed:
-            raise UserError(f"{where}.{key} = {said[key]!r} is none of {', '.join(allowed)}. {cure}")
+            raise UserError(f"{where}.{key} = {said[key]!r} is not one of {', '.join(allowed)}. {cure}")
     for key in _COUNTS:
         value = said.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:

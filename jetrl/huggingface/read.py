@@ -18,7 +18,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.huggingface.config import hf_config as hf_config
 from jetrl.huggingface.config import spec_from_hf as spec_from_hf
-from jetrl.huggingface.files import AGAIN, other_kind, read_json, some
+from jetrl.huggingface.files import AGAIN, other_kind, read_json
 from jetrl.huggingface.files import INDEX as INDEX
 from jetrl.huggingface.files import KNOWN_FILES as KNOWN_FILES
 from jetrl.huggingface.files import SINGLE as SINGLE
@@ -33,6 +33,7 @@ from jetrl.huggingface.write import write_shards as write_shards
 from jetrl.model.block import Piece
 from jetrl.model.names import tensor_table as tensor_table
 from jetrl.model.names import to_hf as to_hf
+from jetrl.phrases import some
 from jetrl.spec import ModelSpec
 from jetrl.untrusted import inside
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface.config import hf_config
-from jetrl.huggingface.files import GENERIC_TOKENIZERS, INDEX, SINGLE, TOKENIZER_FILES, read_json, some
+from jetrl.huggingface.files import GENERIC_TOKENIZERS, INDEX, SINGLE, TOKENIZER_FILES, read_json
 from jetrl.model.names import tensor_table, to_hf
+from jetrl.phrases import some
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
 

@@ -68,7 +68,7 @@ def require_experts(name: str) -> ModuleType:
         assert len(missing) == len(EXPERT_OPS), f"backend {name} lacks {missing}"
         raise UserError(
             f'kernels = "{name}" cannot compute mixtures of experts: set kernels = "hopper" on a GPU or "reference" '
-            "on a CPU, or take a dense model."
+            "on a CPU, or use a dense model."
         )
     return module
 

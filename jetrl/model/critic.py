@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from jetrl.errors import UserError
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
-from jetrl.kernels.update.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.update.gradient import Gradient
+from jetrl.model.master import values_for
 from jetrl.model.published import Note
 from jetrl.model.sharding import fill, shard_like
 from jetrl.model.transformer import Published, Transformer
@@ -29,22 +30,18 @@ class _Values(torch.autograd.Function):
     """`hidden @ w` in FP32; the gradient of `hidden` is rounded once, that of w is summed in FP32 over the rows."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, master: Tensor, gradient: Gradient, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.master = master
+        ctx.gradient = gradient
         return logprob.head_logits(hidden, gemm.prepare_bf16(weight))[:, 0].contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dv: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dv: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, weight = ctx.saved_tensors
         d_hidden = (dv[:, None] * weight.to(torch.float32)).to(hidden.dtype)
         d_weight = dv[None] @ hidden.to(torch.float32)
-        if (grad := grad_in_place(ctx.master)) is None:
-            return d_hidden, d_weight.to(grad_dtype(ctx.master)), None
-        grad += d_weight
-        grad_done(ctx.master)
-        return d_hidden, None, None
+        return d_hidden, ctx.gradient.add(lambda kept: kept.add_(d_weight), lambda: d_weight), None, None
 
 
 class Critic(nn.Module):
@@ -52,7 +49,8 @@ class Critic(nn.Module):
 
     def __init__(self, policy: Transformer, shared: bool) -> None:
         super().__init__()
-        master = policy.head_weight.dtype
+        master = policy.master_dtype
+        assert master is not None, "a critic is trained with a policy that has masters"
         self.body: Transformer | None = None
         self._note = Note()
         with torch.device("meta"):  # a rank makes its own rows only
@@ -74,8 +72,7 @@ class Critic(nn.Module):
     def start_from(self, policy: Transformer) -> Critic:
         """Copy the policy's weights (after the warm start), with V = 0 again. Publishes."""
         if self.body is not None:
-            names = self.body.state_dict().keys()
-            self.body.load_state_dict({k: v for k, v in policy.state_dict().items() if k in names})
+            fill(self.body, values_for(self.body, policy))
         self.head.weight.zero_()
         return self.publish()
 
@@ -93,7 +90,8 @@ class Critic(nn.Module):
             raise UserError(
                 "The critic's head has changed since it was last published. Call critic.publish() after each step."
             )
-        return _Values.apply(hidden, self.head.weight, self.head.published)
+        gradient = self.head.masters["weight"].gradient
+        return _Values.apply(hidden, self.head.weight, gradient, self.head.published)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """V [T] FP32 of every row, by the critic's own model."""

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.dispatch import experts_backend_of
 from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.experts.groups import Groups
+from jetrl.precision.blocks.moe import one_recipe
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
 
@@ -63,11 +64,11 @@ class _FusedExperts(torch.autograd.Function):
 
 def fused_experts_recipe(gate_up: ExpertLinear, down: ExpertLinear, side: Side) -> LinearRecipe | None:
     """The recipe of both linears, if `fused_experts` computes them: FP8, and both trained."""
-    recipe = gate_up.recipes[side]
-    if recipe is None or recipe != down.recipes[side]:
+    recipe = one_recipe(gate_up.recipes[side], down.recipes[side])
+    if recipe is None:
         return None
     assert recipe.saved_activation.pow2 == recipe.wgrad.left.pow2, "both operands of wgrad have one kind of scale"
-    return recipe if gate_up.weight.requires_grad and down.weight.requires_grad else None
+    return recipe if gate_up.master.trained and down.master.trained else None
 
 
 def fused_experts(

@@ -80,7 +80,7 @@ def fused_recipe(gate_up: FlowLinear, down: FlowLinear, side: Side) -> LinearRec
     if recipe is None or recipe != down.recipes[side] or not recipe.wgrad_tiles:
         return None
     plain = gate_up.bias is None and down.bias is None
-    return recipe if plain and gate_up.weight.requires_grad and down.weight.requires_grad else None
+    return recipe if plain and gate_up.master.trained and down.master.trained else None
 
 
 def fused_mlp(x: Tensor, gate_up: FlowLinear, down: FlowLinear, recipe: LinearRecipe) -> Tensor:

@@ -5,7 +5,8 @@ FP8 (x quantized 1x128, W 128x128, output gradient dy 1x128; the wgrad operands 
     fprop   y  = rounded(q(x) @ q(W).T)          dgrad   dx = rounded(q(dy) @ q(W))
     wgrad   dW = q(dy.T) @ q(x.T).T              kept for backward: q(x.T) only, E4M3 in wgrad's orientation, or x
                                                  itself, where something else keeps it (`model.normed`: the stream);
-                                                 dW is added to `weight.grad` in place (`kernels.update.gradient`)
+                                                 dW is added to `weight.grad` in place (`kernels.update.gradient`);
+                                                 of a frozen weight nothing is kept, and there is no dW
 
 With `quant.wgrad = "tile"`, q(x.T) has tiles of 128x128, and dW is rounded to BF16.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jetrl.kernels.dispatch import backend_of
@@ -26,9 +27,10 @@ from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.pointwise.ops import add
 from jetrl.kernels.qtensor import Granularity, QTensor
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight, weight_values
-from jetrl.kernels.update.gradient import begin_in_place, begins_in_place, grad_done, grad_dtype, grad_in_place
-from jetrl.model.published import parameter, require_in_place, rounded_into, rounded_value
-from jetrl.model.shards import Shard, gathered, gathered_codes, shard_of
+from jetrl.kernels.update.gradient import grad_dtype
+from jetrl.model.master import HoldsMasters, Master
+from jetrl.model.published import rounded_into, rounded_value
+from jetrl.model.shards import Shard, gathered, gathered_codes
 from jetrl.precision.formats import Format
 from jetrl.precision.recipe import LinearRecipe
 from jetrl.types import Side
@@ -88,11 +90,9 @@ class _BF16Linear(torch.autograd.Function):
         layer, dy, dw = ctx.layer, dy.contiguous(), None
         dx = backend_of(dy).bf16_dgrad(dy, layer.published) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
-            if (grad := grad_in_place(layer.weight)) is not None:
-                gemm.bf16_wgrad_into(dy, x, grad)
-                grad_done(layer.weight)
-            else:
-                dw = gemm.bf16_wgrad(dy, x).to(grad_dtype(layer.weight))
+            dw = layer.master.gradient.add(
+                lambda kept: gemm.bf16_wgrad_into(dy, x, kept), lambda: gemm.bf16_wgrad(dy, x)
+            )
         return dx, dw, None
 
 
@@ -106,16 +106,16 @@ class _Bias(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dy, dy.to(torch.float32).sum(0).to(ctx.dtype), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return dy, dy.to(torch.float32).sum(0).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None
 
 
-class FlowLinear(nn.Module):
+class FlowLinear(HoldsMasters):
     """`y = x @ W.T (+ bias)`, x [T, K] -> [T, N]. `sections` are the row counts of the projections fused into W.
 
     `recipes` gives the precision of each side (None: BF16). The forward pass reads what `publish` made from the master
-    weight, never the master itself, so that trainer and engine see the same bits. Without a master (`master_dtype`
-    None) `publish_value` makes it. `published` is kept only where a side computes in BF16.
+    weight, never the master itself, so that trainer and engine see the same bits. Of a frozen weight (`master_dtype`
+    None, or `freeze`) there is nothing else. `published` is kept only where a side computes in BF16.
 
     `weight_only`: the format of codes that are made of the weight, and whose values BF16 GEMMs read.
     """
@@ -124,21 +124,25 @@ class FlowLinear(nn.Module):
         self, in_features: int, sections: tuple[int, ...], bias: bool, recipes: dict[Side, LinearRecipe | None],
         master_dtype: torch.dtype | None, dtype: torch.dtype, weight_only: Format | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         assert weight_only is None or weight_only.pow2, "code * scale is a BF16 number for powers of two only"
-        self.sections, self.recipes, self.dtype = sections, recipes, dtype
+        self.sections, self.recipes = sections, recipes
         formats = [weight_only, *(recipe.fprop.right for recipe in recipes.values() if recipe is not None)]
         self.codes = next((format for format in formats if format is not None), None)  # of `quantized`
         self.weight_only = weight_only is not None
-        self.holds_master = master_dtype is not None
-        self.weight = parameter((sum(sections), in_features), master_dtype, dtype)
-        self.bias = parameter((sum(sections),), master_dtype, dtype) if bias else None
+        self.weight = self.parameter("weight", (sum(sections), in_features), master_dtype)
+        self.bias = self.parameter("bias", (sum(sections),), master_dtype) if bias else None
         self.published_bias: Tensor | None = None
         self.published: Tensor = torch.empty(0)  # what BF16 GEMMs read: the rounded weight, or the values of its codes
         self.quantized: QTensor | None = None
         self.keeps_transposed = True  # whether the codes that dgrad reads stay, or are made in each backward pass
         self._operands: dict[str, Any] = {}  # what GEMMs read, made at the first use
         self._stale: set[str] = set()  # operands made from weights before the last publish
+
+    @property
+    def master(self) -> Master:
+        """Of the weight."""
+        return self.masters["weight"]
 
     def extra_repr(self) -> str:
         sides = {side: str(recipe.fprop.left) if recipe else "bf16" for side, recipe in self.recipes.items()}
@@ -150,23 +154,21 @@ class FlowLinear(nn.Module):
     def publish(self) -> None:
         """Round the master weight to BF16 and quantize it, once, for both sides; into the same memory every time.
 
-        Without a master everything stays what `publish_value` made it. Of a sharded weight each rank rounds and
-        quantizes its rows, and all get all of them (collective). `published` is kept only if a side reads it, that is
-        computes in BF16.
+        What is frozen stays what it is. Of a sharded weight each rank rounds and quantizes its rows, and all get all of
+        them (collective). `published` is kept only if a side reads it, that is computes in BF16.
         """
-        if not self.holds_master:
+        if self.bias is not None and self.holds("bias"):
+            self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
+        if not self.holds("weight"):
             return
-        shard = shard_of(self.weight)
-        if shard is not None and shard.split:
-            self._publish_rows(shard)
+        if self.master.split is not None:
+            self._publish_rows(self.master.split)
         elif None in self.recipes.values() and not self.weight_only:
             self.published = rounded_into(self.published, self.weight, self.dtype)
             self._quantize(self.published)
         else:
             self._quantize(self.weight.detach())
             self._publish_codes()
-        if self.bias is not None:
-            self.published_bias = rounded_into(self.published_bias, self.bias, self.dtype)
         self._stale = set(self._operands)
         for name in self._operands.keys() - {"fp8_t"}:  # a captured decode step reads these directly
             self._operand(name)
@@ -196,8 +198,7 @@ class FlowLinear(nn.Module):
 
     @torch.no_grad()
     def publish_value(self, kind: str, value: Tensor) -> None:
-        """Publish `value` in place of a master "weight" or "bias", with the bits of `publish`; it is not kept."""
-        assert not self.holds_master
+        assert not self.holds(kind)
         if kind == "bias":
             assert self.bias is not None
             self.published_bias = rounded_value(value, self.bias.shape, self.dtype)
@@ -206,16 +207,37 @@ class FlowLinear(nn.Module):
         self._quantize(self.published)
         if all(self.recipes.values()) or self.weight_only:
             self._publish_codes()
+        self._operands.clear()
+
+    def frozen_value(self, kind: str) -> Tensor:
+        """Codes and scales of a weight without a rounded copy are those of this value, too; scales of powers of two may
+        come out smaller, with the same products."""
+        assert not self.holds(kind)
+        if kind == "bias":
+            assert self.published_bias is not None
+            return self.published_bias
+        if self.published.numel():
+            return self.published
+        assert self.quantized is not None, "publish() has not run"
+        return weight_values(self.quantized, dtype=torch.float32).to(self.dtype)
+
+    def left_of_frozen(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        if not self.holds("weight"):
+            found += [self.published]
+            found += [self.quantized.codes, self.quantized.scale] if self.quantized is not None else []
+        if self.published_bias is not None and not self.holds("bias"):
+            found.append(self.published_bias)
+        return found
 
     def _apply(self, fn: Any, recurse: bool = True) -> FlowLinear:
         """The weights move or change their type: what was published from them is gone until the next `publish`."""
-        if not self.holds_master:
-            codes = (self.quantized.codes, self.quantized.scale) if self.quantized is not None else ()
-            require_in_place(fn, [self.published, *codes])
-            return self
         super()._apply(fn, recurse)
-        self.published, self.published_bias, self.quantized = torch.empty(0), None, None
-        self._operands.clear()
+        if self.holds("weight"):
+            self.published, self.quantized = torch.empty(0), None
+            self._operands.clear()
+        if self.holds("bias"):
+            self.published_bias = None
         return self
 
     def _operand(self, name: str) -> Any:
@@ -246,14 +268,11 @@ class FlowLinear(nn.Module):
 
     def add_gradient(self, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
         """wgrad, added in place to the master's gradient; None then, else what autograd is to accumulate."""
-        if x_t.granularity == "128x128" and begins_in_place(self.weight):  # saves zeros and an addition
-            begin_in_place(self.weight, gemm.wgrad_rounded(dy_t, x_t))
+        gradient = self.master.gradient
+        if x_t.granularity == "128x128" and gradient.begins():  # saves zeros and an addition
+            gradient.begin(gemm.wgrad_rounded(dy_t, x_t))
             return None
-        if (grad := grad_in_place(self.weight)) is None:
-            return gemm.wgrad_gemm(dy_t, x_t).to(grad_dtype(self.weight))
-        gemm.wgrad_into(dy_t, x_t, grad)
-        grad_done(self.weight)
-        return None
+        return gradient.add(lambda kept: gemm.wgrad_into(dy_t, x_t, kept), lambda: gemm.wgrad_gemm(dy_t, x_t))
 
     def infer(self, x: Tensor | QTensor, side: Side) -> Tensor:
         """`forward` without a gradient; an FP8 layer also accepts an `x` that the kernel before it has quantized."""
@@ -284,5 +303,5 @@ class FlowLinear(nn.Module):
             return self.infer(x, side)  # nothing is kept for a backward pass
         recipe = self.recipes[side]
         if recipe is not None:
-            return self.biased(_FP8Linear.apply(x, self.weight, self, recipe, self.weight.requires_grad, keeps_input))
+            return self.biased(_FP8Linear.apply(x, self.weight, self, recipe, self.master.trained, keeps_input))
         return self.biased(_BF16Linear.apply(x, self.weight, self))

@@ -7,6 +7,7 @@ need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.quantize.ops import quantize_act
-from jetrl.kernels.update.gradient import grad_done, grad_dtype, grad_in_place
 from jetrl.model.block import Block, Build, Context, Piece, Tap, no_tap
 from jetrl.model.fused_experts import fused_experts, fused_experts_recipe
 from jetrl.model.linear import FlowLinear
@@ -72,27 +72,8 @@ class _BF16Experts(torch.autograd.Function):
         layer, groups, dy, dw = ctx.layer, ctx.groups, dy.contiguous(), None
         dx = moe.grouped_bf16_dgrad(dy, layer.published, groups) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
-            grad, dw = _target(layer.weight)
-            moe.grouped_bf16_wgrad_into(dy, x, groups, grad)
-            dw = _finished(layer.weight, dw)
+            dw = layer.add_in_fp32(lambda grad: moe.grouped_bf16_wgrad_into(dy, x, groups, grad))
         return dx, dw, None, None
-
-
-def _target(master: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Where to add a gradient: in place, or in zeros, which autograd gets (the second, then)."""
-    grad = grad_in_place(master)
-    if grad is not None:
-        return grad, None
-    fresh = torch.zeros(master.shape, dtype=torch.float32, device=master.device)
-    return fresh, fresh
-
-
-def _finished(master: Tensor, fresh: Tensor | None) -> Tensor | None:
-    """The gradient is added: what autograd gets of it."""
-    if fresh is not None:
-        return fresh.to(grad_dtype(master))
-    grad_done(master)
-    return None
 
 
 class ExpertLinear(FlowLinear):
@@ -130,16 +111,24 @@ class ExpertLinear(FlowLinear):
             return self.infer_rows(x, groups, side)
         recipe = self.recipes[side]
         if recipe is not None:
-            return _FP8Experts.apply(x, self.weight, self, recipe, groups, self.weight.requires_grad)
+            return _FP8Experts.apply(x, self.weight, self, recipe, groups, self.master.trained)
         return _BF16Experts.apply(x, self.weight, self, groups)
 
     def add_rows_gradient(
         self, dy_t: tuple[Tensor, Tensor], x_t: tuple[Tensor, Tensor], groups: Groups
     ) -> Tensor | None:
         """wgrad of FP8 experts, added in place to the master's gradient; None then, else what autograd is to add."""
-        grad, fresh = _target(self.weight)
-        moe.grouped_wgrad_into(dy_t, x_t, groups, grad)
-        return _finished(self.weight, fresh)
+        return self.add_in_fp32(lambda grad: moe.grouped_wgrad_into(dy_t, x_t, groups, grad))
+
+    def add_in_fp32(self, into: Callable[[Tensor], None]) -> Tensor | None:
+        """Add to the weight's gradient by `into`; where autograd adds up, to zeros in FP32, which it gets."""
+
+        def alone() -> Tensor:
+            fresh = torch.zeros(self.weight.shape, dtype=torch.float32, device=self.weight.device)
+            into(fresh)
+            return fresh
+
+        return self.master.gradient.add(into, alone)
 
 
 class Router(Published):
@@ -167,7 +156,7 @@ class Router(Published):
         """Logits [T, E] of `x` [T, D]."""
         if self._operand is None:
             self._operand = gemm.prepare_bf16(self.published)
-        return moe.router_logits(x, self.weight, self.published, self._operand)
+        return moe.router_logits(x, self.masters["weight"].gradient, self.published, self._operand)
 
 
 class MoE(Block):

@@ -53,7 +53,7 @@ def norm_before(
 ) -> NormBefore | None:
     """For `linear` after `norm`, if it is FP8 and trained, and there is a residual to add; None else."""
     recipe = linear.recipes[side]
-    if recipe is None or residual is None or not torch.is_grad_enabled() or not linear.weight.requires_grad:
+    if recipe is None or residual is None or not torch.is_grad_enabled() or not linear.master.trained:
         return None
     return NormBefore(norm, eps, recipe)
 

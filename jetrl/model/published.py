@@ -1,13 +1,13 @@
 """Parameters that the forward pass reads as rounded copies, refreshed by `publish`: vectors, tables, the embedding.
 
 A model that trains nothing holds no masters (`master_dtype` None): its parameters are shapes on the meta device until
-`publish_value` gives each its published copy, and nothing else of the value is kept.
+`publish_value` gives each its published copy, and nothing else of the value is kept. `freeze` does so to some.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jetrl.errors import UserError
-from jetrl.kernels.update.gradient import grad_done, grad_dtype, rows_in_place
-from jetrl.model.shards import gathered, shard_of
+from jetrl.kernels.update.gradient import Gradient
+from jetrl.model.master import HoldsMasters
+from jetrl.model.shards import gathered
 
 
 def rounded_into(held: Tensor | None, master: Tensor, dtype: torch.dtype) -> Tensor:
@@ -27,26 +27,10 @@ def rounded_into(held: Tensor | None, master: Tensor, dtype: torch.dtype) -> Ten
     return held.copy_(master.detach())
 
 
-def parameter(shape: tuple[int, ...], master_dtype: torch.dtype | None, dtype: torch.dtype) -> nn.Parameter:
-    """A master weight; without a master dtype, only its shape: a frozen parameter on the meta device."""
-    if master_dtype is None:
-        return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-    return nn.Parameter(torch.empty(shape, dtype=master_dtype))
-
-
 def rounded_value(value: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """`value` rounded to `dtype`, in memory of its own (a value read from a file may lie in the file's)."""
     assert value.shape == shape, f"a value {tuple(value.shape)} for a parameter {tuple(shape)}"
     return value.detach().to(dtype, copy=True)
-
-
-def require_in_place(fn: Callable[[Tensor], Tensor], held: Sequence[Tensor]) -> None:
-    """Refuse to move what was published from values that are gone: it is laid out for its device."""
-    if any(fn(tensor) is not tensor for tensor in held if tensor.numel()):
-        raise UserError(
-            "this model holds no master weights, so it cannot move to another device or type: its published weights "
-            "cannot be made again. Load it where it is to run: load_model(..., device=...)."
-        )
 
 
 class Note:
@@ -64,6 +48,11 @@ class Note:
     def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """These masters are published now, as they are."""
         self._held = [(name, p, _state(p)) for name, p in named]
+
+    def drop(self, names: Iterable[str]) -> None:
+        """These are no masters any more."""
+        gone = set(names)
+        self._held = [one for one in self._held if one[0] not in gone]
 
     def moved(self, current: Sequence[Tensor | None] = ()) -> str | None:
         """The name of the first master that is not what was published; None: all are, or nothing was published.
@@ -101,73 +90,87 @@ def _state(p: Tensor) -> tuple[int, int]:
     return -1 if p.is_inference() else p._version, p.data_ptr()
 
 
-class Published(nn.Module):
+class Published(HoldsMasters):
     """A vector or table whose forward value is the BF16-rounded copy of its master, refreshed by `publish`."""
 
     def __init__(self, shape: tuple[int, ...], master_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = parameter(shape, master_dtype, dtype)
-        self.dtype, self.holds_master = dtype, master_dtype is not None
+        super().__init__(dtype)
+        self.weight = self.parameter("weight", shape, master_dtype)
         self.published: Tensor = torch.empty(0)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Refresh the copy; without a master it stays what `publish_value` made it.
+        """Refresh the copy; a frozen one stays what it is.
 
         Collective if the weight is sharded: the copy is whole on every rank.
         """
-        if not self.holds_master:
+        master = self.masters["weight"]
+        if master.frozen:
             return
-        shard = shard_of(self.weight)
-        if shard is not None and shard.split:
-            self.published = gathered(shard, self.published, self.weight.detach(), self.dtype)
+        if master.split is not None:
+            self.published = gathered(master.split, self.published, self.weight.detach(), self.dtype)
         else:
             self.published = rounded_into(self.published, self.weight, self.dtype)
 
     @torch.no_grad()
     def publish_value(self, kind: str, value: Tensor) -> None:
-        """Publish `value` in place of a master: the parameter is the published copy itself."""
-        assert not self.holds_master and kind == "weight"
+        assert kind == "weight" and not self.holds(kind)
         self.published = rounded_value(value, self.weight.shape, self.dtype)
+        self._is_published()
+
+    def freeze(self, kind: str) -> None:
+        super().freeze(kind)
+        if self.published.numel():
+            self._is_published()
+
+    def _is_published(self) -> None:
+        """The parameter of a frozen weight is the published copy itself."""
         self.weight = nn.Parameter(self.published, requires_grad=False)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Published:
-        if self.holds_master:
-            super()._apply(fn, recurse)
-        else:
-            require_in_place(fn, [self.published])
-        return self
+    def frozen_value(self, kind: str) -> Tensor:
+        assert not self.holds(kind)
+        return self.published
+
+    def left_of_frozen(self) -> list[Tensor]:
+        return [] if self.holds("weight") else [self.published]
 
 
 class _Embed(torch.autograd.Function):
     """Rows of the published table; the gradient is summed in FP32, in token order, into the master."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, master: Tensor, table: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, master: Tensor, gradient: Gradient, table: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.master = master
+        ctx.gradient = gradient
         return table[tokens]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
-        (tokens,) = ctx.saved_tensors
-        if (found := rows_in_place(ctx.master, tokens)) is None:
-            dw = torch.zeros(ctx.master.shape, dtype=torch.float32, device=dy.device)
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (tokens,), gradient = ctx.saved_tensors, ctx.gradient
+        if (found := gradient.rows(tokens)) is None:
+            dw = torch.zeros(gradient.param.shape, dtype=torch.float32, device=dy.device)
             dw.index_put_((tokens,), dy.to(torch.float32), accumulate=True)
-            return None, dw.to(grad_dtype(ctx.master)), None
+            return None, dw.to(gradient.dtype), None, None
         # only rows in use are touched; equal tokens share one `place` (unique() would wait for the device)
         place = torch.searchsorted(tokens.sort().values, tokens)
         rows = torch.zeros(dy.shape, dtype=torch.float32, device=dy.device)
         rows.index_put_((place,), dy.to(torch.float32), accumulate=True)
         grad, at = found
         grad[at] = (grad[at].to(torch.float32) + rows[place]).to(grad.dtype)  # equal tokens write one value
-        grad_done(ctx.master)
-        return None, None, None
+        gradient.done()
+        return None, None, None, None
 
 
 class Embedding(Published):
-    """A published table [V, D]; `forward` looks up tokens [T] -> [T, D]."""
+    """A published table [V, D]; `forward` looks up tokens [T] -> [T, D]. `is_head`: it is the lm_head, too."""
+
+    def __init__(
+        self, shape: tuple[int, ...], master_dtype: torch.dtype | None, dtype: torch.dtype, is_head: bool
+    ) -> None:
+        super().__init__(shape, master_dtype, dtype)
+        gradient = self.masters["weight"].gradient
+        gradient.sources, gradient.only_looked_up = 2 if is_head else 1, not is_head
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return _Embed.apply(tokens, self.weight, self.published)
+        return _Embed.apply(tokens, self.weight, self.masters["weight"].gradient, self.published)

@@ -9,7 +9,7 @@ to the bits that the whole matrix would have there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class Shard:
     sections: tuple[int, ...]
     rows: tuple[int, ...]
     blocks: tuple[int, ...]
+
+    def __deepcopy__(self, memo: Any) -> Shard:
+        """A copy of a model belongs to the same ranks."""
+        return self
 
     @property
     def split(self) -> bool:
@@ -73,19 +77,6 @@ def shard(sections: tuple[int, ...], world: World) -> Shard:
     cuts = [blocks[r * share : (r + 1) * share] for r in range(world.size)]
     rows = tuple(cut[-1][1] - cut[0][0] if cut else 0 for cut in cuts)
     return Shard(world, sections, rows, tuple(len(cut) for cut in cuts))
-
-
-def shard_of(param: Tensor) -> Shard | None:
-    """How `sharding.shard_model` has cut this parameter; None for vectors, and where it has not run."""
-    return getattr(param, "shard", None)
-
-
-def part_of(param: Tensor) -> Part:
-    """A parameter as this rank's part: all of it, if it is not cut."""
-    cut, value = shard_of(param), param.detach()
-    if cut is None or not cut.split:
-        return Part(value, tuple(param.shape), 0)
-    return Part(value, (cut.num_rows, *param.shape[1:]), cut.start)
 
 
 def gathered(cut: Shard, held: Tensor | None, local: Tensor, dtype: torch.dtype) -> Tensor:

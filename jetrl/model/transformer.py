@@ -10,7 +10,8 @@ activation between operators is rounded to `dtype` (BF16).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,15 +21,18 @@ from torch.utils.checkpoint import checkpoint
 from jetrl.errors import UserError
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise import ops as pointwise
 from jetrl.model.attention import Attention
 from jetrl.model.block import Context, Routes, no_tap
 from jetrl.model.block import Tap as Tap
 from jetrl.model.blocks import Layer
+from jetrl.model.flips import Flips
 from jetrl.model.linear import FlowLinear
+from jetrl.model.master import HoldsMasters, masters_of
 from jetrl.model.published import Embedding, Note, Published
 from jetrl.model.rope import rope_tables
-from jetrl.model.shards import shard_of
+from jetrl.phrases import some
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.formats import BF16, kv_head
 from jetrl.precision.recipe import Recipe
@@ -38,6 +42,10 @@ from jetrl.types import ForwardBatch
 NO_MASTERS = (
     "this model holds no master weights, so that it takes less memory (load_model and jetrl parity train nothing): {}. "
     "For gradients and weights, load it with load_model(..., masters=True)."
+)
+FROZEN = (
+    "{} of this model's {} parameters are frozen ({}), so they have no master weights: {}. What is published of a "
+    "frozen one is jetrl.model.master.frozen_values(model)[name]()."
 )
 
 
@@ -58,7 +66,8 @@ class Transformer(nn.Module):
 
     `dtype` is BF16; FP32 exists to check the definition against other implementations. Master weights are FP32 or BF16.
     Call `publish` after loading or changing weights: forward reads the published copies only. `master_dtype` None: no
-    masters are held, `publish_values` takes the place of `publish`, and a backward pass is refused.
+    masters are held, `publish_values` takes the place of `publish`, and a backward pass is refused. `freeze` does the
+    same to some of the parameters: the others are trained.
     """
 
     cos: Tensor
@@ -73,14 +82,11 @@ class Transformer(nn.Module):
         assert recipe.kv_cache in (BF16, kv_head(spec.head_dim)), f"no kernels for a KV cache in {recipe.kv_cache}"
         self.spec, self.recipe, self.dtype = spec, recipe, dtype
         self.activation_checkpointing, self.lean_backward = activation_checkpointing, lean_backward
-        self.holds_masters = master_dtype is not None
-        self.embed = Embedding((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
+        self.master_dtype = master_dtype
+        self.embed = Embedding((spec.vocab_size, spec.hidden_size), master_dtype, dtype, spec.tie_embeddings)
         self.layers = nn.ModuleList(Layer(i, spec, recipe, master_dtype, dtype) for i in range(spec.num_layers))
         self.norm = Published((spec.hidden_size,), master_dtype, dtype)
-        if spec.tie_embeddings:
-            self.embed.weight.num_sources = 2  # type: ignore[attr-defined]  # of its gradient: head and look-up
-        else:
-            self.embed.weight.only_looked_up = True  # type: ignore[attr-defined]
+        if not spec.tie_embeddings:
             self.lm_head = Published((spec.vocab_size, spec.hidden_size), master_dtype, dtype)
         with torch.device("cpu"):  # also where the parameters are only shapes
             cos, sin = rope_tables(spec.rope, spec.head_dim, spec.max_position)
@@ -103,13 +109,49 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         return self.head.weight
 
+    @property
+    def holds_masters(self) -> bool:
+        """Whether anything can be trained."""
+        return any(not master.frozen for module in self.published_modules() for master in module.masters.values())
+
+    def frozen(self) -> list[str]:
+        """The names of parameters that are frozen."""
+        return [name for name, master in masters_of(self).items() if master.frozen]
+
+    @torch.no_grad()
+    def freeze(self, which: Iterable[str] | Callable[[str], bool]) -> Transformer:
+        """Keep of these parameters, given by names or by a predicate of a name, only what is published: FP8 codes and
+        scales, or BF16 values. They have no master, no gradient and no moments from then on, for good.
+
+        What the model computes stays what it is, and gradients of the other parameters are those that they would be
+        anyway. Optimizers come after this. Collective if the model is sharded. UserError for a name that is none.
+        """
+        names = [name for name, _ in self.named_parameters()]
+        chosen = [name for name in names if which(name)] if callable(which) else list(which)
+        if unknown := [name for name in chosen if name not in names]:
+            raise UserError(
+                f"freeze: this model has no parameter {some(unknown)}. It has {some(names)}: see named_parameters()."
+            )
+        for name in sorted(set(chosen), key=names.index):  # in one order on all ranks
+            owner, _, kind = name.rpartition(".")
+            module = self.get_submodule(owner)
+            if not isinstance(module, HoldsMasters):
+                raise UserError(f"freeze: {name} is no parameter of a linear, norm or table: it is not published.")
+            module.freeze(kind)
+        self._note.drop(chosen)
+        return self
+
     @torch.no_grad()
     def init_random(self, seed: int) -> Transformer:
         """Fill the masters with `random_values`, or publish these where there are no masters."""
         if not self.holds_masters:
             return self.publish_values(self.random_values(seed))
-        for (_, value), parameter in zip(self.random_values(seed), self.parameters(), strict=True):
-            parameter.copy_(value)
+        masters = masters_of(self)
+        for name, value in self.random_values(seed):
+            if masters[name].frozen:
+                self._publish_value(name, value)
+            else:
+                masters[name].param.copy_(value)
         return self.publish()
 
     def random_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -122,22 +164,25 @@ class Transformer(nn.Module):
             for (block, role), linear in linears_of(self.spec, layer).items()
             if linear.writes_residual
         }
-        for name, shape, cut in [(name, p.shape, shard_of(p)) for name, p in self.named_parameters()]:
+        masters = masters_of(self)
+        for name, shape, cut in [(name, m.whole_shape(), m.split) for name, m in masters.items()]:
             if len(shape) == 1:
                 yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
                 continue
             std = 0.02 / (2 * self.spec.num_layers) ** 0.5 if name in writers else 0.02
-            whole = torch.randn((shape[0] if cut is None else cut.num_rows, *shape[1:]), generator=generator).mul_(std)
+            whole = torch.randn(shape, generator=generator).mul_(std)
             yield name, whole if cut is None else cut.own(whole)
             del whole  # before the next one is drawn
 
-    def publish(self) -> Transformer:
-        """Refresh every forward copy from its master: the last part of an optimizer step."""
+    def publish(self, flips: Flips | None = None) -> Transformer:
+        """Refresh every forward copy from its master: the last part of an optimizer step. `flips` counts the codes that
+        change."""
         for module in self.published_modules():
-            module.publish()
+            with flips.watch(module) if flips is not None and isinstance(module, FlowLinear) else nullcontext():
+                module.publish()
         if self._head_operand is not None:
             self._head_operand = gemm.prepare_bf16(self.head.published, self._head_operand)
-        self._note.take(self.named_parameters() if self.holds_masters else ())
+        self._note.take((name, m.param) for name, m in masters_of(self).items() if not m.frozen)
         return self
 
     def require_published(self) -> None:
@@ -161,31 +206,44 @@ class Transformer(nn.Module):
         missing = {name for name, _ in self.named_parameters()}
         for name, value in values:
             missing.remove(name)
-            owner, _, kind = name.rpartition(".")
-            module = self.get_submodule(owner)
-            assert isinstance(module, Published | FlowLinear), name
-            module.publish_value(kind, value.to(self.cos.device))
+            self._publish_value(name, value)
         assert not missing, f"no value for {sorted(missing)}"
         self._head_operand = None
         return self
 
+    def _publish_value(self, name: str, value: Tensor) -> None:
+        owner, _, kind = name.rpartition(".")
+        module = self.get_submodule(owner)
+        assert isinstance(module, HoldsMasters), name
+        module.publish_value(kind, value.to(self.cos.device))
+
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
+        """torch's, for all that is not frozen."""
         if requires_grad and not self.holds_masters:
             raise UserError(NO_MASTERS.format("its parameters take no gradient"))
-        super().requires_grad_(requires_grad)
+        for master in masters_of(self).values():
+            if not master.frozen:
+                master.param.requires_grad_(requires_grad)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.holds_masters:
-            raise UserError(NO_MASTERS.format("there are no weights to save or copy"))
+        self._require_masters("there are no weights to save or copy")
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.holds_masters:
-            raise UserError(NO_MASTERS.format("there are no weights to load into"))
+        self._require_masters("there are no weights to load into")
         return super().load_state_dict(*args, **kwargs)
 
+    def _require_masters(self, lack: str) -> None:
+        """UserError if a parameter has none."""
+        if not self.holds_masters:
+            raise UserError(NO_MASTERS.format(lack))
+        if frozen := self.frozen():
+            raise UserError(FROZEN.format(len(frozen), len(masters_of(self)), some(frozen), lack))
+
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
+        for module in self.published_modules():  # before any of them moves
+            module.require_in_place(fn)
         self._head_operand = None  # as in FlowLinear
         super()._apply(fn, recurse)
         return self
@@ -239,11 +297,13 @@ class Transformer(nn.Module):
         return logprob.head_logits(hidden, self.head_operand())
 
     def token_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, keep: bool = True
+        self, hidden: Tensor, targets: Tensor, temperature: float, keep: bool = True, support: Support | None = None
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of `targets` [T] and entropies at the sampling temperature, FP32 [T] each; differentiable.
 
-        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient.
+        `keep` as in `logprob.ops.token_logprobs`: False if the entropies will have a gradient. `support`: of truncated
+        distributions.
         """
         head, operand = self.head, self.head_operand()
-        return logprob.token_logprobs(hidden, head.weight, head.published, operand, targets, temperature, keep)
+        gradient = head.masters["weight"].gradient
+        return logprob.token_logprobs(hidden, gradient, head.published, operand, targets, temperature, keep, support)

@@ -48,7 +48,7 @@ def join(device: str = "auto", *, limit: float = LIMIT, start_limit: float = STA
 
     `ALONE` without these. With `device = "cpu"`, or where there is no GPU, by gloo; else also by NCCL, on the GPU that
     LOCAL_RANK names. Deterministic algorithms are on before, which NCCL reads as it starts. UserError naming the ranks
-    that did not come within `start_limit` seconds, or if two ranks have one GPU. From then on a collective may wait
+    that did not join within `start_limit` seconds, or if two ranks have one GPU. From then on a collective may wait
     `limit` seconds for a rank. On ranks other than 0 standard output is closed: rank 0 speaks for all.
     """
     if is_rank():  # read as torch loads: it warns of lost connections, and we tell the cause
@@ -285,8 +285,8 @@ def _await_all(watch: Watch, seconds: float) -> None:
     while late := watch.missing():
         if time.monotonic() > end:
             raise UserError(
-                f"{len(late)} of {watch.size} ranks did not come within {seconds:.0f} s: {_some(late)}. See what their "
-                "machines say, and that each can reach the first one."
+                f"{len(late)} of {watch.size} ranks did not join within {seconds:.0f} s: {_some(late)}. Look at "
+                "the output of their machines, and check that each can reach the first one."
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
@@ -315,4 +315,4 @@ def _one_gpu_each(world: World) -> None:
         twice = next(gpu for gpu in all_of if all_of.count(gpu) > 1)
         ranks = [r for r, gpu in enumerate(all_of) if gpu == twice]
         PROGRESS.common = True
-        raise UserError(f"ranks {_some(ranks)} share one GPU of {twice[0]}. Start one process a GPU.")
+        raise UserError(f"ranks {_some(ranks)} share one GPU of {twice[0]}. Start one process per GPU.")

@@ -34,6 +34,7 @@ from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.plan import Plan
 from jetrl.engine.runner import ModelRunner
 from jetrl.engine.sampler import SamplingTable
+from jetrl.engine.settings import EngineSettings
 from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.transformer import Transformer
 from jetrl.parity.drawn import draft_link, graph_links
@@ -52,13 +53,13 @@ from jetrl.parity.rows import (
 )
 from jetrl.parity.rows import NoText as NoText
 from jetrl.parity.rows import Workload as Workload
+from jetrl.train.batches import MicroBatch
 from jetrl.train.packing import pack, to_device
 from jetrl.train.step import forward_batch
 from jetrl.types import (
     Completion,
     ForwardBatch,
     Group,
-    MicroBatch,
     PagedPlan,
     Problem,
     Prompt,
@@ -169,8 +170,8 @@ class _Watched(ModelRunner):
 
     cuda_graphs = False  # it reads values in the middle of a step
 
-    def __init__(self, model: Transformer, page_size: int, target: tuple[int, int] | None = None) -> None:
-        super().__init__(self, page_size)  # type: ignore[arg-type]  # it stands before the model as well
+    def __init__(self, model: Transformer, settings: EngineSettings, target: tuple[int, int] | None = None) -> None:
+        super().__init__(self, settings)  # type: ignore[arg-type]  # it stands before the model as well
         self.inner, self.target = model, target
         self.hashes: dict[tuple[int, int], int] = {}
         self.hidden: dict[tuple[int, int], Tensor] = {}
@@ -237,12 +238,13 @@ def _decode(
 ) -> tuple[_Watched, list[Completion], int]:
     longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
     pages = max(-(-longest // work.page_size) + 1, len(requests))
-    engine = PagedEngine(
-        model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
+    settings = EngineSettings(
+        page_size=work.page_size, max_num_seqs=max(2, len(requests) - 2),
         max_tokens_per_step=work.step_tokens or max(work.chunk + len(requests), 8),
         kv_cache_tokens=2 * pages * work.page_size,
     )
-    engine.runner = watched = _Watched(model, work.page_size, target)
+    engine = PagedEngine(model, NoText(), "certificate", settings)
+    engine.runner = watched = _Watched(model, settings, target)
     engine.load(WeightSet(0, "certificate", {}))
     most = max(r.sampling.max_tokens for r in requests)  # decode steps of a sequence
     every, left = max(3, min(work.new_tokens // 4, most // 2)), dict.fromkeys(range(len(requests)), 2)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.sharing import TILE, Merge, served
 from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.model.transformer import Transformer
@@ -61,10 +62,10 @@ def _requests(prompts: list[list[int]], work: Workload) -> list[Request]:
 def _engine(
     model: Transformer, number: int, work: Workload, speculator: Speculator | None, merge: Merge
 ) -> PagedEngine:
-    engine = PagedEngine(
-        model, NoText(), "certificate", page_size=work.page_size, max_num_seqs=number, max_tokens_per_step=4096,
-        speculator=speculator, merge_prefix=merge,
+    settings = EngineSettings(
+        page_size=work.page_size, max_num_seqs=number, max_tokens_per_step=4096, merge_prefix=merge
     )
+    engine = PagedEngine(model, NoText(), "certificate", settings, speculator)
     engine.load(WeightSet(0, "certificate", {}))
     return engine
 

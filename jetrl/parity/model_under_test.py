@@ -20,12 +20,12 @@ from jetrl.huggingface import export, hub
 from jetrl.huggingface import provenance as trained
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import select
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.master import accumulate_in
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
-from jetrl.precision.recipe import Recipe
-from jetrl.run.prepare import check_experts, check_sizes, load_spec, model_source, recipe_of
+from jetrl.precision.recipe import Recipe, recipe_of
+from jetrl.run.prepare import check_experts, check_sizes, load_spec, model_source
 from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.untrusted import inside
@@ -82,7 +82,9 @@ def subject_of(
     if model.startswith("random:"):
         shape, _, layers = model.removeprefix("random:").partition(":")
         if layers and not (layers.isascii() and layers.isdigit() and int(layers)):
-            raise UserError(f"{model}: {layers!r} is no number of layers. Write random:SHAPE or random:SHAPE:LAYERS.")
+            raise UserError(
+                f"{model}: {layers!r} is not a number of layers. Write random:SHAPE or random:SHAPE:LAYERS."
+            )
         config, spec = _random_shape(shape, precision, device, kv_cache, int(layers or 0))
         return Subject(config, spec, recipe_of(config, spec), model, formats, random=True)
     if model in shipped() and not Path(model).exists() or model.endswith(".toml"):
@@ -121,7 +123,7 @@ def told_if_not_finite(name: object) -> Iterator[None]:
     except FloatingPointError as error:
         raise UserError(
             f"{name}: {error}. Its weights are finite, but some are so large that sums overflow, or that BF16 rounds "
-            "them to infinity. Take another checkpoint, or find out where such values come from."
+            "them to infinity. Use another checkpoint, or find out where such values come from."
         ) from error
 
 

@@ -28,8 +28,10 @@ from jetrl.config import Config
 from jetrl.config.rl import RLConfig
 from jetrl.config.train import TrainConfig
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.errors import UserError
-from jetrl.model.shards import Shard, shard_of
+from jetrl.model.master import masters_of
+from jetrl.model.shards import Shard
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published_bytes
 from jetrl.parallel.agreement import common, on_every_rank, same_everywhere, together
@@ -54,9 +56,10 @@ from jetrl.rollout.requests import STEP_STRIDE, RolloutRequest
 from jetrl.rollout.rollout import Rollout, roll_out
 from jetrl.run.setup import build_learner
 from jetrl.run.start import require_alike
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import fill, pack, to_device
 from jetrl.train.step import Learner, forward_batch, update
-from jetrl.types import PackedBatch, Problem, Prompt, SamplingParams, Trajectory, WeightSet
+from jetrl.types import Problem, Prompt, SamplingParams, Trajectory, WeightSet
 
 Masters = Literal["fp32", "bf16", "no"]
 _FLOW = "certificate"  # in place of the flow's digest
@@ -184,11 +187,11 @@ def samples_link(model: Transformer, work: Workload, world: World) -> tuple[Roll
 def _engine(model: Transformer, work: Workload, slots: int) -> PagedEngine:
     """An engine with room for `slots` sequences at once."""
     pages = -(-(work.max_prompt + work.new_tokens) // work.page_size) + 1
-    engine = PagedEngine(
-        model, NoText(), _FLOW, page_size=work.page_size, max_num_seqs=slots,
+    settings = EngineSettings(
+        page_size=work.page_size, max_num_seqs=slots, kv_cache_tokens=(slots + 1) * pages * work.page_size,
         max_tokens_per_step=work.step_tokens or max(work.chunk + slots, 8),
-        kv_cache_tokens=(slots + 1) * pages * work.page_size,
     )
+    engine = PagedEngine(model, NoText(), _FLOW, settings)
     engine.load(WeightSet(0, _FLOW, {}))
     return engine
 
@@ -305,7 +308,7 @@ def _updated(subject: Subject, batch: PackedBatch, config: Config, world: World)
     model.publish()
     after = published_bits(model)
     moved = sum(int((before[name] != rows).sum()) for name, rows in after.items())
-    cuts = {name: shard_of(p) for name, p in model.named_parameters()}
+    cuts = {name: master.shard for name, master in masters_of(model).items()}
     found = Updated(metrics, _own_rows(learner), cuts, after, moved)
     del model, learner
     _free()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, WgradKind
 from jetrl.errors import UserError
 from jetrl.precision.formats import BF16, FP32, Format, act_1x128, act_128x128, kv_head, weight_128x128, wgrad_128x1
+from jetrl.spec import ModelSpec
 from jetrl.types import Side
 
 Role = str  # of a linear within its layer: "qkv", "gate_up"; blocks declare theirs (`block.Block.linears`)
@@ -165,4 +166,22 @@ def build_recipe(
         kv_cache=kv_head(head_dim) if kv_cache == "fp8" and head_dim is not None else BF16,
         wgrad=wgrad,  # type: ignore[arg-type]
         saved_gate_up=saved_gate_up,  # type: ignore[arg-type]
+    )
+
+
+class RecipeConfig(Protocol):
+    """What `recipe_of` reads of a config: its precision and its table [quant]."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def quant(self) -> Any: ...
+
+
+def recipe_of(config: RecipeConfig, spec: ModelSpec) -> Recipe:
+    """The recipe of a run."""
+    q = config.quant
+    return build_recipe(
+        config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
+        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
     )

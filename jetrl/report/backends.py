@@ -60,7 +60,7 @@ def _module(tracker: str, module: str, package: str = "") -> Any:
         missing = (error.name or "").split(".")[0] in (module.split(".")[0], tracker, "")
         why = "is not installed" if missing else f"cannot be imported ({error})"
         raise UserError(
-            f"track.backends names {tracker}, which {why}: pip install {package or tracker}, or take it out."
+            f"track.backends names {tracker}, which {why}: pip install {package or tracker}, or remove it."
         ) from error
 
 
@@ -212,7 +212,7 @@ def _require_writable(folder: Path) -> None:
     """OSError unless files can be written into this folder, which may have to be made."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} is no folder that can be written to")
+        raise PermissionError(f"{there} is not a folder that can be written to")
 
 
 class MLflow:

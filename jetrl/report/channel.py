@@ -73,7 +73,7 @@ def within(name: str, seconds: float, call: Callable[[], object]) -> None:
         raise UserError(f"{name} (track.backends) cannot be used: {cause(error)}. {_CURE}") from error
 
 
-_CURE = "Install, log in or start what it needs, or take it out of track.backends."
+_CURE = "Install, log in or start what it needs, or remove it from track.backends."
 
 
 class Channel:
@@ -147,8 +147,8 @@ class Channel:
             why = f" ({cause(self._error)})" if self._error is not None else ""
             self._tell(
                 f"{self.name} {what}{why}. The run goes on, and metrics.jsonl has every row; {self.name} gets the rows "
-                f"that it takes, and is given up after {self._limits.lost_in_a_row} failures in a row. "
-                "This is said once."
+                f"that it takes, and is abandoned after {self._limits.lost_in_a_row} failures in a row. "
+                "This warning is shown once."
             )
 
     @property

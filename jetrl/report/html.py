@@ -20,8 +20,9 @@ import numpy as np
 from markupsafe import Markup
 
 from jetrl.errors import UserError
+from jetrl.report.metrics import metric_of, title_of
 from jetrl.report.recorder import SAMPLES_FILE
-from jetrl.report.run import PARITY_KEY, ROUTING_KEY, Headline, Run, headline, held_out_name, load_runs
+from jetrl.report.run import PARITY_KEY, ROUTING_KEY, THROUGHPUT_KEY, Headline, Run, headline, held_out_name, load_runs
 from jetrl.report.samples import MAX_SAMPLES, SampleFile, finite, sample_note
 from jetrl.report.text import duration, parity_note
 from jetrl.untrusted import fresh, inside, text_inside
@@ -109,8 +110,19 @@ def _payload(
             }
             for run, chosen, evaluated in zip(runs, samples, held_out, strict=True)
         ],
+        "metrics": _about({key for run in runs for key in run.keys()}),
         "parityKey": PARITY_KEY,
         "heldOut": held_out_name(run.held_out for run in runs),
+    }
+
+
+def _about(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """What the page says of each metric that is known: its title, unit, meaning and healthy values."""
+    known = {key: metric for key in sorted(keys) if (metric := metric_of(key)) is not None}
+    return {
+        key: {"title": one.title, "unit": one.unit, "meaning": one.meaning.replace("`", ""),
+              "healthy": one.healthy.replace("`", "")}
+        for key, one in known.items()
     }
 
 
@@ -193,20 +205,14 @@ def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
         "accuracy": held_out_name(run.held_out for run in runs),
         "reward": "Reward, mean of last 10 steps",
         "parity": "Parity: largest log-prob gap",
-        "throughput": "Tokens/s (a GPU), median",
+        "throughput": f"{title_of(THROUGHPUT_KEY)}, median",
         "time": "Time",
         "hardware": "Hardware",
     }
     table = [(name, [one[key] for one in told], key) for key, name in names.items()]
-    last = {
-        "policy/entropy": "Entropy, last step",
-        "response_length/mean": "Response length, last step",
-        "environment/turns_mean": "Turns, last step",
-        ROUTING_KEY: "Share of routers with other experts, last step",
-    }
     table[5:5] = [
-        (name, [_last(run, key) for run in runs], "")
-        for key, name in last.items()
+        (f"{title_of(key)}, last step", [_last(run, key) for run in runs], "")
+        for key in ("policy/entropy", "response_length/mean", "environment/turns_mean", ROUTING_KEY)
         if any(key in run.keys() for run in runs)
     ]
     return table

@@ -14,26 +14,17 @@ function heldOutCharts(keys, unit) {
 function start() {
   const rewards = [...new Set(RUNS.flatMap((run) => run.rewards))], heldOutUnit = DATA.heldOut.replace("Held-out ", "");
   const heldOut = heldOutCharts([...new Set(RUNS.flatMap((run) => run.accuracy))], heldOutUnit);
-  const wanted = [
-    ["reward/mean", "Reward", { sub: "mean over the completions of a step", unit: "reward" }],
+  const wanted = [ // titles, units and meanings are those of metrics.py
+    ["reward/mean"],
     ...heldOut.filter((one) => one.of === undefined).slice(0, 4).map((one) => one.chart),
-    ...rewards.slice(0, 6).map((key) => [key, `Reward: ${key.slice(7, -5)}`, { sub: `${key}, of this function alone`, unit: "reward" }]),
+    ...rewards.slice(0, 6).map((key) => [key, `Reward: ${key.slice(7, -5)}`, { sub: `${key}, of this function alone` }]),
     ...heldOut.filter((one) => one.of !== undefined).slice(0, 6).map((one) => one.chart),
-    [DATA.parityKey, "Parity", { unit: "log-prob gap", sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
-    ["policy/entropy", "Entropy", { sub: "of the policy", unit: "nats per token" }],
-    ["response_length/mean", "Response length", { sub: "mean", unit: "tokens" }],
-    ["response_length/frac_truncated", "Cut off", { sub: "completions that hit the length limit", unit: "share" }],
-    ["environment/turns_mean", "Turns", { sub: "policy turns per conversation, mean", unit: "turns" }],
-    ["environment/frac_max_turns", "Out of turns", { sub: "conversations that hit environment.max_turns", unit: "share" }],
-    ["rollout/num_prompts_sampled", "Prompts sampled", { sub: "per step, refill included", unit: "prompts" }],
-    ["policy/ref_kl", "KL to the reference policy", { sub: "mean", unit: "nats per token" }],
-    ["critic/explained_variance", "Explained variance", { sub: "share of the returns' variance that the critic explains" }],
-    ["critic/loss", "Critic loss", { sub: "of its predicted returns" }],
-    ["perf/memory_peak_gib_max", "GPU memory", { sub: "peak so far of the fullest rank", unit: "GiB", smoothable: false }],
-    ["perf/communication_s", "Communication", { sub: "time per step that a rank waits in exchanges of update and publish, mean", unit: "seconds" }],
-    ["perf/rank_idle_max_s", "Idle ranks", { sub: "time that the first rank to end a rollout waits for the last", unit: "seconds" }],
-    ...["error", "timeout"].map((kind) => [`environment/num_${kind}s`, kind === "error" ? "Environment errors" : "Environment time-outs",
-      { sub: "conversations of a step that are left out of training", unit: "conversations", smoothable: false }]).filter(([key]) => everNonZero(key)),
+    [DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
+    ["policy/entropy"], ["response_length/mean"], ["response_length/frac_truncated"], ["environment/turns_mean"],
+    ["environment/frac_max_turns"], ["rollout/num_prompts_sampled"], ["policy/ref_kl"], ["critic/explained_variance"],
+    ["critic/loss"], ["perf/memory_peak_gib_max", undefined, { smoothable: false }], ["perf/communication_s"],
+    ["perf/rank_idle_max_s"],
+    ...["environment/num_errors", "environment/num_timeouts"].filter(everNonZero).map((key) => [key, undefined, { smoothable: false }]),
   ];
   const main = [...wanted.map(([key, ...rest]) => lineChart(key, ...rest)), timeChart()].filter(Boolean);
   const drawn = new Set(wanted.map(([key]) => key));

@@ -194,10 +194,13 @@ function zoom(from, to) { // to these steps; without arguments to all
 let clips = 0;
 const hoverAll = (step) => charts.forEach((chart) => chart.mark(step));
 
-function lineChart(key, title, { sub, unit = "", symlog = false, smoothable = true, height = 232, wide = false } = {}) {
+function lineChart(key, title, { sub, unit, symlog = false, smoothable = true, height = 232, wide = false } = {}) {
   const present = RUNS.map((run, i) => ({ i, run, data: run.series[key] })).filter((one) => one.data && one.data[0].length);
   if (!present.length) return null;
-  const box = card(title, sub, wide), picture = frame(box.node, height, title);
+  const about = DATA.metrics[key] ?? {}; // nothing is known of what an engine of the user's logs
+  title ??= about.title ?? key; unit ??= about.unit ?? "";
+  const box = card(title, sub ?? about.meaning, wide), picture = frame(box.node, height, title);
+  if (about.healthy) box.note.title = `Healthy: ${about.healthy}`;
   const kind = DATA.heldOut.endsWith("accuracy") ? /\/avg@|\/pass@|frac_/ : /\/pass@|frac_/; // a reward is a plain number
   const share = kind.test(key) && present.every((one) => one.data[1].every((v) => v === null || (v >= 0 && v <= 1)));
   let geometry = null, marks = null;

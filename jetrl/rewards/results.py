@@ -188,6 +188,6 @@ def plain(value: Any) -> Any:
 
 def _check_key(key: Any, taken: frozenset[str], where: str) -> None:
     if not isinstance(key, str) or not key.strip():
-        raise Misused(f"{where} needs a name as a text, got {key!r}.")
+        raise Misused(f"{where} needs a name that is a string, got {key!r}.")
     if key in taken:
         raise Misused(f"{where} uses the name {key!r}, which is one of jetrl's own metrics. Choose another.")

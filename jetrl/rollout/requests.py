@@ -31,7 +31,8 @@ def train_asked(config: Config, step: int, first_number: int = 0) -> RolloutRequ
     assert step >= 1 and first_number >= 0
     r = config.rollout
     sampling = SamplingParams(
-        r.max_response_length, r.temperature, r.top_p, r.top_k, r.min_p, tuple(r.stop), seed=config.seed
+        r.max_response_length, r.temperature, r.top_p, r.top_k, r.min_p, tuple(r.stop), seed=config.seed,
+        logprobs=r.logprobs or "full",
     )
     return RolloutRequest(sampling, r.group_size, step * STEP_STRIDE + first_number, *_turns(config))
 

@@ -129,9 +129,8 @@ def _shared(
     queue = queues.open([len(p.tokens) + most / 2 for p in prompts for _ in range(asked.count)], asked.count)
     own: dict[int, Trajectory] = {}
     mistake: BaseException | None = None
-    expect = getattr(engine, "expect", None) if queue.rest and conversations is None else None
-    if expect is not None:
-        expect([len(p.tokens) + most for p in prompts for _ in range(asked.count)])
+    if queue.rest and conversations is None:
+        engine.expect([len(p.tokens) + most for p in prompts for _ in range(asked.count)])
     try:
         own = _run(engine, prompts, asked, conversations, on_step, queue, on_group)
     except MISTAKES as error:
@@ -140,8 +139,7 @@ def _shared(
     except Abandoned:
         pass  # agree() tells by whom
     finally:
-        if expect is not None:
-            expect(())
+        engine.expect(())
     busy = time.perf_counter() - start
     agree(queues.world, mistake)
     data = pickle.dumps(own, pickle.HIGHEST_PROTOCOL)  # of this protocol, arrays are one buffer each

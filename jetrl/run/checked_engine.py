@@ -36,11 +36,11 @@ def blamed(name: str, call: str, cure: str = _USERS, called: Any = None) -> Iter
         ) from error
 
 
-class CheckedEngine:
+class CheckedEngine(Engine):
     """`types.Engine` around one that is named `name`. UserError where it raises or breaks the contract; `cure` says
     what to do about that.
 
-    Three optional parts of an engine are passed on: `about`, `take_metrics` and `close`.
+    Optional parts that it lacks do what `Engine`'s do.
     """
 
     def __init__(self, engine: Engine, name: str, vocab_size: int, cure: str = _USERS) -> None:
@@ -97,6 +97,19 @@ class CheckedEngine:
         with self._blamed("release"):
             self.inner.release()
 
+    def cancel(self, ids: Collection[int]) -> None:
+        if not hasattr(self.inner, "cancel"):
+            return self.forget(ids)
+        for i in ids:
+            self._open.pop(i, None)
+        with self._blamed("cancel"):
+            self.inner.cancel(ids)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        if hasattr(self.inner, "expect"):
+            with self._blamed("expect"):
+                self.inner.expect(tokens)
+
     @property
     def about(self) -> str:
         """What the user should know about the engine at the start of a run; empty if there is nothing."""
@@ -125,7 +138,7 @@ class CheckedEngine:
         where, most = f"request {completion.request_id}", self._open[completion.request_id].sampling.max_tokens
         tokens, logprobs = completion.tokens, completion.logprobs
         if not 0 < len(tokens) <= most or len(tokens) != len(logprobs):
-            return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; must be as many, from 1 to {most}"
+            return f"{where}: {len(tokens)} tokens and {len(logprobs)} log-probs; need equal numbers, from 1 to {most}"
         if len(odd := tokens[(tokens < 0) | (tokens >= self.vocab_size)]):
             return f"{where}: token {odd[0]} is not an integer from 0 to {self.vocab_size - 1}"
         if len(wrong := logprobs[~np.isfinite(logprobs)]):

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.config import Config
+from jetrl.config.toml import toml_literal
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import build_speculator
 from jetrl.errors import UserError, defined_at
 from jetrl.huggingface import read as hf
@@ -80,12 +82,12 @@ def paged_engine(context: EngineContext) -> PagedEngine:
     """The rollout engine over the trainer's own model object."""
     r = context.config.rollout
     assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
-    return PagedEngine(
-        context.model, context.tokenizer, context.flow_digest, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step, kv_cache_tokens=r.kv_cache_tokens,
-        eos_token_ids=context.eos_token_ids, merge_prefix=r.merge_prefix,
-        speculator=build_speculator(r.speculate, r.max_draft_tokens, r.max_num_seqs),
+    settings = EngineSettings(
+        page_size=r.page_size, max_num_seqs=r.max_num_seqs, max_tokens_per_step=r.max_tokens_per_step,
+        kv_cache_tokens=r.kv_cache_tokens, eos_token_ids=context.eos_token_ids, merge_prefix=r.merge_prefix,
     )
+    speculator = build_speculator(r.speculate, r.max_draft_tokens, r.max_num_seqs)
+    return PagedEngine(context.model, context.tokenizer, context.flow_digest, settings, speculator)
 
 
 def keep_cache(engine: Engine, config: Config, ranks: int, capacity: int) -> None:
@@ -127,6 +129,31 @@ def promises_bits(config: Config) -> bool:
     """Whether the engine of a config promises the learner's bits, as far as its class tells."""
     engine = config.rollout.engine
     return engine == "jetrl" or getattr(engine_class(engine), "keeps_bits", False) is True
+
+
+def why_not_exact(config: Config, promises: bool) -> str | None:
+    """The setting by which the sampler's logits are not the learner's, bit for bit; None: they are. `promises`: whether
+    the engine says so."""
+    if config.precision == "fp8_rollout":
+        return 'precision = "fp8_rollout"'
+    if (config.precision, config.kernels) == ("fp8", "hopper_scaled_mm"):
+        return 'kernels = "hopper_scaled_mm"'
+    return None if promises else f"rollout.engine = {toml_literal(config.rollout.engine)}"
+
+
+def check_truncation(config: Config, promises: bool) -> None:
+    """UserError where the truncated distribution is to be trained and the learner cannot find what the sampler kept."""
+    r = config.rollout
+    if r.logprobs != "sampled" or (why := why_not_exact(config, promises)) is None:
+        return
+    keys = [key for key in ("top_p", "top_k", "min_p") if getattr(r, key) != r.usual(key)]
+    on = [f"rollout.{key} = {getattr(r, key):g}" for key in keys]
+    raise UserError(
+        f"{' and '.join(on)}: the learner finds the tokens that the sampler kept in its own logits, and with {why} "
+        'these are not the sampler\'s, bit for bit. Set rollout.logprobs = "full" (log-probs are then of the whole '
+        "distribution, from which tokens are not drawn), or sample from the whole distribution by removing "
+        f"{' and '.join(f'rollout.{key}' for key in keys)}."
+    )
 
 
 def _vllm_engine(context: EngineContext) -> Engine:

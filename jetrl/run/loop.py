@@ -22,6 +22,7 @@ from rich.console import Console
 from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
+from jetrl.model.flips import Flips
 from jetrl.parallel import launch
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.measures import WAITS, rank_metrics
@@ -59,9 +60,10 @@ from jetrl.run.sft import warm_start
 from jetrl.run.stopping import GivenUp, StopRequest
 from jetrl.tasks.gold import check_gold
 from jetrl.tasks.task import rows_of_epoch
+from jetrl.train.noise import noise_metrics, noise_told
 from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
-from jetrl.train.publish import publish
+from jetrl.train.publish import FLIPPED, publish
 from jetrl.train.reduction import own_numbers
 from jetrl.train.step import update
 from jetrl.train.trainer import Midway, NonFiniteError
@@ -239,7 +241,7 @@ def _recorded(
         recorder = Recorder(run_dir, config.checkpoint.resume != "never") if world.first else NoRecorder()
     with recorder, display, LiveReport(run_dir, recorder, display.message) as page:
         clock = Clock(display, stop)
-        if told := getattr(session.engine, "about", ""):
+        if told := session.engine.about:
             clock.message(told)
         if found is not None:
             clock.message(f"continues after step {session.step} of {config.train.steps}, from {found}")
@@ -338,14 +340,15 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
                 learnt, batches, advantage_stats = estimate(
                     gathered.learnt, batches, session.learner, session.reference, config, session.unified
                 )
-                stats = update(session.learner, batches, config, step, partial(clock.display.hint, step))
+                stats = noise_metrics(session.learner, batches, config, step)
+                stats |= update(session.learner, batches, config, step, partial(clock.display.hint, step))
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
-        weights = publish(session.model, session.weight_version + 1, session.flow_digest)
+        weights = publish(session.model, session.weight_version + 1, session.flow_digest, flips := Flips())
     session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
-    metrics |= epochs_read(session)
+    metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
         try:
             with together(session.world):
@@ -361,6 +364,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         clock.display.hint(step, NO_SIGNAL, reason)
     elif reason := without_gradient(metrics, config):
         clock.display.hint(step, "nothing was learned", reason)
+    if noise := noise_told(metrics, config):
+        clock.display.hint(step, "noise clips tokens", noise)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)

@@ -20,10 +20,10 @@ from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.support import require
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.flow import require_unified
-from jetrl.precision.recipe import Recipe, build_recipe
+from jetrl.precision.recipe import Recipe, recipe_of
 from jetrl.rewards.calls import names_of
 from jetrl.rewards.loading import import_reward, needs_answer
-from jetrl.run.engines import eos_ids, require_engine
+from jetrl.run.engines import check_truncation, engine_class, eos_ids, require_engine
 from jetrl.run.own_parts import load_own_parts
 from jetrl.spec import ModelSpec
 from jetrl.tasks.gold import required_reward
@@ -68,6 +68,7 @@ def prepare(
         check_routing(config.train, spec)
         check_saved(config, spec)
         load_own_parts(config)
+        check_truncation(config, getattr(engine_class(config.rollout.engine), "keeps_bits", True) is not False)
     if samples:
         require_engine(config, spec, recipe)
     if recipe.name != "fp8_rollout":
@@ -145,7 +146,7 @@ def check_sizes(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
     if wrong := next((name for name, size in rows.items() if size % BF16_MULTIPLE), None):
         raise UserError(
             f'precision = "{recipe.name}" computes {wrong} in BF16, over rows of {rows[wrong]} values; the kernels of '
-            f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or take another model.'
+            f'a GPU need a multiple of {BF16_MULTIPLE}. Set device = "cpu", or use another model.'
         )
 
 
@@ -223,12 +224,3 @@ def check_lengths(config: Config, spec: ModelSpec) -> None:
             f"task.max_prompt_length + rollout.max_response_length = {longest}, but the model has positions for "
             f"{spec.max_position} tokens (max_position_embeddings). Lower one of the two."
         )
-
-
-def recipe_of(config: Config, spec: ModelSpec) -> Recipe:
-    """The precision recipe of a run."""
-    q = config.quant
-    return build_recipe(
-        config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
-    )

@@ -16,9 +16,9 @@ from jetrl.environments.conversations import EnvironmentPool, build_pool
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
 from jetrl.kernels.dispatch import DEVICE_OF, select
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.critic import Critic
-from jetrl.model.sharding import fill, own_rows, shard_like, shard_model
+from jetrl.model.master import accumulate_in, masters_of, own_rows, values_for
+from jetrl.model.sharding import fill, shard_like, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import on_every_rank, together
 from jetrl.parallel.world import ALONE, World
@@ -27,7 +27,7 @@ from jetrl.precision.recipe import Recipe
 from jetrl.rollout.queue import Queues
 from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
-from jetrl.run.engines import build_engine, check_engine, keep_cache
+from jetrl.run.engines import build_engine, check_engine, check_truncation, keep_cache, why_not_exact
 from jetrl.run.evaluation import Evaluation
 from jetrl.run.prepare import Prepared, check_experts, check_sizes, in_steps, model_source, prepare
 from jetrl.spec import ModelSpec
@@ -80,21 +80,19 @@ class Session:
         return self.learner.world
 
     def close(self) -> None:
-        """End what runs in the background: environments are closed, and an engine that has a `close`. A checkpoint that
+        """End what runs in the background: environments are closed, and the engine. A checkpoint that
         is being written, which only an error or a signal leaves here, is given up."""
         self.beside.abandon()
         if self.conversations is not None:
             self.conversations.shutdown()
-        if callable(close := getattr(self.engine, "close", None)):
-            close()
+        self.engine.close()
 
     def engine_metrics(self, *, of_evaluation: bool = False) -> dict[str, float]:
-        """What an engine that has `take_metrics` tells about itself since the last call; first, of the start.
+        """What the engine tells about itself since the last call; first, of the start.
 
         Those of an evaluation have names of their own: it asks the same problems every time, and often greedily.
         """
-        take = getattr(self.engine, "take_metrics", None)
-        taken: dict[str, float] = take() if callable(take) else {}
+        taken = self.engine.take_metrics()
         if of_evaluation:
             return {f"in_eval/{key}": value for key, value in taken.items()}
         before, self.before = self.before, {}
@@ -147,6 +145,8 @@ def build(
         learner = Learner(model, None, world=world)
     with together(world):
         engine = build_engine(config, model, plan.tokenizer, plan.base_config)
+        if not evaluates:
+            check_truncation(config, engine.keeps_bits)
         if not evaluates and config.device != "cpu":
             gpu = torch.cuda.get_device_properties(model.head_weight.device)
             keep_cache(engine, config, world.size, gpu.total_memory)
@@ -210,23 +210,23 @@ def build_learner(config: Config, model: Transformer, world: World = ALONE) -> L
     The model is cut for `world` already (`build_model`); a critic is cut as its policy is.
     """
     if config.rl.adv_estimator != "gae":
-        return Learner(model, build_optimizer(model.named_parameters(), config.train), world=world)
+        return Learner(model, build_optimizer(masters_of(model), config.train), world=world)
     shared = config.rl.critic == "shared"
     critic = Critic(model, shared)
     accumulate_in(critic, getattr(torch, config.train.grad_dtype))
-    named = [(f"critic.{name}", p) for name, p in critic.named_parameters()]
+    of_critic = {f"critic.{name}": master for name, master in masters_of(critic).items()}
     if shared:
-        return Learner(model, build_optimizer([*model.named_parameters(), *named], config.train), critic, world=world)
+        optimizer = build_optimizer(masters_of(model) | of_critic, config.train)
+        return Learner(model, optimizer, critic, world=world)
     settings = config.train.model_copy(update={"lr": config.rl.critic_lr})
-    policy_optimizer = build_optimizer(model.named_parameters(), config.train)
-    return Learner(model, policy_optimizer, critic, build_optimizer(named, settings), world)
+    policy_optimizer = build_optimizer(masters_of(model), config.train)
+    return Learner(model, policy_optimizer, critic, build_optimizer(of_critic, settings), world)
 
 
 def keeps_bits(config: Config, engine: Engine) -> bool:
     """Whether the learner's log-probs are the sampler's, bit for bit: the engine must promise it, and so must the flow
     (not across two precisions, nor with cuBLASLt)."""
-    flow = config.precision != "fp8_rollout" and (config.precision, config.kernels) != ("fp8", "hopper_scaled_mm")
-    return flow and engine.keeps_bits
+    return why_not_exact(config, engine.keeps_bits) is None
 
 
 def build_model(
@@ -287,7 +287,7 @@ def reference_of(model: Transformer) -> Transformer:
     """A frozen copy of the policy as it is now, in the same precision flow (for kl_coef > 0)."""
     device = model.head_weight.device
     with torch.device("meta"):
-        copy = Transformer(model.spec, model.recipe, master_dtype=model.head_weight.dtype)
+        copy = Transformer(model.spec, model.recipe, master_dtype=model.master_dtype).freeze(model.frozen())
     shard_like(copy, model)
-    fill(copy, model.named_parameters(), device)
+    fill(copy, values_for(copy, model), device)
     return copy.to(device).requires_grad_(False).publish()

@@ -29,7 +29,8 @@ from jetrl.config.markers import FirstWeights, WarmStart
 from jetrl.environments.tools import with_tools
 from jetrl.errors import UserError
 from jetrl.hashing import sha256_of_file
-from jetrl.model.sharding import digest, fill, parts_of, shard_model
+from jetrl.model.master import masters_of, parts_of, values_for
+from jetrl.model.sharding import digest, fill, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import ALONE, World
@@ -40,13 +41,14 @@ from jetrl.run.engines import eos_ids
 from jetrl.run.prepare import model_source
 from jetrl.tasks.files import FileTask
 from jetrl.tasks.task import Task, encode_problem, holds_out, num_eval_shapes_training
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.optim import build_optimizer, schedule_factor
 from jetrl.train.packing import denominators, pack_in_order
 from jetrl.train.reduction import own_numbers
 from jetrl.train.routing import LOSSES, Routing
 from jetrl.train.step import forward_rows
 from jetrl.train.trainer import NonFiniteError, not_by_an_update, optimizer_step
-from jetrl.types import MicroBatch, PackedBatch, Problem, Segment, Trajectory, token_ids
+from jetrl.types import Problem, Segment, Trajectory, token_ids
 
 _SFT_OFFSET = 1 << 40  # the warm start draws its problems far away from RL's in the task's stream
 
@@ -143,11 +145,13 @@ def warm_start(
     else:
         if world.first:
             known = "this model, tokenizer, task, seed and [sft]"
-            tell(f"no cached warm start for {known} in {path.parent}: training one now")
+            tell(f"no warm start in the cache for {known} in {path.parent}: training one now")
         with together(world):
             require_writable(path.parent)
         student = train_sft(model, config, task, tokenizer, progress, world)
-        fill(model, student.named_parameters())
+        with torch.no_grad():
+            for name, part in parts_of(student).items():
+                model.get_parameter(name).copy_(part.value)
         store.seal(path, parts_of(model), world, mark=f"_{world.share(os.getpid())}")
     model.publish()
     return path
@@ -160,7 +164,7 @@ def require_writable(folder: Path) -> None:
         Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
     except OSError as error:
         raise UserError(
-            f"The warm start cannot be kept in sft.cache_dir = {folder}: {error.strerror or error}. Set sft.cache_dir "
+            f"The warm start cannot be saved in sft.cache_dir = {folder}: {error.strerror or error}. Set sft.cache_dir "
             "to a folder that can be written to."
         ) from error
 
@@ -179,13 +183,14 @@ def train_sft(
     sft, device = config.sft, model.head_weight.device
     with torch.device("meta"):
         student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
-    shard_model(student, world)
-    fill(student, model.named_parameters(), device)
+    shard_model(student.freeze(model.frozen()), world)
+    fill(student, values_for(student, model), device)
     student.to(device).publish()
     fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
     settings = config.train.model_copy(update={"lr": sft.lr} | fp32)
     solved = SolutionEncoder.of(config, tokenizer, model.spec.vocab_size)
-    optimizer = build_optimizer(student.named_parameters(), settings)
+    masters = masters_of(student)
+    optimizer = build_optimizer(masters, settings)
     for step in range(1, sft.steps + 1):
         with together(world):
             batch = _batch(step, config, task, solved, world)
@@ -201,7 +206,7 @@ def train_sft(
 
         try:
             stats = optimizer_step(
-                list(student.parameters()), optimizer, batch, loss_of, lr=sft.lr * factor,
+                list(masters.values()), optimizer, batch, loss_of, lr=sft.lr * factor,
                 max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
             )
         except NonFiniteError as error:

@@ -116,7 +116,8 @@ def shown_flow(recipe: str, overrides: list[str]) -> tuple[Config, ModelSpec, Re
 
     from jetrl.config import load_config, resolve
     from jetrl.config.shipped import find_recipe
-    from jetrl.run.prepare import recipe_of, spec_of
+    from jetrl.precision.recipe import recipe_of
+    from jetrl.run.prepare import spec_of
 
     given = load_config(find_recipe(recipe), overrides)
     for_gpu = given.device == "cuda" or given.kernels not in ("auto", "reference")
@@ -166,7 +167,7 @@ def require_resumable(run_dir: Path) -> None:
     rows = len(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else 0
     if rows > 1 and newest(run_dir / "checkpoints") is None:
         raise UserError(
-            f"{run_dir} has {rows} rows of metrics but no checkpoint to go on from. Start under another name."
+            f"{run_dir} has {rows} rows of metrics but no checkpoint to continue from. Use another name."
         )
 
 

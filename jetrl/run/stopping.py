@@ -143,7 +143,7 @@ def _left_out(phase: Phase) -> str:
     """What a signal loses that does not wait for the end of this phase."""
     if phase == "checkpoint":
         return "the checkpoint that was being written is not; the one before it is intact"
-    return "the step under way is not saved"
+    return "the current step is not saved"
 
 
 def _forget_closed_terminal() -> None:

@@ -31,6 +31,7 @@ from jetrl.tasks.gold import required_reward
 from jetrl.tasks.task import build_task, holds_out, sample
 from jetrl.types import (
     Completion,
+    Engine,
     FinishReason,
     Group,
     Problem,
@@ -157,15 +158,15 @@ def read_script(path: Path) -> list[str]:
     try:
         text = text_file(path)
     except ValueError as error:  # no UTF-8, or too large
-        raise UserError(f"--script {path}: the file is no text that can be read: {error}.") from error
+        raise UserError(f"--script {path}: the file cannot be read as text: {error}.") from error
     if not text.lstrip().startswith("["):
         return text.splitlines()
     try:
         turns = json_value(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--script {path}: it begins as a JSON list, but is no JSON: {error}.") from error
+        raise UserError(f"--script {path}: it begins as a JSON list, but is not valid JSON: {error}.") from error
     if not all(isinstance(turn, str) for turn in turns):
-        raise UserError(f"--script {path}: a JSON list of texts is needed, one for each turn of the policy.")
+        raise UserError(f"--script {path}: a JSON list of strings is needed, one for each turn of the policy.")
     return list(turns)
 
 
@@ -220,7 +221,7 @@ def _tell_end(trial: Trial, trajectory: Trajectory, say: Say) -> None:
         say(f"weighted sum: {'not scored' if total is None else f'{total:g}'}")
 
 
-class _Script:
+class _Script(Engine):
     """The policy: an engine that says the next turn of a script."""
 
     keeps_bits = False

@@ -28,8 +28,8 @@ class Columns:
         key = f"task.{self.keys}prompt_template"
         fields = [name for _, name in self._parts(self.template) if name is not None]
         if not fields:
-            raise UserError(f"{key} = {self.template!r}: it names no column, so that all prompts would be the same. "
-                            'Write {question}, say, for the column "question".')
+            raise UserError(f"{key} = {self.template!r}: it names no column, so all prompts would be the same. "
+                            'Write {question}, for example, for the column "question".')
         return [*((name, key) for name in dict.fromkeys(fields)), *answer]
 
     def prompt_of(self, row: Mapping[str, Any], where: str) -> Any:
@@ -43,7 +43,7 @@ class Columns:
                 continue
             value = row[name]
             if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-                raise UserError(f"{where}: column {name!r} must be a text or a number to go into "
+                raise UserError(f"{where}: column {name!r} must be a string or a number to go into "
                                 f"task.{self.keys}prompt_template, got {shown(value)}.")
             text.append(str(value))
         return "".join(text)

@@ -15,7 +15,7 @@ from typing import Any
 from jetrl.config.task import MAX_DATA_GIB
 from jetrl.errors import UserError
 from jetrl.huggingface import hub
-from jetrl.huggingface.files import some
+from jetrl.phrases import some
 from jetrl.tasks.row_files import read_by_library
 from jetrl.untrusted import Budget, inside, require_shallow, text_file
 
@@ -81,7 +81,7 @@ def _splits(folder: Path, config: dict[str, Any], load: Callable[..., Any]) -> M
         raise FileNotFoundError(f"its card names {config['data_files']}, and {base} has no such file")
     endings = [ending for ending in first.suffixes if ending in _READERS]
     if not endings:
-        raise ValueError(f"{first.name} is none of {', '.join(_READERS)}")
+        raise ValueError(f"{first.name} is not one of {', '.join(_READERS)}")
     reader, settings = _READERS[endings[-1]]
     settings = settings | {key: config[key] for key in _SETTINGS if key in config}
     return load(reader, data_files={split: paths for split, paths in files.items() if paths}, **settings)

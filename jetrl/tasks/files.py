@@ -243,7 +243,7 @@ def _prompt(value: Any, where: str, key: str, padded: bool) -> str | tuple[Messa
     if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column {key!r} must be a text or chat messages, got {shown(value)}.")
+        raise UserError(f"{where}: column {key!r} must be a string or chat messages, got {shown(value)}.")
     return _messages(value, where, key, padded)
 
 
@@ -263,7 +263,7 @@ def _solution(value: Any, where: str, padded: bool) -> str | tuple[Message, ...]
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column 'solution' must be a text or chat messages, got {shown(value)}.")
+        raise UserError(f"{where}: column 'solution' must be a string or chat messages, got {shown(value)}.")
     messages = _messages(value, where, "solution", padded)
     own = [message["role"] == "assistant" for message in messages]
     if not (own[0] and own[-1]) or any(a and b for a, b in itertools.pairwise(own)):
@@ -282,5 +282,5 @@ def _answer(row: Mapping[str, Any], where: str, key: str, needed: bool) -> str:
     if value is None and not needed:
         return ""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
-        raise UserError(f"{where}: {name} must be a text or a number, got {shown(value)}.")
+        raise UserError(f"{where}: {name} must be a string or a number, got {shown(value)}.")
     return str(value)

@@ -37,7 +37,7 @@ class GymTask:
         self.dataset = params.get("dataset", "")
         self.instruction = params.get("instruction", INSTRUCTION)
         if not isinstance(self.instruction, str):
-            raise UserError(f"task.params.instruction: must be a text, got {self.instruction!r}.")
+            raise UserError(f"task.params.instruction: must be a string, got {self.instruction!r}.")
         self.seed = seed
         self._options = {k: v for k, v in params.items() if k not in _OWN_PARAMS}
         self._create = _creator(self.dataset, self._options)

@@ -170,7 +170,7 @@ class LongTask:
                 self.gold_template = "#{answer}"  # the worked solutions are not gold texts then
         self.reward: RewardFunction = answer_reward if self.credit == "answer" else steps_reward
         if "steps" in params and "tokens" in params:
-            raise UserError("task.params.steps: does not go together with task.params.tokens; take one of the two.")
+            raise UserError("task.params.steps: does not go together with task.params.tokens; use one of the two.")
         if "steps" in params:
             self.steps = _numbers(params["steps"], "steps", MAX_STEPS)
         else:
@@ -202,7 +202,7 @@ class LongTask:
                 more = "lengths or factors" if self.name == "recurrence" else "steps"
                 raise UserError(
                     f"task.num_eval: {n} held-out problems are needed, but with steps = {list(self.steps)} there are "
-                    f"only {len(found)}. Lower task.num_eval or take more {more}."
+                    f"only {len(found)}. Lower task.num_eval or use more {more}."
                 )
         return [self._make(drawn) for drawn in found.values()]
 
@@ -300,7 +300,7 @@ def _factors(params: Mapping[str, Any]) -> tuple[int, ...]:
     given = _numbers(params.get("factors", FACTORS), "factors", 999)
     if wrong := [v for v in dict.fromkeys(given) if v % 2 == 0 or v % 5 == 0]:
         raise UserError(
-            f"task.params.factors: {wrong[0]} has a factor in common with 1000. Take odd numbers that do not end in 5."
+            f"task.params.factors: {wrong[0]} has a factor in common with 1000. Use odd numbers that do not end in 5."
         )
     return given
 

@@ -56,7 +56,7 @@ def gold_params(params: Mapping[str, Any]) -> tuple[str | None, bool]:
     """The two parameters of every task that say what text must earn a reward, and whether that is checked."""
     template, check = params.get("gold_template"), params.get("check_gold", True)
     if template is not None and not (isinstance(template, str) and "{answer}" in template):
-        raise UserError(f"task.params.gold_template: must be a text that contains {{answer}}, got {template!r}.")
+        raise UserError(f"task.params.gold_template: must be a string that contains {{answer}}, got {template!r}.")
     if not isinstance(check, bool):
         raise UserError(f"task.params.check_gold: must be true or false, got {check!r}.")
     return template, check

@@ -84,7 +84,7 @@ def read_by_library(budget: Budget) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise UserError(
-            f"{budget.source}: its rows need more memory than this machine has free. Take fewer rows or columns, or "
+            f"{budget.source}: its rows need more memory than this machine has free. Use fewer rows or columns, or "
             f"lower task.max_data_gib (now {budget.gib:g}), so that they are refused early."
         ) from error
     except Exception as error:  # pyarrow has errors of its own, and an OSError without a number for damaged pages

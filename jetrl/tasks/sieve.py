@@ -30,7 +30,7 @@ class Sieve:
         kept = [problem for problem in problems if self._passes(problem)]
         if not kept and self.overlong:
             raise UserError(
-                f"{source}: all {self.overlong} prompts are longer than task.max_prompt_length, so that "
+                f"{source}: all {self.overlong} prompts are longer than task.max_prompt_length, so "
                 'task.overlong_prompts = "drop" leaves none. Raise task.max_prompt_length.'
             )
         return kept

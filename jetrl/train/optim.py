@@ -17,10 +17,16 @@ from torch import Tensor, nn
 from jetrl.errors import UserError
 from jetrl.kernels.update.adamw import AdamWStep, adamw_step_
 from jetrl.kernels.update.squares import ROW, row_squares
-from jetrl.model.shards import shard_of
+from jetrl.model.master import Master
 from jetrl.train.offload import HostMemory, Update, stream_updates
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOMENT_BLOCK = 256  # 8-bit moments that share a scale
+
+
+def eight_bit(elements: int) -> bool:
+    """Whether torchao keeps the moments of a parameter of so many elements in 8 bits."""
+    return elements >= 4096 and elements % MOMENT_BLOCK == 0
 
 
 class ScheduleConfig(Protocol):
@@ -143,9 +149,10 @@ class MixedAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(
-    named_params: Iterable[tuple[str, nn.Parameter]], train_config: OptimizerConfig
+    masters: Mapping[str, Master], train_config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW over `model.named_parameters()`. Weight decay on matrices only: no norms, no biases, no embedding.
+    """AdamW over those of `masters`, by name, that are trained. Weight decay on matrices only: no norms, no biases, no
+    embedding.
 
     The learning rate starts at `lr`; the caller sets it before every step with `set_lr`. Each element is updated by
     itself in all of torch's variants, so all are deterministic; `fused` is taken on a GPU, the plain loop on a CPU.
@@ -156,13 +163,13 @@ def build_optimizer(
     dtype = _DTYPES[train_config.master_dtype]
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    named = [(name, param) for name, param in named_params if param.requires_grad]
-    for name, param in named:
+    trained = {name: master for name, master in masters.items() if master.trained}
+    for name, param in ((name, master.param) for name, master in trained.items()):
         if param.dtype != dtype:
             raise UserError(f"{name} is {param.dtype}, but train.master_dtype asks for {dtype}; convert the model")
         (decayed if is_decayed(name, param) else plain).append(param)
     if not decayed and not plain:
-        raise ValueError("no parameter requires a gradient")
+        raise ValueError("no parameter is trained")
     groups: list[dict[str, Any]] = [
         {"params": params, "weight_decay": decay}
         for params, decay in ((decayed, train_config.weight_decay), (plain, 0.0))
@@ -176,8 +183,8 @@ def build_optimizer(
             raise UserError('train.offload_optimizer does not work with train.optimizer_dtype = "8bit"')
         from jetrl.train.optim_8bit import EightBitAdamW, check_shards  # here, because torchao is optional
 
-        for name, param in named:
-            check_shards(name, shard_of(param), param.shape[-1])
+        for name, master in trained.items():
+            check_shards(name, master.shard, master.param.shape[-1])
         return EightBitAdamW(groups, **common)
     state_dtype = _DTYPES[train_config.optimizer_dtype]
     if offload or torch.bfloat16 in (dtype, state_dtype):

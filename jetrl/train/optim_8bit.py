@@ -19,6 +19,7 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.model.shards import Shard
 from jetrl.requirements import install
+from jetrl.train.optim import MOMENT_BLOCK, eight_bit
 
 
 @contextlib.contextmanager
@@ -47,7 +48,6 @@ except ImportError as error:
 # it is about compiled code kept between processes: without the hash it is compiled again, which changes no bit
 warnings.filterwarnings("ignore", message="OptimState8bit does not implement _stable_hash_for_caching")
 
-_SMALLEST, _BLOCK = 4096, 256  # elements: of a parameter with 8-bit moments, and of their blocks
 _PARTS = ("codes", "scale", "qmap")
 
 
@@ -57,13 +57,13 @@ def check_shards(name: str, cut: Shard | None, width: int) -> None:
         return
 
     def held(rows: int) -> bool:
-        return rows * width >= _SMALLEST and rows * width % _BLOCK == 0
+        return eight_bit(rows * width)
 
     odd = [rows for rows in cut.rows if rows and held(rows) != held(cut.num_rows)]
     if odd:
         raise UserError(
             f'train.optimizer_dtype = "8bit" on {cut.world.size} ranks: {name} [{cut.num_rows}, {width}] is cut into '
-            f"{cut.rows} rows, and blocks of {_BLOCK} moments do not fit into {odd[0]} rows of {width}. Set "
+            f"{cut.rows} rows, and blocks of {MOMENT_BLOCK} moments do not fit into {odd[0]} rows of {width}. Set "
             'train.optimizer_dtype = "bfloat16", or use another number of ranks.'
         )
 

@@ -26,9 +26,11 @@ from torch import Tensor
 
 from jetrl.choices import MaskedSequences
 from jetrl.errors import UserError
+from jetrl.kernels.logprob.truncation import KeptSets
 from jetrl.rl.losses import Denominators
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.bins import bin_pack, families, share_bins, shared_rows
-from jetrl.types import Advantage, Group, MicroBatch, PackedBatch, Trajectory
+from jetrl.types import Advantage, Group, Trajectory
 
 Own = Callable[[int], Sequence[int]]
 """Which of so many micro-batches of an update to make, ascending (`reduction.own_numbers`)."""
@@ -234,7 +236,7 @@ def by_trajectory(parts: Iterable[Mapping[int, np.ndarray]], lengths: Sequence[i
 def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
     """The same micro-batch with its tensors on `device`."""
     values: dict[str, Any] = {entry.name: getattr(micro_batch, entry.name) for entry in fields(micro_batch)}
-    values |= {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    values |= {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor | KeptSets)}
     return MicroBatch(**values)
 
 

@@ -7,29 +7,56 @@ one number for each policy token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jetrl.config import Config
+from jetrl.kernels.logprob.truncation import Truncation
 from jetrl.model.critic import Critic
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import together
 from jetrl.rl.advantage import advantages
 from jetrl.rl.losses import kl_penalty
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import by_trajectory, fill, held, to_device, with_rows
-from jetrl.train.step import Learner, forward_batch, forward_rows
+from jetrl.train.step import Learner, Rows, forward_batch, forward_rows, truncation_of
 from jetrl.train.trainer import NonFiniteError
-from jetrl.types import Group, MicroBatch, PackedBatch
+from jetrl.types import Group
 
 
 @torch.no_grad()
-def logprob_pass(model: Transformer, batch: PackedBatch, temperature: float) -> list[Tensor]:
+def logprob_pass(
+    model: Transformer, batch: PackedBatch, temperature: float, truncation: Truncation | None = None
+) -> list[Tensor]:
     """Log-probs [R] of the loss rows of each micro-batch held, without gradients (old policy, reference policy)."""
+    return [rows.logprobs for rows in _rows_pass(model, batch, temperature, truncation)]
+
+
+@torch.no_grad()
+def kept_pass(
+    model: Transformer, batch: PackedBatch, temperature: float, truncation: Truncation
+) -> tuple[list[Tensor], PackedBatch]:
+    """`logprob_pass`, and the batch with the sets that truncated distributions keep by this model's logits."""
+    logprobs, micros = [], []
+    for micro, rows in zip(batch.micro_batches, _rows_pass(model, batch, temperature, truncation), strict=True):
+        assert rows.support is not None
+        logprobs.append(rows.logprobs)
+        micros.append(replace(micro, kept_sets=rows.support.sets.to("cpu")))
+    return logprobs, replace(batch, micro_batches=tuple(micros))
+
+
+def _rows_pass(
+    model: Transformer, batch: PackedBatch, temperature: float, truncation: Truncation | None
+) -> Iterator[Rows]:
     device = model.head_weight.device
-    return [forward_rows(model, to_device(m, device), temperature).logprobs for m in batch.micro_batches]
+    return (
+        forward_rows(model, to_device(micro, device), temperature, truncation=truncation)
+        for micro in batch.micro_batches
+    )
 
 
 @torch.no_grad()
@@ -53,17 +80,26 @@ def estimate(
 
     The log-probs of the old policy are the rollout's where rollout and training are one flow (`unified`) and the same
     weights drew all tokens; else the learner makes its own pass, if there are several updates or the reward holds a KL
-    penalty. NonFiniteError where what the advantages are made of is not finite. Collective.
+    penalty. So it does for the sets that truncated distributions keep, for updates that begin with other weights than
+    sampled, and for a reference, which is compared with the policy on what the policy keeps.
+
+    NonFiniteError where what the advantages are made of is not finite. Collective.
     """
     rl, temperature, packed, world = config.rl, config.rollout.temperature, list(batches), learner.world
     if not groups:  # dynamic sampling may keep none
         return [], [], {}
     unified = unified and not any(batch.num_older_tokens for batch in packed)
     kl_in_reward = reference is not None and rl.kl_in == "reward"
-    if not unified and (len(packed) > 1 or kl_in_reward):
-        packed = [with_rows(b, "old_logprobs", logprob_pass(learner.model, b, temperature)) for b in packed]
+    truncation, own = truncation_of(config), not unified and (len(packed) > 1 or kl_in_reward)
+    for place, batch in enumerate(packed):
+        if truncation is not None and (place or own or reference is not None):
+            old, packed[place] = kept_pass(learner.model, batch, temperature, truncation)
+        elif own:
+            old = logprob_pass(learner.model, batch, temperature)
+        if own:
+            packed[place] = with_rows(packed[place], "old_logprobs", old)
     if reference is not None:
-        packed = [with_rows(b, "ref_logprobs", logprob_pass(reference, b, temperature)) for b in packed]
+        packed = [with_rows(b, "ref_logprobs", logprob_pass(reference, b, temperature, truncation)) for b in packed]
     if learner.critic is not None:
         packed = [with_rows(b, "values", value_pass(learner.critic, learner.model, b)) for b in packed]
     lengths = [t.num_policy_tokens for group in groups for t in group.trajectories]

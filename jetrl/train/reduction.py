@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from jetrl.choices import Reduction
 from jetrl.kernels.qtensor import blocks_of
-from jetrl.kernels.update.gradient import first_waits, grad_dtype, num_sources, rows_in_use, sent_to
+from jetrl.kernels.update.gradient import Gradient, first_waits, rows_in_use, sent_to
 from jetrl.kernels.update.squares import ROW, row_squares
 from jetrl.kernels.update.sums import add_in_order
-from jetrl.model.shards import Shard, shard_of
+from jetrl.model.master import Master
+from jetrl.model.shards import Shard
 from jetrl.parallel.world import World
 from jetrl.precision.formats import BLOCK
 from jetrl.train.optim import fixed_order_sum, global_grad_norm
@@ -94,35 +95,35 @@ class GradientSum(Protocol):
 
 
 def gradient_sum(
-    parameters: Sequence[nn.Parameter], count: int, world: World, reduction: Reduction, lanes: int | None = None,
+    masters: Sequence[Master], count: int, world: World, reduction: Reduction, lanes: int | None = None,
     tokens: Sequence[Tensor] = (),
 ) -> GradientSum:
     """For `count` micro-batches of all ranks together. The parameters' `.grad` must be None.
 
-    `lanes` are those of `fixed`; None: one for each micro-batch. Parameters that ask for no gradient are left out.
+    `lanes` are those of `fixed`; None: one for each micro-batch. What is not trained is left out.
     `tokens`, on the host: all that are looked up; if given, one process holds the gradient of those rows alone.
     Matrices must come from `sharding.shard_model` of this world, except in one process under `fast`.
     """
     if world.alone and reduction == "fast":
-        return InPlace(parameters, turns_of(count, 1, 1), tokens)
-    return Exchanged(parameters, turns_of(count, _lanes(count, world, reduction, lanes), world.size), world)
+        return InPlace(masters, turns_of(count, 1, 1), tokens)
+    return Exchanged(masters, turns_of(count, _lanes(count, world, reduction, lanes), world.size), world)
 
 
 class InPlace:
     """One process adds up where kernels and autograd do."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Round], tokens: Sequence[Tensor] = ()) -> None:
-        self._parameters, self.turns, self._tokens = parameters, turns, tokens
+    def __init__(self, masters: Sequence[Master], turns: list[Round], tokens: Sequence[Tensor] = ()) -> None:
+        self._masters, self.turns, self._tokens = masters, turns, tokens
         self._waiting = ExitStack()  # from the first turn to the last, or the first that fails
 
     @contextmanager
     def turn(self, turn: Round) -> Iterator[None]:
         if turn is self.turns[0] and not turn.last:
-            matrices = [p for p in self._parameters if p.requires_grad and p.ndim > 1]
+            matrices = [m.gradient for m in self._masters if m.trained and m.param.ndim > 1]
             self._waiting.enter_context(first_waits(matrices))
             for table in matrices if self._tokens else ():
-                if getattr(table, "only_looked_up", False):
-                    self._waiting.enter_context(rows_in_use(table, _in_use(self._tokens, table)))
+                if table.only_looked_up:
+                    self._waiting.enter_context(rows_in_use(table, _in_use(self._tokens, table.param)))
         try:
             yield
         except BaseException:
@@ -132,7 +133,7 @@ class InPlace:
             self._waiting.close()
 
     def norm(self) -> float:
-        return global_grad_norm(self._parameters)
+        return global_grad_norm(m.param for m in self._masters)
 
 
 def _in_use(tokens: Sequence[Tensor], table: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def _in_use(tokens: Sequence[Tensor], table: Tensor) -> Tensor:
 class _Flight(NamedTuple):
     """A matrix's gradient on its way; `whole` is kept until it has left, `received` [senders, own rows, K]."""
 
-    master: nn.Parameter
+    param: nn.Parameter
     whole: Tensor
     received: Tensor
     wait: Callable[[], None]
@@ -155,14 +156,15 @@ class _Flight(NamedTuple):
 class Exchanged:
     """The sum over lanes, which the ranks exchange. A `GradientSink`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], turns: list[Round], world: World) -> None:
+    def __init__(self, masters: Sequence[Master], turns: list[Round], world: World) -> None:
         self._world, self.turns = world, turns
-        trained = [p for p in parameters if p.requires_grad]
-        self._vectors = [p for p in trained if p.ndim == 1]
-        self._plan = [p for p in reversed(trained) if p.ndim > 1]  # the order of exchanges
-        self._place = {p: i for i, p in enumerate(self._plan)}
-        self._shards = [_cut_in(p, world) for p in self._plan]
-        self._buffers: dict[Tensor, Tensor] = {}
+        trained = [m for m in masters if m.trained]
+        self._vectors = [m.gradient for m in trained if m.param.ndim == 1]
+        self._matrices = [m for m in reversed(trained) if m.param.ndim > 1]
+        self._plan = [m.gradient for m in self._matrices]  # the order of exchanges
+        self._place = {gradient: i for i, gradient in enumerate(self._plan)}
+        self._shards = [_cut_in(m, world) for m in self._matrices]
+        self._buffers: dict[Gradient, Tensor] = {}
         self._flying: deque[_Flight] = deque()
         self._vector_sum: Tensor | None = None
         self._senders = self._sent = 0
@@ -172,7 +174,7 @@ class Exchanged:
     def turn(self, turn: Round) -> Iterator[None]:
         self._senders = turn.senders
         # without an exchange nothing is ever complete
-        self._left = [num_sources(p) if turn.senders else 1 << 30 for p in self._plan]
+        self._left = [gradient.sources if turn.senders else 1 << 30 for gradient in self._plan]
         self._sent = 0
         with sent_to(self, self._plan):
             yield
@@ -183,91 +185,91 @@ class Exchanged:
         if turn.last:
             self._finish()
 
-    def buffer(self, master: Tensor) -> Tensor:
-        held = self._buffers.get(master)
+    def buffer(self, gradient: Gradient) -> Tensor:
+        held = self._buffers.get(gradient)
         if held is None:
-            place = self._place[master]  # type: ignore[index]
+            place = self._place[gradient]
             assert place >= self._sent, f"matrix {place} from the end got a gradient after its sum was sent"
-            held = self._buffers[master] = self._whole(place, self._shards[place].num_rows)
+            held = self._buffers[gradient] = self._whole(place, self._shards[place].num_rows)
         return held
 
-    def done(self, master: Tensor) -> None:
-        self._left[self._place[master]] -= 1  # type: ignore[index]
+    def done(self, gradient: Gradient) -> None:
+        self._left[self._place[gradient]] -= 1
         complete = self._sent
         while complete < len(self._plan) and self._left[complete] <= 0:
             complete += 1
         self._send(complete)
 
     def _whole(self, place: int, rows: int) -> Tensor:
-        master = self._plan[place]
-        shape = (rows, *master.shape[1:])
-        return torch.zeros(shape, dtype=grad_dtype(master), device=master.device)
+        gradient = self._plan[place]
+        shape = (rows, *gradient.param.shape[1:])
+        return torch.zeros(shape, dtype=gradient.dtype, device=gradient.param.device)
 
     def _send(self, stop: int) -> None:
         """Begin the exchanges up to the plan's entry `stop`; add up those that have arrived meanwhile."""
         sends = self._world.rank < self._senders
         for place in range(self._sent, stop):
-            master, cut = self._plan[place], self._shards[place]
-            whole = self._buffers.pop(master, None)
+            cut = self._shards[place]
+            whole = self._buffers.pop(self._plan[place], None)
             if whole is None:  # an idle rank, or no gradient in this micro-batch
                 whole = self._whole(place, cut.num_rows if sends else 0)
             received, wait = self._world.send_rows(whole, cut.rows, self._senders)
-            self._flying.append(_Flight(master, whole, received, wait))
+            self._flying.append(_Flight(self._matrices[place].param, whole, received, wait))
             self._land(IN_FLIGHT)
         self._sent = max(self._sent, stop)
 
     def _land(self, leave: int) -> None:
         while len(self._flying) > leave:
-            master, _, received, wait = self._flying.popleft()
+            param, _, received, wait = self._flying.popleft()
             wait()
-            if not master.numel():
+            if not param.numel():
                 continue  # no rows here: `.grad` stays None, and the optimizer passes it by
-            if master.grad is None and len(received) == 1:
-                master.grad = received[0]  # as it is: nothing to add
+            if param.grad is None and len(received) == 1:
+                param.grad = received[0]  # as it is: nothing to add
             else:
-                master.grad = add_in_order(master.grad, received)
+                param.grad = add_in_order(param.grad, received)
 
     def _add_vectors(self) -> None:
         """Gather the vectors' gradients and add them, of all ranks, in the same order on each."""
         if not self._vectors:
             return
-        own = torch.cat([_zeros_for(p) if p.grad is None else p.grad for p in self._vectors])
-        for p in self._vectors:
-            p.grad = None
+        own = torch.cat([_zeros_for(g) if g.param.grad is None else g.param.grad for g in self._vectors])
+        for gradient in self._vectors:
+            gradient.param.grad = None
         rows = own.new_zeros(self._world.size, len(own))
         rows[self._world.rank] = own
         self._world.gather_rows(rows, [1] * self._world.size)
-        for gradient in rows[: self._senders]:
-            self._vector_sum = gradient.clone() if self._vector_sum is None else self._vector_sum.add_(gradient)
+        for row in rows[: self._senders]:
+            self._vector_sum = row.clone() if self._vector_sum is None else self._vector_sum.add_(row)
 
     def _finish(self) -> None:
         if self._vector_sum is not None:
-            parts = self._vector_sum.split([p.numel() for p in self._vectors])
-            for p, part in zip(self._vectors, parts, strict=True):
-                p.grad = part
+            parts = self._vector_sum.split([g.param.numel() for g in self._vectors])
+            for gradient, part in zip(self._vectors, parts, strict=True):
+                gradient.param.grad = part
 
     def norm(self) -> float:
-        return sharded_grad_norm(self._plan, self._vectors, self._world)
+        return sharded_grad_norm(self._matrices, [g.param for g in self._vectors], self._world)
 
 
-def _zeros_for(master: nn.Parameter) -> Tensor:
-    return torch.zeros(master.shape, dtype=grad_dtype(master), device=master.device)
+def _zeros_for(gradient: Gradient) -> Tensor:
+    return torch.zeros(gradient.param.shape, dtype=gradient.dtype, device=gradient.param.device)
 
 
-def _cut_in(master: nn.Parameter, world: World) -> Shard:
-    cut = shard_of(master)
+def _cut_in(master: Master, world: World) -> Shard:
+    cut = master.shard
     assert cut is not None and cut.world == world, "shard_model has not run for this world"
     return cut
 
 
 @torch.no_grad()
-def sharded_grad_norm(matrices: Sequence[nn.Parameter], vectors: Sequence[nn.Parameter], world: World) -> float:
+def sharded_grad_norm(masters: Sequence[Master], vectors: Sequence[Tensor], world: World) -> float:
     """sqrt of the sum of squares of all gradients, in float64, in one order for any number of ranks. Collective.
 
     Matrices have sums over runs of 4096 elements within blocks of 128 rows, from each block's first element on; each
     rank makes those of its rows, and all ranks add all of them as `global_grad_norm` does.
     """
-    cuts = [_cut_in(p, world) for p in matrices]
+    cuts, matrices = [_cut_in(m, world) for m in masters], [m.param for m in masters]
     counts = [
         [_num_sums(cut.parts(r), p.shape[1]) for r in range(world.size)] for cut, p in zip(cuts, matrices, strict=True)
     ]
@@ -280,10 +282,10 @@ def sharded_grad_norm(matrices: Sequence[nn.Parameter], vectors: Sequence[nn.Par
     world.gather_rows(every, totals)
     by_rank = [part.split([c[r] for c in counts]) for r, part in enumerate(every.split(totals))]
     sums = [by_rank[r][i] for i in range(len(matrices)) for r in range(world.size)]
-    for p in vectors:
-        assert p.grad is not None
-        sums.append(every.new_empty(-(-p.numel() // ROW)))
-        row_squares(p.grad, sums[-1])
+    for vector in vectors:
+        assert vector.grad is not None
+        sums.append(every.new_empty(-(-vector.numel() // ROW)))
+        row_squares(vector.grad, sums[-1])
     return math.sqrt(float(fixed_order_sum(torch.cat(sums))))
 
 

@@ -33,7 +33,7 @@ def check_routing(config: TrainConfig, spec: ModelSpec) -> None:
     if given and spec.experts is None:
         raise UserError(
             f"train.{given[0]} = {getattr(config, given[0])!s} has no effect: the {spec.family} model has no experts. "
-            "Remove it, or take a model with experts."
+            "Remove it, or use a model with experts."
         )
 
 

@@ -7,26 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.kernels.attention.ops import varlen_plan
+from jetrl.kernels.logprob.truncation import Support, Truncation
 from jetrl.model.block import Routes
 from jetrl.model.critic import Critic
+from jetrl.model.master import Master, masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl import losses, mismatch
 from jetrl.rl.objective import Inputs, objective
 from jetrl.rl.routing import RoutingCounts
 from jetrl.rl.routing import merged as merged_counts
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.merging import Part, merged
 from jetrl.train.optim import lr_at
 from jetrl.train.packing import denominators, to_device
 from jetrl.train.routing import Routing
 from jetrl.train.token_terms import SHARE, TokenTerms, owns
 from jetrl.train.trainer import LossOf, Midway, NonFiniteError, optimizer_step
-from jetrl.types import ForwardBatch, MicroBatch, PackedBatch
+from jetrl.types import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +52,31 @@ class Learner:
         assert self.policy_optimizer is not None, "this session was built to evaluate"
         return self.policy_optimizer
 
+    def policy_masters(self) -> dict[str, Master]:
+        """What the policy's optimizer steps, and what is frozen; a value head that is shared with the policy, too."""
+        shared = self.critic if self.critic_optimizer is None else None
+        found = masters_of(self.model)
+        return found if shared is None else found | {f"critic.{name}": m for name, m in masters_of(shared).items()}
+
+    def optimizers(self) -> list[tuple[str, torch.optim.Optimizer, dict[str, Master]]]:
+        """Each optimizer with its name in checkpoints and what it steps."""
+        found = [("optimizer", self.optimizer, self.policy_masters())]
+        if self.critic_optimizer is not None:
+            assert self.critic is not None
+            found.append(("critic_optimizer", self.critic_optimizer, masters_of(self.critic)))
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a micro-batch that carry loss, with the learner's values there. All [R] but `hidden` [R, D]."""
+    """The rows of a micro-batch that carry loss, with the learner's values there. All [R] but `hidden` [R, D].
+    `support`: what truncated distributions are left with, if they are."""
 
     index: Tensor
     logprobs: Tensor
     entropy: Tensor
     hidden: Tensor
+    support: Support | None = None
 
 
 def forward_batch(micro: MicroBatch) -> ForwardBatch:
@@ -67,18 +86,27 @@ def forward_batch(micro: MicroBatch) -> ForwardBatch:
     )
 
 
+def truncation_of(config: Config) -> Truncation | None:
+    """How the distributions that the learner learns are truncated; None: not at all."""
+    r = config.rollout
+    return Truncation(r.top_p, r.top_k, r.min_p) if r.truncates and r.logprobs == "sampled" else None
+
+
 def forward_rows(
-    model: Transformer, micro: MicroBatch, temperature: float, routes: Routes | None = None, keep: bool = True
+    model: Transformer, micro: MicroBatch, temperature: float, routes: Routes | None = None, keep: bool = True,
+    truncation: Truncation | None = None,
 ) -> Rows:
     """Training forward of one micro-batch; log-probs and entropy of the rows whose target is the policy's token.
 
-    `keep`: see `kernels.logprob.ops.token_logprobs`.
+    `keep`: see `kernels.logprob.ops.token_logprobs`. With a `truncation` both are of the truncated distributions: of
+    the micro-batch's `kept_sets`, or where it has none of those that this model's logits give.
     """
     hidden = model(forward_batch(micro), routes=routes)
     index = micro.loss_mask.nonzero()[:, 0]
-    rows = hidden[index]
-    logprobs, entropy = model.token_logprobs(rows, micro.targets[index], temperature, keep)
-    return Rows(index, logprobs, entropy, rows)
+    rows, targets = hidden[index], micro.targets[index]
+    support = None if truncation is None else Support(truncation, targets, micro.kept_sets)
+    logprobs, entropy = model.token_logprobs(rows, targets, temperature, keep, support)
+    return Rows(index, logprobs, entropy, rows, support)
 
 
 Tell = Callable[[str, str], None]
@@ -111,7 +139,7 @@ def update(
         except UserError as error:  # of a function of the user's
             if not compared.stepped and learner.world.alone:
                 raise
-            raise Midway(f"{error} The step under way is lost; --resume goes on from the newest checkpoint.") from error
+            raise Midway(f"{error} The current step is lost; --resume continues from the newest checkpoint.") from error
         if learner.critic is not None:  # only the trainer reads the critic
             learner.critic.publish()
     if not parts:
@@ -156,7 +184,10 @@ class Compared:
         routing, terms = Routing(self.model, self.config.train, shares), TokenTerms()
         for host in batch.micro_batches:
             micro = to_device(host, self.model.head_weight.device)
-            rows = forward_rows(self.model, micro, self.config.rollout.temperature, routes := routing.routes())
+            rows = forward_rows(
+                self.model, micro, self.config.rollout.temperature, routes := routing.routes(),
+                truncation=truncation_of(self.config),
+            )
             facts = {"log-prob": rows.logprobs, "in the rollout": micro.rollout_logprobs[rows.index]}
             compared = self.add(micro, rows, routes, routing, batch.weight_version)
             terms.add(compared, micro, rows.index, facts)
@@ -195,12 +226,12 @@ def _policy_update(
 ) -> dict[str, float]:
     model, temperature, terms = learner.model, config.rollout.temperature, TokenTerms()
     routing = Routing(model, config.train, shares)
-    shared = learner.critic if learner.critic_optimizer is None else None
-    parameters = [*model.parameters(), *(shared.parameters() if shared is not None else ())]
+    shared, truncation = learner.critic if learner.critic_optimizer is None else None, truncation_of(config)
+    masters = list(learner.policy_masters().values())
 
     def loss_of(micro: MicroBatch) -> tuple[Tensor, losses.Stats]:
         keep = not config.rl.entropy_coef  # whether the log-probs alone have a gradient
-        rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep)
+        rows = forward_rows(model, micro, temperature, routes := routing.routes(), keep, truncation)
         unread = compared.add(micro, rows, routes, routing, batch.weight_version)
         values = shared.values(rows.hidden) if shared is not None else None
         inputs, of_tokens = inputs_of(micro, rows, values, single), losses.Terms()
@@ -212,7 +243,7 @@ def _policy_update(
 
     lr = lr_at(step - 1, config.train)
     stats = _named_step(
-        learner, config, batch, terms, loss_of, parameters, learner.optimizer, lr, tell,
+        learner, config, batch, terms, loss_of, masters, learner.optimizer, lr, tell,
     )
     stats["policy/loss"], stats["policy/grad_norm"], stats["policy/lr"] = stats.pop("loss"), stats.pop("grad_norm"), lr
     compared.counts.append(routing.counts)
@@ -221,14 +252,14 @@ def _policy_update(
 
 def _named_step(
     learner: Learner, config: Config, batch: PackedBatch, terms: TokenTerms, loss_of: LossOf,
-    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, lr: float, tell: Tell | None,
+    masters: list[Master], optimizer: torch.optim.Optimizer, lr: float, tell: Tell | None,
 ) -> dict[str, float]:
     """`optimizer_step`; a NonFiniteError names the token whose term is the largest, and so does `tell` where one token
     makes more than half of the update. Collective."""
     whole = config.rl.ratio == "sequence"
     try:
         stats = optimizer_step(
-            parameters, optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
+            masters, optimizer, batch, loss_of, lr=lr, max_grad_norm=config.train.max_grad_norm,
             world=learner.world, reduction=config.train.reduction, lanes=config.train.reduction_lanes,
         )
     except NonFiniteError as error:
@@ -302,7 +333,7 @@ def _critic_update(
         return loss, part
 
     stats = _named_step(
-        learner, config, batch, terms, loss_of, list(critic.parameters()), optimizer, rl.critic_lr, None
+        learner, config, batch, terms, loss_of, list(masters_of(critic).values()), optimizer, rl.critic_lr, None
     )
     stats.pop(SHARE, None)
     stats["critic/loss"], stats["critic/grad_norm"] = stats.pop("loss"), stats.pop("grad_norm")

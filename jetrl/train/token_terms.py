@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetrl.parallel.world import World
 from jetrl.rl.losses import Terms
-from jetrl.types import MicroBatch, PackedBatch
+from jetrl.train.batches import MicroBatch, PackedBatch
 
 SHARE = "policy/max_token_share"
 OWNS = 0.5  # a token that makes more than this of an update owns it ...

@@ -9,17 +9,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jetrl.choices import Reduction
 from jetrl.config import Config
 from jetrl.errors import UserError
+from jetrl.model.master import Master
 from jetrl.parallel.world import ALONE, World
 from jetrl.rl.losses import Stats
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.optim import clipped_step, set_lr
 from jetrl.train.packing import to_device
 from jetrl.train.reduction import gradient_sum
-from jetrl.types import MicroBatch, PackedBatch
 
 LossOf = Callable[[MicroBatch], tuple[Tensor, Stats]]
 """A micro-batch's share of the loss and of its statistics; shares of all micro-batches add up."""
@@ -51,22 +52,22 @@ def not_by_an_update(config: Config, warm_started: bool, terms: Sequence[str]) -
 
 
 def optimizer_step(
-    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, batch: PackedBatch,
+    masters: Sequence[Master], optimizer: torch.optim.Optimizer, batch: PackedBatch,
     loss_of: LossOf, *, lr: float, max_grad_norm: float, world: World = ALONE, reduction: Reduction = "fast",
     lanes: int | None = None,
 ) -> dict[str, float]:
     """Add the gradients of all micro-batches up, clip them, step. Returns the summed statistics, `loss`, `grad_norm`.
 
     The ranks share the batch's micro-batches as `train.reduction` says, and each holds its own at least. They move to
-    the parameters' device one by one. What is returned is the same on every rank, and so is a NonFiniteError, which
+    the masters' device one by one. What is returned is the same on every rank, and so is a NonFiniteError, which
     comes before any weight changes. Collective.
     """
-    device = parameters[0].device
+    device = next(master.param.device for master in masters if master.trained)
     own: dict[int, Stats] = {}
     micro_batches = dict(zip(batch.numbers, batch.micro_batches, strict=True))
     optimizer.zero_grad(set_to_none=True)  # what a failed update may have left
     tokens = [micro.tokens for micro in batch.micro_batches]
-    gradients = gradient_sum(parameters, batch.num_micro_batches, world, reduction, lanes, tokens)
+    gradients = gradient_sum(masters, batch.num_micro_batches, world, reduction, lanes, tokens)
     for turn in gradients.turns:
         with gradients.turn(turn):
             if (number := turn.micro[world.rank]) is not None:

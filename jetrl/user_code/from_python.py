@@ -177,7 +177,7 @@ def _plain(value: Any, where: str, budget: Budget, depth: int = 0) -> Any:
         return {type(value).__name__: _plain(value.tolist(), where, held, depth + 1)}
     raise UserError(
         f"{where} is a {type(value).__name__} ({shown(value)}): jetrl cannot tell whether its content is the "
-        "same when the run is resumed. Put a text or numbers there, and make the object of them in the reward function."
+        "same when the run is resumed. Put strings or numbers there, and build the object in the reward function."
     )
 
 

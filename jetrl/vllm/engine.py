@@ -18,17 +18,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from jetrl.config import Config
 from jetrl.engine.limits import RefusedRequest, check_vocabulary, most_tokens
 from jetrl.engine.sampler import check_params
-from jetrl.engine.stopper import Stopper, Tokenizer
+from jetrl.engine.stopper import Stopper, StopStrings, Tokenizer
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.types import (
     Completion,
+    Engine,
     FinishReason,
     Request,
     SamplingParams,
@@ -49,7 +49,7 @@ class _Live:
     """A request that vLLM works on. Those with stop strings tell their tokens step by step."""
 
     request: Request
-    place: int  # in the stopper
+    strings: StopStrings | None  # that end it
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ def draw_seed(params: SamplingParams, request_id: int, position: int) -> int:
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 1
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """vLLM for one run. `model` is the trainer's: it gives the weights' names, and measures the scales of an FP8 cache.
 
     UserError if vLLM is missing, of another version, or refuses the model.
@@ -88,8 +88,8 @@ class VllmEngine:
         self._finished: list[Completion] = []
         self._seen: dict[int, tuple[int, ...]] = {}  # what was rolled out with these weights, for the scales
         self._scales: vllm_scales.Scales | None = None
-        self._stopper = Stopper(self.eos_token_ids, tokenizer)
-        self._places = self._steps = self._num_finished = self._num_tokens = 0
+        self._stopper = Stopper(self.eos_token_ids, tokenizer, 0)  # its rules; the sequences are in `_live`
+        self._steps = self._num_finished = self._num_tokens = 0
         self._metrics: dict[str, float] = {}
         self.checksum = ""  # with vllm.check_weights: of what vLLM holds, which is what was published
         self._sleep()
@@ -147,14 +147,11 @@ class VllmEngine:
         for request in requests:
             self._check(request)
         if not (self._live or self._open or self._finished):
-            self._steps = self._num_finished = self._num_tokens = self._places = 0
-            self._stopper = Stopper(self.eos_token_ids, self.tokenizer)
+            self._steps = self._num_finished = self._num_tokens = 0
         self._wake([r.tokens for r in requests])
-        self._stopper.extend(requests)
         with apart():
             for request in requests:
-                self._live[request.id] = _Live(request, self._places)
-                self._places += 1
+                self._live[request.id] = _Live(request, self._stopper.strings(request.sampling))
                 if request.max_conversation is not None:
                     self._open.add(request.id)
                 prompt = {"prompt_token_ids": list(request.tokens), "cache_salt": f"w{self.weights.version}"}
@@ -240,11 +237,11 @@ class VllmEngine:
         stopped = output.finish_reason == "stop"
         if output.finish_reason not in (None, "stop", "length"):
             raise RuntimeError(f"vLLM ended request {live.request.id} as {output.finish_reason!r}")
-        if live.request.sampling.stop and tokens:  # strings: the rule of jetrl's own engine, on the same tokens
-            hits = self._stopper.check(np.array([live.place]), np.array(tokens)[:, None])[:, 0].nonzero()[0]
-            if len(hits):
-                tokens, logprobs = tokens[: hits[0] + 1], logprobs[: hits[0] + 1]
-                stopped = True
+        if live.strings is not None:  # the rule of jetrl's own engine, on the same tokens
+            for place, token in enumerate(tokens):
+                if live.strings.completed_by(token) or self._stopper.stops_by_id(live.request.sampling, token):
+                    tokens, logprobs, stopped = tokens[: place + 1], logprobs[: place + 1], True
+                    break
         live.tokens += tokens
         live.logprobs += logprobs
         if stopped and output.finish_reason is None:
@@ -256,7 +253,7 @@ class VllmEngine:
         assert self.weights is not None
         request, tokens = live.request, tuple(map(int, live.tokens))
         self._live.pop(request.id, None)
-        hidden_end = stopped and self._stopper.is_stop_token(live.place, tokens[-1])
+        hidden_end = stopped and self._stopper.stops_by_id(request.sampling, tokens[-1])
         text = self.tokenizer.decode(list(tokens[:-1] if hidden_end else tokens))
         finish = cast(FinishReason, "stop" if stopped else "length")
         self._finished.append(Completion(

@@ -70,8 +70,8 @@ def test_forced_drafts_hold_as_often_as_asked(model: Transformer) -> None:
 
 def test_merged_prefixes_are_asked_for_and_groups_compared(model: Transformer) -> None:
     work = Work(4, 4, 33, 6, group=2, switches=("plain", "merged"))
-    assert make_engine(model, work, "merged").runner.merge_prefix == "on"
-    assert make_engine(model, work, "plain").runner.merge_prefix == "off"
+    assert make_engine(model, work, "merged").settings.merge_prefix == "on"
+    assert make_engine(model, work, "plain").settings.merge_prefix == "off"
     assert [(r["work"], r["different"]) for r in measure(model, work, "bf16", 16)] == [("plain", 0), ("merged", 0)]
 
 

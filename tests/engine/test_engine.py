@@ -15,6 +15,7 @@ from jetrl.engine.engine import PagedEngine
 from jetrl.engine.kv_cache import KVCache, page_bytes, pages_in_memory
 from jetrl.engine.limits import RefusedRequest
 from jetrl.engine.runner import ModelRunner
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.stopper import Stopper
 from jetrl.errors import OutOfMemory, UserError
 from jetrl.kernels.attention.reference import read_cache, write_cache
@@ -103,10 +104,10 @@ class Bytes:
     ("text", "stop"), [("so läuft es", "ä"), ("x €uro", "€u"), ("end \n\n", "d \n"), ("aXb", "XXX")]
 )
 def test_stop_strings_across_bytes(text: str, stop: str) -> None:
-    stopper = Stopper(frozenset(), Bytes())
-    stopper.extend([Request(0, (1,), SamplingParams(99, stop=(stop,)))])
+    stopper = Stopper(frozenset(), Bytes(), 2)
+    stopper.put(1, SamplingParams(99, stop=(stop,)))
     data = [4, *text.encode(), 4, 4]
-    hits = stopper.check(np.array([0]), np.array(data)[:, None])[:, 0].tolist()
+    hits = stopper.check(np.array([1]), np.array(data)[:, None])[:, 0].tolist()
     wanted = [stop in Bytes().decode(data[: i + 1]) for i in range(len(data))]
     assert hits.index(True) == wanted.index(True) if any(wanted) else not any(hits)
 
@@ -114,7 +115,8 @@ def test_stop_strings_across_bytes(text: str, stop: str) -> None:
 def test_stop_token_is_kept_in_tokens_and_not_in_text() -> None:
     requests = [Request(i, (1, 2, 3), SamplingParams(120)) for i in range(24)]
     for eos_ids in ({0}, {0, 5}):
-        engine = PagedEngine(HashModel(), Letters(), "flow", eos_token_ids=eos_ids)  # type: ignore[arg-type]
+        settings = EngineSettings(eos_token_ids=frozenset(eos_ids))
+        engine = PagedEngine(HashModel(), Letters(), "flow", settings)  # type: ignore[arg-type]
         engine.load(WeightSet(0, "flow", {}))
         stopped = [c for c in engine.generate(requests) if c.finish_reason == "stop"]
         assert {c.tokens[-1] for c in stopped} == eos_ids
@@ -131,11 +133,12 @@ def test_step_reports() -> None:
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
     assert steps[-1] == StepReport(len(steps), 0, 0, 24, sum(len(c.tokens) for c in completions))
     assert all(s.running <= 5 and s.running + s.waiting + s.finished == 24 for s in steps)
-    assert engine.generate([]) == [] and engine.stats is not None and engine.stats.generated_tokens == 0
+    assert engine.generate([]) == [] == make_engine().generate([]), "with a cache and without"
 
 
 def test_refusals() -> None:
-    engine = PagedEngine(HashModel(), Letters(), "flow", page_size=4, kv_cache_tokens=22)  # type: ignore[arg-type]
+    settings = EngineSettings(page_size=4, kv_cache_tokens=22)
+    engine = PagedEngine(HashModel(), Letters(), "flow", settings)  # type: ignore[arg-type]
     request = Request(9, (1, 2), SamplingParams(4))
     with pytest.raises(ValueError, match="no weights are loaded"):
         engine.generate([request])
@@ -246,7 +249,7 @@ def test_bursts_of_steps_change_no_completion(sizes: dict[str, int]) -> None:
         for r in mixed_requests()
     ]
     plain, engine = make_engine(**sizes), make_engine(**sizes)
-    engine.runner = runner = BurstRunner(engine.model, engine.page_size)
+    engine.runner = runner = BurstRunner(engine.model, engine.settings)
     assert engine.generate(requests) == plain.generate(requests) and runner.bursts > 3
     assert engine.stats is not None and plain.stats is not None
     assert engine.stats.generated_tokens == plain.stats.generated_tokens < engine.stats.computed_tokens
@@ -254,4 +257,4 @@ def test_bursts_of_steps_change_no_completion(sizes: dict[str, int]) -> None:
 
 def test_runner_refuses_to_run_without_a_cache() -> None:
     with pytest.raises(AssertionError, match="reserve"):
-        ModelRunner(HashModel(), 4).run(None, None)  # type: ignore[arg-type]
+        ModelRunner(HashModel(), EngineSettings()).run(None, None)  # type: ignore[arg-type]

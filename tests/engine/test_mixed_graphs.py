@@ -14,6 +14,7 @@ from jetrl.engine.graphs import mixed as mixed_graphs
 from jetrl.engine.graphs.mixed import MixedGraphs, MixedSize, _Graph, choose
 from jetrl.engine.plan import Plan
 from jetrl.engine.runner import ModelRunner
+from jetrl.engine.settings import EngineSettings
 from jetrl.types import ForwardBatch, PagedPlan, Request, SamplingParams, WeightSet
 
 
@@ -98,17 +99,17 @@ def test_steps_with_prompts_give_the_same_bits(precision: str, monkeypatch: pyte
     ]
 
     def engine(max_tokens_per_step: int = 2048, kv_cache_tokens: int | None = None) -> PagedEngine:
-        made = PagedEngine(
-            model, Letters(), "flow", page_size=4, max_num_seqs=6, max_tokens_per_step=max_tokens_per_step,
-            kv_cache_tokens=kv_cache_tokens,
+        settings = EngineSettings(
+            page_size=4, max_num_seqs=6, max_tokens_per_step=max_tokens_per_step, kv_cache_tokens=kv_cache_tokens
         )
+        made = PagedEngine(model, Letters(), "flow", settings)
         made.load(WeightSet(1, "flow", {}))
         return made
 
     expected = engine().generate(requests)
     for sizes in ({}, {"max_tokens_per_step": 14}, {"kv_cache_tokens": 140}):
         made = engine(**sizes)
-        runner = made.runner = MixedRunner(model, 4)
+        runner = made.runner = MixedRunner(model, EngineSettings(page_size=4))
         runner.replays = Replays()
         assert made.generate(requests) == expected
         served = runner.served

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -155,15 +156,34 @@ def test_logprobs_are_of_the_full_distribution_at_the_temperature() -> None:
     assert lps.dtype == torch.float32 and tokens.dtype == torch.int64
 
 
-def test_rows_without_filters_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    sorted_rows = []
-    real = torch.sort
+def test_sampled_logprobs_are_of_what_the_filters_leave() -> None:
+    """By hand from integer weights, next to rows with the log-probs of the full distribution, which keep their bits."""
+    logits = random_logits(12, 50)
+    kinds = [params(temperature=0.6, top_k=7, top_p=0.8, seed=i) for i in range(12)]
+    some = [replace(p, logprobs="sampled") if i % 3 else p for i, p in enumerate(kinds)]
+    tokens, full = sample(logits, kinds, list(range(12)), [4] * 12)
+    same, lps = sample(logits, some, list(range(12)), [4] * 12)
+    assert same.tolist() == tokens.tolist()
+    for i, p in enumerate(some):
+        weights = [int(w) for w in reference.exp_weights((logits[i] / 0.6)[None])[0][0]]
+        left = sum(weights[v] for v in kept_by_hand(weights, p)) if i % 3 else sum(weights)
+        assert lps[i].item() == pytest.approx(math.log(weights[int(tokens[i])] / left), abs=1e-6)
+        assert (lps[i] > full[i]) if i % 3 else (lps[i] == full[i])
+        alone = sample(logits[i : i + 1], [p], [i], [4])
+        assert alone[1][0] == lps[i], "a row does not depend on its batch"
+    untruncated = [params(logprobs="sampled"), params(logprobs="sampled", temperature=0.0, top_p=0.5)]
+    tokens, lps = sample(logits[:2], untruncated, [0, 1], [1, 1])
+    assert torch.equal(lps, logprobs(logits[:2], tokens)), "nothing is cut: the full distribution is the sampled one"
 
-    def spy(x: torch.Tensor, **kwargs: object) -> object:
-        sorted_rows.append(len(x))
-        return real(x, **kwargs)
 
-    monkeypatch.setattr(torch, "sort", spy)
+def test_rows_without_filters_are_not_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_rows, real = [], sampler.kept
+
+    def spy(weights: torch.Tensor, filters: object) -> torch.Tensor:
+        sorted_rows.append(len(weights))
+        return real(weights, filters)
+
+    monkeypatch.setattr(sampler, "kept", spy)
     logits = random_logits(4, 20)
     off = [params(), params(top_k=20), params(temperature=0.0, top_p=0.5), params()]
     sample(logits, off, [0, 1, 2, 3], [0] * 4)

@@ -112,7 +112,7 @@ class Simulation:
     def commit(
         self, plan: Plan, tokens: np.ndarray, logprobs: np.ndarray, stop: np.ndarray, counts: np.ndarray
     ) -> list[int]:
-        finished = self.scheduler.commit(tokens, logprobs, stop, counts)
+        finished = self.scheduler.commit(tokens, logprobs, stop, counts).finished
         for column, number in enumerate(plan.sample_requests.tolist()):  # forget what came after the stop
             if stop[:, column].any():
                 wasted = int(counts[column]) - 1 - int(stop[:, column].argmax())
@@ -560,7 +560,7 @@ def test_a_turn_forks_from_a_request_that_computes_the_same_tokens() -> None:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> dict:
-    """Conversations and plain requests that join, reply and are forgotten at any time."""
+    """Conversations and plain requests that join, reply, are cancelled, asked again, and forgotten at any time."""
     page_size = draw(st.integers(1, 5))
     prompts = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=10), min_size=1, max_size=3))
     talks = []
@@ -573,6 +573,7 @@ def conversations(draw: st.DrawFn) -> dict:
         talks.append({
             "prompt": prompt, "turns": turns, "joins": draw(st.sampled_from((0, 0, 0, 3, 15))),
             "plain": draw(st.booleans()), "forgotten": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+            "cancelled": draw(st.sets(st.integers(0, 40), max_size=3)),
             "longest": len(prompt) + sum(n + len(reply) for n, reply, _ in turns),
         })
     largest = max(-(-t["longest"] // page_size) for t in talks)
@@ -602,10 +603,16 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
     due = {i: t["joins"] for i, t in enumerate(talks)}  # when each says something next
     done, left = [0] * len(talks), set(range(len(talks)))
     at: dict[int, int] = {}  # place of its last request -> conversation
+    asked: set[int] = set()  # those with a request that waits or runs
     for now in range(3000):
         for i in [i for i in left if not room and talks[i]["forgotten"] == now]:
             sim.scheduler.forget([i])
-            left.remove(i), due.pop(i, None)
+            left.remove(i), due.pop(i, None), asked.discard(i)
+        for i in [i for i in asked if not room and now in talks[i]["cancelled"]]:
+            sim.scheduler.cancel([i, 999])
+            sim.scheduler.check_integrity()
+            asked.remove(i)
+            due[i] = now + now % 3  # the same again, perhaps at once
         for i in [i for i in due if due[i] <= now]:
             del due[i]
             if done[i] == len(talks[i]["turns"]):
@@ -613,12 +620,14 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
                 left.remove(i)
                 continue
             at[len(sim.requests)] = i
+            asked.add(i)
             make = request if talks[i]["plain"] else turn
             extra = () if talks[i]["plain"] else (talks[i]["longest"],)
             sim.add([make(i, tuple(known[i]), talks[i]["turns"][done[i]][0], *extra)])
         if sim.scheduler.has_work:
             for place in sim.step():
                 i = at[place]
+                asked.remove(i)
                 _, reply, delay = talks[i]["turns"][done[i]]
                 done[i] += 1
                 known[i] = sim.history[place] + reply
@@ -644,7 +653,7 @@ def alone(talk: dict, number: int, stop_every: int) -> list[int]:
 @settings(max_examples=200, deadline=None)
 @given(conversations())
 def test_random_conversations(case: dict) -> None:
-    """Whoever joins, replies or leaves, and when: every turn is what it would be alone, and no page is lost."""
+    """Whoever joins, replies, leaves or asks again, and when: a turn is what it would be alone, and no page is lost."""
     _, known = play(case)
     for i, (talk, got) in enumerate(zip(case["talks"], known, strict=True)):
         want = alone(talk, i, case["stop_every"])

@@ -17,6 +17,7 @@ from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs.drafts import DraftGraphs, DraftSize, _Graph
 from jetrl.engine.plan import Finished, Plan
 from jetrl.engine.sampler import SamplingTable, is_cut
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.depth import DepthRule
 from jetrl.engine.speculation.drafts import DraftIndex
 from jetrl.engine.speculation.sources import SOURCES, Texts
@@ -57,7 +58,7 @@ class Oracle(DraftIndex):
 
 def speculating(engine: PagedEngine, deepest: int = 7, holds: float | None = None, **answers: object) -> PagedEngine:
     """The engine with drafts at every step: its own, or an oracle's."""
-    engine.speculator = Speculator(DepthRule(len(SOURCES), deepest, always=True), engine.max_num_seqs)
+    engine.speculator = Speculator(DepthRule(len(SOURCES), deepest, always=True), engine.settings.max_num_seqs)
     if holds is not None:
         kind = type("Forced", (Oracle,), {"holds": holds, **answers})
         engine.speculator.new_index = kind  # type: ignore[method-assign]
@@ -78,7 +79,7 @@ def test_drafts_change_no_completion(sizes: dict[str, int], deepest: int, holds:
     expected = plain.generate(requests)
     engine = speculating(make_engine(**sizes), deepest, holds, answers=whole(requests, expected))
     if bursts:
-        engine.runner = BurstRunner(engine.model, engine.page_size)
+        engine.runner = BurstRunner(engine.model, engine.settings)
     assert engine.generate(requests) == expected
     assert engine.stats is not None and plain.stats is not None
     assert engine.stats.generated_tokens == plain.stats.generated_tokens
@@ -108,10 +109,10 @@ def test_equals_straight_recomputation() -> None:
 def test_logprobs_are_the_learners(precision: str, cache: str) -> None:
     model = real_model(precision, cache)
     requests = [Request(i, PROMPTS[i % 2], SamplingParams(40, seed=i % 2, temperature=1.0)) for i in range(6)]
-    plain = PagedEngine(model, Letters(), "flow", page_size=4)
+    plain = PagedEngine(model, Letters(), "flow", EngineSettings(page_size=4))
     plain.load(WeightSet(1, "flow", {}))
     expected = plain.generate(requests)
-    engine = PagedEngine(model, Letters(), "flow", page_size=4)
+    engine = PagedEngine(model, Letters(), "flow", EngineSettings(page_size=4))
     engine.load(WeightSet(1, "flow", {}))
     speculating(engine, 3, 0.6, answers=whole(requests, expected))
     assert engine.generate(requests) == expected
@@ -140,7 +141,7 @@ def test_auto_drafts_once_drafts_hold_and_never_where_they_do_not() -> None:
     engine = make_engine(max_num_seqs=4)
     expected = engine.generate(greedy)
     engine.speculator = build_speculator("auto", 7, 4)
-    engine.runner = BurstRunner(engine.model, engine.page_size)
+    engine.runner = BurstRunner(engine.model, engine.settings)
     assert engine.generate(greedy) == expected and engine.generate(greedy) == expected
     assert engine.speculator is not None and engine.take_metrics()["rollout/draft_share"] > 0.2
     random = [Request(i, PROMPTS[i % 2], SamplingParams(60, seed=i, ignore_eos=True)) for i in range(8)]
@@ -158,7 +159,7 @@ def test_greedy_evaluations_do_not_make_rollouts_draft(monkeypatch: pytest.Monke
     engine = make_engine(max_num_seqs=4)
     engine.speculator = build_speculator("auto", 7, 4)
     monkeypatch.setattr(engine.speculator.rule, "ran", lambda *_: None)  # times of a busy machine would decide as well
-    engine.runner = BurstRunner(engine.model, engine.page_size)
+    engine.runner = BurstRunner(engine.model, engine.settings)
     for _ in range(3):
         engine.generate(greedy)
     assert engine.take_metrics()["rollout/draft_share"] > 0.2
@@ -198,7 +199,7 @@ def test_texts_of_ended_sequences_stay_until_their_rows_are_needed() -> None:
     assert sorted(texts.lengths.tolist())[-3:] == [3 + 5 + i for i in (27, 28, 29)], "the last answers, whole"
     index = engine.speculator.index  # type: ignore[union-attr]
     assert index is not None and (texts.groups == texts.groups[0]).all()
-    engine.speculator.end(Finished(999, 1, np.zeros(2), np.zeros(2), True, 3))  # type: ignore[union-attr]
+    engine.speculator.end(Finished(999, 1, SamplingParams(1), np.zeros(2), np.zeros(2), True, 3))  # type: ignore[union-attr]
 
 
 def test_more_sequences_than_rows() -> None:
@@ -272,10 +273,10 @@ class GraphRunner(BurstRunner):
         if self.draft_graphs is None or self.draft_graphs.index is not index:
             self.draft_graphs = Replayed(self.model, self.cache, index, Replays(), 8)  # type: ignore[arg-type]
         with torch.no_grad():
-            return self.draft_graphs.run(plan, table.take(plan.sample_requests), rows, steps)
+            return self.draft_graphs.run(plan, table.take(plan.sample_slots), rows, steps)
 
     def burst(self, plan: Plan, table: SamplingTable) -> int:
-        cut = is_cut(table.take(plan.sample_requests), self.model.spec.vocab_size).any()
+        cut = is_cut(table.take(plan.sample_slots), self.model.spec.vocab_size).any()
         return min(super().burst(plan, table), 1 if cut else 5)
 
 
@@ -294,14 +295,14 @@ def test_steps_of_fixed_shapes_give_the_same_bits(
     ]
 
     def engine(**sizes: int) -> PagedEngine:
-        made = PagedEngine(model, Letters(), "flow", **sizes)
+        made = PagedEngine(model, Letters(), "flow", EngineSettings(**sizes))
         made.load(WeightSet(1, "flow", {}))
         return made
 
     expected = engine().generate(requests)
     for sizes in ({}, {"kv_cache_tokens": 120, "max_num_seqs": 3}, {"max_num_seqs": 1}):
         made = speculating(engine(page_size=4, **sizes), deepest, holds, answers=whole(requests, expected))
-        made.runner = GraphRunner(model, 4)
+        made.runner = GraphRunner(model, EngineSettings(page_size=4))
         assert made.generate(requests) == expected
         if holds is not None:
             assert (made.take_metrics()["rollout/tokens_per_decode_step"] > 1.2) == (holds > 0)

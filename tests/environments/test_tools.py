@@ -224,7 +224,7 @@ def test_mistakes_of_the_tools_author_fail_the_conversation(made):
     pool = made("echo")
     begin(pool)
     reply = say(pool, call("echo", '{"text": "set"}'))
-    assert reply.failure == "error" and "echo returned a set that is neither a text nor JSON" in reply.error
+    assert reply.failure == "error" and "echo returned a set that is neither a string nor JSON" in reply.error
     begin(pool, 1)
     reply = say(pool, call("echo", '{"text": "exit"}'), 1)
     assert reply.failure == "error" and "SystemExit: 3" in reply.error

@@ -45,7 +45,9 @@ TINY: dict[str, dict[str, Any]] = {
     "kl k2, entropy": {"rl.kl_coef": 0.1, "rl.kl_estimator": "k2", "rl.entropy_coef": 0.01},
     "drop, overlong, truncated": {
         "rl.dynamic_sampling": "drop", "rl.overlong_buffer_len": 4, "rl.mask_truncated": True},
-    "truncated sampling": {"rollout.top_p": 0.9, "rollout.top_k": 9, "rollout.temperature": 0.7},
+    "truncated sampling": {"rollout.top_p": 0.9, "rollout.top_k": 9, "rollout.temperature": 0.7,
+                           "rollout.logprobs": "full"},
+    "truncated, as sampled": {"rollout.top_p": 0.9, "rollout.top_k": 9, "rollout.temperature": 0.7},
     "stop string": {"rollout.stop": ["1", "77"]},
     "small cache": {"rollout.page_size": 3, "rollout.kv_cache_tokens": 96, "rollout.max_num_seqs": 5},
     "small chunks": {"rollout.max_tokens_per_step": 5},

@@ -13,6 +13,7 @@ from bench_draft import Forced
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs import drafts as draft_graphs
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.depth import DepthRule
 from jetrl.engine.speculation.drafts import DraftIndex
 from jetrl.engine.speculation.sources import SOURCES
@@ -96,7 +97,8 @@ def cut(asked: list[Request]) -> list[Request]:
 
 
 def engine_of(model: object, speculator: Speculator | None, **sizes: int) -> PagedEngine:
-    engine = PagedEngine(model, _beside("test_rollout_hopper").NoText(), "flow", speculator=speculator, **sizes)
+    settings = EngineSettings(**sizes)
+    engine = PagedEngine(model, _beside("test_rollout_hopper").NoText(), "flow", settings, speculator=speculator)
     engine.load(WeightSet(1, "flow", {}))
     return engine
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from jetrl.kernels.dispatch import load_backend
 from jetrl.kernels.logprob.ops import token_logprobs
+from jetrl.kernels.update.gradient import Gradient
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -99,7 +100,7 @@ def test_the_gradient_of_a_plain_sum_is_one_number_spread_over_the_rows(ops) -> 
     grads = []
     for reduce in (lambda x: x.sum(), lambda x: (x * torch.ones_like(x)).sum()):
         h, w = hidden.clone().requires_grad_(), weight.float().requires_grad_()
-        logprobs, entropy = token_logprobs(h, w, weight, ops.prepare_bf16(weight), targets, 0.7)
+        logprobs, entropy = token_logprobs(h, Gradient(w), weight, ops.prepare_bf16(weight), targets, 0.7)
         (reduce(logprobs) + reduce(entropy)).backward()
         grads.append((h.grad, w.grad))
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*grads, strict=True))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl.engine.kv_cache import KVCache
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import kv_head
 from jetrl.precision.recipe import Recipe

@@ -17,6 +17,7 @@ from jetrl.kernels.experts.few_tokens import group_quantize
 from jetrl.kernels.experts.route import PaddedGroups
 from jetrl.kernels.experts.route import group as grouped
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.update.gradient import Gradient
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -257,7 +258,8 @@ class Experts:
     @torch.no_grad()
     def infer(self, x: Tensor, block: int | None = None, at_once: bool = True) -> Tensor:
         """`at_once`: group, dispatch and quantize by one kernel, where it takes so few tokens."""
-        chosen, weights = moe.route(moe.router_logits(x, self.router, self.router, self.operand), self.k, True)
+        logits = moe.router_logits(x, Gradient(self.router), self.router, self.operand)
+        chosen, weights = moe.route(logits, self.k, True)
         if self.fp8 and at_once:
             groups, rows = group_quantize(chosen, x, self.count, False, block)
         else:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from jetrl.api import random_model
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model import moe
 from jetrl.model.linear import FlowLinear
+from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.parity.certificate import Workload, certify
 from jetrl.precision.formats import kv_head

@@ -21,8 +21,9 @@ from jetrl.parallel.world import ALONE, World
 from jetrl.parity.certificate import Workload
 from jetrl.parity.model_under_test import Subject, config_for
 from jetrl.parity.ranks import certified
+from jetrl.precision.recipe import recipe_of
 from jetrl.run import loop
-from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.prepare import load_spec
 from jetrl.run.stopping import StopRequest
 
 pytestmark = pytest.mark.gpu2

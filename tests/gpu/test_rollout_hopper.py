@@ -12,6 +12,7 @@ import torch
 
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.sampler import SamplingTable, sample_rows
+from jetrl.engine.settings import EngineSettings
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +47,7 @@ def requests(vocab: int) -> list[Request]:
 
 
 def generate(model: object, asked: list[Request], **sizes: int | str) -> list[Completion]:
-    engine = PagedEngine(model, NoText(), "flow", **sizes)
+    engine = PagedEngine(model, NoText(), "flow", EngineSettings(**sizes))
     engine.load(WeightSet(1, "flow", {}))
     return list(engine.generate(asked))
 
@@ -136,8 +137,8 @@ def test_graphs_outlive_an_update(precision: str) -> None:
     """Rollouts of other weights, published in place, replay what was captured before them: same bits, no capture."""
     model = _models().build("qwen3", precision)
     asked = ragged(model.spec.vocab_size)
-    kept = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=32, keep_bytes=1 << 40)
-    freed = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=32, keep_bytes=0)
+    kept = PagedEngine(model, NoText(), "flow", EngineSettings(page_size=128, max_num_seqs=32, keep_bytes=1 << 40))
+    freed = PagedEngine(model, NoText(), "flow", EngineSettings(page_size=128, max_num_seqs=32, keep_bytes=0))
     captured = []
     for version in range(1, 6):
         for engine in (kept, freed):
@@ -161,7 +162,8 @@ def test_graphs_of_steps_with_prompts_change_no_bit(name: str, precision: str) -
     asked = ragged(model.spec.vocab_size)
     found = []
     for mixed in (False, True):
-        engine = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=24, keep_bytes=1 << 40)
+        settings = EngineSettings(page_size=128, max_num_seqs=24, keep_bytes=1 << 40)
+        engine = PagedEngine(model, NoText(), "flow", settings)
         engine.runner.mixed_graphs = mixed
         engine.load(WeightSet(1, "flow", {}))
         found += [engine.generate(asked) for _ in range(3)]

@@ -36,6 +36,9 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
         {"rl.updates_per_step": 2, "train.max_tokens_per_gpu": 60}, {"train.share_prompts": True, "rl.kl_coef": 0.1},
         {"train.share_prompts": True, "train.max_tokens_per_gpu": 60, "quant.kv_cache": "fp8"},
         {"rollout.top_p": 0.9, "rollout.temperature": 0.7},
+        {"rollout.top_p": 0.8, "rollout.top_k": 20, "rl.updates_per_step": 2, "rl.kl_coef": 0.1},
+        {"rollout.min_p": 0.05, "rl.entropy_coef": 0.01, "train.max_tokens_per_gpu": 60},
+        {"rollout.top_p": 0.8, "rollout.logprobs": "full"},
     ],
     ids=str,
 )

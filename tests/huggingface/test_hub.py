@@ -187,7 +187,7 @@ def test_half_a_download(cache: Path, lost: str, monkeypatch: pytest.MonkeyPatch
     use(monkeypatch, cache, offline=True)
     write_cache(cache, "acme/tiny", {name: data for name, data in SHARDS.items() if name != lost})
     named = "model.safetensors" if "index" in lost else lost
-    with pytest.raises(UserError, match=rf"is not complete: {named} is missing. Run again with network, or `hf downl"):
+    with pytest.raises(UserError, match=rf"is not complete: {named} is missing. Run again with network access, or `hf"):
         hub.model_folder("acme/tiny")
 
 

@@ -194,7 +194,7 @@ def test_other_settings_are_refused(tiny: Study, in_process: list[str], tmp_path
 @pytest.mark.parametrize("change, message", [
     (lambda d: d["study"].update(name="h200"), "is of the study h200, and this one is tiny"),
     (lambda d: d.update(version="0.0.9"), "was written by jetrl 0.0.9, and this is .*leave the file out"),
-    (lambda d: d.pop("version"), "is no study.json of `jetrl study`, or is damaged: version: Field required"),
+    (lambda d: d.pop("version"), "is not a study.json of `jetrl study`, or it is damaged: version: Field required"),
     (lambda d: d.update(study=[]), "or is damaged: study"),
     (lambda d: d["runs"][1].pop("held_out"), r"or is damaged: runs.1.held_out: Field required. Copy it again"),
     (lambda d: d["runs"][1]["held_out"]["scores"].pop(), "runs.1.held_out: .*3 steps and 2 evaluations"),

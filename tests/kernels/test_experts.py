@@ -17,7 +17,7 @@ from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.quantize.ops import quantize_act, quantize_act_t, quantize_weight
-from jetrl.kernels.update.gradient import accumulate_in
+from jetrl.kernels.update.gradient import Gradient
 
 E, K, D, F = 5, 2, 136, 72  # experts, of a token, width and feed-forward (no multiples of 128)
 f32 = np.float32
@@ -195,7 +195,7 @@ def test_a_token_does_not_depend_on_the_others(kind: str) -> None:
 
     @torch.no_grad()
     def experts(x: Tensor) -> Tensor:
-        chosen, weights = moe.route(moe.router_logits(x, router, router, operand), K, False)
+        chosen, weights = moe.route(moe.router_logits(x, Gradient(router), router, operand), K, False)
         groups = moe.group(chosen, E)
         rows = moe.dispatch(x, groups)
         if kind == "fp8":
@@ -212,13 +212,11 @@ def test_a_token_does_not_depend_on_the_others(kind: str) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_gradients_of_the_router(in_place: bool) -> None:
-    holder = torch.nn.Linear(D, E, bias=False)
-    if in_place:
-        accumulate_in(holder, torch.float32)
-    master = holder.weight
+    master = torch.nn.Linear(D, E, bias=False).weight
+    gradient = Gradient(master, in_place=in_place)
     x, published = normal(20, D).requires_grad_(), master.detach().bfloat16()
     up = normal(20, E, seed=1, dtype=torch.float32)
-    logits = moe.router_logits(x, master, published, gemm.prepare_bf16(published))
+    logits = moe.router_logits(x, gradient, published, gemm.prepare_bf16(published))
     assert logits.dtype == torch.float32
     exact = x.detach().double() @ published.double().T
     assert (logits - exact).abs().max() < 1e-5

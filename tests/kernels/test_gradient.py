@@ -11,14 +11,13 @@ from tolerances import assert_bitwise_equal
 from torch import nn
 
 from jetrl.kernels.update.gradient import (
-    accumulate_in,
+    Gradient,
     first_waits,
     grad_dtype,
-    grad_in_place,
-    num_sources,
     rows_in_use,
     sent_to,
 )
+from jetrl.model.master import accumulate_in, masters_of
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
@@ -143,14 +142,14 @@ class Notes:
     """A sink that keeps one buffer for each matrix and notes when a gradient is complete."""
 
     def __init__(self) -> None:
-        self.buffers: dict[torch.Tensor, torch.Tensor] = {}
-        self.calls: list[torch.Tensor] = []
+        self.buffers: dict[Gradient, torch.Tensor] = {}
+        self.calls: list[Gradient] = []
 
-    def buffer(self, master: torch.Tensor) -> torch.Tensor:
-        return self.buffers.setdefault(master, torch.zeros(master.shape, dtype=grad_dtype(master)))
+    def buffer(self, gradient: Gradient) -> torch.Tensor:
+        return self.buffers.setdefault(gradient, torch.zeros(gradient.param.shape, dtype=gradient.dtype))
 
-    def done(self, master: torch.Tensor) -> None:
-        self.calls.append(master)
+    def done(self, gradient: Gradient) -> None:
+        self.calls.append(gradient)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -162,16 +161,16 @@ def test_a_sink_gets_every_matrix_once_a_source_and_last_parameters_first(
     model, other = (model_of(precision, torch.float32, tied, checkpointing) for _ in range(2))
     accumulate_in(other, torch.float32)
     want, sink = run(other, 2), Notes()
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    matrices = {name: m.gradient for name, m in masters_of(model).items() if m.param.ndim == 2}
     with sent_to(sink, matrices.values()):
         run(model, 2)
-    assert not any(hasattr(p, "sink") for p in matrices.values())
-    for name, p in matrices.items():
-        assert p.grad is None and torch.equal(sink.buffers[p], want[name])
-        assert sum(call is p for call in sink.calls) == 2 * num_sources(p) == (4 if tied and "embed" in name else 2)
+    assert not any(gradient.sink for gradient in matrices.values())
+    for name, one in matrices.items():
+        assert one.param.grad is None and torch.equal(sink.buffers[one], want[name])
+        assert sum(call is one for call in sink.calls) == 2 * one.sources == (4 if tied and "embed" in name else 2)
     half = sink.calls[: len(sink.calls) // 2]
-    last = {id(p): i for i, p in enumerate(half)}  # where each became complete
-    assert [id(p) for p in reversed(matrices.values())] == sorted(last, key=lambda p: last[p])
+    last = {id(one): i for i, one in enumerate(half)}  # where each became complete
+    assert [id(one) for one in reversed(matrices.values())] == sorted(last, key=lambda one: last[one])
 
 
 @pytest.mark.parametrize("accumulate", [torch.float32, torch.bfloat16])
@@ -181,18 +180,18 @@ def test_a_first_gradient_that_waits_in_bf16_gives_the_same_sum(parts: int, accu
     for waits in (False, True):
         model = model_of("fp8", torch.float32, wgrad="tile")
         accumulate_in(model, accumulate)
-        weight = model.get_parameter("layers.1.mlp.down.weight")
-        weight.first_gradient = torch.full_like(weight, torch.nan)  # of an update that failed
+        gradients = [master.gradient for master in masters_of(model).values()]
+        down = masters_of(model)["layers.1.mlp.down.weight"].gradient
         if waits:
-            with first_waits(list(model.parameters())):
+            down._first = torch.full_like(down.param, torch.nan)  # of an update that failed
+            with first_waits(gradients):
                 run(model, parts)
-                held = getattr(weight, "first_gradient", None)
+                held = down._first
                 assert (held is None) == (parts > 1 or accumulate == torch.bfloat16)
-                assert held is None or (held.dtype == torch.bfloat16 and weight.grad is None)
+                assert held is None or (held.dtype == torch.bfloat16 and down.param.grad is None)
         else:
-            del weight.first_gradient
             run(model, parts)
-        assert not {"first_gradient", "first_waits"} & {k for p in model.parameters() for k in p.__dict__}
+        assert not any(one._first is not None or one._waits for one in gradients)
         results.append({name: p.grad for name, p in model.named_parameters()})
     for name, want in results[0].items():
         got = results[1][name]
@@ -207,13 +206,13 @@ def test_rows_in_use_alone_give_the_same_gradient(parts: int, accumulate: torch.
     for rows in (None, torch.tensor([i for i in range(60) if i not in UNUSED])):
         model = model_of("bf16", torch.float32)
         accumulate_in(model, accumulate)
-        table = model.embed.weight
-        with rows_in_use(table, rows) if rows is not None else nullcontext():
+        gradient, table = model.embed.masters["weight"].gradient, model.embed.weight
+        with rows_in_use(gradient, rows) if rows is not None else nullcontext():
             run(model, parts)
             assert (table.grad is None) == (rows is not None)
-            held = getattr(table, "row_gradient", None)
+            held = gradient._row_sum
             assert rows is None or held.shape == (len(rows), 40) and held.dtype == accumulate
-        assert not {"rows_in_use", "row_gradient"} & table.__dict__.keys()
+        assert gradient._rows is None and gradient._row_sum is None
         assert table.grad.dtype == accumulate and not table.grad[list(UNUSED)].any()
         results.append(table.grad)
     assert results[0].any()
@@ -224,16 +223,17 @@ def test_a_row_that_is_not_in_use_is_refused() -> None:
     for rows in (torch.arange(59), torch.arange(1, 60)):
         model = model_of("bf16", torch.float32)
         accumulate_in(model, torch.float32)
-        with pytest.raises(RuntimeError, match="not in use"), rows_in_use(model.embed.weight, rows):
+        gradient = model.embed.masters["weight"].gradient
+        with pytest.raises(RuntimeError, match="not in use"), rows_in_use(gradient, rows):
             run(model, 1)
 
 
 def test_a_first_gradient_waits_for_one_of_another_kind() -> None:
     weight = nn.Parameter(torch.zeros(3, 2))
-    weight.adds_in_place = True  # type: ignore[attr-defined]
-    with first_waits([weight]):
-        weight.first_gradient = torch.full((3, 2), 2.0, dtype=torch.bfloat16)  # type: ignore[attr-defined]
-        held = grad_in_place(weight)
+    gradient = Gradient(weight, in_place=True)
+    with first_waits([gradient]):
+        gradient._first = torch.full((3, 2), 2.0, dtype=torch.bfloat16)
+        held = gradient.place()
         assert held is not None and held is weight.grad and held.dtype == torch.float32
         held.add_(1)
     assert weight.grad is not None and weight.grad.tolist() == [[3.0, 3.0]] * 3

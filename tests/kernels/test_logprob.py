@@ -12,6 +12,7 @@ from jetrl.kernels import reference
 from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.update.gradient import Gradient
 
 T, D, V = 23, 48, 130
 
@@ -42,7 +43,7 @@ def test_all_routes_give_the_same_bits(head: tuple[Tensor, Tensor, Tensor]) -> N
     full = logprob.log_softmax(logits).gather(1, targets[:, None])[:, 0]
     assert_bitwise_equal(logprob.logprobs(logits, targets), full, "logprobs = log_softmax")
     for temperature in (1.0, 0.7):
-        fused, _ = logprob.token_logprobs(hidden, weight, weight, operand, targets, temperature)
+        fused, _ = logprob.token_logprobs(hidden, Gradient(weight), weight, operand, targets, temperature)
         apart = logprob.logprobs(logits, targets, temperature)
         assert_bitwise_equal(fused, apart, f"training = sampling at temperature {temperature}")
         rows = logprob.logprobs(logits, targets, torch.full((T,), temperature))
@@ -52,11 +53,11 @@ def test_all_routes_give_the_same_bits(head: tuple[Tensor, Tensor, Tensor]) -> N
 def test_chunks_of_rows_change_no_bit(head: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = head
     operand = gemm.prepare_bf16(weight)
-    whole = logprob.token_logprobs(hidden, weight, weight, operand, targets, 0.9)
+    whole = logprob.token_logprobs(hidden, Gradient(weight), weight, operand, targets, 0.9)
     monkeypatch.setattr(backend, "_LOGIT_ELEMENTS", 4 * V)
     sizes, real = [], backend.head_logits
     monkeypatch.setattr(backend, "head_logits", lambda h, w: sizes.append(len(h)) or real(h, w))
-    chunked = logprob.token_logprobs(hidden, weight, weight, operand, targets, 0.9)
+    chunked = logprob.token_logprobs(hidden, Gradient(weight), weight, operand, targets, 0.9)
     assert sizes == [4] * (T // 4) + [T % 4] * (T % 4 > 0)
     assert_bitwise_equal(chunked[0], whole[0], "log-probs")
     assert_bitwise_equal(chunked[1], whole[1], "entropies")
@@ -103,7 +104,9 @@ def test_gradients(
     def grads(dtype: torch.dtype, ours: bool) -> tuple[Tensor, ...]:
         h, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
         if ours:
-            logp, ent = logprob.token_logprobs(h, w, w.detach(), gemm.prepare_bf16(w.detach()), targets, temperature)
+            published = w.detach()
+            prepared = gemm.prepare_bf16(published)
+            logp, ent = logprob.token_logprobs(h, Gradient(w), published, prepared, targets, temperature)
         else:
             full = torch.log_softmax(h @ w.T / temperature, -1)
             logp, ent = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
@@ -120,7 +123,8 @@ def test_gradients(
 def test_the_gradient_of_the_head_goes_to_the_master_in_its_dtype(head: tuple[Tensor, Tensor, Tensor]) -> None:
     hidden, weight, targets = head
     master = weight.float().requires_grad_()
-    logprob.token_logprobs(hidden, master, weight, gemm.prepare_bf16(weight), targets, 1.0)[0].sum().backward()
+    prepared = gemm.prepare_bf16(weight)
+    logprob.token_logprobs(hidden, Gradient(master), weight, prepared, targets, 1.0)[0].sum().backward()
     assert master.grad is not None and master.grad.dtype == torch.float32 and float(master.grad.abs().sum()) > 0
 
 

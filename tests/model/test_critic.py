@@ -11,8 +11,8 @@ from tiny import numbers, tiny_config, tiny_run, weights_hash
 from tolerances import assert_bitwise_equal
 
 from jetrl.errors import UserError
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.critic import Critic
+from jetrl.model.master import accumulate_in
 from jetrl.run.setup import Session, build
 from jetrl.types import ForwardBatch, VarlenPlan
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from jetrl.kernels.experts import ops
 from jetrl.kernels.experts.groups import Groups
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model import moe
 from jetrl.model.fused_experts import fused_experts, fused_experts_recipe
+from jetrl.model.master import accumulate_in
 from jetrl.model.moe import ExpertLinear
 from jetrl.model.transformer import Transformer
 from jetrl.parity.rows import varlen

@@ -8,9 +8,9 @@ from tolerances import assert_bitwise_equal, sqnr_db
 from torch import Tensor
 
 from jetrl.kernels.pointwise import ops as pointwise
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.fused_mlp import fused_mlp, fused_recipe
 from jetrl.model.linear import FlowLinear
+from jetrl.model.master import accumulate_in
 from jetrl.precision.recipe import build_recipe
 
 T, D, F = 150, 136, 200

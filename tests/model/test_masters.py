@@ -20,8 +20,8 @@ from jetrl import UserError, load_model
 from jetrl.api import random_model
 from jetrl.huggingface import read as hf
 from jetrl.model.linear import FlowLinear
+from jetrl.model.master import masters_of
 from jetrl.model.sharding import shard_model
-from jetrl.model.shards import shard_of
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published, published_bytes
 from jetrl.parallel.world import World
@@ -182,8 +182,8 @@ def test_a_rank_reads_its_rows_only(arch: dict[str, object], tmp_path: Path) -> 
                 model = Transformer(spec, build_recipe("fp8", 2))
             shard_model(model, World(rank, size))
             setup.load_weights(model, folder, torch.device("cpu"))
-            for name, p in model.named_parameters():
-                cut = shard_of(p)
+            for name, master in masters_of(model).items():
+                p, cut = master.param, master.shard
                 assert_bitwise_equal(p, (whole[name] if cut is None else cut.own(whole[name])).float(), name)
     weights = load_file(folder / hf.SINGLE)
     weights["model.embed_tokens.weight"][299, 1] = float("inf")  # of the second rank's third block

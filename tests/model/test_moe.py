@@ -23,9 +23,10 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.export import export, quantization_config
 from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.kernels.reference import dequantize
-from jetrl.kernels.update.gradient import accumulate_in, sent_to
+from jetrl.kernels.update.gradient import Gradient, sent_to
 from jetrl.model import moe
 from jetrl.model.block import Routes
+from jetrl.model.master import accumulate_in, masters_of
 from jetrl.model.sharding import shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import checksum, published, published_bytes
@@ -259,21 +260,21 @@ class Sink:
     """Takes gradients as ranks do: whole matrices, and word when each is complete."""
 
     def __init__(self) -> None:
-        self.held: dict[Tensor, Tensor] = {}
-        self.complete: list[Tensor] = []
+        self.held: dict[Gradient, Tensor] = {}
+        self.complete: list[Gradient] = []
 
-    def buffer(self, master: Tensor) -> Tensor:
-        return self.held.setdefault(master, torch.zeros(master.shape))
+    def buffer(self, gradient: Gradient) -> Tensor:
+        return self.held.setdefault(gradient, torch.zeros(gradient.param.shape))
 
-    def done(self, master: Tensor) -> None:
-        self.complete.append(master)
+    def done(self, gradient: Gradient) -> None:
+        self.complete.append(gradient)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_sink_gets_each_matrix_once_and_hears_of_it(precision: str) -> None:
     tokens, model, sink = tokens_of(40), model_of(precision), Sink()
     plain = gradients(model, tokens)
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    matrices = {name: m.gradient for name, m in masters_of(model).items() if m.param.ndim == 2}
     with sent_to(sink, matrices.values()):
         assert gradients(model, tokens).keys() == plain.keys() - matrices.keys()
     for name, p in matrices.items():

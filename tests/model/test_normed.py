@@ -12,9 +12,9 @@ from torch import Tensor
 
 from jetrl.kernels.attention.ops import Heads, attend_heads, norm_rope_attend, varlen_plan
 from jetrl.kernels.pointwise import ops as pointwise
-from jetrl.kernels.update.gradient import accumulate_in
 from jetrl.model.fused_mlp import fused_mlp, fused_recipe, normed_mlp
 from jetrl.model.linear import FlowLinear
+from jetrl.model.master import accumulate_in
 from jetrl.model.normed import norm_before, normed_linear
 from jetrl.model.published import Published
 from jetrl.precision.recipe import build_recipe

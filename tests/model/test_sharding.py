@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.update.gradient import accumulate_in, grad_dtype, num_sources
+from jetrl.kernels.update.gradient import grad_dtype
 from jetrl.model.critic import Critic
-from jetrl.model.sharding import digest, fill, own_rows, parts_of, shard_like, shard_model, whole_value
-from jetrl.model.shards import shard_of
+from jetrl.model.master import accumulate_in, masters_of, own_rows, parts_of
+from jetrl.model.sharding import digest, fill, shard_like, shard_model, whole_value
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.recipe import build_recipe
@@ -55,9 +55,11 @@ def test_a_parameter_stays_what_it_was() -> None:
     model.get_parameter("layers.0.mlp.down.weight").requires_grad_(False)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     shard_model(model, Pretend(0, 2))
-    for name, p in model.named_parameters():
-        assert p.requires_grad == before[name] and grad_dtype(p) == torch.float32 and p.dtype == torch.bfloat16
-        assert num_sources(p) == (2 if name == "embed.weight" else 1)
+    for name, master in masters_of(model).items():
+        p = model.get_parameter(name)
+        assert master.param is p and p.requires_grad == before[name] == master.trained
+        assert grad_dtype(p) == torch.float32 and p.dtype == torch.bfloat16
+        assert master.gradient.in_place and master.gradient.sources == (2 if name == "embed.weight" else 1)
     model.get_parameter("embed.weight").grad = torch.zeros(256, 40)  # refused if the type had been lost
 
 
@@ -78,9 +80,9 @@ def test_alone_nothing_changes_but_that_sections_are_known() -> None:
     shard_model(model, ALONE)
     shard_model(model, ALONE)  # as often as one likes
     assert all(p is before[name] for name, p in model.named_parameters()) and model.addresses() == published
-    cut = shard_of(model.get_parameter("layers.0.attn.qkv.weight"))
+    cut = masters_of(model)["layers.0.attn.qkv.weight"].shard
     assert cut is not None and cut.sections == (64, 32, 32) and not cut.split
-    assert all(whole_value(p, p.dtype).data_ptr() == p.data_ptr() for p in model.parameters())
+    assert all(whole_value(m, m.param.dtype).data_ptr() == m.param.data_ptr() for m in masters_of(model).values())
 
 
 def test_a_critic_and_a_reference_are_cut_as_the_policy() -> None:
@@ -95,7 +97,7 @@ def test_a_critic_and_a_reference_are_cut_as_the_policy() -> None:
     reference.load_state_dict(policy.state_dict())
     plain = model_of()
     shard_like(plain, model_of())
-    assert all(shard_of(p) is None for p in plain.parameters())
+    assert all(master.shard is None for master in masters_of(plain).values())
 
 
 def test_a_model_is_cut_as_shapes_and_filled_with_its_rows() -> None:
@@ -108,11 +110,13 @@ def test_a_model_is_cut_as_shapes_and_filled_with_its_rows() -> None:
     shard_model(model, Pretend(1, 2))
     assert {p.device.type for p in model.parameters()} == {"meta"} and own_rows(model) == own_rows(whole)
     fill(model, model.random_values(0), torch.device("cpu"))
-    for name, p in model.named_parameters():
+    for name, master in masters_of(model).items():
+        p, other = model.get_parameter(name), masters_of(whole)[name]
         want = whole.get_parameter(name)
         assert torch.equal(p, want) and p.dtype == want.dtype and p.requires_grad, name
-        assert p.untyped_storage().nbytes() == 2 * p.numel() and shard_of(p) == shard_of(want), name
-        assert num_sources(p) == num_sources(want) and grad_dtype(p) == torch.float32
+        assert p.untyped_storage().nbytes() == 2 * p.numel() and master.shard == other.shard, name
+        assert master.param is p and master.gradient.in_place and grad_dtype(p) == torch.float32
+        assert master.gradient.sources == other.gradient.sources
     assert torch.equal(model.cos, whole.cos) and model.cos.device.type == "cpu"
     assert parts_of(model)["embed.weight"].start == 256 and parts_of(model)["embed.weight"].size == (300, 40)
     model.init_random(1)

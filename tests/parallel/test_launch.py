@@ -72,7 +72,7 @@ def test_two_ranks_run_and_one_speaks(spawned: Spawned) -> None:
                     r"rank 0 has waited for 2 s\. If that phase may take longer, raise train\.collective_timeout\."),
         ("full", 3, r"rank 1: out of GPU memory in the phase update, .* CUDA out of memory\. Tried .*"),
         ("stopped", 1, r"rank 1 \(process \d+ on .*, last seen in update\): no sign of life\. The process was .*"),
-        ("absent", 2, r"rank 0: 1 of 2 ranks did not come within 2 s: 1\. See what .*"),
+        ("absent", 2, r"rank 0: 1 of 2 ranks did not join within 2 s: 1\. See what .*"),
         ("differ", 2, r"The ranks of this run differ: config is a on rank 0, b on rank 1\. Start .*"),
         ("quits", 1, r"rank 1 \(process \d+\) ended with status 7 and no message\.\nIts last lines:\ncannot go on"),
     ],

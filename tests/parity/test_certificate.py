@@ -22,7 +22,8 @@ from jetrl.parity.drawn import graph_link, graph_links, merged_link
 from jetrl.parity.rows import Packed, random_sequences, row_hash, varlen
 from jetrl.precision.recipe import build_recipe
 from jetrl.spec import ModelSpec, RopeSpec
-from jetrl.types import ForwardBatch, MicroBatch
+from jetrl.train.batches import MicroBatch
+from jetrl.types import ForwardBatch
 
 SPEC = ModelSpec(
     family="qwen3", vocab_size=53, hidden_size=72, intermediate_size=136, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -19,8 +19,8 @@ from jetrl.parity.certificate import Certificate, Workload
 from jetrl.parity.model_under_test import Subject, config_for, subject_of
 from jetrl.parity.ranks import Masters, certified, certify_ranks, merged, rollout_links, training_of, update_link
 from jetrl.parity.rows import LinkResult, row_bits
-from jetrl.precision.recipe import Recipe
-from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.precision.recipe import Recipe, recipe_of
+from jetrl.run.prepare import load_spec
 from jetrl.spec import SHAPES
 from jetrl.train import reduction
 

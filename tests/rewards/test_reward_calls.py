@@ -441,7 +441,7 @@ def test_trls_parameters_are_given_to_functions_that_name_them():
         (lambda log_metric, log_extra: log_metric("mean", 1), "log_metric uses the name 'mean'"),
         (lambda log_metric, log_extra: log_metric("x", math.inf), "needs a finite number, got inf"),
         (lambda log_metric, log_extra: log_metric("x", "1"), "needs a finite number, got '1'"),
-        (lambda log_metric, log_extra: log_metric(3, 1.0), "needs a name as a text, got 3"),
+        (lambda log_metric, log_extra: log_metric(3, 1.0), "needs a name that is a string, got 3"),
         (lambda log_metric, log_extra: log_extra("x", ["a", "b"]), "for each of 1 completions, got 2 values"),
         (lambda log_metric, log_extra: log_extra("x", "a"), "for each of 1 completions, got no list"),
     ],

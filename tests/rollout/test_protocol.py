@@ -162,7 +162,7 @@ SIZES = [
 def test_every_turn_equals_straight_recomputation(sizes: dict[str, int], force: Callable | None, burst: bool) -> None:
     engine = make_engine(**sizes)
     if burst:
-        engine.runner = BurstRunner(engine.model, engine.page_size)
+        engine.runner = BurstRunner(engine.model, engine.settings)
     for id, turns in talk(engine, range(6), force).items():
         for tokens, completion in turns:
             again = request(id, tokens, completion_limit(id, turns, completion), ignore_eos=id % 2 == 0)

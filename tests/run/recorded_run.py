@@ -172,9 +172,10 @@ def main(folder: Path, which: str, kv_cache: str, master: str) -> None:
 def ragged(config: Any, spec: Any) -> None:
     """A rollout and an update as a run makes them, with lengths by chance."""
     from jetrl.engine.engine import PagedEngine
+    from jetrl.engine.settings import EngineSettings
     from jetrl.parity.certificate import NoText
+    from jetrl.precision.recipe import recipe_of
     from jetrl.run import setup
-    from jetrl.run.prepare import recipe_of
     from jetrl.train.packing import pack
     from jetrl.train.passes import estimate
     from jetrl.train.publish import publish
@@ -183,7 +184,8 @@ def ragged(config: Any, spec: Any) -> None:
 
     rng = np.random.default_rng(0)
     model = setup.build_model(config, spec, recipe_of(config, spec), weights=False)
-    engine = PagedEngine(model, NoText(), "flow", page_size=128, max_num_seqs=24, max_tokens_per_step=5000)
+    settings = EngineSettings(page_size=128, max_num_seqs=24, max_tokens_per_step=5000)
+    engine = PagedEngine(model, NoText(), "flow", settings)
     engine.load(publish(model, 0, "flow"))
     sizes = rng.integers(1, 900, size=40)
     engine.generate([

@@ -17,10 +17,11 @@ from jetrl.report.recorder import read_samples
 from jetrl.run import loop
 from jetrl.run.checked_engine import CheckedEngine, blamed
 from jetrl.run.checkpoint.checkpoint import newest
-from jetrl.run.engines import eos_ids, keep_cache
+from jetrl.run.engines import check_truncation, eos_ids, keep_cache
 from jetrl.run.prepare import prepare
 from jetrl.run.setup import build
-from jetrl.types import PackedBatch, Request, SamplingParams, WeightSet
+from jetrl.train.batches import PackedBatch
+from jetrl.types import Engine, Request, SamplingParams, WeightSet
 
 PARITY = "parity/logprob_abs_diff_max"
 # Our own engine behind a user's class; SHIFT is what its log-probs are wrong by.
@@ -109,12 +110,96 @@ def test_an_engine_that_is_none_is_refused_before_the_run(tmp_path: Path, code: 
         tiny_run(tmp_path, changes | {"rollout.engine": "sglang"})
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("flow", 'precision = "fp8_rollout"'), ("kernels", 'kernels = "hopper_scaled_mm"'),
+        ("engine", r'rollout.engine = ".*own.py:Own"'),
+    ],
+)
+def test_truncation_is_refused_where_the_learner_cannot_find_what_was_kept(
+    tmp_path: Path, given: str, why: str
+) -> None:
+    """Before anything is built; with the whole distribution's log-probs it runs as before."""
+    cut: dict[str, Any] = {"rollout.top_p": 0.9, "rollout.min_p": 0.1, "train.steps": 1}
+    cut |= named(tmp_path, False) if given == "engine" else {}
+    cut |= {"precision": "fp8_rollout"} if given == "flow" else {}
+    config = tiny_config(tmp_path, cut)
+    told = rf"rollout.top_p = 0.9 and rollout.min_p = 0.1: .* with {why} these are not the sampler's.*logprobs = .full"
+    if given == "kernels":
+        with pytest.raises(UserError, match=told):
+            check_truncation(config.model_copy(update={"kernels": "hopper_scaled_mm"}), True)
+        return
+    with pytest.raises(UserError, match=told):
+        prepare(config)
+    rows = numbers(tiny_run(tmp_path / "full", cut | {"rollout.logprobs": "full"}))
+    assert rows[1]["policy/grad_norm"] > 0
+
+
+def test_an_engine_that_says_late_that_its_bits_are_others_is_refused_with_truncation(tmp_path: Path) -> None:
+    changes = named(tmp_path, True) | {"rollout.top_k": 4}
+    lines = [line for line in GOOD.splitlines() if "keeps_bits" not in line]
+    late = "\n".join(lines).replace("        self.inner =", "        self.keeps_bits = False\n        self.inner =")
+    (tmp_path / "own.py").write_text(late)
+    prepare(tiny_config(tmp_path, changes))
+    with pytest.raises(UserError, match=r"rollout.top_k = 4: .*own.py:Own"):
+        tiny_run(tmp_path, changes)
+    (tmp_path / "own.py").write_text(GOOD)
+    assert numbers(tiny_run(tmp_path, changes))[1][PARITY] == 0.0
+
+
 def test_an_engine_without_gpu_memory_is_told_apart() -> None:
     for error, kind in ((torch.OutOfMemoryError("CUDA out of memory."), OutOfMemory), (KeyError("ours"), UserError)):
         with pytest.raises(UserError, match=rf"engine = own: step raised {type(error).__name__}: ") as told:
             with blamed("own", "step"):
                 raise error
         assert type(told.value) is kind
+
+
+class Least:
+    """Only what an engine must have."""
+
+    keeps_bits = False
+    has_work = False
+    forgotten: tuple[int, ...] = ()
+
+    def load(self, weights: WeightSet) -> None: ...
+    def add(self, requests: list[Request]) -> None: ...
+    def step(self) -> None: ...
+    def collect(self) -> list[object]:
+        return []
+
+    def forget(self, ids: list[int]) -> None:
+        self.forgotten += tuple(ids)
+
+    def release(self) -> None: ...
+
+
+def test_optional_methods_of_an_engine_do_nothing_where_it_lacks_them() -> None:
+    """Of a class with the required methods alone, and of a subclass of `Engine`; those that it has are called."""
+    subclass = type("Sub", (Least, Engine), {})()
+    for least in (Least(), subclass):
+        engine = CheckedEngine(least, "own", 40)  # type: ignore[arg-type]
+        assert isinstance(engine, Engine) and engine.about == "" and engine.take_metrics() == {}
+        engine.add([Request(5, (1,), SamplingParams(1))])
+        engine.expect([7])
+        engine.cancel([5])
+        engine.close()
+        assert least.forgotten == (5,) and not engine.has_work, "a cancelled request is owed no completion"
+    told: list[object] = []
+    own = {n: lambda self, *args, n=n: told.append((n, *args)) for n in ("cancel", "expect", "close")}
+    engine = CheckedEngine(type("All", (Least,), own)(), "own", 40)  # type: ignore[arg-type]
+    engine.expect([7]), engine.cancel([5]), engine.close()
+    assert told == [("expect", [7]), ("cancel", [5]), ("close",)]
+    with pytest.raises(UserError, match="engine = own: cancel raised ValueError: no"):
+        own["cancel"] = lambda self, ids: _raise()
+        CheckedEngine(type("Bad", (Least,), own)(), "own", 40).cancel([5])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="abstract"):
+        type("None_", (Engine,), {})()
+
+
+def _raise() -> None:
+    raise ValueError("no")
 
 
 NO_IDS = "collect raised ValueError: token ids must be a row of integers, got an array of shape "
@@ -137,8 +222,8 @@ NO_IDS = "collect raised ValueError: token ids must be a row of integers, got an
         ("completion", "tokens=[*'ab']", NO_IDS + ".* and type <U1"),
         ("completion", "logprobs=[0] * len(c.tokens)", "collect raised .*: log-probs must be a row of floats, .*int64"),
         ("completion", "logprobs=[-1e300] * len(c.tokens)", "log-prob -inf is not a finite float"),
-        ("completion", "logprobs=c.logprobs[1:]", "tokens and .* log-probs; must be as many, from 1 to 10"),
-        ("completion", "tokens=[*c.tokens] * 11, logprobs=[*c.logprobs] * 11", "must be as many, from 1 to 10"),
+        ("completion", "logprobs=c.logprobs[1:]", "tokens and .* log-probs; need equal numbers, from 1 to 10"),
+        ("completion", "tokens=[*c.tokens] * 11, logprobs=[*c.logprobs] * 11", "need equal numbers, from 1 to 10"),
         ("completion", "tokens=(10**6,) * len(c.tokens)", "token 1000000 is not an integer from 0 to"),
         ("completion", "logprobs=(float('nan'),) * len(c.tokens)", "log-prob nan is not a finite float"),
         ("completion", "request_id=7", "a completion of request 7, which is not open"),
@@ -200,7 +285,8 @@ def test_settings_reach_engine_model_and_packer(tmp_path: Path, monkeypatch: pyt
     session = build(tiny_config(tmp_path, changes))
     engine = session.engine
     assert isinstance(engine, PagedEngine) and session.model.activation_checkpointing
-    assert (engine.page_size, engine.kv_cache_tokens, engine.max_num_seqs, engine.max_tokens_per_step) == (3, 96, 5, 7)
+    told = engine.settings
+    assert (told.page_size, told.kv_cache_tokens, told.max_num_seqs, told.max_tokens_per_step) == (3, 96, 5, 7)
     batches: list[PackedBatch] = []
     pack = loop.pack
 

@@ -132,6 +132,35 @@ def test_several_updates_a_step(tmp_path: Path) -> None:
     assert weighted[0]["policy/grad_norm"] != bare[0]["policy/grad_norm"]
 
 
+TRUNCATED: dict[str, Any] = {"rollout.top_p": 0.7, "rollout.top_k": 9, "rollout.temperature": 0.9}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"precision": "bf16", "rl.kl_coef": 0.1, "rl.entropy_coef": 0.01}, {"quant.kv_cache": "fp8"},
+        {"rl.updates_per_step": 2, "train.lr": 1e-2, "train.max_tokens_per_gpu": 40},
+        {"rl.updates_per_step": 3, "rl.kl_coef": 0.1, "rl.kl_in": "reward", "train.share_prompts": True},
+        {"rl.algo": "ppo", "rl.critic_warmup_steps": 2, "rl.updates_per_step": 2},
+    ],
+    ids=str,
+)
+def test_parity_of_truncated_distributions_is_zero_in_every_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    changes = {"eval.eval_interval": 0} | TRUNCATED | changes
+    run_dir = tiny_run(tmp_path / "a", changes)
+    rows = numbers(run_dir)
+    assert [row[PARITY] for row in rows[1:]] == [0.0] * 4
+    if "rl.entropy_coef" in changes:
+        assert rows[1]["policy/ref_kl"] == 0.0 < rows[4]["policy/ref_kl"]
+    whole: dict[str, Any] = {"rollout.logprobs": "full", "train.steps": 1, "rl.critic_warmup_steps": 0}
+    full = tiny_run(tmp_path / "b", changes | whole)
+    (ours, theirs) = ([s for s in read_samples(d) if s["step"] == 1] for d in (run_dir, full))
+    assert [s["tokens"] for s in ours] == [s["tokens"] for s in theirs]
+    sampled, untruncated = ([p for s in samples for p in s["logprobs"] if p is not None] for samples in (ours, theirs))
+    assert all(a >= b for a, b in zip(sampled, untruncated, strict=True)) and sampled != untruncated
+    assert numbers(full)[1][PARITY] == 0.0, "of the whole distribution, from which nothing was drawn"
+
+
 def told(run_dir: Path) -> dict[str, Any]:
     """What an option may change in step 1, in the order in which it comes about, and the weights after step 2."""
     samples, row = list(read_samples(run_dir)), numbers(run_dir)[1]

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
+from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS, LOGIT_ELEMENTS
+from jetrl.model.transformer import Transformer
+from jetrl.parity.rows import varlen
+from jetrl.precision.blocks import moe
+from jetrl.precision.blocks.block import Block, TrainingPass
 from jetrl.precision.blocks.mlp import MLP
+from jetrl.precision.blocks.moe import expert_rows
+from jetrl.precision.recipe import Recipe, build_recipe, recipe_of
 from jetrl.run.fit import activations, memory
 from jetrl.run.fit.advice import GPUS, on_gpu
 from jetrl.run.fit.memory import GIB, GRAPHS, MARGIN, SPARE, WORKSPACE, Memory, predict
@@ -42,12 +51,12 @@ def of_before(config: Config, spec: ModelSpec) -> tuple[float, float]:
     """
     lean = config.model_copy(update={"train": config.train.model_copy(update={"lean_backward": False})})
     now, fp8 = predict(lean, spec, 1, H200), config.precision == "fp8"
-    sizes = memory.sizes_of(spec, memory.recipe_for(config, spec))
+    sizes = memory.sizes_of(spec, recipe_of(config, spec))
     copies = 2 * sum(m.size for m in sizes.matrices if all(m.fp8)) if config.train.master_dtype == "float32" else 0
     codes = (2 * spec.hidden_size + spec.num_heads * spec.head_dim) * 33 / 32 * spec.num_layers if fp8 else 0
     if config.train.activation_checkpointing:
         codes /= spec.num_layers
-    rows = [n // spec.vocab_size // 128 * 128 for n in (activations.LOGITS, activations.FORWARD_LOGITS)]
+    rows = [n // spec.vocab_size // 128 * 128 for n in (LOGIT_ELEMENTS, FORWARD_ELEMENTS)]
     logits = 4 * spec.vocab_size * (min(now.tokens, rows[0]) - rows[1])
     return (now.update + copies + now.tokens * codes + logits) / GIB, (now.rollout + copies) / GIB
 
@@ -199,18 +208,18 @@ def test_experts_by_hand() -> None:
     """A router and two matrices of all experts; each token's rows twice, padded to tiles of 128."""
     experts = ExpertSpec(count=4, per_token=2, intermediate_size=128, normalized=True)
     spec = replace(SMALL, family="qwen3_moe", experts=experts)
-    recipe = memory.recipe_for(config_of("precision=fp8"), spec)
+    recipe = recipe_of(config_of("precision=fp8"), spec)
     sizes = {m.name: m for m in memory.sizes_of(spec, recipe).matrices}
     assert sizes["layers.0.mlp.gate_up.weight"].size == 4 * 2 * 128 * 256
     assert sizes["layers.0.mlp.router.weight"].fp8 == (False, False)
-    assert activations.expert_rows(spec, 1000) == 2432, "2000 choices and 4 x 127, in whole tiles"
-    assert activations.expert_rows(spec, 1) == 256 and activations.expert_rows(SMALL, 1000) == 0
-    dense, mixed = (activations.saved_of_layer.__wrapped__(s, recipe, 0, True, 1000) for s in (SMALL, spec))
+    assert expert_rows(spec, 1000) == 2432, "2000 choices and 4 x 127, in whole tiles"
+    assert expert_rows(spec, 1) == 256 and expert_rows(SMALL, 1000) == 0
+    dense, mixed = (activations.saved_of_layer(TrainingPass(s, recipe, 0, 1000)) for s in (SMALL, spec))
     row = 4 * 128 + 2 * 256 + 4  # what both linears read is made again
     of_mlp = 4 + 4 * 512  # SwiGLU's output is made again
     assert mixed - dense == pytest.approx(2 * 256 + 4 * 4 + 20 * 2 + row * 2.432 - of_mlp)
-    plain = memory.recipe_for(config_of("precision=bf16"), spec)
-    dense, mixed = (activations.saved_of_layer.__wrapped__(s, plain, 0, True, 1000) for s in (SMALL, spec))
+    plain = recipe_of(config_of("precision=bf16"), spec)
+    dense, mixed = (activations.saved_of_layer(TrainingPass(s, plain, 0, 1000)) for s in (SMALL, spec))
     row, of_mlp = 512 + 4 * 128 + 256 + 2 * 256 + 4, 512 + 4 * 512 + 1024
     assert mixed - dense == pytest.approx(2 * 256 + 4 * 4 + 20 * 2 + row * 2.432 - of_mlp)
     assert of(spec).passing >= of(replace(spec, experts=None, family="qwen3")).passing
@@ -229,11 +238,75 @@ def test_the_recipe_of_the_large_mixture_fits_two_h200() -> None:
     assert predict(wider, SHAPES["qwen3-30b-a3b"], 4, H200).fits(H200), "as the comment says"
 
 
-def test_a_block_from_outside_counts_by_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_from_outside_counts_by_its_linears_or_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     class Squared(MLP):
         kind = "squared"
+        saved_bytes = Block.saved_bytes
 
-    monkeypatch.setattr(activations, "blocks_of", lambda spec, layer: (Squared(),))
-    recipe = memory.recipe_for(config_of("precision=fp8"), SMALL)
-    saved = activations.saved_of_layer.__wrapped__(SMALL, recipe, 0)
-    assert saved == 2 * 256 + (264 + 2 * 1024) + (528 + 2 * 256)
+    class Sparing(Squared):
+        def saved_bytes(self, of: TrainingPass) -> float:
+            return 7.0 if of.has_stream else 3.0
+
+        def passing_bytes(self, of: TrainingPass) -> int:
+            return 1 << 40
+
+    config, block = config_of("precision=fp8"), [Squared()]
+    recipe = recipe_of(config, SMALL)
+    monkeypatch.setattr(activations, "blocks_of", lambda spec, layer: tuple(block))
+    activations.saved_of_layer.cache_clear()
+    try:
+        saved = activations.saved_of_layer(TrainingPass(SMALL, recipe, 0, 8192))
+        assert saved == 2 * 256 + (264 + 2 * 1024) + (528 + 2 * 256)
+        activations.saved_of_layer.cache_clear()
+        block[:] = [Sparing()]
+        assert activations.activations(config, SMALL, recipe, 100) == 100 * (10 * 256 + 2 * 2 * 256 + 3 + 7)
+        assert activations.passing(config, SMALL, recipe, 100) == 1 << 40
+    finally:
+        activations.saved_of_layer.cache_clear()
+
+
+def kept_between(spec: ModelSpec, recipe: Recipe, tokens: int, lean: bool) -> float:
+    """Bytes a token that autograd keeps of the third layer of a model: three layers', less two layers'."""
+    found = []
+    for layers in (2, 3):
+        model = Transformer(
+            replace(spec, num_layers=layers), replace(recipe, num_layers=layers), lean_backward=lean
+        ).init_random(0)
+        weights = [model.cos, model.sin, *model.parameters(), *(m.published for m in model.published_modules())]
+        known = {t.untyped_storage().data_ptr() for t in weights}
+        kept: dict[int, Tensor] = {}
+
+        def keep(t: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model(varlen([torch.arange(tokens) % spec.vocab_size]))
+        found.append(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in known))
+    return (found[1] - found[0]) / tokens
+
+
+TINY = replace(
+    SMALL, vocab_size=64, hidden_size=128, intermediate_size=256, head_dim=32, num_layers=3, max_position=256
+)
+KEPT_OF = {
+    "dense": TINY, "a bias": replace(TINY, family="qwen2", qkv_bias=True, qk_norm=False),
+    "experts": replace(
+        TINY, family="qwen3_moe", experts=ExpertSpec(count=4, per_token=2, intermediate_size=128, normalized=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("recipe", [
+    build_recipe("bf16", 3), build_recipe("w8a16", 3), build_recipe("fp8", 3), build_recipe("fp8", 3, wgrad="tile"),
+    build_recipe("fp8", 3, wgrad="tile", saved_gate_up="fp8"),
+], ids=lambda r: f"{r.name}-{r.wgrad}-{r.saved_gate_up}")
+@pytest.mark.parametrize("shape", KEPT_OF)
+def test_blocks_keep_what_they_say(shape: str, recipe: Recipe, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, but for what only a GPU keeps: attention's log-sums, tiles of experts' rows, places in groups."""
+    spec, tokens = KEPT_OF[shape], 256
+    monkeypatch.setattr(moe, "expert_rows", lambda spec, tokens: tokens * spec.experts.per_token)
+    said = activations.saved_of_layer.__wrapped__(TrainingPass(spec, recipe, 2, tokens, lean))
+    elsewhere = 4 * spec.num_heads + (0 if spec.experts is None else 12 * spec.experts.per_token)
+    assert kept_between(spec, recipe, tokens, lean) == said - elsewhere

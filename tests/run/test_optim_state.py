@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from jetrl.model.master import Master
 from jetrl.model.shards import shard
 from jetrl.parallel.world import ALONE, World
 from jetrl.run.checkpoint import store
@@ -20,17 +21,16 @@ SECTIONS = (128, 40, 128)  # 3 blocks: of 4 ranks the last owns nothing
 KINDS = [("float32", False), ("bfloat16", False), ("bfloat16", True), ("8bit", False)]
 
 
-def made(world: World, kind: tuple[str, bool]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+def made(world: World, kind: tuple[str, bool]) -> tuple[list[Master], torch.optim.Optimizer]:
     """A matrix [296, 256] of which this rank has its rows, and a vector, with their optimizer."""
     g, cut = torch.Generator().manual_seed(0), shard(SECTIONS, world)
-    matrix = nn.Parameter(cut.own(torch.randn(sum(SECTIONS), 256, generator=g)).clone())
-    matrix.shard = cut  # type: ignore[attr-defined]
-    vector = nn.Parameter(torch.randn(96, generator=g))
+    matrix = Master(nn.Parameter(cut.own(torch.randn(sum(SECTIONS), 256, generator=g)).clone()), cut)
+    vector = Master(nn.Parameter(torch.randn(96, generator=g)))
     config = SimpleNamespace(
         lr=0.1, weight_decay=0.1, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype="float32",
         optimizer_dtype=kind[0], offload_optimizer=kind[1],
     )
-    return [matrix, vector], build_optimizer([("layer.weight", matrix), ("norm", vector)], config)
+    return [matrix, vector], build_optimizer({"layer.weight": matrix, "norm": vector}, config)
 
 
 def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, world: World, seed: int) -> None:
@@ -46,23 +46,22 @@ def saved_and_loaded(world: World, kinds: list[tuple[str, bool]], source: Path, 
     third. Both in `out`, by number."""
     out.mkdir(exist_ok=True)
     for i, kind in enumerate(kinds):
-        params, optimizer = made(world, kind)
+        masters, optimizer = made(world, kind)
         for seed in (1, 2):
-            step(params, optimizer, world, seed)
-        store.write(out / f"{i} two", optimizer_parts(optimizer), world)
+            step([m.param for m in masters], optimizer, world, seed)
+        store.write(out / f"{i} two", optimizer_parts(optimizer, masters), world)
         world.barrier()
-        _, again = made(world, kind)
-        parts, take = load_optimizer_state(again, store.stored(source / f"{i} two"))
+        others, again = made(world, kind)
+        parts, take = load_optimizer_state(again, others, store.stored(source / f"{i} two"))
         store.read(source / f"{i} two", parts)
         take()
         assert set(optimizer.state_dict()["state"]) == set(again.state_dict()["state"])
-        others = [p for group in again.param_groups for p in group["params"]]
         if kind == ("bfloat16", True):  # the places are the optimizer's own: no second copy of the moments
-            assert {v.data_ptr() for v in again.state[others[1]].values() if isinstance(v, Tensor)} == {
+            assert {v.data_ptr() for v in again.state[others[1].param].values() if isinstance(v, Tensor)} == {
                 part.value.data_ptr() for name, part in parts.items() if name.startswith("1.exp")
             }
-        step(others, again, world, 3)
-        store.write(out / f"{i} three", optimizer_parts(again), world)
+        step([m.param for m in others], again, world, 3)
+        store.write(out / f"{i} three", optimizer_parts(again, others), world)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -10,7 +10,8 @@ import pytest
 from tiny import tiny_config
 
 from jetrl.errors import UserError
-from jetrl.run.prepare import check_sizes, recipe_of
+from jetrl.precision.recipe import recipe_of
+from jetrl.run.prepare import check_sizes
 from jetrl.spec import SHAPES, ExpertSpec, ModelSpec
 
 SPEC = replace(SHAPES["qwen3-0.6b"], num_layers=3)
@@ -31,7 +32,7 @@ def test_bf16_needs_rows_of_16_bytes_on_a_gpu(precision: str, tmp_path: Path) ->
         check(tmp_path, ODD, precision=precision)
     assert str(error.value) == (
         f'precision = "{precision}" computes layers.0.mlp.down in BF16, over rows of 3004 values; the kernels of a GPU '
-        'need a multiple of 8. Set device = "cpu", or take another model.'
+        'need a multiple of 8. Set device = "cpu", or use another model.'
     )
     experts = replace(SPEC, family="qwen3_moe", experts=EXPERTS)
     with pytest.raises(UserError, match="layers.0.mlp.down in BF16, over rows of 100 values"):

@@ -49,7 +49,8 @@ def test_it_learns_and_the_second_time_it_is_cached(tmp_path: Path) -> None:
     first = session_of(tmp_path, {})
     path, losses = train(first, told)
     assert len(losses) == 6 and losses[-1] < 0.85 * losses[0]
-    assert len(told) == 1 and told[0].startswith("no cached warm start for this model, tokenizer, task, seed and [sft]")
+    assert len(told) == 1
+    assert told[0].startswith("no warm start in the cache for this model, tokenizer, task, seed and [sft]")
     told.clear()
     second = session_of(tmp_path, {})
     again, nothing = train(second, told)

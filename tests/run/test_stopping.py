@@ -227,7 +227,7 @@ def test_a_second_signal_stops_at_once(kind: str, capfd: pytest.CaptureFixture[s
     again = {"SIGHUP": "Ctrl-C or SIGTERM stops it", "SIGTERM": "A second SIGTERM stops it"}.get(
         kind, "Press Ctrl-C again to stop")
     assert f"Stopping after this step, with a checkpoint. {again} immediately." in err
-    assert "Interrupted: the step under way is not saved." in err
+    assert "Interrupted: the current step is not saved." in err
 
 
 @pytest.mark.parametrize(("phase", "said"), [("start", "no step had begun"), ("warm start", "is not saved"),

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
+from jetrl.model.master import parts_of as model_parts
 from jetrl.model.sharding import digest, fill, shard_model
-from jetrl.model.sharding import parts_of as model_parts
 from jetrl.model.shards import Part, shard
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE, World

@@ -45,7 +45,7 @@ def test_templates_that_cannot_be_filled(template: str, message: str) -> None:
 
 @pytest.mark.parametrize("column", ["tags", "none"])
 def test_values_that_do_not_go_into_a_text(column: str) -> None:
-    with pytest.raises(UserError, match=f"here: column '{column}' must be a text or a number to go into task.eval_pr"):
+    with pytest.raises(UserError, match=f"here: column '{column}' must be a string or a number to go into task.eval_"):
         Columns(template=f"{{{column}}}", keys="eval_").prompt_of(ROW, "here")
 
 

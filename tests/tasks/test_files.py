@@ -176,8 +176,8 @@ def test_other_column_names(tmp_path):
         ('{"answer": "a"}', r":3: column 'prompt' is missing"),
         ('{"prompt": " ", "answer": "a"}', r":3: column 'prompt' must be a text"),
         ('{"prompt": [{"role": "user"}], "answer": "a"}', r":3: column 'prompt': a chat message needs"),
-        ('{"prompt": "p", "answer": null}', r":3: column 'answer' must be a text or a number, got None"),
-        ('{"prompt": "p", "answer": true}', r":3: column 'answer' must be a text or a number, got True"),
+        ('{"prompt": "p", "answer": null}', r":3: column 'answer' must be a string or a number, got None"),
+        ('{"prompt": "p", "answer": true}', r":3: column 'answer' must be a string or a number, got True"),
         ('{"prompt": "p", "reward_model": {"style": "rule"}}', r":3: column 'reward_model', entry 'ground_truth'"),
         ('{"prompt": "p", "answer": "a", "completions": 1}', r":3: reward functions get something else.*'completions'"),
         ('{"prompt": "p", "answer": "a", "solution": 1}', r":3: column 'solution' must be a text"),
@@ -264,7 +264,7 @@ def test_answers_are_demanded_only_where_they_are_read(tmp_path):
     assert [p.answer for p in found] == ["", "", "3", ""]
     assert {task(path, num_eval=1, needs_answer=False).problem(i).answer for i in range(3)} <= {"", "3"}
     write(path, [{"prompt": "p", "answer": ["a"]}])  # what is there must still be one
-    with pytest.raises(UserError, match="column 'answer' must be a text or a number"):
+    with pytest.raises(UserError, match="column 'answer' must be a string or a number"):
         read_problems(path, Columns(needs_answer=False))
 
 

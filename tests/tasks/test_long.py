@@ -151,7 +151,7 @@ def test_lengths_in_tokens_are_those_with_the_largest_of_the_given_factors(facto
 
 @pytest.mark.parametrize(("factors", "message"), [
     ([], "must be a number from 1 to 999"), (0, "must be a number from 1 to 999"), (1001, "from 1 to 999"),
-    ("3", "must be a number from 1 to 999"), ([3, 4], "4 has a factor in common with 1000. Take odd numbers"),
+    ("3", "must be a number from 1 to 999"), ([3, 4], "4 has a factor in common with 1000. Use odd numbers"),
     (15, "15 has a factor in common"),
 ])
 def test_factors_that_a_recurrence_cannot_have(factors: Any, message: str) -> None:
@@ -318,7 +318,7 @@ def test_what_is_printed_of_these_tasks() -> None:
 @pytest.mark.parametrize("params, message", [
     ({"steps": 0}, "must be a number from 1"), ({"steps": []}, "must be a number"),
     ({"tokens": 3}, "one step of chain"),
-    ({"steps": 3, "tokens": 100}, "take one of the two"), ({"credit": "half"}, "one of answer, steps"),
+    ({"steps": 3, "tokens": 100}, "use one of the two"), ({"credit": "half"}, "one of answer, steps"),
     ({"stepz": 3}, "did you mean 'steps'"), ({"steps": True}, "must be a number"),
 ])
 def test_bad_params(params: dict, message: str) -> None:

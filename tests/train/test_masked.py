@@ -26,10 +26,11 @@ from jetrl.report.recorder import group_rows
 from jetrl.rl.objective import Inputs, objective
 from jetrl.run.no_signal import without_signal
 from jetrl.train import passes
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import denominators, fill, pack
 from jetrl.train.passes import estimate
 from jetrl.train.step import Learner
-from jetrl.types import Group, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 from tests.tiny import tiny_data
 
 # name, group, tokens, reward, KL of each token, cut off
@@ -137,7 +138,7 @@ def estimated(
             found.append(torch.tensor([number_of(t) for t in targets], dtype=torch.float32))
         return found
 
-    monkeypatch.setattr(passes, "logprob_pass", lambda model, batch, _: rows(batch, lambda t: -1.0 - kl[t]))
+    monkeypatch.setattr(passes, "logprob_pass", lambda model, batch, *_: rows(batch, lambda t: -1.0 - kl[t]))
     monkeypatch.setattr(passes, "value_pass", lambda critic, model, batch: rows(batch, lambda t: value))
     reference: Any = object() if config.rl.kl_coef else None
     critic: Any = object() if config.rl.adv_estimator == "gae" else None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from jetrl.errors import UserError
+from jetrl.model.master import Master
 from jetrl.train.optim import (
     MixedAdamW,
     build_optimizer,
@@ -42,6 +43,10 @@ def named(dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(torch.randn(shape, generator=g).to(dtype))) for name, shape in shapes.items()]
 
 
+def optimizer_of(params: list[tuple[str, nn.Parameter]], settings: SimpleNamespace) -> torch.optim.Optimizer:
+    return build_optimizer({name: Master(param) for name, param in params}, settings)
+
+
 def give_gradients(params: list[tuple[str, nn.Parameter]], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     for _, param in params:
@@ -63,7 +68,7 @@ def test_first_step_by_hand(dtype: str):
     # 1.1 * 128 = 140.8 -> 141
     params = [("w", nn.Parameter(torch.ones(1, 2, dtype=getattr(torch, dtype)))),
               ("b", nn.Parameter(torch.ones(2, dtype=getattr(torch, dtype))))]
-    optimizer = build_optimizer(params, config(master_dtype=dtype))
+    optimizer = optimizer_of(params, config(master_dtype=dtype))
     for _, param in params:
         param.grad = torch.tensor([2.0, -0.5], dtype=param.dtype).view_as(param)
     optimizer.step()
@@ -87,7 +92,7 @@ def test_second_step_by_hand():
 
 def test_decay_only_on_matrices_but_not_the_embedding():
     params = named()
-    optimizer = build_optimizer(params, config())
+    optimizer = optimizer_of(params, config())
     names = {id(param): name for name, param in params}
     by_decay = {group["weight_decay"]: [names[id(p)] for p in group["params"]] for group in optimizer.param_groups}
     assert by_decay == {
@@ -99,19 +104,19 @@ def test_decay_only_on_matrices_but_not_the_embedding():
 def test_frozen_parameters_are_left_out_and_wrong_dtypes_refused():
     params = named()
     params[0][1].requires_grad_(False)
-    optimizer = build_optimizer(params, config())
+    optimizer = optimizer_of(params, config())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(params) - 1
     with pytest.raises(UserError, match="embed.weight is torch.float32, but train.master_dtype asks"):
-        build_optimizer(named(), config(master_dtype="bfloat16"))
+        optimizer_of(named(), config(master_dtype="bfloat16"))
     with pytest.raises(UserError, match="float16"):
-        build_optimizer(named(), config(master_dtype="float16"))
+        optimizer_of(named(), config(master_dtype="float16"))
 
 
 def test_bf16_master_equals_the_formula_over_many_steps():
     """Against the docstring's formula in float64, rounded once a step; states stay FP32 and near the float64 ones."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(64, 8).to(torch.bfloat16))
-    optimizer = build_optimizer([("w", param)], config(lr=0.01, master_dtype="bfloat16"))
+    optimizer = optimizer_of([("w", param)], config(lr=0.01, master_dtype="bfloat16"))
     assert isinstance(optimizer, MixedAdamW)
     m = v = torch.zeros(64, 8, dtype=torch.float64)
     agreeing = 0
@@ -133,7 +138,7 @@ def test_small_updates_vanish_in_bf16_but_not_in_fp32():
     """The documented limit: at 1.0 the spacing below is 2^-8, so a step of 1e-3 (under 2^-9) leaves the value alone."""
     for dtype, moved in (("bfloat16", False), ("float32", True)):
         param = nn.Parameter(torch.ones(4, dtype=getattr(torch, dtype)))
-        optimizer = build_optimizer([("norm.weight", param)], config(lr=1e-3, master_dtype=dtype))
+        optimizer = optimizer_of([("norm.weight", param)], config(lr=1e-3, master_dtype=dtype))
         param.grad = torch.ones_like(param)
         optimizer.step()
         assert bool((param != 1).all()) is moved and bool((param != 1).any()) is moved
@@ -143,7 +148,7 @@ def test_fp32_gradients_of_bf16_parameters_are_used_unrounded():
     param = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     param.grad_dtype = torch.float32
     param.grad = torch.tensor([1.0 + 2**-20])
-    optimizer = build_optimizer([("w", param)], config(master_dtype="bfloat16"))
+    optimizer = optimizer_of([("w", param)], config(master_dtype="bfloat16"))
     optimizer.step()
     assert optimizer.state[param]["exp_avg"].item() == pytest.approx(0.1 * (1 + 2**-20), rel=1e-7)
     assert optimizer.state[param]["exp_avg"].item() != pytest.approx(0.1, rel=5e-7)
@@ -160,7 +165,7 @@ def test_resume_is_exact(dtype: str, moments: str, as_tensors: bool):
     """
     settings = config(master_dtype=dtype, optimizer_dtype=moments, lr=0.01)
     straight = named(getattr(torch, dtype))
-    optimizer = build_optimizer(straight, settings)
+    optimizer = optimizer_of(straight, settings)
     for seed in (1, 2):
         give_gradients(straight, seed)
         optimizer.step()
@@ -168,7 +173,7 @@ def test_resume_is_exact(dtype: str, moments: str, as_tensors: bool):
     if as_tensors:
         saved["state"] = {i: {k: torch.as_tensor(v) for k, v in s.items()} for i, s in saved["state"].items()}
     resumed = [(name, nn.Parameter(param.detach().clone())) for name, param in straight]
-    again = build_optimizer(resumed, settings)
+    again = optimizer_of(resumed, settings)
     again.load_state_dict(saved)
     after = again.state_dict()["state"]
     for number, state in optimizer.state_dict()["state"].items():
@@ -203,7 +208,7 @@ def test_schedules_by_hand(schedule: str, expected: list[float]):
 def test_schedule_without_warmup_starts_at_peak_and_set_lr_reaches_all_groups():
     assert lr_at(0, config(lr_schedule="cosine")) == 0.1
     assert schedule_factor(5, steps=3, schedule="linear", warmup_steps=3) == 0.0
-    optimizer = build_optimizer(named(), config())
+    optimizer = optimizer_of(named(), config())
     set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
@@ -246,7 +251,7 @@ def test_a_clipped_step_is_clipping_and_then_a_step(masters: str, moments: str, 
         params = [*named(getattr(torch, masters)), ("layers.1.large.weight", nn.Parameter(large))]
         for _, param in params:
             param.grad_dtype = grads
-        made.append((params, build_optimizer(params, settings)))
+        made.append((params, optimizer_of(params, settings)))
     for seed, norm in ((1, 0.9), (2, 1.7), (3, 2.3)):
         for i, (params, optimizer) in enumerate(made):
             g = torch.Generator().manual_seed(seed)

@@ -14,6 +14,7 @@ from tiny import ARCH, numbers, saved, tiny_run, weights_hash
 from torch import nn
 
 from jetrl.errors import UserError
+from jetrl.model.master import Master
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
 from jetrl.train.optim import build_optimizer, set_lr
@@ -37,7 +38,7 @@ def made(master: str, **changes: Any) -> tuple[list[tuple[str, nn.Parameter]], t
         lr=0.1, weight_decay=0.5, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype=master, optimizer_dtype="8bit",
         offload_optimizer=False,
     )
-    return params, build_optimizer(params, SimpleNamespace(**(base | changes)))
+    return params, build_optimizer({name: Master(param) for name, param in params}, SimpleNamespace(**(base | changes)))
 
 
 def step(params: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, t: int) -> None:
@@ -125,7 +126,7 @@ def test_it_learns_like_fp32_moments() -> None:
     ends = {}
     for moments in ("float32", "8bit"):
         weight = nn.Parameter(torch.zeros(64, 64))
-        optimizer = build_optimizer([("w", weight)], SimpleNamespace(
+        optimizer = build_optimizer({"w": Master(weight)}, SimpleNamespace(
             lr=0.01, weight_decay=0.0, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype="float32",
             optimizer_dtype=moments, offload_optimizer=False,
         ))
@@ -163,7 +164,7 @@ def test_without_torchao_the_error_names_the_command(monkeypatch: pytest.MonkeyP
         offload_optimizer=False,
     )
     with pytest.raises(UserError, match=r'needs torchao .*; run: pip install "jetrl\[optim8\]"'):
-        build_optimizer([("w", nn.Parameter(torch.zeros(2, 2)))], config)
+        build_optimizer({"w": Master(nn.Parameter(torch.zeros(2, 2)))}, config)
 
 
 def test_offload_is_refused() -> None:
@@ -177,13 +178,12 @@ def test_moments_of_a_rank_s_rows_are_those_of_the_whole_matrix() -> None:
     whole = nn.Parameter(torch.randn(sum(sections), width, generator=torch.Generator().manual_seed(0)))
     cuts = [shard(sections, World(rank, 2)) for rank in range(2)]
     parts = [nn.Parameter(cut.own(whole.detach()).clone()) for cut in cuts]
-    for part, cut in zip(parts, cuts, strict=True):
-        part.shard = cut
     settings = SimpleNamespace(
         lr=0.1, weight_decay=0.5, adam_betas=(0.9, 0.95), adam_eps=1e-8, master_dtype="float32",
         optimizer_dtype="8bit", offload_optimizer=False,
     )
-    optimizers = [build_optimizer([("w", param)], settings) for param in (whole, *parts)]
+    masters = [Master(whole), *(Master(part, cut) for part, cut in zip(parts, cuts, strict=True))]
+    optimizers = [build_optimizer({"w": master}, settings) for master in masters]
     for t in range(2):
         whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(t))
         for part, cut in zip(parts, cuts, strict=True):

@@ -15,6 +15,7 @@ from jetrl.errors import UserError
 from jetrl.parallel.world import World
 from jetrl.rl.losses import policy_loss, token_weights
 from jetrl.train import packing
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.bins import bin_pack, share_bins
 from jetrl.train.packing import (
     by_trajectory,
@@ -28,7 +29,7 @@ from jetrl.train.packing import (
     with_rows,
 )
 from jetrl.train.reduction import own_numbers, turns_of
-from jetrl.types import Group, MicroBatch, PackedBatch, Problem, Prompt, Segment, Trajectory
+from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
 
 def policy(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Segment:

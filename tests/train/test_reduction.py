@@ -23,31 +23,34 @@ from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import UserError
-from jetrl.model.sharding import fill, own_rows
-from jetrl.model.shards import gathered, shard, shard_of
+from jetrl.model.master import Master, masters_of, own_rows
+from jetrl.model.sharding import fill
+from jetrl.model.shards import gathered, shard
 from jetrl.model.weights import published
 from jetrl.parallel.world import ALONE, World
+from jetrl.precision.recipe import recipe_of
 from jetrl.report.console import Display
 from jetrl.run.gather import gather
 from jetrl.run.loop import Clock
-from jetrl.run.prepare import load_spec, recipe_of
+from jetrl.run.prepare import load_spec
 from jetrl.run.setup import build, build_learner, build_model, check_lanes
 from jetrl.train import reduction
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.packing import pack
 from jetrl.train.passes import estimate
 from jetrl.train.publish import publish
 from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import NonFiniteError, optimizer_step
-from jetrl.types import MicroBatch, PackedBatch
 
 # 3 blocks of vocabulary; fused sections that end within blocks; matrices of one block, of which most ranks own no rows
 WIDE = {"model.arch.hidden_size": 64, "model.arch.intermediate_size": 200, "model.arch.vocab_size": 300}
 QWEN2 = {"model.arch.model_type": "qwen2", "model.arch.tie_word_embeddings": False}  # with a bias of qkv
-UNTIED, LANES = "fp8, untied, bias, updates", "fp8, 5 lanes"
+UNTIED, LANES, FROZEN = "fp8, untied, bias, updates", "fp8, 5 lanes", "fp8, frozen linears"
 CASES: dict[str, dict[str, Any]] = {
     "fp8, tied": {"train.activation_checkpointing": True},
     UNTIED: WIDE | QWEN2 | {"rl.updates_per_step": 2},
     LANES: WIDE | {"train.reduction_lanes": 5},
+    FROZEN: WIDE | QWEN2 | {"name": "frozen"},
     # more matrices of experts than blocks that one rank owns; an expert may get no token
     "fp8, experts": {
         "model.arch.model_type": "qwen3_moe", "model.arch.num_experts": 6, "model.arch.num_experts_per_tok": 2,
@@ -86,6 +89,8 @@ def data_of(name: str, folder: Path, how: str) -> tuple[Config, list[list[Packed
 def learner_of(config: Config, world: World) -> Learner:
     _, spec, _ = load_spec(config)
     model = build_model(config, spec, recipe_of(config, spec), world=world)
+    if config.name == "frozen":
+        model.freeze(lambda name: name.startswith("layers.") and not name.endswith("norm.weight"))
     learner = build_learner(config, model, world)
     model.publish()
     return learner
@@ -106,19 +111,19 @@ def trained(world: World, config: Config, steps: list[list[PackedBatch]]) -> dic
             tensors[f"scales {name}"] = weight.scales.clone()
     if learner.critic is not None:
         tensors |= {f"critic {k}": v for k, v in whole_weights(learner.critic).items()}
-    optimizers = (learner.optimizer, learner.critic_optimizer)
-    for i, optimizer in enumerate(o for o in optimizers if o is not None):
+    for i, (_, optimizer, masters) in enumerate(learner.optimizers()):
+        known = {master.param: master for master in masters.values()}
         for j, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer {i}.{j} {key}"] = whole_moment(optimizer, param, key)
+                tensors[f"optimizer {i}.{j} {key}"] = whole_moment(optimizer, known[param], key)
     return {"metrics": metrics, "tensors": tensors}
 
 
-def whole_moment(optimizer: torch.optim.Optimizer, param: Tensor, key: str) -> Tensor:
+def whole_moment(optimizer: torch.optim.Optimizer, master: Master, key: str) -> Tensor:
+    param, cut = master.param, master.shard
     dtype = getattr(optimizer, "state_dtype", torch.float32)
     state = optimizer.state.get(param, {})
     value = state.get(key, torch.zeros(0, *param.shape[1:], dtype=dtype))
-    cut = shard_of(param)
     assert bool(state) == bool(param.numel())
     return value if cut is None else gathered(cut, None, value, value.dtype)
 
@@ -129,17 +134,19 @@ def whole_moment(optimizer: torch.optim.Optimizer, param: Tensor, key: str) -> T
 def held_memory(world: World, config: Config, batches: list[PackedBatch]) -> dict[str, Any]:
     """What a rank holds while the optimizer steps, in bytes, and whole gradients at any time."""
     learner, sizes, whole = learner_of(config, world), [], []
+    masters = masters_of(learner.model)
     send = World.send_rows
 
     def counted(self: World, matrix: Tensor, rows: Any, senders: int) -> Any:
-        (sink,) = {p.sink for p in learner.model.parameters() if hasattr(p, "sink")} or {None}
+        (sink,) = {m.gradient.sink for m in masters.values() if m.param.ndim > 1}
         whole.append(-1 if sink is None else len(sink._buffers) + len(sink._flying) + 1)
         return send(self, matrix, rows, senders)
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for param in learner.model.parameters():
-            if (cut := shard_of(param)) is None:
+        for master in masters.values():
+            if (cut := master.shard) is None:
                 continue
+            param = master.param
             rows = cut.rows[world.rank]
             held = [param, *(v for k, v in optimizer.state.get(param, {}).items() if k != "step")]
             held += [] if param.grad is None else [param.grad]
@@ -169,13 +176,13 @@ def broken_loss(world: World, config: Config, batches: list[PackedBatch]) -> dic
 
     try:
         optimizer_step(
-            list(learner.model.parameters()), learner.optimizer, batches[0], loss_of, lr=1e-3, max_grad_norm=1.0,
-            world=world, reduction="fixed",
+            list(masters_of(learner.model).values()), learner.optimizer, batches[0], loss_of, lr=1e-3,
+            max_grad_norm=1.0, world=world, reduction="fixed",
         )
     except NonFiniteError as error:
         after = whole_weights(learner.model)
         same = all(torch.equal(after[name], value) for name, value in before.items())
-        sinks = any(hasattr(p, "sink") for p in learner.model.parameters())
+        sinks = any(m.gradient.sink is not None for m in masters_of(learner.model).values())
         return {"message": str(error), "same": same, "sinks": sinks}
     return {}
 
@@ -270,9 +277,9 @@ def test_in_one_process_both_add_the_same(cases: Cases, name: str) -> None:
     found = {}
     for how in ("fast", "fixed"):
         model = learner_of(config, ALONE).model
-        parameters = list(model.parameters())
+        masters = list(masters_of(model).values())
         tokens = [micro.tokens for micro in batch.micro_batches]
-        gradients = reduction.gradient_sum(parameters, len(tokens), ALONE, how, tokens=tokens)
+        gradients = reduction.gradient_sum(masters, len(tokens), ALONE, how, tokens=tokens)
         table = model.embed.weight
         assert [turn.micro for turn in gradients.turns] == [(i,) for i in range(len(batch.micro_batches))]
         for turn, micro in zip(gradients.turns, batch.micro_batches, strict=True):
@@ -280,9 +287,9 @@ def test_in_one_process_both_add_the_same(cases: Cases, name: str) -> None:
                 forward_rows(model, micro, 1.0).logprobs.sum().backward()
                 if how == "fast" and len(tokens) > 1 and not model.spec.tie_embeddings:  # only rows that are in use
                     used = len(torch.cat(tokens).unique())
-                    assert table.grad is None and table.row_gradient.shape[0] == used < len(table)
+                    assert table.grad is None and masters[0].gradient._row_sum.shape[0] == used < len(table)
         found[how] = {name: p.grad for name, p in model.named_parameters()}
-        exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
+        exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
         assert gradients.norm() == pytest.approx(exact, rel=1e-12)
     for key, want in found["fast"].items():
         if key == "embed.weight" and model.spec.tie_embeddings:

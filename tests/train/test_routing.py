@@ -14,6 +14,7 @@ from torch import Tensor
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.runner import ModelRunner
+from jetrl.engine.settings import EngineSettings
 from jetrl.errors import UserError
 from jetrl.huggingface.read import spec_from_hf
 from jetrl.model.block import Routes
@@ -87,7 +88,7 @@ def test_what_is_compared_are_the_engines_own_choices(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ModelRunner, "run", watched_run)
     monkeypatch.setattr(Transformer, "forward", watched_forward)
-    engine = PagedEngine(model, NoText(), "test", page_size=4, max_num_seqs=3, max_tokens_per_step=8)
+    engine = PagedEngine(model, NoText(), "test", EngineSettings(page_size=4, max_num_seqs=3, max_tokens_per_step=8))
     engine.load(WeightSet(0, "test", {}))
     requests = [Request(i, tuple(range(i, 2 * i + 3)), SamplingParams(9, seed=1)) for i in range(5)]
     differ = 0

@@ -17,6 +17,7 @@ from tolerances import assert_at_most_twice
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.kernels.logprob.truncation import members
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE
 from jetrl.precision.recipe import build_recipe
@@ -29,11 +30,12 @@ from jetrl.run.prepare import prepare
 from jetrl.run.setup import Session, build, keeps_bits
 from jetrl.tasks import task
 from jetrl.train import reduction, trainer
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import by_trajectory, denominators, held, pack, with_rows
 from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
-from jetrl.train.step import Compared, forward_rows, inputs_of, update
-from jetrl.types import Group, PackedBatch, Segment
+from jetrl.train.step import Compared, forward_rows, inputs_of, truncation_of, update
+from jetrl.types import Group, Segment
 
 
 def sampled(
@@ -214,9 +216,9 @@ def test_where_the_bits_are_not_promised_the_learner_makes_its_own_pass(
 
     calls: list[PackedBatch] = []
 
-    def counted(model, batch, temperature):  # type: ignore[no-untyped-def]
+    def counted(model, batch, *rest):  # type: ignore[no-untyped-def]
         calls.append(batch)
-        return logprob_pass(model, batch, temperature)
+        return logprob_pass(model, batch, *rest)
 
     monkeypatch.setattr(passes, "logprob_pass", counted)
     for precision, expected in (("fp8", 0), ("fp8_rollout", 2)):
@@ -369,3 +371,83 @@ def test_corrections_weigh_older_tokens_and_leave_the_others(tmp_path: Path) -> 
     stats = update(session.learner, [batch], session.config, 1)
     mean = float(weights.double().mean())
     assert stats["correction/weight_mean"] == pytest.approx(mean, rel=1e-6) and mean > 1.0
+
+
+TRUNCATED: dict[str, Any] = {"rollout.top_p": 0.8, "rollout.min_p": 0.02, "rollout.temperature": 0.8}
+
+
+def test_with_one_update_no_set_is_stored_and_parity_is_that_of_the_truncated_distribution(tmp_path: Path) -> None:
+    session, (batch,) = sampled(tmp_path, TRUNCATED)
+    assert all(m.kept_sets is None for m in batch.micro_batches)
+    full = torch.cat(logprob_pass(session.model, batch, 0.8))
+    rollout = torch.cat([m.rollout_logprobs[m.loss_mask > 0] for m in batch.micro_batches])
+    assert bool((rollout >= full).all()) and bool((rollout > full).any())
+    assert torch.equal(torch.cat(logprob_pass(session.model, batch, 0.8, truncation_of(session.config))), rollout)
+    stats = update(session.learner, [batch], session.config, 1)
+    assert stats["parity/logprob_abs_diff_max"] == 0.0
+    session, (batch,) = sampled(tmp_path, TRUNCATED | {"rollout.logprobs": "full"})
+    assert truncation_of(session.config) is None
+    rollout = torch.cat([m.rollout_logprobs[m.loss_mask > 0] for m in batch.micro_batches])
+    assert torch.equal(torch.cat(logprob_pass(session.model, batch, 0.8)), rollout)
+    assert update(session.learner, [batch], session.config, 1)["parity/logprob_abs_diff_max"] == 0.0
+
+
+def test_later_updates_and_the_reference_take_the_sets_of_the_weights_that_sampled(tmp_path: Path) -> None:
+    """After an update other tokens would be kept; the ratio is that of the drawn token among those it was drawn from.
+    """
+    session, batches = sampled(tmp_path, TRUNCATED | {"rl.updates_per_step": 2, "train.lr": 3e-2})
+    first, second = ([m.kept_sets for m in b.micro_batches] for b in batches)
+    assert all(s is None for s in first) and all(s is not None for s in second)
+    before = logprob_pass(session.model, batches[1], 0.8, truncation_of(session.config))
+    rollout = [m.rollout_logprobs[m.loss_mask > 0] for m in batches[1].micro_batches]
+    assert all(torch.equal(a, b) for a, b in zip(before, rollout, strict=True)), "given sets have the bits of found"
+    stats = update(session.learner, batches[:1], session.config, 1)
+    assert stats["parity/logprob_abs_diff_max"] == 0.0
+    session.model.publish()
+    truncation = truncation_of(session.config)
+    assert truncation is not None
+    micro = batches[1].micro_batches[0]
+    given = forward_rows(session.model, micro, 0.8, truncation=truncation)
+    found = forward_rows(session.model, replace(micro, kept_sets=None), 0.8, truncation=truncation)
+    assert given.support is not None and found.support is not None and micro.kept_sets is not None
+    assert torch.equal(given.support.sets.words, micro.kept_sets.words)
+    assert not torch.equal(found.support.sets.words, micro.kept_sets.words), "the update moved the sets"
+    chosen = members(micro.kept_sets, slice(0, len(given.index)))
+    logits = session.model.logits(given.hidden).double() / 0.8
+    exact = torch.log_softmax(logits.masked_fill(~chosen, -math.inf), -1)
+    targets = micro.targets[given.index]
+    assert bool(chosen.gather(1, targets[:, None]).all())
+    assert torch.allclose(given.logprobs.double(), exact.gather(1, targets[:, None])[:, 0], atol=1e-5)
+
+
+def test_the_kl_to_a_reference_is_over_what_the_policy_keeps(tmp_path: Path) -> None:
+    """0 while the reference is the policy. Another reference has the log-probs of its own logits on the same sets."""
+    session, (plain,) = sampled(tmp_path, TRUNCATED)
+    changes = TRUNCATED | {"rl.kl_coef": 0.1}
+    groups = gather(session, Clock(Display(1, "test", console=Console(quiet=True))), 1).learnt
+    config = tiny_config(tmp_path, changes)
+    _, (batch,), _ = estimate(groups, [plain], session.learner, session.model, config, session.unified)
+    micro = batch.micro_batches[0]
+    assert micro.kept_sets is not None and micro.ref_logprobs is not None
+    mask = micro.loss_mask > 0
+    assert torch.equal(micro.ref_logprobs[mask], micro.rollout_logprobs[mask])
+    moved, batches = sampled(tmp_path, TRUNCATED | {"train.lr": 3e-2})
+    update(moved.learner, batches, moved.config, 1)
+    (other := moved.model).publish()
+    _, (batch,), _ = estimate(groups, [plain], session.learner, other, config, session.unified)
+    (given,), again = batch.micro_batches, batch.micro_batches[0].kept_sets
+    assert again is not None and torch.equal(again.words, micro.kept_sets.words), "sets are the policy's"
+    rows = forward_rows(other, given, 0.8, truncation=truncation_of(config))
+    assert given.ref_logprobs is not None and torch.equal(given.ref_logprobs[mask], rows.logprobs)
+    assert not torch.equal(given.ref_logprobs[mask], given.rollout_logprobs[mask])
+
+
+def test_older_tokens_of_truncated_distributions_have_the_learners_sets(tmp_path: Path) -> None:
+    session, groups, batches = older_session(tmp_path, TRUNCATED | {"rl.updates_per_step": 2})
+    _, filled, _ = estimate(groups, batches, session.learner, None, session.config, session.unified)
+    for batch in filled:
+        older, rollout = older_rows(batch)
+        old = torch.cat([m.old_logprobs[m.loss_mask > 0] for m in batch.micro_batches])  # type: ignore[index]
+        assert all(m.kept_sets is not None for m in batch.micro_batches)
+        assert torch.equal(old[~older], rollout[~older]) and torch.allclose(old[older], rollout[older] + 0.5, atol=1e-5)
+    assert update(session.learner, filled, session.config, 1)["parity/logprob_abs_diff_max"] == 0.0

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from jetrl.parallel.world import ALONE
 from jetrl.train import passes
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.passes import value_pass
 from jetrl.train.step import update
 from jetrl.train.token_terms import TokenTerms
 from jetrl.train.trainer import NonFiniteError
-from jetrl.types import MicroBatch, PackedBatch
 from tests.ranks import run_ranks
 from tests.train.test_step import sampled
 

@@ -72,8 +72,8 @@ def test_rows_pass_the_checks_of_a_file() -> None:
     with pytest.raises(UserError, match=r"task.train_file = '<python>': this run was given the rows .* dataset=\.\.\."):
         FileTask(config, 0)
     for row, said in (
-        ({"prompt": 3, "answer": "2"}, r"dataset\[1\]: column 'prompt' must be a text or chat messages"),
-        ({"prompt": "a", "answer": None}, r"dataset\[1\]: column 'answer' must be a text or a number"),
+        ({"prompt": 3, "answer": "2"}, r"dataset\[1\]: column 'prompt' must be a string or chat messages"),
+        ({"prompt": "a", "answer": None}, r"dataset\[1\]: column 'answer' must be a string or a number"),
         ({"prompt": "a", "answer": "2", "completions": 1}, "rename this column"),
     ):
         own = FromPython(rows={"task.train_file": rows_given([{"prompt": "1+1=", "answer": "2"}, row], "dataset")})

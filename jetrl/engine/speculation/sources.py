@@ -8,6 +8,7 @@ neither saved in checkpoints nor need to be the same after a resume.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +35,8 @@ class Texts:
         assert num_rows > num_slots
         self.lengths = np.zeros(num_rows, dtype=np.int64)  # what the index holds of each text
         self.groups = np.zeros(num_rows, dtype=np.int64)  # a number for each prompt
-        self._ages = np.full(num_rows, -1, dtype=np.int64)  # the session of each text
-        self._session = 0
+        self._ages = np.full(num_rows, -1, dtype=np.int64)  # of each text
+        self._age = 0  # how often the engine has rested
         self._owner = np.full(num_rows, -1, dtype=np.int64)  # request
         self._row = np.zeros(num_slots, dtype=np.int64)
         self._rows: dict[int, int] = {}  # of the requests that wait or run, in the order in which they got them
@@ -63,7 +64,7 @@ class Texts:
         group = hash(seq.prefix.tokens)
         if seq.is_turn:  # later turns have longer prompts
             group = self._conversations.setdefault(seq.id, group)
-        self.lengths[row], self.groups[row], self._ages[row] = 0, group, self._session
+        self.lengths[row], self.groups[row], self._ages[row] = 0, group, self._age
         self._owner[row] = seq.request
         self._rows[seq.request] = row
 
@@ -105,12 +106,17 @@ class Texts:
     def sources(self, rows: np.ndarray, of: np.ndarray) -> np.ndarray:
         """Index in `SOURCES` of drafts for texts `rows` from texts `of`; -1 where there is none (a row beyond all)."""
         ages = np.append(self._ages, -1)[of]
-        kind = np.where(of == rows, 0, np.where(ages == self._session, 1, 2))
+        kind = np.where(of == rows, 0, np.where(ages == self._age, 1, 2))
         return np.where(of == len(self.lengths), -1, kind)
 
-    def end_session(self) -> None:
-        """All requests have ended; numbers of requests begin again."""
+    def forget(self, ids: Collection[int]) -> None:
+        """These conversations have ended."""
+        for id in ids:
+            self._conversations.pop(id, None)
+
+    def rest(self) -> None:
+        """No request is left. From now on the texts are those of earlier answers."""
         for request in list(self._rows):
             self._leave(request)
         self._conversations.clear()
-        self._session += 1
+        self._age += 1

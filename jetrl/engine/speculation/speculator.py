@@ -7,6 +7,7 @@ Everything it knows is a matter of speed: with any drafts, at any depth, tokens 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +59,7 @@ class Speculator:
     ) -> tuple[Plan, Drawn]:
         """Run a decode plan, as a burst where the runner has bursts, with drafts where they pay."""
         batch, limit = len(plan.tokens), runner.burst(plan, table)
-        self.rule.begin(greedy=not table.temperature[plan.sample_requests].any())
+        self.rule.begin(greedy=not table.temperature[plan.sample_slots].any())
         plan, steps = scheduler.extend(
             max(limit, 1), self.rule.choose(batch, scheduler.max_tokens_per_step)
         )
@@ -115,7 +116,7 @@ class Speculator:
         return index, rows
 
     def _opened(self, at: Slots, device: torch.device) -> tuple[DraftIndex, Texts]:
-        """An index wide enough for the session's longest sequence; a wider one begins without texts."""
+        """An index wide enough for the longest sequence so far; a wider one begins without texts."""
         longest = at.tokens.shape[1]
         if self.index is None or self.texts is None or self.index.longest < longest or self.index.device != device:
             longest = -(-longest // 256) * 256
@@ -133,10 +134,15 @@ class Speculator:
         if self.texts is not None:
             self.texts.end(ended)
 
-    def end_session(self) -> None:
+    def forget(self, ids: Collection[int]) -> None:
+        """These conversations have ended."""
+        if self.texts is not None:
+            self.texts.forget(ids)
+
+    def rest(self) -> None:
         """No request is left; what they drew stays for drafts of later ones."""
         if self.texts is not None:
-            self.texts.end_session()
+            self.texts.rest()
 
     def take_metrics(self) -> dict[str, float]:
         """What became of drafts since the last call; empty if there were no decode steps. Acceptance of a source: its

@@ -58,8 +58,10 @@ from jetrl.kernels.gemm.deepgemm import (
     wgrad_rounded,
 )
 from jetrl.kernels.gemm.operands import prepare_fp8, prepare_fp8_t
+from jetrl.kernels.logprob import ops as logprob_ops
 from jetrl.kernels.logprob import triton as triton_logprob
 from jetrl.kernels.logprob.triton import exp_weights, logprobs, sample
+from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.pointwise.normed import add_rms_norm_kept, normed_t
 from jetrl.kernels.pointwise.swiglu import swiglu, swiglu_backward, swiglu_backward_act, swiglu_quantize
 from jetrl.kernels.pointwise.triton import (
@@ -86,9 +88,8 @@ __all__ = [
     "rope", "rope_backward", "round_heads", "row_squares", "sample", "sum_of_two", "swiglu", "swiglu_backward",
     "swiglu_backward_act", "swiglu_quantize", "wgrad_gemm", "wgrad_into", "wgrad_rounded", "write_cache",
 ]
-_LOGIT_ELEMENTS = 1 << 29  # FP32 logits held at once in the backward pass: 2 GB; the order of dW's sums depends on it
-_FORWARD_ELEMENTS = 1 << 27  # in the forward pass, which is where most memory is in use: 0.5 GB
-KEPT_BYTES = 5 << 29  # of a micro-batch's softmax residuals, until its backward pass: 8,192 rows of 151,936
+_LOGIT_ELEMENTS, _FORWARD_ELEMENTS = logprob_ops.LOGIT_ELEMENTS, logprob_ops.FORWARD_ELEMENTS
+KEPT_BYTES = logprob_ops.KEPT_BYTES
 
 
 def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
@@ -134,9 +135,11 @@ def _rows_at_once(vocab: int, elements: int) -> int:
 
 
 def logprob_entropy(
-    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor, keep: bool = False
+    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor, keep: bool = False,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
+    `support` leaves tokens out of the rows' distributions.
 
     The third result is what `logprob_backward` reads for each row: entropy, maximum, log of the total, FP32 [3, T]. The
     fourth, with `keep`, is the residual `rounded(p - onehot)` of the first rows, as many as `KEPT_BYTES` hold.
@@ -148,6 +151,8 @@ def logprob_entropy(
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         z = head_logits(hidden[part], w)
+        if support is not None:
+            support.restrict_(z, part, temperature[part])
         out[:, part] = triton_logprob.logprobs_and_statistics(z, targets[part], temperature[part])
         if kept is not None and start < len(kept):
             part, count = slice(start, min(start + rows, len(kept))), min(rows, len(kept) - start)
@@ -165,6 +170,7 @@ def _new_residual(rows: int, w: PreparedBF16) -> Tensor:
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
     temperature: Tensor, statistics: Tensor | None, residual: Tensor | None, d_weight: Tensor | None,
+    support: Support | None = None,
 ) -> Tensor:
     """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Definition: the reference backend's.
 
@@ -185,6 +191,8 @@ def logprob_backward(
     for start in range(first, count, rows):
         part = slice(start, min(start + rows, count))
         z, inputs = head_logits(hidden[part], w), (targets[part], temperature[part], statistics[:, part])
+        if support is not None:
+            support.restrict_(z, part, temperature[part])
         if grad_entropy is None:
             made = _new_residual(part.stop - start, w)
             triton_logprob.residual(z, *inputs, made[:, :vocab])

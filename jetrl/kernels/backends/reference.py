@@ -35,6 +35,7 @@ from jetrl.kernels.experts.reference import swiglu_quantize_rows as swiglu_quant
 from jetrl.kernels.experts.reference import swiglu_rows as swiglu_rows
 from jetrl.kernels.experts.reference import swiglu_rows_backward as swiglu_rows_backward
 from jetrl.kernels.experts.reference import swiglu_rows_backward_quantize as swiglu_rows_backward_quantize
+from jetrl.kernels.logprob.truncation import Support
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8, rms_norm, rope, swiglu, swiglu_backward
 from jetrl.kernels.reference import adamw_step_ as adamw_step_
@@ -275,17 +276,23 @@ def head_logits(hidden: Tensor, w: PreparedBF16) -> Tensor:
 
 
 def logprob_entropy(
-    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor, keep: bool = False
+    hidden: Tensor, w: PreparedBF16, targets: Tensor, temperature: Tensor, keep: bool = False,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Log-prob of each target and entropy, FP32 [T], by chunks of rows; `temperature` FP32 [T] divides the logits.
+    `support` leaves tokens out of the rows' distributions.
 
     The others are for `logprob_backward`: statistics of the rows and, with `keep`, what it would make again. Both None
     here, where that computes plain FP32 logits and their own sums.
     """
     logprobs, entropies = [], []
     rows = max(1, _LOGIT_ELEMENTS // w.values.shape[0])
-    for h, t, temp in zip(hidden.split(rows), targets.split(rows), temperature.split(rows), strict=True):
-        z = head_logits(h, w).div_(temp[:, None])
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        t, temp, z = targets[part], temperature[part], head_logits(hidden[part], w)
+        if support is not None:
+            support.restrict_(z, part, temp)
+        z.div_(temp[:, None])
         weights, top, total = ref.exp_weights(z)
         logprobs.append(ref.logprob(z, t, top, total))
         entropies.append(ref.entropy(z, weights, top, total))
@@ -295,6 +302,7 @@ def logprob_entropy(
 def logprob_backward(
     grad_logprob: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, targets: Tensor,
     temperature: Tensor, statistics: Tensor | None, residual: Tensor | None, d_weight: Tensor | None,
+    support: Support | None = None,
 ) -> Tensor:
     """The gradient for hidden (rounded); the head weight's is added to `d_weight`. Logits are recomputed in chunks.
 
@@ -311,7 +319,10 @@ def logprob_backward(
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         h, temp = hidden[part].to(torch.float32), temperature[part, None]
-        logp = torch.log_softmax((h @ w.T).div_(temp), -1)
+        z = h @ w.T
+        if support is not None:
+            support.restrict_(z, part, temperature[part])
+        logp = torch.log_softmax(z.div_(temp), -1)
         p = logp.exp()
         if grad_entropy is None:
             factor = -grad_logprob[part, None] / temp

@@ -17,38 +17,33 @@ from torch.autograd.function import once_differentiable
 from jetrl.kernels.dispatch import experts_backend_of
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.qtensor import QTensor
-from jetrl.kernels.update.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.update.gradient import Gradient
 
 
 class _Router(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, weight: Tensor, operand: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, master: Tensor, gradient: Gradient, weight: Tensor, operand: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.master = master
+        ctx.gradient = gradient
         return experts_backend_of(x).bf16_gemm(x, operand, torch.float32)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         dx, dw = experts_backend_of(x).router_backward(d_logits.contiguous(), x, weight)
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None, None
-        if (grad := grad_in_place(ctx.master)) is None:
-            return dx, dw.to(grad_dtype(ctx.master)), None, None
-        grad.add_(dw)
-        grad_done(ctx.master)
-        return dx, None, None, None
+        given = ctx.gradient.add(lambda kept: kept.add_(dw), lambda: dw) if ctx.needs_input_grad[1] else None
+        return dx, given, None, None, None
 
 
-def router_logits(x: Tensor, master: Tensor, weight: Tensor, operand: Any) -> Tensor:
+def router_logits(x: Tensor, gradient: Gradient, weight: Tensor, operand: Any) -> Tensor:
     """FP32 logits [T, E] of `x` [T, D] by the published `weight` [E, D], prepared as `operand`: BF16 in every recipe.
 
-    The gradient of the logits stays FP32; the weight's goes to `master`.
+    The gradient of the logits stays FP32; the weight's goes to `gradient`.
     """
     if not torch.is_grad_enabled():
         return experts_backend_of(x).bf16_gemm(x, operand, torch.float32)
-    return _Router.apply(x, master, weight, operand)
+    return _Router.apply(x, gradient.param, gradient, weight, operand)
 
 
 class _Route(torch.autograd.Function):

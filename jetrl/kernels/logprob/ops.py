@@ -10,7 +10,13 @@ from torch.autograd.function import once_differentiable
 
 from jetrl.kernels import reference
 from jetrl.kernels.dispatch import backend_of
-from jetrl.kernels.update.gradient import grad_done, grad_dtype, grad_in_place
+from jetrl.kernels.logprob.truncation import Support
+from jetrl.kernels.update.gradient import Gradient
+
+# What a GPU's backend holds at once, with which the prediction of memory counts, too.
+LOGIT_ELEMENTS = 1 << 29  # FP32 logits in the backward pass: 2 GB; the order of dW's sums depends on it
+FORWARD_ELEMENTS = 1 << 27  # in the forward pass, which is where most memory is in use: 0.5 GB
+KEPT_BYTES = 5 << 29  # of a micro-batch's softmax residuals, until its backward pass: 8,192 rows of 151,936
 
 
 def head_logits(hidden: Tensor, prepared_head: Any) -> Tensor:
@@ -57,12 +63,14 @@ def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: Tensor,
-        keep: bool,
+        ctx: Any, hidden: Tensor, master: Tensor, gradient: Gradient, weight: Tensor, prepared: Any, targets: Tensor,
+        temperature: Tensor, keep: bool, support: Support | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.master = master
+        ctx.gradient, ctx.support = gradient, support
         ctx.set_materialize_grads(False)
-        logprobs, entropies, *kept = backend_of(hidden).logprob_entropy(hidden, prepared, targets, temperature, keep)
+        logprobs, entropies, *kept = backend_of(hidden).logprob_entropy(
+            hidden, prepared, targets, temperature, keep, support
+        )
         ctx.save_for_backward(hidden, weight, targets, temperature, *kept)
         return logprobs, entropies
 
@@ -75,28 +83,30 @@ class _TokenLogprobs(torch.autograd.Function):
         # contiguous: the gradient of a sum is one number with stride 0, and kernels index rows from the first address
         grad = dw = None
         if ctx.needs_input_grad[1]:
-            grad = grad_in_place(ctx.master)
+            grad = ctx.gradient.place()
             if grad is None:
                 grad = dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        support = ctx.support and Support(ctx.support.truncation, targets, ctx.support.sets)
         dh = backend_of(hidden).logprob_backward(
             grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous(), hidden, weight,
-            targets, temperature, statistics, residual, grad,
+            targets, temperature, statistics, residual, grad, support,
         )
         if grad is not None and dw is None:
-            grad_done(ctx.master)
-        return dh, None if dw is None else dw.to(grad_dtype(ctx.master)), *[None] * 5
+            ctx.gradient.done()
+        return dh, None if dw is None else dw.to(ctx.gradient.dtype), *[None] * 7
 
 
 def token_logprobs(
-    hidden: Tensor, master: Tensor, weight: Tensor, prepared: Any, targets: Tensor, temperature: float,
-    keep: bool = True,
+    hidden: Tensor, gradient: Gradient, weight: Tensor, prepared: Any, targets: Tensor, temperature: float,
+    keep: bool = True, support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` [T] and entropy, FP32 [T] each, from `hidden` [T, D]; FP32 logits are made in chunks.
 
-    `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `master`. `keep`: a
+    `prepared` is the GEMM operand of the published head `weight` [V, D]; its gradient goes to `gradient`. `keep`: a
     backend may hold `p - onehot` [T, V] in BF16 until the backward pass, up to a bound of its own, and need no logits
-    there. Of no use if the entropy has a gradient, which is of another form.
+    there. Of no use if the entropy has a gradient, which is of another form. `support`: both are of what it leaves of
+    each row's distribution; it holds the sets afterwards.
     """
     temp = torch.full(targets.shape, temperature, dtype=torch.float32, device=hidden.device)
-    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or master.requires_grad)
-    return _TokenLogprobs.apply(hidden, master, weight, prepared, targets, temp, keep)
+    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or gradient.param.requires_grad)
+    return _TokenLogprobs.apply(hidden, gradient.param, gradient, weight, prepared, targets, temp, keep, support)

@@ -53,7 +53,7 @@ def weight_values(q: QTensor, out: Tensor | None = None, dtype: torch.dtype = to
     """`code * scale` [N, K] of a weight whose scales are powers of two: exact in BF16, so nothing is rounded.
 
     A code has four bits and scales are at least 2^-48. `out`, an earlier result of the same shape, is overwritten and
-    returned.
+    returned. With other scales, in FP32: one rounding each.
     """
     assert q.granularity == "128x128"
     if out is None or (out.shape, out.dtype, out.device) != (q.codes.shape, dtype, q.codes.device):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.blocks.block import Block, Linear, TrainingPass
 from jetrl.precision.recipe import Role
 from jetrl.spec import ModelSpec
 
@@ -74,3 +74,11 @@ class Attention(Block):
             x = flow.saved(projection)
             q, k = flow.norm("q_norm", q, x), flow.norm("k_norm", k, x)
         return flow.linear("qkv", flow.op("qkv.dy", "concat", {"q": q, "k": k, "v": v}), "attn_norm")
+
+    def saved_bytes(self, of: TrainingPass) -> float:
+        """What qkv reads and gives, the heads after the rotary embedding unless they are made again, the output, which
+        is o's input, and log-sums."""
+        s = of.spec
+        heads = sum(s.qkv_sections)
+        total = of.kept_normed("qkv") + 2 * heads + (0 if of.lean else 2 * heads)
+        return total + 2 * s.num_heads * s.head_dim + 4 * s.num_heads

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from jetrl.precision.recipe import Role
+from jetrl.precision.recipe import LinearRecipe, Recipe, Role
 from jetrl.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -37,6 +37,41 @@ class Linear:
     def out_sections(self) -> tuple[int, ...]:
         """The sections of the output: those of one expert."""
         return self.sections[: len(self.sections) // max(1, self.experts)]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPass:
+    """Forward and backward pass of a micro-batch of `tokens` in one layer: what a prediction of memory asks about.
+
+    lean        what the backward pass can make again is not kept (`train.lean_backward`)
+    again       it makes the whole layer again, from its input (`train.activation_checkpointing`)
+    summed      gradients are kept in BF16, and added up in FP32 matrix by matrix
+    has_stream  the block's norm adds to a residual stream, as all do but the model's first
+    """
+
+    spec: ModelSpec
+    recipe: Recipe
+    layer: int
+    tokens: int
+    lean: bool = True
+    again: bool = False
+    summed: bool = False
+    has_stream: bool = True
+
+    def linear(self, role: Role) -> LinearRecipe | None:
+        """The formats of a linear; None: BF16."""
+        return self.recipe.linear(self.layer, role, "train")
+
+    def kept_input(self, role: Role, size: int) -> float:
+        """Bytes a token that a linear keeps of its input of `size` values: FP8 along tokens with a scale for 128 of
+        them, or BF16."""
+        return 2 * size if self.linear(role) is None else size + size / 32
+
+    def kept_normed(self, role: Role, fused: bool = True) -> float:
+        """The same of a linear after the block's norm; where both are one function (`fused`, and FP8), it is the
+        inverse RMS of the row, in FP32."""
+        one = fused and self.has_stream and self.linear(role) is not None
+        return 4 if one else self.kept_input(role, self.spec.hidden_size)
 
 
 class Block(ABC):
@@ -64,3 +99,15 @@ class Block(ABC):
     @abstractmethod
     def backward(self, flow: BlockBackward, dy: str) -> str:
         """Write the nodes from the gradient `dy` of the branch's output to that of the norm's output."""
+
+    def saved_bytes(self, of: TrainingPass) -> float:
+        """Bytes a token that the forward pass keeps for the backward pass, besides the residual stream.
+
+        Where a block does not say it: each linear's input and output.
+        """
+        linears = self.linears(of.spec).items()
+        return sum(of.kept_input(role, linear.in_size) + 2 * sum(linear.out_sections) for role, linear in linears)
+
+    def passing_bytes(self, of: TrainingPass) -> int:
+        """The most bytes that the backward pass makes and frees. Where a block does not say it: an MLP's gradients."""
+        return of.tokens * (4 * of.spec.hidden_size + 10 * of.spec.intermediate_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.blocks.block import Block, Linear, TrainingPass
 from jetrl.precision.formats import BF16
 from jetrl.precision.recipe import Role
 from jetrl.spec import ModelSpec
@@ -38,3 +38,12 @@ class MLP(Block):
         kept = flow.saved("gate_up", BF16 if linear is None else linear.saved_out)
         dx = flow.op("swiglu.dgrad", "swiglu_backward", {"dy": dx, "gate_up": kept})
         return flow.linear("gate_up", dx, "mlp_norm")
+
+    def saved_bytes(self, of: TrainingPass) -> float:
+        """What gate_up reads, gate and up (in BF16, or as codes with a scale for 128), and SwiGLU's output, which
+        `model.fused_mlp` makes again."""
+        f, into = of.spec.intermediate_size, of.linear("down")
+        kept = 4 if into is None or not into.saved_out.is_quantized else 2 + 2 / 32
+        fused = into is not None and into.wgrad_tiles
+        total = of.kept_normed("gate_up", fused) + kept * f
+        return total + (0 if fused else of.kept_input("down", f))

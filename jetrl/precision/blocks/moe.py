@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jetrl.precision.blocks.block import Block, Linear
+from jetrl.precision.blocks.block import Block, Linear, TrainingPass
 from jetrl.precision.blocks.mlp import MLP
-from jetrl.precision.formats import FP32
-from jetrl.precision.recipe import Role
+from jetrl.precision.formats import BLOCK, FP32
+from jetrl.precision.recipe import LinearRecipe, Role
 from jetrl.spec import ExpertSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -74,6 +74,44 @@ class MoE(Block):
         d_logits = flow.op("route.dgrad", "route_backward", inputs, FP32)
         routed = flow.router("router", d_logits, "mlp_norm")
         return flow.op("dispatch.grad", "add", {"x": dx, "y": routed})
+
+    def saved_bytes(self, of: TrainingPass) -> float:
+        """The router's input, logits, choices and weights, and for each row what both linears read, gate and up, and
+        the experts' output; where the experts are one function, both inputs are made again."""
+        e, d = _experts(of.spec), of.spec.hidden_size
+        f, inputs = e.intermediate_size, 0.0
+        if one_recipe(of.linear("gate_up"), of.linear("down")) is None:
+            inputs = of.kept_input("gate_up", d) + of.kept_input("down", f)
+        row = inputs + 4 * f + 2 * d + 4
+        return 2 * d + 4 * e.count + 20 * e.per_token + row * expert_rows(of.spec, of.tokens) / of.tokens
+
+    def passing_bytes(self, of: TrainingPass) -> int:
+        """Gradients of rows with their codes both ways, and the router's in FP32.
+
+        In one function these are at most the codes of combine's gradient along rows next to the gradients of SwiGLU's
+        output and input and the codes of both ways, or codes both ways next to the gradient of the tokens' rows. BF16
+        gradients take the sum of all experts in FP32; what makes the layer again also makes the codes for dgrad.
+        """
+        e, d, tokens = _experts(of.spec), of.spec.hidden_size, of.tokens
+        f, row = e.intermediate_size, 6 * d + 8 * e.intermediate_size
+        if one_recipe(of.linear("gate_up"), of.linear("down")) is not None:
+            row = max(d + 11 * f, 2 * d + 4 * f) * 33 // 32
+        matrix = e.count * 2 * f * d
+        made = matrix * ((4 if of.summed else 0) + (1 if of.again else 0))
+        return max(super().passing_bytes(of), expert_rows(of.spec, tokens) * row + 8 * tokens * d + made)
+
+
+def one_recipe(into: LinearRecipe | None, out: LinearRecipe | None) -> LinearRecipe | None:
+    """The recipe of gate_up and down where `model.fused_experts` computes both in one function: FP8, and the same."""
+    return into if into is not None and into == out else None
+
+
+def expert_rows(spec: ModelSpec, tokens: int) -> int:
+    """Rows of the grouped matrices of T tokens: k for each, and at most a tile of 128 less one for each expert."""
+    if spec.experts is None:
+        return 0
+    chosen = tokens * spec.experts.per_token
+    return (chosen + min(spec.experts.count, chosen) * (BLOCK - 1)) // BLOCK * BLOCK
 
 
 def _experts(spec: ModelSpec) -> ExpertSpec:

@@ -7,48 +7,53 @@ always owns rows (`Shard` cuts so), so it has what is not cut: the counts of ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jetrl.model.shards import Part, Shard, shard_of
+from jetrl.model.master import Master
+from jetrl.model.shards import Part, Shard
 from jetrl.train.optim import MixedAdamW
 
 _UNCUT = ("step", "qmap")  # the last word of keys whose entries have no part for each row
 
 
-def optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-    """`NUMBER.KEY` of every entry of the state that this rank has. Numbers become tensors, of shape [1]."""
+def optimizer_parts(optimizer: torch.optim.Optimizer, masters: Iterable[Master]) -> dict[str, Part]:
+    """`NUMBER.KEY` of every entry of the state that this rank has. Numbers become tensors, of shape [1].
+
+    `masters`: all that this optimizer steps, and perhaps others.
+    """
     found: dict[str, Part] = {}
-    params = _params(optimizer)
+    steps = _steps(optimizer, masters)
     for number, slots in optimizer.state_dict()["state"].items():
         for key, value in slots.items():
             tensor = torch.as_tensor(value).detach()
             tensor = tensor if tensor.ndim else tensor.reshape(1)
-            cut = _cut(params[number], key)
+            cut = _cut(steps[number], key)
             found[f"{number}.{key}"] = _part(tensor, cut) if cut else Part(tensor, tuple(tensor.shape), 0)
     return found
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    optimizer: torch.optim.Optimizer, masters: Iterable[Master],
+    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> tuple[dict[str, Part], Callable[[], None]]:
     """Places for the entries that are `stored` (shape and type of the whole, by name), as parts for this rank's rows.
 
     Fill them, then call the function: the optimizer has this state then. Not collective.
     """
-    params, parts = _params(optimizer), dict[str, Part]()
+    steps, parts = _steps(optimizer, masters), dict[str, Part]()
     state: dict[int, dict[str, Tensor]] = {}
     for name, (size, dtype) in stored.items():
         number, _, key = name.partition(".")
-        param = params[int(number)]
-        cut, whole = _cut(param, key), shard_of(param)
+        master = steps[int(number)]
+        cut, whole = _cut(master, key), master.shard
         if whole is not None and not whole.rows[whole.world.rank]:
             continue
         shape = size if cut is None else _own_shape(size, cut)
-        value = _place(optimizer, param, key, shape, dtype)
+        value = _place(optimizer, master.param, key, shape, dtype)
         state.setdefault(int(number), {})[key] = value
         parts[name] = Part(value, size, 0) if cut is None else _part(value, cut)
 
@@ -63,15 +68,15 @@ def load_optimizer_state(
     return parts, take
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """By their number in `state_dict`."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _steps(optimizer: torch.optim.Optimizer, masters: Iterable[Master]) -> list[Master]:
+    """What the optimizer steps, by its number in `state_dict`."""
+    known = {master.param: master for master in masters}
+    return [known[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _cut(param: Tensor, key: str) -> Shard | None:
-    """How an entry of this parameter is cut; None: whole on this rank."""
-    cut = shard_of(param)
-    return cut if cut is not None and cut.split and key.split(".")[-1] not in _UNCUT else None
+def _cut(master: Master, key: str) -> Shard | None:
+    """How an entry of the state of this master is cut; None: whole on this rank."""
+    return master.split if key.split(".")[-1] not in _UNCUT else None
 
 
 def _part(value: Tensor, cut: Shard) -> Part:

@@ -17,19 +17,19 @@ from torch import Tensor
 from jetrl.config import Config
 from jetrl.errors import UserError
 from jetrl.huggingface import read as hf
-from jetrl.model.sharding import parts_of
+from jetrl.model.master import frozen_values, masters_of, parts_of
 from jetrl.model.shards import Part
+from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
 from jetrl.run.checkpoint import checkpoint, resume, store
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
-from jetrl.spec import ModelSpec
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import joined
 from jetrl.train.publish import publish
 from jetrl.train.routing import LOSSES
 from jetrl.train.trainer import NonFiniteError, not_by_an_update
-from jetrl.types import PackedBatch
 
 _REFERENCE = "reference"
 _TERMS = ("rl.kl_coef", "rl.entropy_coef", *(f"train.{key}" for key in LOSSES))  # of the loss, by their weights
@@ -62,11 +62,15 @@ def begin(session: Session, run_dir: Path) -> None:
 def parts_of_run(session: Session) -> dict[str, Part]:
     """What this rank has of the tensors in a checkpoint, by their names there."""
     learner = session.learner
-    parts = prefixed("model", parts_of(learner.model)) | prefixed("optimizer", optimizer_parts(learner.optimizer))
+    states = [
+        prefixed(name, optimizer_parts(optimizer, masters.values()))
+        for name, optimizer, masters in learner.optimizers()
+    ]
+    parts = prefixed("model", parts_of(learner.model)) | states[0]
     if learner.critic is not None:
         parts |= prefixed("critic", parts_of(learner.critic))
-    if learner.critic_optimizer is not None:
-        parts |= prefixed("critic_optimizer", optimizer_parts(learner.critic_optimizer))
+    for state in states[1:]:
+        parts |= state
     return parts
 
 
@@ -87,11 +91,11 @@ def save(session: Session, run_dir: Path) -> None:
         )
     writing = checkpoint.begin(
         run_dir / "checkpoints", meta, parts,
-        partial(_write_model, session.model.spec, session.model_files or {}, world), session.config.checkpoint.keep,
+        partial(_write_model, session.model, session.model_files or {}, world), session.config.checkpoint.keep,
         world, session.beside.copy_of(parts),
     )
     if session.beside.copies:
-        model = sum(prod(part.size) for name, part in parts.items() if name.startswith("model."))
+        model = sum(prod(master.whole_shape()) for master in masters_of(session.model).values())
         whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
         small = sum(map(len, (session.model_files or {}).values()))
         session.beside.start(writing, whole + 2 * model + small)  # the model once more in BF16, its tokenizer
@@ -101,18 +105,22 @@ def save(session: Session, run_dir: Path) -> None:
 
 
 def _write_model(
-    spec: ModelSpec, small: Mapping[str, bytes], world: World,
+    model: Transformer, small: Mapping[str, bytes], world: World,
     folder: Path, state: Path, parts: Mapping[str, Part], check: Callable[[], None],
 ) -> list[Path]:
     """This rank's files of the policy in BF16 as a Hugging Face folder, tokenizer included. Not collective: with
-    several ranks, whole weights are read from the `state` that all have written."""
+    several ranks, whole weights are read from the `state` that all have written. What is frozen does not change while
+    this is written."""
+    frozen = frozen_values(model)
     reader = None if world.alone else store.Reader(state)
 
     def whole(name: str) -> Tensor:
+        if name in frozen:
+            return frozen[name]()
         key = f"model.{name}"
         return parts[key].value if reader is None else reader.whole(key)
 
-    return hf.write_shards(folder, spec, whole, small, world.rank, world.size, check=check)
+    return hf.write_shards(folder, model.spec, whole, small, world.rank, world.size, check=check)
 
 
 def restore(session: Session, path: Path, run_dir: Path) -> None:
@@ -173,11 +181,10 @@ def _read(session: Session, path: Path) -> None:
         parts = prefixed("model", parts_of(learner.model))
         if learner.critic is not None:
             parts |= prefixed("critic", parts_of(learner.critic))
-        for name, optimizer in (("optimizer", learner.optimizer), ("critic_optimizer", learner.critic_optimizer)):
-            if optimizer is not None:
-                own, take = load_optimizer_state(optimizer, with_prefix(stored, name))
-                parts |= prefixed(name, own)
-                takes.append(take)
+        for name, optimizer, masters in learner.optimizers():
+            own, take = load_optimizer_state(optimizer, masters.values(), with_prefix(stored, name))
+            parts |= prefixed(name, own)
+            takes.append(take)
         return parts
 
     checkpoint.read(path, places, session.world)

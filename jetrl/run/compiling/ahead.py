@@ -103,7 +103,7 @@ def told(outcome: Outcome) -> list[str]:
     if outcome.left:
         lines.append(f"{outcome.left} kernels were left when the time for this was up.")
     if lines:
-        lines.append("They are compiled when they are needed, which makes first steps slow and changes no number.")
+        lines.append("They are compiled when needed: the first steps are slower, and no number changes.")
     return lines
 
 

@@ -18,20 +18,22 @@ import torch
 from jetrl.config import Config
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs.decode import padded_batch
+from jetrl.engine.settings import EngineSettings
 from jetrl.engine.sharing import served
 from jetrl.engine.speculation.depth import DEPTHS
 from jetrl.engine.speculation.speculator import Speculator, build_speculator
 from jetrl.kernels.compiling.pool import Job
 from jetrl.kernels.dispatch import select
+from jetrl.model.master import masters_of, values_for
 from jetrl.model.sharding import fill, shard_model
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import ALONE
-from jetrl.precision.recipe import build_recipe
+from jetrl.precision.recipe import build_recipe, recipe_of
 from jetrl.rl.losses import Stats
 from jetrl.run import setup
 from jetrl.run.own_parts import built_in
-from jetrl.run.prepare import recipe_of
 from jetrl.spec import ModelSpec
+from jetrl.train.batches import MicroBatch, PackedBatch
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import packed
 from jetrl.train.passes import estimate
@@ -40,8 +42,6 @@ from jetrl.train.step import Learner, forward_rows, update
 from jetrl.train.trainer import optimizer_step
 from jetrl.types import (
     Group,
-    MicroBatch,
-    PackedBatch,
     Problem,
     Prompt,
     Request,
@@ -131,7 +131,8 @@ def roll_out(model: Transformer, config: Config) -> None:
     r, spec = config.rollout, model.spec
     longest = min(spec.max_position, config.task.max_prompt_length + r.max_response_length)
     params = SamplingParams(
-        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True
+        1, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, ignore_eos=True,
+        logprobs=r.logprobs or "full",
     )
     engine = _engine(model, config)
     ask = partial(asked, spec.vocab_size, params)
@@ -178,12 +179,11 @@ def _engine(model: Transformer, config: Config, speculator: Speculator | None = 
     """The run's engine, its weights loaded."""
     r = config.rollout
     assert r.page_size is not None and r.max_tokens_per_step is not None, "resolve() has set both"
-    engine = PagedEngine(
-        model, _NoText(), _DIGEST, page_size=r.page_size, max_num_seqs=r.max_num_seqs,
-        max_tokens_per_step=r.max_tokens_per_step, speculator=speculator,
-        merge_prefix="on" if _merges(config, model.spec) else "off",
+    settings = EngineSettings(
+        page_size=r.page_size, max_num_seqs=r.max_num_seqs, max_tokens_per_step=r.max_tokens_per_step,
+        merge_prefix="on" if _merges(config, model.spec) else "off", max_burst=1,
     )
-    engine.runner.max_burst = 1
+    engine = PagedEngine(model, _NoText(), _DIGEST, settings, speculator)
     engine.load(publish(model, 0, _DIGEST))
     return engine
 
@@ -238,16 +238,17 @@ def warm_start(model: Transformer, batch: PackedBatch, config: Config) -> None:
     with torch.device("meta"):
         student = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), dtype=model.dtype)
     shard_model(student, ALONE)
-    fill(student, model.named_parameters(), model.head_weight.device)
+    fill(student, values_for(student, model), model.head_weight.device)
     student.to(model.head_weight.device).publish()
     fp32 = {"master_dtype": "float32", "optimizer_dtype": "float32", "offload_optimizer": False}
-    optimizer = build_optimizer(student.named_parameters(), config.train.model_copy(update=fp32))
+    masters = masters_of(student)
+    optimizer = build_optimizer(masters, config.train.model_copy(update=fp32))
 
     def loss_of(micro: MicroBatch) -> tuple[torch.Tensor, Stats]:
         return forward_rows(student, micro, 1.0).logprobs.sum(), {}
 
     optimizer_step(
-        list(student.parameters()), optimizer, batch, loss_of, lr=0.0, max_grad_norm=config.train.max_grad_norm,
+        list(masters.values()), optimizer, batch, loss_of, lr=0.0, max_grad_norm=config.train.max_grad_norm,
         reduction="fixed",
     )
     student.publish()

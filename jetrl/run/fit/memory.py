@@ -19,23 +19,24 @@ from math import prod
 import torch
 
 from jetrl.config import Config
-from jetrl.engine.kv_cache import page_bytes
+from jetrl.engine.kv_cache import MEMORY_SHARE, page_bytes
 from jetrl.model.names import tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
 from jetrl.precision.blocks.layouts import linears_of
+from jetrl.precision.blocks.moe import expert_rows
 from jetrl.precision.formats import BLOCK
-from jetrl.precision.recipe import Recipe, build_recipe
+from jetrl.precision.recipe import Recipe, build_recipe, recipe_of
 from jetrl.rollout.queue import shares
-from jetrl.run.fit.activations import activations, expert_rows, passing
+from jetrl.run.fit.activations import activations, passing
 from jetrl.spec import ModelSpec
 from jetrl.train.offload import PIECE, SLOTS
+from jetrl.train.optim import MOMENT_BLOCK, eight_bit
 
 GIB = 2**30
 IN_FLIGHT = 4  # whole gradients of matrices that several ranks hold while they exchange them
 WORKSPACE = GIB // 4  # of GEMM libraries, graphs and what is too small to count
 SPARE = 3 * GIB  # of a GPU: its context, compiled kernels, and what the allocator has reserved but cannot use
-CACHE_SHARE = 0.8  # as `engine.kv_cache` has it
 GRAPHS = GIB  # of the CUDA graphs that stay with a kept cache
 MARGIN = 0.05  # of a predicted update, which must be free too where a cache is to stay: a cache is not worth a crash
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -130,7 +131,7 @@ class Memory:
 
 def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memory:
     """The memory of the rank that holds most, on a GPU of `capacity` bytes; `config` as resolved for a GPU."""
-    train, recipe = config.train, recipe_for(config, spec)
+    train, recipe = config.train, recipe_of(config, spec)
     sizes = sizes_of(spec, recipe)
     master, grad = _BYTES[train.master_dtype], _BYTES[train.grad_dtype]
     owned = sizes.owned(ranks)
@@ -162,15 +163,6 @@ def predict(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> Memor
 def keeps_transposed(config: Config) -> bool:
     """Whether the FP8 codes that dgrad reads stay from one backward pass to the next."""
     return not (config.train.activation_checkpointing or config.train.lean_backward)
-
-
-def recipe_for(config: Config, spec: ModelSpec) -> Recipe:
-    """The precision recipe of a config."""
-    q = config.quant
-    return build_recipe(
-        config.precision, spec.num_layers, q.weight_scale, q.activation_scale, q.num_first_layers_in_bf16,
-        q.num_last_layers_in_bf16, q.kv_cache, spec.head_dim, q.wgrad, q.saved_gate_up,
-    )
 
 
 @lru_cache(maxsize=8)
@@ -228,9 +220,9 @@ def _moments(elements: int, config: Config) -> int:
     """Adam's two moments of a parameter."""
     if config.train.optimizer_dtype != "8bit":
         return 2 * elements * _BYTES[config.train.optimizer_dtype]
-    if elements < 4096 or elements % 256:
+    if not eight_bit(elements):
         return 2 * elements * _BYTES[config.train.master_dtype]
-    return 2 * (elements + 4 * (elements // 256) + 4 * 256)
+    return 2 * (elements + 4 * (elements // MOMENT_BLOCK) + 4 * 256)  # codes, scales, and a table of 256 entries
 
 
 def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
@@ -289,7 +281,7 @@ def host_moments(config: Config, spec: ModelSpec, ranks: int) -> int:
 
 def _trained(config: Config, spec: ModelSpec, ranks: int) -> list[int]:
     """Elements of each parameter of the policy, and of a critic of its own, that rank 0 owns."""
-    sizes = sizes_of(spec, recipe_for(config, spec))
+    sizes = sizes_of(spec, recipe_of(config, spec))
     own_critic = config.rl.adv_estimator == "gae" and config.rl.critic != "shared"
     return sizes.owned(ranks) + (_critic(spec, sizes).owned(ranks) if own_critic else [])
 
@@ -316,7 +308,7 @@ def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: in
     else:
         more = page_bytes(spec, page, torch.bfloat16, build_recipe("bf16", spec.num_layers).kv_cache)
         asked_of = size + (more // spec.num_layers if recipe.kv_cache.is_quantized else 0)
-        pages = min(need, max(0, int(CACHE_SHARE * max(0, free - SPARE)) // asked_of))
+        pages = min(need, max(0, int(MEMORY_SHARE * max(0, free - SPARE)) // asked_of))
     return pages * size, min(wanted, pages // each), wanted
 
 

@@ -35,8 +35,10 @@ def test_the_page_of_the_command_line_has_every_command_and_option(site: ModuleT
     for name, command in commands.items():
         for option in (p for p in command.params if p.param_type_name == "option"):
             assert f"`{option.opts[0]}`" in sections[name], (name, option.opts)
-    assert "| `RECIPE` | A TOML file, or a name of `jetrl recipes`. | required |" in sections["train"]
-    assert "| `--sequences` | Test sequences, of ragged lengths. | `6` |" in sections["parity"]
+    recipe, sequences = (next(p for p in commands[name].params if p.name == param)
+                         for name, param in (("train", "recipe"), ("parity", "sequences")))
+    assert f"| `RECIPE` | {recipe.help} | required |" in sections["train"]
+    assert f"| `--sequences` | {sequences.help} | `6` |" in sections["parity"]
 
 
 def test_the_page_of_python_has_every_public_name(site: ModuleType) -> None:

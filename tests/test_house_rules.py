@@ -156,6 +156,30 @@ def test_imports_go_downwards(path: Path) -> None:
     assert not wrong, f"{name_of(path)} imports upwards or sideways: {wrong}"
 
 
+# Who may import what compiles kernels ahead of need: a run has one door to it, `run.compiling.ahead`.
+DOORS = {
+    "jetrl.kernels.compiling.recorded": {"run/compiling/needed"},  # takes the place of functions of libraries
+    "jetrl.kernels.compiling.pool": {"run/compiling/ahead", "run/compiling/needed", "kernels/compiling/recorded"},
+    "jetrl.run.compiling.needed": set[str](),  # called by name, in a process of its own
+    "jetrl.run.compiling.ahead": {"run/setup"},
+}
+
+
+def test_kernels_compiled_ahead_have_one_door() -> None:
+    found = {door: set[str]() for door in DOORS}
+    for path in FILES:
+        for _, imported, _ in imports(path):
+            if imported in DOORS:
+                found[imported].add(name_of(path).removesuffix(".py"))
+    assert found == DOORS
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_tool_of_tests_is_used_elsewhere(path: Path) -> None:
+    found = [name for _, name, _ in imports(path) if name.split(".")[0] in ("unittest", "pytest", "mock")]
+    assert not found, f"{name_of(path)} imports {found}"
+
+
 @pytest.mark.parametrize("place", NO_TORCH)
 def test_rooms_without_torch(place: str) -> None:
     target = PACKAGE / place

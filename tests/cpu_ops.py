@@ -1,4 +1,4 @@
-"""Who holds an op of the CPU: the backend, and modules with fused ops of which it is a part. For tests that break one."""
+"""Who holds an op of the CPU, for tests that break it: the backend, and modules with fused ops of which it is a part."""
 
 from __future__ import annotations
 

@@ -52,6 +52,8 @@ def test_links_out_of_docs_bring_their_files(site: ModuleType) -> None:
     linked = site.linked
     assert linked("See [x](../SECURITY.md).", "RUNS.md") == ("See [x](SECURITY.md).", set())
     assert linked("[a](../Makefile)", "RUNS.md") == ("[a](repository/Makefile)", {"Makefile"})
+    assert linked("[a](../examples/README.md)", "README.md") == ("[a](EXAMPLES.md)", set())
+    assert linked("[a](tools.py)", "EXAMPLES.md") == ("[a](repository/examples/tools.py)", {"examples/tools.py"})
     assert linked("[a](docs/RUNS.md#stopping)", "CONTRIBUTING.md") == ("[a](RUNS.md#stopping)", set())
     assert linked("[a](RUNS.md), [b](https://a.b/c)", "PYTHON.md")[0] == "[a](RUNS.md), [b](https://a.b/c)"
     assert linked("[a](NOBODY.md)", "PYTHON.md")[0] == "[a](NOBODY.md)", "left to mkdocs, which refuses it"

@@ -72,11 +72,12 @@ REACHED_THROUGH = {
     "config/rollout": "config/sections",
     "config/train": "config/sections",
     "huggingface/config": "huggingface/read",
-    "kernels/gemm/deepgemm": "kernels/backends/hopper",
-    "kernels/experts/deepgemm": "kernels/backends/hopper",
-    "kernels/attention/flash": "kernels/backends/hopper",
-    "kernels/backends/hopper": "kernels/dispatch",
-    "kernels/backends/hopper_scaled_mm": "kernels/dispatch",
+    "kernels/gemm/deepgemm": "kernels/gemm/table",
+    "kernels/experts/deepgemm": "kernels/experts/table",
+    "kernels/attention/flash": "kernels/attention/table",
+    "kernels/pointwise/reference": "kernels/pointwise/table",
+    "kernels/quantize/reference": "kernels/quantize/table",
+    "kernels/update/reference": "kernels/update/table",
     "kernels/gemm/operands": "kernels/gemm/scaled_mm",
     "kernels/launch": "kernels/pointwise/triton",
     "model/attention": "model/blocks",
@@ -156,6 +157,30 @@ def test_imports_go_downwards(path: Path) -> None:
     assert not wrong, f"{name_of(path)} imports upwards or sideways: {wrong}"
 
 
+# Who may import what compiles kernels ahead of need: a run has one door to it, `run.compiling.ahead`.
+DOORS = {
+    "jetrl.kernels.compiling.recorded": {"run/compiling/needed"},  # takes the place of functions of libraries
+    "jetrl.kernels.compiling.pool": {"run/compiling/ahead", "run/compiling/needed", "kernels/compiling/recorded"},
+    "jetrl.run.compiling.needed": set[str](),  # called by name, in a process of its own
+    "jetrl.run.compiling.ahead": {"run/setup"},
+}
+
+
+def test_kernels_compiled_ahead_have_one_door() -> None:
+    found = {door: set[str]() for door in DOORS}
+    for path in FILES:
+        for _, imported, _ in imports(path):
+            if imported in DOORS:
+                found[imported].add(name_of(path).removesuffix(".py"))
+    assert found == DOORS
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_tool_of_tests_is_used_elsewhere(path: Path) -> None:
+    found = [name for _, name, _ in imports(path) if name.split(".")[0] in ("unittest", "pytest", "mock")]
+    assert not found, f"{name_of(path)} imports {found}"
+
+
 @pytest.mark.parametrize("place", NO_TORCH)
 def test_rooms_without_torch(place: str) -> None:
     target = PACKAGE / place
@@ -210,7 +235,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 def test_no_op_is_without_a_test() -> None:
     """A folder of ops has tests/kernels/test_<folder>.py; so has each module that ops share, plain values aside."""
     shared = [path.stem for path in (PACKAGE / "kernels").glob("*.py")] + [
-        path.stem for path in (PACKAGE / "kernels" / "update").glob("*.py") if path.stem not in ("reference", "triton")
+        path.stem for path in (PACKAGE / "kernels" / "update").glob("*.py") if path.stem not in ("reference", "table", "triton")
     ]
     folders = [path.parent.name for path in (PACKAGE / "kernels").glob("*/ops.py")]
     assert len(folders) >= 6
@@ -219,7 +244,10 @@ def test_no_op_is_without_a_test() -> None:
 
 
 def names_in(path: Path) -> set[str]:
-    """Modules that a test file imports or names in a string (`jetrl.room.module`, `jetrl.room.module:attribute`)."""
+    """Modules that a file imports or names in a string (`jetrl.room.module`, `jetrl.room.module:attribute`).
+
+    A table of ops names those of its rows, below `jetrl.kernels`.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -229,6 +257,8 @@ def names_in(path: Path) -> set[str]:
         elif isinstance(node, ast.Constant) and str(node.value).startswith(("jetrl.", "jetrl_study.")):
             name = str(node.value).partition(":")[0]
             found |= {name, name.rpartition(".")[0]}
+        elif isinstance(node, ast.Constant) and path.match("kernels/*/table.py"):
+            found.add(f"jetrl.kernels.{node.value}")
     return found
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.engine.engine import PagedEngine
+from jetrl.engine.settings import EngineSettings
 from jetrl.errors import UserError
 from jetrl.model.transformer import Transformer
 from jetrl.model.weights import published
@@ -127,7 +128,7 @@ def depths_of(
         try:
             found.append(measure_depth(model, engine, work, subject.name, "vLLM", digest, progress))
         finally:
-            engine.close()  # type: ignore[attr-defined]  # vLLM's has one
+            engine.close()
     return found
 
 
@@ -149,10 +150,11 @@ def _with_vllm(subject: Subject, work: DepthWork, beside: str) -> Config:
 
 def own_engine(model: Transformer, work: DepthWork, digest: str) -> PagedEngine:
     """jetrl's engine as runs have it, with prompts in chunks of a fiftieth of the depth or more."""
-    return PagedEngine(
-        model, NoText(), digest, page_size=page_size_of(model), max_num_seqs=work.conversations,
-        max_tokens_per_step=max(64, work.depth // 50), kv_cache_tokens=work.conversations * (work.depth + 256),
+    settings = EngineSettings(
+        page_size=page_size_of(model), max_num_seqs=work.conversations, max_tokens_per_step=max(64, work.depth // 50),
+        kv_cache_tokens=work.conversations * (work.depth + 256),
     )
+    return PagedEngine(model, NoText(), digest, settings)
 
 
 @torch.no_grad()

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from jetrl.config import Config
 from jetrl.errors import OutOfMemory, gpu_full
+from jetrl.model.master import frozen_values, masters_of
 from jetrl.model.sharding import whole_value
 from jetrl.model.transformer import Transformer
 from jetrl.precision.recipe import build_recipe
 from jetrl.rl.calibration import Bounds, calibrated, smoothed
+from jetrl.train.batches import PackedBatch
 from jetrl.train.packing import held, with_rows
 from jetrl.train.passes import logprob_pass
 from jetrl.train.step import Learner, truncation_of
-from jetrl.types import PackedBatch
 
 LOW, HIGH = "policy/clip_bound_low", "policy/clip_bound_high"
 SHADOW, BY_NOISE = "policy/clip_frac_shadow", "policy/clip_frac_not_in_shadow"
@@ -46,8 +47,10 @@ def shadow_of(model: Transformer) -> Transformer:
     with torch.device("meta"):
         shadow = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), master_dtype=None)
     shadow.to(model.head_weight.device)
+    frozen = frozen_values(model)
     return shadow.publish_values(
-        (name, whole_value(parameter, shadow.dtype)) for name, parameter in model.named_parameters()
+        (name, frozen[name]().to(shadow.dtype) if master.frozen else whole_value(master, shadow.dtype))
+        for name, master in masters_of(model).items()
     )
 
 

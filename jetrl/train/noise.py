@@ -124,5 +124,5 @@ def noise_told(metrics: Mapping[str, float], config: Config) -> str | None:
         f"{share:.1%} of the tokens would be clipped by rl.clip_ratio_low = {rl.clip_ratio_low:g} and "
         f"rl.clip_ratio_high = {rl.clip_ratio_high:g} if nothing had been learned: rounding alone moves log-probs by "
         f"{metrics[MEAN]:.2g} on average.{whole} Ways out: {', '.join(ways)}, "
-        'rl.algo = "cispo" (docs/ALGORITHMS.md, "Noise").'
+        'rl.algo = "cispo" (`jetrl docs ALGORITHMS`, "Noise").'
     )

@@ -210,6 +210,7 @@ def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str, page: int, p
 @pytest.mark.parametrize("fp8_kv", [False, True])
 def test_fused_kernels_equal_the_layers_of_ops(fp8_kv: bool) -> None:
     """The forms for rollout without gradients against the op by op forms, on the model's own activations."""
+    from jetrl.kernels.attention.cache import write_cache
     from jetrl.kernels.dispatch import load_backend
 
     ops, model = load_backend("hopper"), build("qwen3", "fp8 kv" if fp8_kv else "fp8", layers=1)
@@ -233,7 +234,7 @@ def test_fused_kernels_equal_the_layers_of_ops(fp8_kv: bool) -> None:
     slots = torch.arange(128, device=CUDA).flip(0) + 16
     slots[5] = -1
     q, _, _ = ops.qkv_norm_rope(*shared, (fused.layer(0), slots), fp8_kv)
-    ops.write_cache(x.rope_k, plain_v.contiguous(), slots, apart.layer(0))
+    write_cache(x.rope_k, plain_v.contiguous(), slots, apart.layer(0))
     assert torch.equal(q, x.rope_q)
     for a, b in ((fused.keys, apart.keys), (fused.values, apart.values), (fused.scales, apart.scales)):
         assert (a is None and b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))

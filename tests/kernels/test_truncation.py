@@ -13,9 +13,9 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels import reference
-from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob import reference as backend
 from jetrl.kernels.logprob import truncation
 from jetrl.kernels.logprob.truncation import LEFT_OUT, Filters, Support, Truncation, compact, joined, kept, members
 from jetrl.kernels.update.gradient import Gradient

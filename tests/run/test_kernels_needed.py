@@ -14,7 +14,7 @@ from tiny import tiny_config
 
 from jetrl.engine.graphs.decode import padded_batch
 from jetrl.engine.runner import ModelRunner
-from jetrl.kernels.backends import reference
+from jetrl.kernels.dispatch import load_backend
 from jetrl.model.transformer import Transformer
 from jetrl.run.compiling import needed
 from jetrl.run.prepare import load_spec
@@ -80,8 +80,9 @@ def noted(name: str, called: set[str], op: Any) -> Any:
 )
 def test_settings_reach_the_miniature(tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
+    ops = load_backend("reference")
     for name in ("logprob_backward", "adamw_step_", "fp8_gemm", "bf16_gemm", "round_heads", "quantize_weight"):
-        monkeypatch.setattr(reference, name, noted(name, called, getattr(reference, name)))
+        monkeypatch.setattr(ops, name, noted(name, called, getattr(ops, name)))
     config = tiny_config(tmp_path, changes)
     needed.run(config, load_spec(config)[1], True)
     fp8 = config.precision == "fp8"

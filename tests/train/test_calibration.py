@@ -21,10 +21,10 @@ from jetrl.rl.calibration import Bounds, calibrated, smoothed
 from jetrl.run.loop import run
 from jetrl.run.stopping import StopRequest
 from jetrl.train import calibration
+from jetrl.train.batches import PackedBatch
 from jetrl.train.calibration import BY_NOISE, HIGH, LOW, SHADOW, Calibration, recipe_bounds, shadow_of, with_bounds
 from jetrl.train.passes import logprob_pass
 from jetrl.train.step import truncation_of, update
-from jetrl.types import PackedBatch
 
 CALIBRATED: dict[str, Any] = {
     "rl.updates_per_step": 2, "rl.clip": "calibrated", "rl.clip_ratio_low": 0.05, "rl.clip_ratio_high": 0.08,

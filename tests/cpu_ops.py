@@ -1,4 +1,4 @@
-"""Who holds an op of the CPU, for tests that break it: the backend, and modules with fused ops of which it is a part."""
+"""Who holds an op of the CPU, for tests that replace it: the backend, and modules whose fused ops have it as a part."""
 
 from __future__ import annotations
 

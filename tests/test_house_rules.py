@@ -235,7 +235,8 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 def test_no_op_is_without_a_test() -> None:
     """A folder of ops has tests/kernels/test_<folder>.py; so has each module that ops share, plain values aside."""
     shared = [path.stem for path in (PACKAGE / "kernels").glob("*.py")] + [
-        path.stem for path in (PACKAGE / "kernels" / "update").glob("*.py") if path.stem not in ("reference", "table", "triton")
+        path.stem for path in (PACKAGE / "kernels" / "update").glob("*.py")
+        if path.stem not in ("reference", "table", "triton")
     ]
     folders = [path.parent.name for path in (PACKAGE / "kernels").glob("*/ops.py")]
     assert len(folders) >= 6

@@ -11,10 +11,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from cpu_ops import owners
 from test_cli import Cli, jetrl  # noqa: F401 (a fixture)
 
 from jetrl.errors import UserError
-from jetrl.kernels.backends import reference
+from jetrl.kernels.dispatch import load_backend
 from jetrl.parity import depth, depth_command
 from jetrl.parity.depth import DepthResult, DepthWork, Gaps, _message, depths_of, measure_depth, own_engine
 from jetrl.parity.depth_picture import depth_lines, depth_svg
@@ -66,7 +67,7 @@ def test_the_gap_is_zero_at_every_depth(precision: str, kv_cache: str) -> None:
 
 def test_a_fault_of_long_contexts_shows_from_its_depth_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of more than 100 tokens read another page in place of their first."""
-    right = reference.attend_cached
+    right = load_backend("reference").attend_cached
 
     def lost(q: Any, plan: Any, layer: int, scale: float) -> Any:
         table = plan.block_table.clone()
@@ -74,7 +75,8 @@ def test_a_fault_of_long_contexts_shows_from_its_depth_on(monkeypatch: pytest.Mo
             table[row, 0] = table[row, 1] if length > 100 else table[row, 0]
         return right(q, replace(plan, block_table=table), layer, scale)
 
-    monkeypatch.setattr(reference, "attend_cached", lost)
+    for owner in owners("attend_cached"):
+        monkeypatch.setattr(owner, "attend_cached", lost)
     (found,) = depths_of(subject("bf16"), DepthWork(256, 10), "", quiet)
     ends = DepthWork(256, 10).ends()
     wrong = [gaps.different > 0 for gaps in found.turns]

@@ -69,14 +69,19 @@ def measure(size: str, tokens: int, weights: list[Weight]) -> dict[str, Any]:
     }
 
 
-def advice(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(tokens, rows) by the time of a layer's GEMMs, where all of them gain with that number of rows or stay."""
-    found = []
-    for tokens in sorted({row["tokens"] for row in rows}):
-        every = [row for row in rows if row["tokens"] == tokens]
-        sums = {r: sum(row[f"{r} rows"] for row in every) for r in ROWS if not any(row["wrong"] for row in every)}
-        if sums and min(sums.values()) < 0.98 * sum(row[DEEP] for row in every):
-            found.append((tokens, min(sums, key=lambda r: sums[r])))
+def advice(rows: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
+    """(N, K) -> (tokens, rows of a program) for the token counts from the fewest on that gain."""
+    found = {}
+    for size, shape in SIZES.items():
+        gains: list[tuple[int, int]] = []
+        for row in sorted((row for row in rows if row["size"] == size), key=lambda row: row["tokens"]):
+            if row["best"] is None:
+                break
+            if gains and gains[-1][1] == row["best"]:
+                gains.pop()
+            gains.append((row["tokens"], row["best"]))
+        if gains:
+            found[shape] = tuple(gains)
     return found
 
 
@@ -95,7 +100,7 @@ def main() -> None:
             print(rows[-1], flush=True)
         del weights
     print(table(rows, ["size", "tokens", "floor", DEEP, *(f"{r} rows" for r in ROWS), "wrong", "best"]))
-    print("CODED =", tuple(advice(rows)))
+    print("CODED =", advice(rows))
     save("coded_rows", rows, args.out)
     if any(row["wrong"] for row in rows):
         raise SystemExit("failed: bits differ from DeepGEMM's")

@@ -36,7 +36,7 @@ from common import RESULTS, SPEC, emit, environment, median, profiled, require_g
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
-from jetrl.kernels.dispatch import load_backend
+from jetrl.kernels.logprob.ops import KEPT_BYTES
 from jetrl.model import attention, mlp
 from jetrl.model.linear import FlowLinear
 from jetrl.model.master import accumulate_in, masters_of
@@ -107,12 +107,13 @@ def switch(model: Transformer, precision: str, variant: str, bound: int) -> None
     """Let `model` compute its gradients as `variant` does."""
     from nonexact import use
 
+    from jetrl.kernels.logprob import chunks
+
     wgrad, saved, keep, way = VARIANTS[variant]
     use("nonexact" if variant.endswith("nonexact") else "")
-    ops: Any = load_backend("hopper")
     before, sums = way == "before", cast(Any, reduction)
-    ops.KEPT_BYTES = bound if keep else 0
-    ops._FORWARD_ELEMENTS = 1 << (29 if before else 27)
+    chunks.KEPT_BYTES = bound if keep else 0
+    chunks._FORWARD_ELEMENTS = 1 << (29 if before else 27)
     attention.norm_before = mlp.norm_before = (lambda *_: None) if before else NORM_BEFORE
     sums.first_waits = (lambda matrices: nullcontext()) if before else FIRST_WAITS
     for module in model.modules():
@@ -139,7 +140,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     learner = Learner(model, build_optimizer(masters_of(model), config.train))
     batch = packed_batch(args, learner, config)
     lengths = [n for micro in batch.micro_batches for n in micro.lengths]
-    bound: int = load_backend("hopper").KEPT_BYTES
+    bound = KEPT_BYTES
     failed: set[str] = set()
 
     def step() -> None:

@@ -74,9 +74,7 @@ def random_on_device(config: Config, spec: ModelSpec, recipe: Recipe, *, world: 
             value = torch.ones(old.shape, dtype=old.dtype, device=device)
             if old.ndim > 1:
                 value.normal_(0.0, 0.02, generator=generator)
-            fresh = nn.Parameter(value)
-            fresh.__dict__.update(old.__dict__)
-            module._parameters[name] = fresh
+            setattr(module, name, nn.Parameter(value))
     model.cos, model.sin = (t.to(device) for t in rope_tables(spec.rope, spec.head_dim, spec.max_position))
     model.publish()
     accumulate_in(model, getattr(torch, config.train.grad_dtype))

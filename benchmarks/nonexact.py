@@ -12,17 +12,18 @@ exceed the multiprocessors (from 17 sequences on, for 8 heads) its heuristic wou
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from common import median, split_variant
 from torch import Tensor
 
 from jetrl.kernels.attention import flash
-from jetrl.kernels.backends import hopper
+from jetrl.kernels.dispatch import load_backend
 from jetrl.kernels.gemm.deepgemm import PreparedBF16, bf16_gemm
+from jetrl.kernels.logprob import chunks
 
 KINDS = ("nonexact", "nondet")
-_EXACT_GEMM = hopper.bf16_gemm
 _quicker: dict[tuple[int, ...], bool] = {}  # rows, N, K, bytes of an output element -> cuBLAS is the quicker one
 
 
@@ -41,7 +42,9 @@ def apply(variant: str) -> tuple[str, str]:
 def use(kind: str) -> None:
     """From now on this process computes with the choices of `kind`; with "" exactly."""
     flash.DETERMINISTIC_BACKWARD = not kind
-    hopper.bf16_gemm = quickest_gemm if kind == "nonexact" else _EXACT_GEMM
+    owners: tuple[Any, ...] = (load_backend("hopper"), chunks)  # linears and routers; the lm_head
+    for owner in owners:
+        owner.bf16_gemm = quickest_gemm if kind == "nonexact" else bf16_gemm
 
 
 def cublas_gemm(x: Tensor, w: PreparedBF16, out_dtype: torch.dtype) -> Tensor:

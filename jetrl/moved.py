@@ -41,7 +41,9 @@ _ROOMS = (  # (old room, new room, modules that kept their name)
 )
 _RENAMED = {
     "compare": "run.compare", "config.data": "config.task", "ending": "process_exit", "entry": "run.start",
-    "kernels.attention": "kernels.attention.ops", "kernels.backends.deepgemm_grouped": "kernels.experts.deepgemm",
+    "kernels.attention": "kernels.attention.ops", "kernels.backends": "kernels.dispatch",
+    "kernels.backends.hopper": "kernels.dispatch", "kernels.backends.hopper_scaled_mm": "kernels.dispatch",
+    "kernels.backends.reference": "kernels.dispatch", "kernels.backends.deepgemm_grouped": "kernels.experts.deepgemm",
     "kernels.backends.few_rows_choice": "kernels.gemm.choice", "kernels.backends.gemm_layouts": "kernels.gemm.layouts",
     "kernels.backends.gluon_attention": "kernels.attention.decode",
     "kernels.backends.gluon_draft": "kernels.attention.decode_drafts",

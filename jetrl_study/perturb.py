@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -29,6 +28,7 @@ from jetrl.engine.runner import Model
 from jetrl.engine.settings import EngineSettings
 from jetrl.kernels.dispatch import backend_of, served_by
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.registry import Backend
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
 from jetrl.run.engines import EngineContext
@@ -76,7 +76,7 @@ def pages_reversed(plan: PagedPlan, page_size: int) -> PagedPlan:
 class OtherOps:
     """The ops of a backend, some of them with other last bits. Everything else is the backend's own."""
 
-    def __init__(self, base: ModuleType, ways: tuple[str, ...]) -> None:
+    def __init__(self, base: Backend, ways: tuple[str, ...]) -> None:
         self.base, self.ways = base, ways
 
     def __getattr__(self, name: str) -> Any:

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py")) + sorted(STUDY.rglob("*.py"))
 
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
+    ("arrays",),
     ("errors", "types", "spec", "choices", "presets", "process_exit", "hashing", "moved", "values", "rounding",
      "__init__"),
     ("untrusted", "phrases"),
@@ -37,10 +38,11 @@ RANKS = [
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 REPORT_MAY = {"types", "errors", "untrusted", "moved", "rounding", "report", "__init__"}
 NO_TORCH = [
-    "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
-    "untrusted.py", "values.py", "rounding.py",
+    "precision", "config", "spec.py", "errors.py", "types.py", "arrays.py", "choices.py", "presets.py",
+    "requirements.py", "untrusted.py", "values.py", "rounding.py",
     "engine/scheduler.py", "engine/pages.py", "engine/plan.py", "engine/slots.py", "engine/prefixes.py",
-    "engine/turns.py", "engine/limits.py", "engine/speculation/depth.py", "engine/speculation/sources.py",
+    "engine/turns.py", "engine/limits.py", "engine/settings.py", "engine/rows.py", "engine/speculation/depth.py",
+    "engine/speculation/sources.py",
     "engine/sharing.py", "rl/advantage.py",
 ]
 
@@ -70,11 +72,12 @@ REACHED_THROUGH = {
     "config/rollout": "config/sections",
     "config/train": "config/sections",
     "huggingface/config": "huggingface/read",
-    "kernels/gemm/deepgemm": "kernels/backends/hopper",
-    "kernels/experts/deepgemm": "kernels/backends/hopper",
-    "kernels/attention/flash": "kernels/backends/hopper",
-    "kernels/backends/hopper": "kernels/dispatch",
-    "kernels/backends/hopper_scaled_mm": "kernels/dispatch",
+    "kernels/gemm/deepgemm": "kernels/gemm/table",
+    "kernels/experts/deepgemm": "kernels/experts/table",
+    "kernels/attention/flash": "kernels/attention/table",
+    "kernels/pointwise/reference": "kernels/pointwise/table",
+    "kernels/quantize/reference": "kernels/quantize/table",
+    "kernels/update/reference": "kernels/update/table",
     "kernels/gemm/operands": "kernels/gemm/scaled_mm",
     "kernels/launch": "kernels/pointwise/triton",
     "model/attention": "model/blocks",
@@ -232,7 +235,8 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 def test_no_op_is_without_a_test() -> None:
     """A folder of ops has tests/kernels/test_<folder>.py; so has each module that ops share, plain values aside."""
     shared = [path.stem for path in (PACKAGE / "kernels").glob("*.py")] + [
-        path.stem for path in (PACKAGE / "kernels" / "update").glob("*.py") if path.stem not in ("reference", "triton")
+        path.stem for path in (PACKAGE / "kernels" / "update").glob("*.py")
+        if path.stem not in ("reference", "table", "triton")
     ]
     folders = [path.parent.name for path in (PACKAGE / "kernels").glob("*/ops.py")]
     assert len(folders) >= 6
@@ -241,7 +245,10 @@ def test_no_op_is_without_a_test() -> None:
 
 
 def names_in(path: Path) -> set[str]:
-    """Modules that a test file imports or names in a string (`jetrl.room.module`, `jetrl.room.module:attribute`)."""
+    """Modules that a file imports or names in a string (`jetrl.room.module`, `jetrl.room.module:attribute`).
+
+    A table of ops names those of its rows, below `jetrl.kernels`.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -251,6 +258,8 @@ def names_in(path: Path) -> set[str]:
         elif isinstance(node, ast.Constant) and str(node.value).startswith(("jetrl.", "jetrl_study.")):
             name = str(node.value).partition(":")[0]
             found |= {name, name.rpartition(".")[0]}
+        elif isinstance(node, ast.Constant) and path.match("kernels/*/table.py"):
+            found.add(f"jetrl.kernels.{node.value}")
     return found
 
 

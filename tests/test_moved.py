@@ -83,5 +83,7 @@ def test_a_users_file_that_imports_an_old_module_is_told_the_new_name(tmp_path: 
     file.write_text("from jetrl.rollout.engine import PagedEngine\n")
     with pytest.raises(UserError, match=r"jetrl\.rollout\.engine is jetrl\.engine\.engine now"):
         import_attribute(f"{file}:f", "task.reward", "function")
+    with pytest.raises(UserError, match=r"jetrl\.kernels\.backends is jetrl\.kernels\.dispatch now"):
+        import_attribute("jetrl.kernels.backends.hopper:f", "task.reward", "function")
     with pytest.raises(UserError, match=r"jetrl\.kernels\.decode is jetrl\.kernels\.attention\.state now"):
         import_attribute("jetrl.kernels.decode:f", "task.reward", "function")

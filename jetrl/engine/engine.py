@@ -18,17 +18,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jetrl.engine.kv_cache import pages_in_memory
 from jetrl.engine.limits import check_vocabulary, most_tokens
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Drawn, Finished, NewTokens, Plan
+from jetrl.engine.rows import Rows, rows_for
 from jetrl.engine.runner import Model, ModelRunner
 from jetrl.engine.sampler import SamplingTable, check_params
 from jetrl.engine.scheduler import ForcePreempt, Scheduler
 from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import Speculator
+from jetrl.engine.state_pool import grid_of, pages_in_memory
 from jetrl.engine.stopper import Stopper, Tokenizer
 from jetrl.errors import OutOfMemory
+from jetrl.precision.blocks.layouts import require_rewind
 from jetrl.types import Completion, Engine, FinishReason, Request, StepReport, WeightSet
 
 _DEFAULTS = EngineSettings()
@@ -65,6 +67,8 @@ class PagedEngine(Engine):
     ) -> None:
         self.model, self.tokenizer, self.flow_digest, self.settings = model, tokenizer, flow_digest, settings
         self.runner, self.speculator = ModelRunner(model, settings), speculator
+        if speculator is not None:
+            require_rewind(model.spec)
         eos = settings.eos_token_ids
         if eos is None:
             eos = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
@@ -78,10 +82,11 @@ class PagedEngine(Engine):
 
     def _reset(self) -> None:
         """No request, and no page that holds anything."""
-        s = self.settings
+        s, grid = self.settings, grid_of(self.model.spec)
         self._scheduler = Scheduler(
             PageAllocator(1, s.page_size), max_num_seqs=s.max_num_seqs, max_tokens_per_step=s.max_tokens_per_step,
             max_position=self.model.spec.max_position,
+            rows=Rows(s.max_num_seqs, rows_for(s.max_num_seqs), grid) if grid else None,
         )
         self._table = SamplingTable.for_slots(s.max_num_seqs)
         self._stopper = Stopper(self.eos_token_ids, self.tokenizer, s.max_num_seqs)
@@ -286,7 +291,9 @@ class PagedEngine(Engine):
         if have >= need:
             return have
         format = self.model.recipe.kv_cache
-        fits = pages_in_memory(self.model.spec, size, self.model.dtype, self.runner.device, format, held)
+        fits = pages_in_memory(
+            self.model.spec, size, self.model.dtype, self.runner.device, format, held, self.runner.num_rows
+        )
         if sizes[0] <= have and fits <= have * 9 // 8:  # memory was short before: another would hardly be larger
             return have
         self.runner.release()
@@ -319,6 +326,7 @@ class PagedEngine(Engine):
             return
         scheduler.check_integrity()
         assert allocator.num_used == 0, f"{allocator.num_used} pages are still held after the last request"
+        assert scheduler.rows is None or scheduler.rows.num_used == 0, "states of sequences are still held"
         self.runner.give_back()
         if self.speculator is not None:
             self.speculator.rest()

@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.plan import Plan
+from jetrl.engine.rows import ZEROS, rows_for
 from jetrl.engine.runner import ModelRunner
 from jetrl.engine.sampler import SamplingTable
 from jetrl.engine.settings import EngineSettings
+from jetrl.engine.state_pool import StatePool, grid_of
 from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.transformer import Transformer
 from jetrl.parity.drawn import draft_link, graph_links
@@ -66,6 +67,7 @@ from jetrl.types import (
     Request,
     SamplingParams,
     Segment,
+    StateRows,
     Trajectory,
     WeightSet,
     log_probs,
@@ -99,7 +101,8 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
     links = []
     sequences = random_sequences(model, work)
     graphs = graph_links(model, work) if model.head_weight.is_cuda else ()
-    for link in (packed_link, chunked_link, decode_link, *graphs, draft_link, shared_link):
+    drafts = () if grid_of(model.spec) else (draft_link,)  # states of sequences cannot take a draft back
+    for link in (packed_link, chunked_link, decode_link, *graphs, *drafts, shared_link):
         progress(link.__doc__ or "")
         with torch.no_grad():
             links.append(link(model, sequences, work))
@@ -147,7 +150,8 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
     """Forward batches that prefill one sequence in chunks of `work.chunk` tokens into scattered pages."""
     size, device = work.page_size, tokens.device
     pages = -(-len(tokens) // size)
-    cache = KVCache(model.spec, 2 * pages + 1, size, model.dtype, device, model.recipe.kv_cache)
+    rows = rows_for(1) if grid_of(model.spec) else 0
+    cache = StatePool(model.spec, 2 * pages + 1, size, model.dtype, device, model.recipe.kv_cache, rows)
     table = torch.arange(2 * pages, 0, -2, dtype=torch.int32, device=device)[None]  # every second page, backwards
     batches = []
     for start in range(0, len(tokens), work.chunk):
@@ -157,6 +161,7 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
         plan = PagedPlan(
             cache, torch.tensor([0, stop - start], dtype=torch.int32, device=device), (stop - start,),
             torch.tensor([stop], dtype=torch.int32, device=device), (-(-stop // size),), table, slots,
+            rows=StateRows(*torch.tensor([[2 if start else ZEROS], [2]], device=device)) if rows else None,
         )
         batches.append(ForwardBatch(tokens[start:stop], positions, plan, "rollout"))
     return batches

@@ -60,6 +60,7 @@ from jetrl.run.sft import warm_start
 from jetrl.run.stopping import GivenUp, StopRequest
 from jetrl.tasks.gold import check_gold
 from jetrl.tasks.task import rows_of_epoch
+from jetrl.train.calibration import Calibration
 from jetrl.train.noise import noise_metrics, noise_told
 from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
@@ -341,13 +342,16 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
                 learnt, batches, advantage_stats = estimate(
                     gathered.learnt, batches, session.learner, progress.reference, config, session.unified
                 )
-                stats = noise_metrics(session.learner, batches, config, step)
-                stats |= update(session.learner, batches, config, step, partial(clock.display.hint, step))
+                clip = Calibration(session.learner, config, progress.clip_bounds)
+                stats = noise_metrics(session.learner, batches, clip.config, step) | clip.begin(batches, step)
+                tell = partial(clock.display.hint, step)
+                stats |= update(session.learner, batches, clip.config, step, tell, clip.measure) | clip.metrics()
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
         weights = publish(session.model, progress.weight_version + 1, session.flow_digest, flips := Flips())
     progress.step, progress.weight_version, progress.num_prompts = step, weights.version, gathered.next_prompt
+    progress.clip_bounds = clip.bounds
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
@@ -365,8 +369,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         clock.display.hint(step, NO_SIGNAL, reason)
     elif reason := without_gradient(metrics, config):
         clock.display.hint(step, "nothing was learned", reason)
-    if noise := noise_told(metrics, config):
-        clock.display.hint(step, "noise clips tokens", noise)
+    if noisy := noise_told(metrics, clip.config):
+        clock.display.hint(step, "noise clips tokens", noisy)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)

@@ -24,6 +24,7 @@ from jetrl.parallel.agreement import on_every_rank, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
+from jetrl.rl.calibration import Bounds
 from jetrl.rollout.queue import Queues
 from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
@@ -46,6 +47,7 @@ class Progress:
     weight_version: int = 0
     num_prompts: int = 0  # taken from the task's training stream so far
     initial_accuracy: float | None = None
+    clip_bounds: Bounds | None = None  # of a calibrated clip, once they have been found
     first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
     reference: Transformer | None = None  # the policy as it was after the warm start, for a KL penalty

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention import reference as ref
+from jetrl.kernels.attention.cache import write_cache
 from jetrl.kernels.attention.ops import varlen_plan
 from jetrl.kernels.dispatch import load_backend
 from jetrl.types import LayerCache, PagedPlan, VarlenPlan
@@ -151,9 +152,9 @@ def test_an_fp8_cache_is_a_bf16_cache_of_rounded_heads(ops, n: int, g: int, h: i
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         whole = paged(cache, tables, [0] * 4, list(lengths))
         if fp8:
-            ops.write_cache(k, v, whole.slots, cache.layer(0))
+            write_cache(k, v, whole.slots, cache.layer(0))
         else:
-            ops.write_cache(rounded_k, rounded_v, whole.slots, cache.layer(0))
+            write_cache(rounded_k, rounded_v, whole.slots, cache.layer(0))
         rows = torch.cat([torch.arange(starts[b + 1] - counts[b], starts[b + 1]) for b in range(4)]).to(CUDA)
         plan = paged(cache, tables, [m - c for m, c in zip(lengths, counts, strict=True)], list(counts))
         if spare == 0:

@@ -68,8 +68,7 @@ def wide(scale: Tensor, n: int, k: int) -> Tensor:
 
 def test_a_chosen_gemm_goes_through_it_and_others_do_not(ops, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(choice, "CODED", ((64, 32),))
-    monkeypatch.setattr(choice, "CODED_FROM", 1)
+    monkeypatch.setattr(choice, "CODED", {(768, 512): ((64, 32),), (512, 520): ((64, 32),)})
     monkeypatch.setattr(choice.coded_rows, "matmul", lambda *a: calls.append(1) or matmul(*a))
     for sections, k, m, chosen in (
         ((512, 128, 128), 512, 64, True), ((512, 128, 128), 512, 65, False), ((512, 64, 192), 512, 8, False),
@@ -92,7 +91,11 @@ def test_a_model_that_decodes_by_codes_has_a_certificate(
     from jetrl.api import random_model
     from jetrl.parity.certificate import Workload, certify
 
-    monkeypatch.setattr(choice, "CODED", coded)
+    def chosen(n: int, k: int, tokens: int) -> int | None:
+        rows = next((rows for most, rows in coded if tokens <= most), None)
+        return None if rows is None else rows_for(n, k, rows)
+
+    monkeypatch.setattr(choice, "coded", chosen)
     model = random_model(shape, "w8a16", CUDA, layers=2)
     work = Workload(num_sequences=24, max_prompt=150, new_tokens=40, chunk=64, page_size=128)
     result = certify(model, work, shape, lambda text: None)

@@ -35,8 +35,8 @@ def test_chunks_change_no_bit(ops, monkeypatch: pytest.MonkeyPatch, t: int, d: i
     whole = ops.logprob_entropy(hidden, w, targets, temperature)
     sampled = ops.logprobs(ops.head_logits(hidden[:5], w), targets[:5], temperature[:5])
     assert torch.equal(sampled, whole[0][:5])  # the sampler's path
-    monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 128 * v)
-    monkeypatch.setattr(ops, "_FORWARD_ELEMENTS", 128 * v)
+    monkeypatch.setattr("jetrl.kernels.logprob.chunks._LOGIT_ELEMENTS", 128 * v)
+    monkeypatch.setattr("jetrl.kernels.logprob.chunks._FORWARD_ELEMENTS", 128 * v)
     parts = ops.logprob_entropy(hidden, w, targets, temperature)
     assert all(torch.equal(a, b) for a, b in zip(whole[:3], parts[:3], strict=True))
     assert whole[3] is None
@@ -64,11 +64,12 @@ def test_gradients_match_autograd(
     if with_entropy:
         loss = loss - ((logp.exp() * logp).sum(-1) * ge).sum()
     want = torch.autograd.grad(loss, (h, w))
-    monkeypatch.setattr(ops, "_LOGIT_ELEMENTS", 256 * v)
-    monkeypatch.setattr(ops, "_FORWARD_ELEMENTS", 256 * v)
+    monkeypatch.setattr("jetrl.kernels.logprob.chunks._LOGIT_ELEMENTS", 256 * v)
+    monkeypatch.setattr("jetrl.kernels.logprob.chunks._FORWARD_ELEMENTS", 256 * v)
 
     # none of the rows kept, some of them, all
-    monkeypatch.setattr(ops, "KEPT_BYTES", {"all": 5 << 29, "some": 2 * 150 * v, "none": 0}[kept])
+    kept_bytes = {"all": 5 << 29, "some": 2 * 150 * v, "none": 0}[kept]
+    monkeypatch.setattr("jetrl.kernels.logprob.chunks.KEPT_BYTES", kept_bytes)
     *_, statistics, residual = ops.logprob_entropy(hidden, ops.prepare_bf16(weight), targets, temperature, True)
     some = 150 * v // (-(-v // 8) * 8)
     assert (0 if residual is None else len(residual)) == {"all": t, "some": some, "none": 0}[kept]

@@ -14,7 +14,7 @@ from jetrl.kernels.dispatch import load_backend, require_experts
 from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.experts import reference as rm
 from jetrl.kernels.experts.few_tokens import group_quantize
-from jetrl.kernels.experts.route import PaddedGroups
+from jetrl.kernels.experts.route import PaddedGroups, split_fp32_into_bf16
 from jetrl.kernels.experts.route import group as grouped
 from jetrl.kernels.qtensor import QTensor
 from jetrl.kernels.update.gradient import Gradient
@@ -335,4 +335,4 @@ def test_gradients_of_the_router(ops, shape: tuple[int, int, int, int]) -> None:
     assert relative_error(dw, dz.double().T @ x.double()) < 1e-5, "not in full FP32"
     assert torch.equal(dw, ops.router_backward(dz, x, w)[1])
     far = torch.cat([dz, dz * 2.0**-80, dz * 2.0**100])
-    assert torch.equal(sum(t.double() for t in ops.split_fp32_into_bf16(far)), far.double()), "the parts are not exact"
+    assert torch.equal(sum(t.double() for t in split_fp32_into_bf16(far)), far.double()), "the parts are not exact"

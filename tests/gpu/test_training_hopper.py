@@ -10,7 +10,6 @@ import pytest
 from tiny import ARCH, long_prompts, numbers, tiny_config, tiny_run, weights_hash
 
 from jetrl.engine.runner import ModelRunner
-from jetrl.kernels.dispatch import load_backend
 from jetrl.model import attention, mlp
 from jetrl.report.recorder import read_samples
 from jetrl.run.loop import StopRequest, run
@@ -39,6 +38,7 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
         {"rollout.top_p": 0.8, "rollout.top_k": 20, "rl.updates_per_step": 2, "rl.kl_coef": 0.1},
         {"rollout.min_p": 0.05, "rl.entropy_coef": 0.01, "train.max_tokens_per_gpu": 60},
         {"rollout.top_p": 0.8, "rollout.logprobs": "full"},
+        {"rl.updates_per_step": 2, "rl.clip": "calibrated", "rl.calibration_interval": 2},
     ],
     ids=str,
 )
@@ -134,7 +134,7 @@ def test_what_is_made_again_has_the_bits_of_what_was_kept(
     monkeypatch.setattr(attention, "norm_before", lambda *_: None)
     monkeypatch.setattr(mlp, "norm_before", lambda *_: None)
     monkeypatch.setattr(reduction, "first_waits", lambda matrices: nullcontext())
-    monkeypatch.setattr(load_backend("hopper"), "_FORWARD_ELEMENTS", 1 << 29)
+    monkeypatch.setattr("jetrl.kernels.logprob.chunks._FORWARD_ELEMENTS", 1 << 29)
     before = tiny_run(tmp_path / "before", common | {"train.lean_backward": False})
     assert numbers(lean) == numbers(fast) == numbers(before)
     assert weights_hash(lean, 4) == weights_hash(fast, 4) == weights_hash(before, 4)

@@ -19,11 +19,12 @@ def test_rows_of_a_program_divide_the_weight() -> None:
 
 
 def test_without_a_measurement_no_codes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "CODED", ())
+    assert choice.coded(24576, 4096, 16) == 64 and choice.coded(24576, 4096, 17) is None, "measured on an H200"
     assert choice.coded(4096, 4096, 1) is None
-    monkeypatch.setattr(choice, "CODED", ((8, 16), (64, 64)))
+    rules = ((8, 16), (64, 64))
+    monkeypatch.setattr(choice, "CODED", {(4096, 4096): rules, (4096, 4100): rules})
     assert [choice.coded(4096, 4096, m) for m in (1, 8, 9, 64, 65)] == [16, 16, 64, 64, None]
-    assert choice.coded(128, 128, 1) is None, "too small to gain"
+    assert choice.coded(128, 128, 1) is None, "not measured"
     assert choice.coded(4096, 4100, 1) is None
 
 
@@ -36,8 +37,7 @@ def test_sizes_without_a_kernel_are_left_to_deepgemm(
     sections: tuple[int, ...], width: int, tokens: int, read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Tensor, ...]] = []
-    monkeypatch.setattr(choice, "CODED", ((64, 64),))
-    monkeypatch.setattr(choice, "CODED_FROM", 1)
+    monkeypatch.setattr(choice, "CODED", {(sum(sections), width): ((64, 64),)})
     monkeypatch.setattr(coded_rows, "matmul", lambda *given: seen.append(given) or torch.ones(1))
     weight: QTensor = quantize_weight(torch.randn(sum(sections), width).bfloat16(), sections, True)
     got = choice.multiply_coded(torch.zeros(tokens, width, dtype=torch.bfloat16), weight)

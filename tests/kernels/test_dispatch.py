@@ -19,7 +19,6 @@ def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_selected_backend_serves_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.BACKENDS, "second", "jetrl.kernels.backends.reference")
     monkeypatch.setitem(dispatch.DEVICE_OF, "second", "cpu")
     asked: list[str] = []
     monkeypatch.setattr(dispatch, "load_backend", lambda name: asked.append(name))

@@ -9,9 +9,9 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels import reference
-from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob import reference as backend
 from jetrl.kernels.update.gradient import Gradient
 
 T, D, V = 23, 48, 130

@@ -13,9 +13,9 @@ from tolerances import assert_at_most_twice, assert_bitwise_equal
 from torch import Tensor
 
 from jetrl.kernels import reference
-from jetrl.kernels.backends import reference as backend
 from jetrl.kernels.gemm import ops as gemm
 from jetrl.kernels.logprob import ops as logprob
+from jetrl.kernels.logprob import reference as backend
 from jetrl.kernels.logprob import truncation
 from jetrl.kernels.logprob.truncation import LEFT_OUT, Filters, Support, Truncation, compact, joined, kept, members
 from jetrl.kernels.update.gradient import Gradient
@@ -169,6 +169,19 @@ def test_the_drawn_token_is_always_in_the_set(head: tuple[Tensor, Tensor, Tensor
         hidden, Gradient(weight), weight, gemm.prepare_bf16(weight), unlikely, 1.0, support=support
     )
     assert bool(got.isfinite().all()) and support.sets.starts.diff().tolist() == [2] * T
+
+
+def test_a_micro_batch_without_loss_rows_has_no_sets(head: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden, weight, targets = head
+    support = Support(SOME, targets[:0])
+    master = weight.float().requires_grad_()
+    for again in (support, Support(SOME, targets[:0], support.sets)):
+        got, entropy = logprob.token_logprobs(
+            hidden[:0], master, weight, gemm.prepare_bf16(weight), targets[:0], 1.0, support=again
+        )
+        (got.sum() + entropy.sum()).backward()
+        assert got.shape == entropy.shape == (0,) and again.sets.starts.tolist() == [0] and not len(again.sets.words)
+    assert not float(master.grad.abs().sum())  # type: ignore[union-attr]
 
 
 def test_logits_that_are_not_finite_stay_to_be_seen(head: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -17,10 +17,11 @@ from jetrl.kernels import reference as ref
 from jetrl.kernels.attention import cache as tc
 from jetrl.kernels.attention import heads as tb
 from jetrl.kernels.attention import reference as attention
-from jetrl.kernels.backends import reference as backend
+from jetrl.kernels.dispatch import load_backend
 from jetrl.types import LayerCache
 
 DEVICE, KINDS, Case, equal, sample = base.DEVICE, base.KINDS, base.Case, base.equal, base.sample
+backend = load_backend("reference")
 HEADS = ((9, 3, 64), (4, 2, 128), (5, 5, 32), (6, 1, 80))  # query heads, key/value heads, size
 
 

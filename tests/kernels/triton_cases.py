@@ -24,7 +24,7 @@ from jetrl.kernels.attention import advance as td
 from jetrl.kernels.attention import cache as tc
 from jetrl.kernels.attention import heads as tb
 from jetrl.kernels.attention.state import DecodeState
-from jetrl.kernels.backends import reference as backend
+from jetrl.kernels.dispatch import load_backend
 from jetrl.kernels.logprob import triton as tv
 from jetrl.kernels.pointwise import normed as tn
 from jetrl.kernels.pointwise import swiglu as ts
@@ -38,6 +38,7 @@ from jetrl.types import LayerCache, SamplingParams
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
 Case = Callable[[], None]
+backend = load_backend("reference")
 
 
 def fix_interpreter_rounding() -> None:

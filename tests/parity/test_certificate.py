@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_ops import owners
 from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.attention import ops as attention
-from jetrl.kernels.backends import reference as backend
+from jetrl.kernels.dispatch import load_backend
 from jetrl.model.transformer import Transformer
 from jetrl.parity import certificate as parity
 from jetrl.parity import rows as parity_rows
@@ -123,7 +124,8 @@ def nudge(op: Callable[..., Tensor], when: Callable[[Tensor], bool]) -> Callable
 def test_an_operator_that_depends_on_the_batch_is_named(op: str, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = WORK.max_prompt + WORK.new_tokens
     # wrong in packed batches only
-    monkeypatch.setattr(backend, op, nudge(getattr(backend, op), lambda x: len(x) > longest))
+    for owner in owners(op):
+        monkeypatch.setattr(owner, op, nudge(getattr(owner, op), lambda x: len(x) > longest))
     packed = certificate("fp8").links[0]
     assert not packed.ok and packed.rows_different >= 1 and packed.first_difference is not None
     assert f"first operator that differs is {names}" in packed.first_difference, packed.first_difference
@@ -152,13 +154,14 @@ def test_an_error_of_shared_prompts_alone_is_found_by_its_link(
 
 
 def test_an_error_of_decoding_alone_is_found_by_the_last_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = backend.swiglu, {"decode": 0}
+    right, calls = load_backend("reference").swiglu, {"decode": 0}
 
     def broken(x: Tensor) -> Tensor:  # every 40th small batch: decode steps, not prefill or training
         calls["decode"] += len(x) <= 6
         return nudge(right, lambda x: calls["decode"] % 40 == 39 and len(x) <= 6)(x)
 
-    monkeypatch.setattr(backend, "swiglu", broken)
+    for owner in owners("swiglu"):
+        monkeypatch.setattr(owner, "swiglu", broken)
     assert not certificate("fp8").ok
 
 
@@ -174,7 +177,8 @@ def test_training_over_keys_and_values_that_are_not_rounded_loses_the_certificat
 
 
 def test_a_head_that_depends_on_the_batch_is_told_from_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "head_logits", nudge(backend.head_logits, lambda x: len(x) == 1))
+    for owner in owners("head_logits"):
+        monkeypatch.setattr(owner, "head_logits", nudge(owner.head_logits, lambda x: len(x) == 1))
     result = certificate("bf16")
     assert not result.ok
     text = " ".join(link.first_difference or "" for link in result.links)

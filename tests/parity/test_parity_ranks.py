@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_ops import owners
 from ranks import run_ranks
 from tiny import ARCH
 
 from jetrl.errors import UserError
-from jetrl.kernels.backends import reference as backend
+from jetrl.kernels.dispatch import load_backend
 from jetrl.parallel.world import ALONE, World
 from jetrl.parity import ranks as parity_ranks
 from jetrl.parity.certificate import Certificate, Workload
@@ -64,14 +65,16 @@ def links_of(of: Subject, world: World, masters: Masters) -> list[LinkResult]:
 
 def broken_sampling(world: World) -> list[LinkResult]:
     """Rank 1 samples alone as the others do, and otherwise while it shares a rollout."""
-    real, right = parity_ranks.roll_out, backend.swiglu
+    real, right = parity_ranks.roll_out, load_backend("reference").swiglu
 
     def rolled(*args: Any, queues: Any = None) -> Any:
-        backend.swiglu = on_rank_1(world, right) if queues is not None else right
+        for owner in owners("swiglu"):
+            owner.swiglu = on_rank_1(world, right) if queues is not None else right
         try:
             return real(*args, queues=queues)
         finally:
-            backend.swiglu = right
+            for owner in owners("swiglu"):
+                owner.swiglu = right
 
     parity_ranks.roll_out = rolled  # type: ignore[assignment]
     try:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_ops import owners
 from tiny import tiny_config
 
 from jetrl.engine.graphs.decode import padded_batch
 from jetrl.engine.runner import ModelRunner
-from jetrl.kernels.backends import reference
 from jetrl.model.transformer import Transformer
 from jetrl.run.compiling import needed
 from jetrl.run.prepare import load_spec
@@ -81,7 +81,8 @@ def noted(name: str, called: set[str], op: Any) -> Any:
 def test_settings_reach_the_miniature(tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
     for name in ("logprob_backward", "adamw_step_", "fp8_gemm", "bf16_gemm", "round_heads", "quantize_weight"):
-        monkeypatch.setattr(reference, name, noted(name, called, getattr(reference, name)))
+        for owner in owners(name):
+            monkeypatch.setattr(owner, name, noted(name, called, getattr(owner, name)))
     config = tiny_config(tmp_path, changes)
     needed.run(config, load_spec(config)[1], True)
     fp8 = config.precision == "fp8"

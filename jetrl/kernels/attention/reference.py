@@ -22,6 +22,11 @@ from torch import Tensor
 
 from jetrl.kernels import exact
 from jetrl.kernels import reference as ref
+from jetrl.kernels.attention.state import DecodeState
+from jetrl.kernels.pointwise.reference import rms_norm_backward, rope_backward
+from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize.reference import quantize_act
+from jetrl.kernels.reference import rms_norm, rope, round_heads
 from jetrl.types import LayerCache, PagedPlan, SharedKeys, VarlenPlan
 
 VALUE_BITS, WEIGHT_BITS, SUM_BITS = 18, 24, 32
@@ -215,3 +220,61 @@ def attend_backward(
     if shared is not None:
         return dq.to(dtypes[0]), add_shared(dk, shared, dtypes[1]), add_shared(dv, shared, dtypes[2])
     return dq.to(dtypes[0]), dk.to(dtypes[1]), dv.to(dtypes[2])
+
+
+def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
+    return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
+
+
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    return attend(q, k, v, plan, 0, scale), None
+
+
+def qkv_norm_rope(
+    qkv: Tensor, heads: tuple[int, int], head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor, cache: tuple[LayerCache, Tensor] | None, fp8_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, g = heads
+    q, k, v = qkv.view(-1, n + 2 * g, head_dim).split((n, g, g), 1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    cos, sin = tables[0][positions], tables[1][positions]
+    q, k, v = rope(q, cos, sin), rope(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+    if cache is None:
+        return (q, round_heads(k), round_heads(v)) if fp8_kv else (q, k, v)
+    layer, slots = cache
+    assert fp8_kv == (layer.scales is not None), "the cache has another format than the model's recipe"
+    write_cache(k, v, slots, layer)
+    return q, layer.keys, layer.values
+
+
+def qkv_norm_rope_backward(
+    grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
+    tables: tuple[Tensor, Tensor], positions: Tensor,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Gradients of `qkv` (rounded) and of the norms' weights (FP32): those of the ops, one after another."""
+    (dq, dk, dv), (_, n, h), d_norms = grads, grads[0].shape, None
+    cos, sin = tables[0][positions], tables[1][positions]
+    dq, dk = rope_backward(dq, cos, sin), rope_backward(dk, cos, sin)
+    if norms is not None:
+        q, k = qkv.view(len(qkv), -1, h)[:, : n + dk.shape[1]].split((n, dk.shape[1]), 1)
+        (dq, d_q), (dk, d_k) = rms_norm_backward(dq, q, norms[0], eps), rms_norm_backward(dk, k, norms[1], eps)
+        d_norms = (d_q, d_k)
+    return torch.cat((dq, dk, dv), 1).flatten(1), d_norms
+
+
+def advance(state: DecodeState, tokens: Tensor, logprobs: Tensor, maxima: Tensor) -> None:
+    """`kernels.attention.state.advance`, plainly."""
+    step = int(state.count)
+    state.drawn[:, step] = torch.stack([tokens, *(x.double().view(torch.int64) for x in (logprobs, maxima))])
+    inputs, positions, slots, _, sample_positions = state.integers
+    alive = slots >= 0
+    inputs.copy_(tokens)
+    for column in (positions, sample_positions, state.kv_lengths):
+        column += alive.to(column.dtype)
+    block = (positions // state.page_size).clamp(max=state.table.shape[1] - 1)
+    pages = state.table.gather(1, block[:, None])[:, 0].long()
+    slots.copy_(torch.where(alive, pages * state.page_size + positions % state.page_size, slots))
+    state.count.copy_((state.count + 1) % state.drawn.shape[1])

@@ -8,12 +8,15 @@ other rows lie in an expert's group, and where, changes nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from jetrl.kernels import reference as ref
 from jetrl.kernels.experts.groups import Groups
 from jetrl.kernels.qtensor import QTensor
+from jetrl.kernels.quantize.reference import quantize_act
 from jetrl.kernels.reference import PreparedBF16, PreparedFP8
 
 
@@ -133,17 +136,17 @@ def expert_of(q: QTensor, expert: int, count: int) -> QTensor:
     return QTensor(codes, scale, q.granularity, sections, q.col_sections)
 
 
-def prepare_experts_fp8(q: QTensor, count: int) -> list[PreparedFP8]:
-    """The operands of `grouped_fp8_gemm`, expert by expert."""
+def prepare_experts_fp8(q: QTensor, count: int, held: Any = None) -> list[PreparedFP8]:
+    """The operands of `grouped_fp8_gemm`, expert by expert; `held`, one to overwrite, is for captured graphs."""
     return [PreparedFP8(expert_of(q, e, count)) for e in range(count)]
 
 
-def prepare_experts_fp8_t(q: QTensor, count: int) -> list[PreparedFP8]:
+def prepare_experts_fp8_t(q: QTensor, count: int, held: Any = None) -> list[PreparedFP8]:
     """The same for dgrad: each expert's matrix transposed, with the same codes and blocks."""
     return [PreparedFP8(ref.transpose(expert_of(q, e, count))) for e in range(count)]
 
 
-def prepare_experts_bf16(w: Tensor, count: int) -> list[PreparedBF16]:
+def prepare_experts_bf16(w: Tensor, count: int, held: Any = None) -> list[PreparedBF16]:
     """The operands of `grouped_bf16_gemm`, expert by expert."""
     return [PreparedBF16(part) for part in w.chunk(count)]
 
@@ -229,3 +232,13 @@ def grouped_bf16_wgrad_into(dy: Tensor, x: Tensor, groups: Groups, grad: Tensor)
     matrices = grad.chunk(len(groups.counts))
     for expert, at in _bounds(groups):
         matrices[expert].add_(dy[at].to(torch.float32).T @ x[at].to(torch.float32))
+
+
+def dispatch_quantize(x: Tensor, groups: Groups, pow2: bool) -> QTensor:
+    q, at = quantize_act(x, pow2), groups.tokens
+    return QTensor(q.codes.view(torch.uint8)[at].view(q.codes.dtype), q.scale[at], "1x128", (len(at),), q.col_sections)
+
+
+def group_quantize(chosen: Tensor, x: Tensor, num_experts: int, pow2: bool) -> tuple[Groups, QTensor]:
+    groups = group(chosen, num_experts)
+    return groups, dispatch_quantize(x, groups, pow2)

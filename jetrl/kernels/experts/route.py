@@ -236,3 +236,18 @@ def group(chosen: Tensor, num_experts: int, block: int | None = None) -> PaddedG
             PB=max(1, 4096 // width), X=4, num_warps=4, **LAUNCH,
         )
     return groups
+
+
+def split_fp32_into_bf16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three BF16 tensors whose sum is `x` (FP32) exactly: 8 of its 24 bits each, unless the last is below 2**-133."""
+    high = x.to(torch.bfloat16)
+    rest = x - high.to(torch.float32)
+    middle = rest.to(torch.bfloat16)
+    return high, middle, (rest - middle.to(torch.float32)).to(torch.bfloat16)
+
+
+def router_backward(d_logits: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """`experts.reference.router_backward`: `d_logits` in three parts, so BF16 GEMMs multiply exactly; sums are FP32."""
+    parts = torch.cat(split_fp32_into_bf16(d_logits), 1)
+    dw = torch.mm(parts.T, x, out_dtype=torch.float32).view(3, *w.shape)
+    return parts @ w.repeat(3, 1), dw.sum(0)

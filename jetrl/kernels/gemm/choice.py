@@ -53,10 +53,9 @@ CHOSEN: dict[tuple[int, int], tuple[tuple[int, str], ...]] = {
 OTHERS: tuple[tuple[int, str], ...] = ()
 OTHERS_FROM = 8 << 20
 
-# For BF16 GEMMs whose weight is codes: (at most so many tokens, rows of the weight for a program), ...: the first that
-# holds, for weights of at least CODED_FROM elements; empty until measured
-CODED: tuple[tuple[int, int], ...] = ()
-CODED_FROM = 1 << 19
+# For BF16 GEMMs whose weight is codes, by (N, K): (at most so many tokens, rows of the weight for a program), ...: the
+# first that holds. The other sizes of Qwen3-8B and more tokens were measured on an H200, and are slower by codes.
+CODED: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {(24576, 4096): ((16, 64),)}
 
 
 def shape_of(n: int, k: int, tokens: int, variant: str) -> Shape | None:
@@ -93,8 +92,8 @@ def multiply(codes: Tensor, units: Tensor, weight: Tensor, scales: Tensor) -> Te
 
 def coded(n: int, k: int, tokens: int) -> int | None:
     """Rows of a program of `coded_rows` for a weight [n, k] of codes, or None for DeepGEMM on their values."""
-    rows = next((rows for most, rows in CODED if tokens <= most), None)
-    return None if rows is None or n * k < CODED_FROM else coded_rows.rows_for(n, k, rows)
+    rows = next((rows for most, rows in CODED.get((n, k), ()) if tokens <= most), None)
+    return None if rows is None else coded_rows.rows_for(n, k, rows)
 
 
 def multiply_coded(x: Tensor, weight: QTensor) -> Tensor | None:

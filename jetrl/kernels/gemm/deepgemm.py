@@ -125,3 +125,21 @@ def coded_gemm(x: Tensor, codes: QTensor, w: PreparedBF16, out_dtype: torch.dtyp
 def add_outer(out: Tensor, a: Tensor, b: Tensor) -> None:
     """`out += a.T @ b` for BF16 a [M, N], b [M, K] and FP32 out [N, K], in place."""
     deep_gemm.bf16_gemm_tn(a, b, out, c=out)
+
+
+def bf16_dgrad(dy: Tensor, w: Tensor) -> Tensor:
+    """`dy @ w`, FP32 accumulation, rounded. Reproducible; gradients are not part of parity."""
+    return dy @ w
+
+
+def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """`dy.T @ x` in FP32."""
+    return torch.mm(dy.T, x, out_dtype=torch.float32)
+
+
+def bf16_wgrad_into(dy: Tensor, x: Tensor, grad: Tensor) -> None:
+    """`kernels.gemm.ops.bf16_wgrad_into`: in FP32 the GEMM adds; BF16 takes one more pass, and so one rounding."""
+    if grad.dtype == torch.bfloat16 or grad.shape[0] % 8:  # TMA: rows of `dy` must be multiples of 16 bytes
+        add_rounded(grad, bf16_wgrad(dy, x))
+    else:
+        add_outer(grad, dy, x.contiguous())

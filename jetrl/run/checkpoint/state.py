@@ -22,6 +22,7 @@ from jetrl.model.shards import Part
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
+from jetrl.rl.calibration import Bounds
 from jetrl.run.checkpoint import checkpoint, resume, store
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
@@ -84,6 +85,7 @@ def save(session: Session, run_dir: Path) -> None:
         progress.step, progress.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), progress.initial_accuracy, progress.num_prompts,
         progress.first_row, progress.data,
+        clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds],
     )
     if world.first and pending.model_files is None:  # not in a thread: a tokenizer is one caller's at a time
         pending.model_files = hf.small_files(
@@ -137,6 +139,7 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         learner.critic.publish()
     progress.step, progress.weight_version, progress.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     progress.initial_accuracy = meta.initial_accuracy
+    progress.clip_bounds = None if meta.clip_bounds is None else Bounds(*meta.clip_bounds)
     # rows before are the other folder's
     progress.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
     if session.config.rl.kl_coef > 0:

@@ -1,0 +1,17 @@
+"""The ops of attention, and of heads, keys and values before it: which module computes each, by backend."""
+
+from __future__ import annotations
+
+from jetrl.kernels.registry import Op
+
+OPS = (
+    Op("attend", reference="attention.reference", hopper="attention.flash"),
+    Op("attend_backward", reference="attention.reference", hopper="attention.flash"),
+    Op("attend_cached", reference="attention.reference", hopper="attention.flash"),
+    Op("attend_cached_quantize", reference="attention.reference", hopper="attention.flash"),
+    Op("attend_varlen", reference="attention.reference", hopper="attention.flash"),
+    Op("advance", reference="attention.reference", hopper="attention.advance"),
+    Op("round_heads", reference="reference", hopper="attention.cache"),
+    Op("qkv_norm_rope", reference="attention.reference", hopper="attention.heads"),
+    Op("qkv_norm_rope_backward", reference="attention.reference", hopper="attention.heads"),
+)

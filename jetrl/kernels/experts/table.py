@@ -1,0 +1,37 @@
+"""The ops of mixtures of experts: which module computes each, by backend. A backend has all of them or none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from jetrl.kernels.registry import Op
+
+_op = partial(Op, hopper_scaled_mm=None)  # it has none of them
+
+OPS = (
+    _op("router_backward", reference="experts.reference", hopper="experts.route"),
+    _op("route", reference="experts.reference", hopper="experts.route"),
+    _op("route_backward", reference="experts.reference", hopper="experts.reference"),
+    _op("group", reference="experts.reference", hopper="experts.route"),
+    _op("group_quantize", reference="experts.reference", hopper="experts.few_tokens"),
+    _op("dispatch", reference="experts.reference", hopper="experts.rows"),
+    _op("dispatch_quantize", reference="experts.reference", hopper="experts.rows"),
+    _op("dispatch_quantize_t", reference="experts.reference", hopper="experts.quantize"),
+    _op("dispatch_backward", reference="experts.reference", hopper="experts.rows"),
+    _op("combine", reference="experts.reference", hopper="experts.rows"),
+    _op("combine_backward", reference="experts.reference", hopper="experts.rows"),
+    _op("combine_backward_quantize", reference="experts.reference", hopper="experts.quantize"),
+    _op("swiglu_quantize_rows", reference="experts.reference", hopper="experts.rows"),
+    _op("swiglu_rows", reference="experts.reference", hopper="experts.rows"),
+    _op("swiglu_rows_backward", reference="experts.reference", hopper="experts.rows"),
+    _op("swiglu_rows_backward_quantize", reference="experts.reference", hopper="experts.quantize"),
+    _op("prepare_experts_fp8", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("prepare_experts_fp8_t", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("prepare_experts_bf16", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("grouped_fp8_gemm", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("grouped_bf16_gemm", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("grouped_bf16_dgrad", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("quantize_rows_t", reference="experts.reference", hopper="experts.quantize"),
+    _op("grouped_wgrad_into", reference="experts.reference", hopper="experts.deepgemm"),
+    _op("grouped_bf16_wgrad_into", reference="experts.reference", hopper="experts.deepgemm"),
+)

@@ -163,19 +163,6 @@ GROUPS = (
                "Mean of the KL estimate (`rl.kl_estimator`) against the reference policy. Logged if `rl.kl_coef` is "
                "above 0.",
                "Grows, then levels off. If it keeps growing, raise `rl.kl_coef`."),
-        Metric("policy/clip_bound_low", "Lower bound of the clip", "",
-               'With `rl.clip = "calibrated"`: the lower bound of the ratio that the step used.',
-               "At or below `1 - rl.clip_ratio_low`, and settled after some calibrations."),
-        Metric("policy/clip_bound_high", "Upper bound of the clip", "",
-               "The upper bound of the ratio that the step used.",
-               "At or above `1 + rl.clip_ratio_high`, and settled after some calibrations."),
-        Metric("policy/clip_frac_shadow", "Clipped in BF16", "share",
-               "In steps that calibrate: share of tokens that a BF16 copy of the policy cuts off at the recipe's "
-               "bounds.",
-               "As `policy/clip_frac_low` and `_high` together."),
-        Metric("policy/clip_frac_not_in_shadow", "Clipped here and not in BF16", "share",
-               "In steps that calibrate: share of tokens that the run cuts off and the BF16 copy does not.",
-               "Below 0.03."),
         Metric("policy/noise_abs_mean", "Noise of rounding", "nats per token",
                "Mean size of the change of a token's log-prob when the first norm is nudged by one unit: how far "
                "rounding alone moves log-probs. With several updates per step, every `rl.noise_interval` steps.",

@@ -133,9 +133,6 @@ def runs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "corrected", CORRECTED | {"task.reward": several, "task.reward_weights": [1.0, 0.5]}
     yield "unscored", {"task.reward": f"{folder}/more.py:some", "task.reward_calls": "group"}
     yield "kl", {"rl.kl_coef": 0.1, "rl.kl_in": "reward", "rl.kl_estimator": "k1"}
-    yield "calibrated", {
-        "rl.clip": "calibrated", "rl.updates_per_step": 2, "rl.calibration_interval": 1, "train.steps": 2,
-    }
     yield "experts", EXPERTS | {"rl.dynamic_sampling": "refill"}
     yield "calibrated", {"rl.clip": "calibrated", "rl.updates_per_step": 2, "train.steps": 2}
     yield "drafts", {"rollout.speculate": "on", "train.share_prompts": True, "train.steps": 2}

@@ -87,6 +87,7 @@ class PagedEngine(Engine):
             PageAllocator(1, s.page_size), max_num_seqs=s.max_num_seqs, max_tokens_per_step=s.max_tokens_per_step,
             max_position=self.model.spec.max_position,
             rows=Rows(s.max_num_seqs, rows_for(s.max_num_seqs), grid) if grid else None,
+            share_beginnings=s.share_beginnings,
         )
         self._table = SamplingTable.for_slots(s.max_num_seqs)
         self._stopper = Stopper(self.eos_token_ids, self.tokenizer, s.max_num_seqs)
@@ -147,13 +148,16 @@ class PagedEngine(Engine):
         if not requests:
             return
         scheduler, begins = self._scheduler, self._began is None
-        if begins:
-            scheduler.allocator.resize(self._num_pages(requests))
+        allocator = scheduler.allocator
+        if begins and (pages := self._num_pages(requests)) != allocator.num_pages:
+            allocator.resize(pages)
         scheduler.check(requests)
-        self.runner.reserve(scheduler.allocator.num_pages)
+        if self.runner.reserve(allocator.num_pages):
+            allocator.beginnings.clear()
         scheduler.add(requests)
         if begins:
             scheduler.reset_counts()
+            allocator.peak_used = allocator.num_used
             self.runner.reset_times()
             self._num_finished, self._began = 0, time.perf_counter()
 
@@ -318,6 +322,7 @@ class PagedEngine(Engine):
         if self.has_work:
             raise ValueError(f"engine.{verb}() while requests are running or waiting")
         self._scheduler.turns.drop_all()
+        self._scheduler.allocator.beginnings.clear()
 
     def _rest_if_idle(self) -> None:
         """If nothing is left: check that no page is lost, free memory, note the figures."""

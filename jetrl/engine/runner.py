@@ -98,14 +98,16 @@ class ModelRunner:
     def reset_times(self) -> None:
         self.model_seconds = self.sample_seconds = 0.0
 
-    def reserve(self, num_pages: int) -> None:
-        """Give the cache `num_pages` pages. Its content is not kept."""
+    def reserve(self, num_pages: int) -> bool:
+        """Give the cache `num_pages` pages. True: it is a new one, without content."""
         if self.cache is None or self.cache.num_pages != num_pages or self.cache.device != self.device:
             self.release()  # free the old one before the new one is allocated
             format = self.model.recipe.kv_cache
             self.cache = StatePool(
                 self.model.spec, num_pages, self.page_size, self.model.dtype, self.device, format, self.num_rows
             )
+            return True
+        return False
 
     def release(self) -> None:
         """Free the cache's memory (the trainer may need it between two rollouts)."""

@@ -21,6 +21,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from jetrl.engine.beginnings import page_digests
 from jetrl.engine.limits import check_sizes, most_tokens
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Committed, Finished, Plan, Prefix, Step, Tracked
@@ -46,11 +47,13 @@ class Scheduler:
         max_position: int,
         force_preempt: ForcePreempt | None = None,
         rows: Rows | None = None,
+        share_beginnings: bool = False,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step)):
             if value < 1:
                 raise UserError(f"rollout.{name} = {value}; it must be at least 1.")
         self.allocator, self.rows = allocator, rows
+        self.share_beginnings = share_beginnings and rows is None  # a state is known at one token only
         self.prompts, self.turns = PrefixSharing(allocator, rows), Turns(allocator, rows)
         self.max_tokens_per_step, self.max_position = max_tokens_per_step, max_position
         self.reset_counts()
@@ -229,6 +232,8 @@ class Scheduler:
         stopped = np.asarray(stop.any(0))
         counts = np.where(stopped, stop.argmax(0) + 1, drawn)
         at.append(slots, tokens, logprobs, counts)
+        if self.share_beginnings:
+            self._tell_pages()
         if plan.depth:
             at.computed[slots] = at.length[slots] - 1
             self._give_back(slots)
@@ -236,6 +241,25 @@ class Scheduler:
         ended = stopped | (at.length[slots] >= at.max_length[slots])
         finished = [self._finish(at.owner[slots[s]], bool(stopped[s])) for s in np.flatnonzero(ended).tolist()]
         return Committed(counts, finished)
+
+    def _tell_pages(self) -> None:
+        """Tell of the pages that running sequences have filled with keys of tokens that stay."""
+        at, size = self.slots, self.allocator.page_size
+        slots = np.array([seq.slot for seq in self.running], dtype=np.int64)
+        full = np.minimum(at.computed[slots], at.length[slots] - 1) // size
+        for slot, count in zip(slots[new := full > at.num_known[slots]].tolist(), full[new].tolist(), strict=True):
+            seq = at.owner[slot]
+            assert seq is not None, "the slot is empty"
+            seq.digests = page_digests(at.tokens[slot, : count * size], size, seq.digests or self._digests(seq.prefix))
+            for place in range(int(at.num_known[slot]), count):
+                self.allocator.beginnings.add(seq.digests[place], int(at.table[slot, place]))
+            at.num_known[slot] = count
+
+    def _digests(self, prefix: Prefix) -> list[bytes]:
+        """Those of a prompt's full pages, made once for all of its samples."""
+        if prefix.digests is None:
+            prefix.digests = page_digests(np.array(prefix.tokens, dtype=np.int32), self.allocator.page_size)
+        return prefix.digests
 
     def _give_back(self, slots: np.ndarray) -> None:
         """Free the pages that were taken for drafts and hold no token. Keys of drafts that did not hold stay in the
@@ -366,9 +390,10 @@ class Scheduler:
         while True:
             source, computed, usable = self._known_pages(seq)
             need = self.allocator.pages_for(len(seq.tokens)) - usable
+            unheld = sum(self.allocator.ref_counts[page] == 0 for page in source[:usable])  # known, but free
             # leave the pages that running sequences will soon need, or they would preempt this one at once
             reserve = step.promised + len(self.running) // size + 1 if self.running else 0
-            short = need + reserve - self.allocator.num_free
+            short = need + unheld + reserve - self.allocator.num_free
             if short <= 0:
                 break
             in_vain = self.running and self.turns.num_pages(spare=seq.id) < short
@@ -376,14 +401,16 @@ class Scheduler:
                 continue
             if self.running or not self.prompts.drop_last():
                 return False
+        taken = bool(self.turns.kept(seq.id)[0])
+        if not taken:
+            self.allocator.read(source[:usable])
         own = self.allocator.allocate(need)
         if computed % size and usable == computed // size:
             step.copies.append((source[usable], own[0]))
-        if self.turns.kept(seq.id)[0]:
+        if taken:
             state = self.turns.take(seq.id)  # with the reference of each page, and of the row
             self.allocator.free(source[usable:])
         else:
-            self.allocator.share(source[:usable])
             state = self.rows.share(prefix.row) if self.rows is not None and computed else 0
         leads = prefix.pages is None
         count = min(step.budget, len(seq.tokens) - computed)
@@ -409,11 +436,19 @@ class Scheduler:
             alone = computed % size and self.allocator.ref_counts[pages[-1]] == 1
             return pages, computed, len(pages) if alone else computed // size
         if seq.prefix.pages is None:
-            return [], 0, 0
+            pages = self._beginning(seq)
+            return pages, len(pages) * size, len(pages)
         computed = min(seq.prefix.length, len(seq.tokens) - 1)  # the next token is drawn from the last known one's row
         if self.rows is not None:
             computed = seq.prefix.length - 1  # where the state is
         return seq.prefix.pages, computed, computed // size
+
+    def _beginning(self, seq: Tracked) -> list[int]:
+        """The pages with the longest known beginning of a request that is new, short of its last token."""
+        if not self.share_beginnings or len(seq.tokens) > seq.prefix.length:
+            return []
+        most = (len(seq.tokens) - 1) // self.allocator.page_size
+        return self.allocator.beginnings.find(self._digests(seq.prefix)[:most])
 
     def _occupy(self, seq: Tracked, pages: np.ndarray, computed: int) -> int:
         """Let a waiting sequence run, with `pages`."""

@@ -53,6 +53,7 @@ class Simulation:
         depth: int = 0,
         holds: float = 0.0,
         grid: int = 0,
+        share: bool = False,
     ) -> None:
         self.burst, self.bursts = burst, 0
         self.depth, self.holds, self.drafted, self.accepted = depth, holds, 0, 0
@@ -64,7 +65,7 @@ class Simulation:
         self.states: dict[int, tuple[int, ...]] = {0: ()}  # what each row has seen
         self.scheduler = Scheduler(
             self.allocator, max_num_seqs=max_num_seqs, max_tokens_per_step=budget, max_position=10_000,
-            force_preempt=force, rows=self.rows,
+            force_preempt=force, rows=self.rows, share_beginnings=share,
         )
         self.history: list[list[int]] = []
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -355,7 +356,7 @@ def traffic(draw: st.DrawFn) -> dict:
         "stop_every": draw(st.integers(3, 20)),
         "depth": draw(st.sampled_from((0, 1, 3, 7))),
         "holds": draw(st.sampled_from((0.0, 0.6, 1.0))),
-        "grid": draw(st.sampled_from((0, 1, 4))),
+        "grid": draw(st.sampled_from((0, 0, 1, 4))), "share": draw(st.booleans()),
     }
 
 
@@ -387,7 +388,8 @@ def test_random_traffic(case: dict) -> None:
 @given(traffic())
 def test_with_room_enough_nothing_is_computed_twice(case: dict) -> None:
     """Each distinct prompt once, each drawn token but the last once; a late sample one prompt token more."""
-    case.pop("force_seed"), case.pop("stop_every"), case.pop("depth"), case.pop("holds"), case.pop("grid")
+    for name in ("force_seed", "stop_every", "depth", "holds", "grid", "share"):
+        case.pop(name)
     case["num_pages"] = 400
     sim = Simulation(**case).run()
     prompts = {r.tokens for r in sim.requests}
@@ -607,6 +609,44 @@ def test_a_turn_forks_from_a_request_that_computes_the_same_tokens() -> None:
     assert sim.allocator.num_used == 0
 
 
+def test_equal_beginnings_are_computed_once() -> None:
+    """Of other prompts, and after the first has gone; whole pages, short of the last token, until they are reused."""
+    system, sizes = tuple(range(10, 22)), dict(page_size=4, max_num_seqs=3, budget=64, share=True)
+    sim = Simulation([request(0, (*system, 1), 2)], num_pages=8, **sizes)
+    sim.step()
+    sim.add([request(1, (*system, 2, 3), 2), request(2, system, 2), request(3, (*system[:5], 9, 9, 9), 2)])
+    plan = sim.scheduler.schedule()
+    assert plan.starts.tolist() == [13, 12, 8], "three pages, and two for the one whose last token is their end"
+    assert plan.block_table[1, :3].tolist() == plan.block_table[0, :3].tolist()
+    sim.commit(plan, *(x[None] for x in sim.draw(plan, sim.compute(plan))), np.ones(3, dtype=np.int64))
+    sim.run()
+    sim.add([request(4, (*system, 7), 2)])
+    plan = sim.scheduler.schedule()
+    assert plan.starts.tolist() == [12], "nobody held them"
+    sim.commit(plan, *(x[None] for x in sim.draw(plan, sim.compute(plan))), np.ones(1, dtype=np.int64))
+    sim.run()
+    sim.add([request(5, (30,) * 31, 1)])  # takes all pages
+    sim.run()
+    sim.add([request(6, (*system, 8), 1)])
+    assert sim.scheduler.schedule().starts.tolist() == [0] and len(sim.allocator.beginnings) <= 8
+
+
+def test_pages_of_an_interrupted_sequence_are_computed_again() -> None:
+    """As one that is preempted must be: nobody keeps its pages. New requests find them."""
+    force: list[int] = []
+    sizes = dict(num_pages=40, page_size=2, max_num_seqs=2, budget=64, share=True)
+    sim = Simulation([request(0, (1, 2, 3, 4, 5), 9)], **sizes, force=lambda step, running: force)
+    for _ in range(4):
+        sim.step()
+    force.append(0)
+    plan = sim.scheduler.schedule()
+    force.clear()
+    assert plan.starts.tolist() == [0] and plan.counts.tolist() == [9]
+    sim.commit(plan, *(x[None] for x in sim.draw(plan, sim.compute(plan))), np.ones(1, dtype=np.int64))
+    sim.add([request(1, (*sim.history[0][:8], 7), 2)])
+    assert sim.scheduler.schedule().starts.tolist()[-1] == 8
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> dict:
     """Conversations and plain requests that join, reply, are cancelled, asked again, and forgotten at any time."""
@@ -631,7 +671,7 @@ def conversations(draw: st.DrawFn) -> dict:
         "max_num_seqs": draw(st.integers(1, 6)), "budget": draw(st.integers(1, 16)), "burst": draw(st.integers(1, 5)),
         "force_seed": draw(st.integers(0, 100)), "stop_every": draw(st.integers(3, 20)),
         "depth": draw(st.sampled_from((0, 1, 3, 7))), "holds": draw(st.sampled_from((0.0, 0.6, 1.0))),
-        "grid": draw(st.sampled_from((0, 1, 4))),
+        "grid": draw(st.sampled_from((0, 0, 1, 4))), "share": draw(st.booleans()),
     }
 
 
@@ -646,6 +686,7 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
         [], num_pages=999 if room else case["num_pages"], page_size=case["page_size"],
         max_num_seqs=case["max_num_seqs"], budget=case["budget"], burst=case["burst"],
         depth=0 if room or case["grid"] else case["depth"], holds=case["holds"], grid=case["grid"],
+        share=case["share"] and not room,
         force=force if seed % 2 and not room else None,
         stop_at=lambda number, length: hash((number, length)) % stop_every == 0,
     )

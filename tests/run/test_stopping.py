@@ -81,7 +81,7 @@ def test_an_evaluation_is_given_up_and_made_up(
     evaluate = loop.evaluate
 
     def interrupted(session: Any, clock: Any) -> Any:
-        if session.step == 2:
+        if session.progress.step == 2:
             once(monkeypatch, PagedEngine, "step", 2, send(kind))
         return evaluate(session, clock)
 
@@ -101,7 +101,7 @@ def test_the_first_and_the_last_evaluation(
     evaluate = loop.evaluate
 
     def interrupted(session: Any, clock: Any) -> Any:
-        if session.step == step:
+        if session.progress.step == step:
             send("SIGTERM")()
         return evaluate(session, clock)
 

@@ -177,7 +177,7 @@ def test_a_micro_batch_without_loss_rows_has_no_sets(head: tuple[Tensor, Tensor,
     master = weight.float().requires_grad_()
     for again in (support, Support(SOME, targets[:0], support.sets)):
         got, entropy = logprob.token_logprobs(
-            hidden[:0], master, weight, gemm.prepare_bf16(weight), targets[:0], 1.0, support=again
+            hidden[:0], Gradient(master), weight, gemm.prepare_bf16(weight), targets[:0], 1.0, support=again
         )
         (got.sum() + entropy.sum()).backward()
         assert got.shape == entropy.shape == (0,) and again.sets.starts.tolist() == [0] and not len(again.sets.words)

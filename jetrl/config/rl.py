@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from jetrl.choices import (
     AdvEstimator,
     Algo,
+    Clip,
     DynamicSampling,
     KLEstimator,
     KLIn,
@@ -119,7 +120,7 @@ class RLConfig(Section):
     ] = Field(
         default=None, gt=1, description="Dual clip: bound on the ratio where the advantage is negative. none: off.")
     clip: Annotated[
-        Literal["fixed", "calibrated"], OFF_POLICY_ONLY, NoEffectWhile("precision", ("bf16", "fp8_rollout")),
+        Clip, OFF_POLICY_ONLY, NoEffectWhile("precision", ("bf16", "fp8_rollout")),
         Since("0.1.0", "fixed"), Kernels(),
         Needs(("calibrated",), "rl.surrogate", ("clip",), "what is calibrated is what PPO's clip cuts off"),
         Needs(("calibrated",), "rl.ratio", ("token",), "bounds are found for the ratios of tokens"),

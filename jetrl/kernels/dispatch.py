@@ -70,16 +70,17 @@ def served_by(device: torch.device, ops: Any) -> Iterator[None]:
 
 def backend_of(x: Tensor) -> Backend:
     """The backend that serves the device of `x`."""
-    return _instead.get(x.device.type) or load_backend(_name_for(x))
+    device = x.device  # asked for once: this is called hundreds of times a step
+    return _instead.get(device.type) or load_backend(_name_for(device))
 
 
 def experts_backend_of(x: Tensor) -> Backend:
     """The same, for the ops of mixtures of experts."""
-    return require_experts(_name_for(x))
+    return require_experts(_name_for(x.device))
 
 
-def _name_for(x: Tensor) -> str:
-    name = _serving.get(x.device.type)
+def _name_for(device: torch.device) -> str:
+    name = _serving.get(device.type)
     if name is None:
-        raise ValueError(f"no kernels for device {x.device}; supported: {', '.join(_serving)}")
+        raise ValueError(f"no kernels for device {device}; supported: {', '.join(_serving)}")
     return name

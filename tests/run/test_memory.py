@@ -11,6 +11,7 @@ import pytest
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
+from jetrl.kernels.logprob import truncation
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.run.fit import activations, memory
 from jetrl.run.fit.advice import GPUS, on_gpu
@@ -237,3 +238,15 @@ def test_a_block_from_outside_counts_by_its_linears(monkeypatch: pytest.MonkeyPa
     recipe = memory.recipe_for(config_of("precision=fp8"), SMALL)
     saved = activations.saved_of_layer.__wrapped__(SMALL, recipe, 0)
     assert saved == 2 * 256 + (264 + 2 * 1024) + (528 + 2 * 256)
+
+
+def test_a_calibrated_clip_holds_the_policy_in_bf16_and_truncation_some_logits() -> None:
+    assert activations.TRUNCATED_LOGITS == truncation._MAX_ELEMENTS
+    several = "rl.updates_per_step=2"
+    fixed, calibrated = (predict(config_of(several, f"rl.clip={c}"), SMALL, 1, H200) for c in ("fixed", "calibrated"))
+    matrices = 1024 * 256 + 2 * (512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512)
+    vectors, tables = 2 * (2 * 256 + 2 * 64) + 256, 2 * 4 * SMALL.max_position * 32
+    assert calibrated.update - fixed.update == 2 * (matrices + vectors) + tables
+    whole, cut, full = (predict(config_of(*more), SHAPES["qwen3-8b"], 1, H200).passing for more in (
+        (), ("rollout.top_p=0.9",), ("rollout.top_p=0.9", "rollout.logprobs=full")))
+    assert cut - whole == activations.TRUNCATING << 24 and full == whole

@@ -36,15 +36,16 @@ def smoothed(used: Bounds, found: Bounds) -> Bounds:
 def calibrated(advantages: np.ndarray, ratios: np.ndarray, shadow: np.ndarray, aim: Bounds) -> Bounds | None:
     """The bounds for `ratios` [T] that match `aim` for the ratios `shadow` [T] of the same tokens in BF16, float64.
 
-    The same for tokens in any order. None where there are no tokens with positive, or none with negative advantages
-    that BF16 leaves in: nothing to match.
+    The same for tokens in any order. Where nothing is to be cut off, a bound is not narrower than the aim's. None where
+    there are no tokens with positive, or none with negative advantages that BF16 leaves in: nothing to match.
     """
     order = np.lexsort((advantages, shadow, ratios))
     advantages, ratios, shadow = advantages[order], ratios[order], shadow[order]
     bad, good = advantages < 0, advantages > 0
     if not good.any() or not (shadow[bad] >= aim.low).any():
         return None
-    low = min(1.0, float(ratios[bad][np.count_nonzero(shadow[bad] < aim.low)]))
+    cut = np.count_nonzero(shadow[bad] < aim.low)
+    low = min(1.0 if cut else aim.low, float(ratios[bad][cut]))
     weight = np.abs(advantages)
     left = float((weight * shadow)[bad & (shadow >= aim.low)].sum())
     share = float((weight * shadow)[good & (shadow <= aim.high)].sum()) / left

@@ -68,9 +68,10 @@ def prepare(
         check_routing(config.train, spec)
         check_saved(config, spec)
         load_own_parts(config)
-        check_truncation(config, getattr(engine_class(config.rollout.engine), "keeps_bits", True) is not False)
     if samples:
         require_engine(config, spec, recipe)
+    if samples and trains:
+        check_truncation(config, getattr(engine_class(config.rollout.engine), "keeps_bits", True) is not False)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
     named = import_reward(config.task, own)

@@ -131,8 +131,8 @@ def test_what_makes_no_sense_is_refused(jetrl: Cli, arguments: tuple[Any, ...], 
     assert status == 2 and expected in " ".join(err.split()), err
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_vllm_that_is_not_there_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(Subject, "published", lambda self: pytest.fail("built"))
     with pytest.raises(UserError, match="vLLM is not installed"):
         depths_of(subject(), DepthWork(64, 4), "vllm", quiet)

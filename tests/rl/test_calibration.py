@@ -52,4 +52,5 @@ def test_without_anything_to_match_there_are_no_bounds() -> None:
     assert calibrated(0 * one, one, one, AIM) is None
     mixed = np.array([-1.0, 1.0, 1.0])
     assert calibrated(mixed, one, np.array([0.5, 1.0, 1.0]), AIM) is None, "BF16 cuts off all bad tokens"
-    assert calibrated(mixed, one, one, AIM) == Bounds(1.0, 1.2), "nothing is cut off: not below the aim"
+    assert calibrated(mixed, one, one, AIM) == AIM, "nothing is cut off: not narrower than the aim"
+    assert calibrated(mixed, np.array([0.6, 1.5, 1.0]), one, AIM) == Bounds(0.6, 1.0), "2 to 1 at most, as in BF16"

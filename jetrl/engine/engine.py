@@ -22,7 +22,7 @@ from jetrl.engine.limits import check_vocabulary, most_tokens
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Drawn, Finished, NewTokens, Plan
 from jetrl.engine.rows import Rows, rows_for
-from jetrl.engine.runner import Model, ModelRunner
+from jetrl.engine.runner import Model, ModelRunner, Observe
 from jetrl.engine.sampler import SamplingTable, check_params
 from jetrl.engine.scheduler import ForcePreempt, Scheduler
 from jetrl.engine.settings import EngineSettings
@@ -56,17 +56,18 @@ class PagedEngine(Engine):
     """The rollout engine. `eos_token_ids` of the settings override the tokenizer's.
 
     `on_tokens`, if set, hears after every step what was drawn for each request, tokens and log-probs, before the
-    completions of that step can be collected. An error of it is an error of the step.
+    completions of that step can be collected. An error of it is an error of the step. `observe`: see `ModelRunner`.
     """
 
     keeps_bits = True
 
     def __init__(
         self, model: Model, tokenizer: Tokenizer, flow_digest: str, settings: EngineSettings = _DEFAULTS,
-        speculator: Speculator | None = None,
+        speculator: Speculator | None = None, observe: Observe | None = None,
     ) -> None:
         self.model, self.tokenizer, self.flow_digest, self.settings = model, tokenizer, flow_digest, settings
-        self.runner, self.speculator = ModelRunner(model, settings), speculator
+        self.runner, self.speculator = ModelRunner(model, settings, observe), speculator
+        assert observe is None or speculator is None, "steps with drafts are not observed"
         if speculator is not None:
             require_rewind(model.spec)
         eos = settings.eos_token_ids

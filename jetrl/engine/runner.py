@@ -6,6 +6,7 @@ The forward is the one that the trainer calls; only the attention plan differs (
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -51,14 +52,20 @@ class Model(Protocol):
         ...
 
 
+Observe = Callable[[Plan], None]
+
+
 class ModelRunner:
-    """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
+    """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`.
 
-    cuda_graphs = True  # a subclass that inspects each step turns them off
-    mixed_graphs = True  # so may a benchmark that compares
+    `observe` hears of each plan before the model's forward pass; no step is in a CUDA graph then, nor one of several.
+    """
 
-    def __init__(self, model: Model, settings: EngineSettings) -> None:
+    mixed_graphs = True  # a benchmark that compares turns them off
+
+    def __init__(self, model: Model, settings: EngineSettings, observe: Observe | None = None) -> None:
         self.model, self.settings, self.page_size = model, settings, settings.page_size
+        self.observe, self.cuda_graphs = observe, observe is None
         self.keep_bytes = settings.keep_bytes  # a larger cache is freed when the engine rests; None: by `_KEEP_SHARE`
         self.cache: StatePool | None = None
         self.graphs: DecodeGraphs | None = None
@@ -150,6 +157,8 @@ class ModelRunner:
         `table` has a row for each slot. Returns tokens [steps, S] int64 and log-probs [steps, S] float32 on the host.
         """
         assert self.cache is not None, "reserve() comes before run()"
+        if self.observe is not None:
+            self.observe(plan)
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
         if self.cuda_graphs and self.device.type == "cuda" and plan.is_decode:

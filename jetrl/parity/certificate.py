@@ -32,8 +32,6 @@ from torch import Tensor
 from jetrl.engine.engine import PagedEngine
 from jetrl.engine.plan import Plan
 from jetrl.engine.rows import ZEROS, rows_for
-from jetrl.engine.runner import ModelRunner
-from jetrl.engine.sampler import SamplingTable
 from jetrl.engine.settings import EngineSettings
 from jetrl.engine.state_pool import StatePool, grid_of
 from jetrl.kernels.logprob.ops import log_softmax
@@ -170,24 +168,26 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
 # ---- link c ---------------------------------------------------------------------------------------------------------
 
 
-class _Watched(ModelRunner):
-    """A runner that keeps, for each drawn token, the row of log-probs that it was drawn from."""
+class _Watched:
+    """The model as an engine sees it, which keeps, for each drawn token, the row of log-probs that it was drawn from.
 
-    cuda_graphs = False  # it reads values in the middle of a step
+    `observe` hears of each plan before. `target`: the token whose pass is tapped, by request and position.
+    """
 
-    def __init__(self, model: Transformer, settings: EngineSettings, target: tuple[int, int] | None = None) -> None:
-        super().__init__(self, settings)  # type: ignore[arg-type]  # it stands before the model as well
+    def __init__(self, model: Transformer, target: tuple[int, int] | None = None) -> None:
         self.inner, self.target = model, target
         self.hashes: dict[tuple[int, int], int] = {}
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self.seen: dict[str, Tensor] = {}
         self.plan: Plan | None = None
         self.spec, self.recipe, self.dtype = model.spec, model.recipe, model.dtype
-        self.head_weight = model.head_weight
 
-    def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def head_weight(self) -> Tensor:
+        return self.inner.head_weight
+
+    def observe(self, plan: Plan) -> None:
         self.plan = plan
-        return super().run(plan, table, steps)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         assert self.plan is not None
@@ -248,8 +248,8 @@ def _decode(
         max_tokens_per_step=work.step_tokens or max(work.chunk + len(requests), 8),
         kv_cache_tokens=2 * pages * work.page_size,
     )
-    engine = PagedEngine(model, NoText(), "certificate", settings)
-    engine.runner = watched = _Watched(model, settings, target)
+    watched = _Watched(model, target)
+    engine = PagedEngine(watched, NoText(), "certificate", settings, observe=watched.observe)
     engine.load(WeightSet(0, "certificate", {}))
     most = max(r.sampling.max_tokens for r in requests)  # decode steps of a sequence
     every, left = max(3, min(work.new_tokens // 4, most // 2)), dict.fromkeys(range(len(requests)), 2)

@@ -272,3 +272,16 @@ def test_bursts_of_steps_change_no_completion(sizes: dict[str, int]) -> None:
 def test_runner_refuses_to_run_without_a_cache() -> None:
     with pytest.raises(AssertionError, match="reserve"):
         ModelRunner(HashModel(), EngineSettings()).run(None, None)  # type: ignore[arg-type]
+
+
+def test_an_observer_hears_of_every_plan_before_its_pass() -> None:
+    """And changes no completion; on a GPU no step is in a graph then, so that none is missed."""
+    model, heard = HashModel(), list[tuple[int, int]]()
+    settings = EngineSettings(page_size=4, kv_cache_tokens=60, max_tokens_per_step=6, max_num_seqs=9)
+    engine = PagedEngine(
+        model, Letters(), "flow", settings, observe=lambda plan: heard.append((len(model.rows), len(plan.tokens)))
+    )
+    engine.load(WeightSet(3, "flow", {}))
+    assert engine.generate(mixed_requests()) == make_engine(**dataclasses.asdict(settings)).generate(mixed_requests())
+    assert heard == list(enumerate(model.rows)) and len(heard) > 20
+    assert not engine.runner.cuda_graphs and make_engine().runner.cuda_graphs

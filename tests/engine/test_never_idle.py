@@ -121,7 +121,7 @@ def test_what_it_holds_does_not_grow(number: int, drafts: str) -> None:
     engine._scheduler.check_integrity()
     while engine.has_work or traffic.live:
         traffic.round(more=False)
-    assert engine.stats is not None and engine.stats.preemptions > 20 and traffic.cancelled > number // 20
+    assert engine.stats is not None and engine.stats.preemptions > number // 500 and traffic.cancelled > number // 20
     assert engine._scheduler.allocator.num_used == 0 and not engine._scheduler.prompts._all
     for request, completion in traffic.last:
         alone = PagedEngine(Stand(), Letters(), "flow")  # type: ignore[arg-type]

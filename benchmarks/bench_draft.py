@@ -38,7 +38,6 @@ from jetrl.engine.engine import PagedEngine
 from jetrl.engine.graphs.capture import Capture
 from jetrl.engine.graphs.decode import DecodeGraphs, DecodeInputs
 from jetrl.engine.graphs.drafts import DraftGraphs
-from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.plan import Plan
 from jetrl.engine.sampler import SamplingTable
 from jetrl.engine.settings import EngineSettings
@@ -46,6 +45,7 @@ from jetrl.engine.speculation.depth import DEPTHS, DepthRule
 from jetrl.engine.speculation.drafts import DraftIndex
 from jetrl.engine.speculation.sources import SOURCES
 from jetrl.engine.speculation.speculator import Speculator, build_speculator
+from jetrl.engine.state_pool import StatePool
 from jetrl.report.recorder import read_metrics
 from jetrl.types import Completion, Request, SamplingParams, WeightSet
 
@@ -121,7 +121,7 @@ def step_times(model: Any, batch: int, context: int, repeats: int) -> dict[int, 
     """Milliseconds of a step, by its number of drafts; the first round captures and is not counted."""
     torch.cuda.empty_cache()  # of the sizes before
     width = -(-(context + 512) // PAGE)
-    cache = KVCache(model.spec, batch * width, PAGE, model.dtype, torch.device("cuda"), model.recipe.kv_cache)
+    cache = StatePool(model.spec, batch * width, PAGE, model.dtype, torch.device("cuda"), model.recipe.kv_cache)
     fill(cache)
     index = Useless(batch, context + 512, torch.device("cuda"))
     capture = Capture(torch.device("cuda"))
@@ -141,7 +141,7 @@ def step_times(model: Any, batch: int, context: int, repeats: int) -> dict[int, 
 STEP_COLUMNS = ["batch", "context", "drafts", "step_ms", "of plain", *(f"gain at {a}" for a in LEVELS)]
 
 
-def fill(cache: KVCache) -> None:
+def fill(cache: StatePool) -> None:
     """Random keys and values."""
     for x in (cache.keys, cache.values):
         if x.element_size() == 1:

@@ -15,7 +15,7 @@ import torch
 from common import COPY_TBPS, RESULTS, graphed, host_us, interleaved, median, quantiles, require_gpu, save, table
 from torch import Tensor
 
-from jetrl.engine.kv_cache import KVCache
+from jetrl.engine.state_pool import StatePool
 from jetrl.kernels.dispatch import load_backend
 from jetrl.model.blocks import Layer
 from jetrl.model.transformer import Transformer
@@ -254,7 +254,7 @@ def layer() -> Rows:
         model.to(CUDA).publish()  # the tables of RoPE are made on the CPU
         for size, length, page in ((64, 1024, 128), (256, 1024, 128), (64, 1024, 16)):
             per = length // page
-            cache = KVCache(spec, size * per, page, torch.bfloat16, torch.device(CUDA))
+            cache = StatePool(spec, size * per, page, torch.bfloat16, torch.device(CUDA))
             cache.keys.normal_()
             cache.values.normal_()
             batch = ForwardBatch(

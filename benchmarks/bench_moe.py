@@ -56,8 +56,8 @@ from torch import Tensor
 
 from jetrl.api import random_model
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.kv_cache import page_bytes
 from jetrl.engine.settings import EngineSettings
+from jetrl.engine.state_pool import page_bytes
 from jetrl.kernels.dispatch import require_experts
 from jetrl.kernels.experts import ops as moe
 from jetrl.kernels.quantize.ops import quantize_act

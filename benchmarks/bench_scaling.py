@@ -184,7 +184,7 @@ def steps(session: Session, args: argparse.Namespace) -> Iterator[dict[str, Any]
             train = config.train.model_copy(
                 update={"reduction": "fast" if kind == "fast" else "fixed", "reduction_lanes": lanes}
             )
-            session.config = config.model_copy(update={"train": train})
+            session = replace(session, config=config.model_copy(update={"train": train}))
             world.barrier()
             sync()
             peak(world)
@@ -250,7 +250,7 @@ def ragged(session: Session, args: argparse.Namespace) -> Iterator[dict[str, Any
         for name, part in (("split", split), ("shared", shared)):
             if world.alone and name == "shared":
                 continue
-            session.engine.load(publish(session.model, session.weight_version, session.flow_digest))
+            session.engine.load(publish(session.model, session.progress.weight_version, session.flow_digest))
             world.barrier()
             sync()
             start = time.perf_counter()
@@ -273,7 +273,7 @@ def publishing(session: Session, args: argparse.Namespace) -> Iterator[dict[str,
         world.barrier()
         sync()
         start = time.perf_counter()
-        publish(session.model, session.weight_version, session.flow_digest)
+        publish(session.model, session.progress.weight_version, session.flow_digest)
         sync()
         found.append(max(world.gather(time.perf_counter() - start)))
     yield {"part": "publish", "round": "0", "variant": "publish", "seconds": median(found[3:]), "all": found}

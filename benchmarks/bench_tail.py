@@ -28,8 +28,8 @@ import torch
 from common import READ_TBPS, RESULTS, SPEC, median, require_gpu, save, table
 from torch import Tensor
 
-from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.sharing import chunk_size, find_sharing
+from jetrl.engine.state_pool import StatePool
 from jetrl.kernels.attention import choice
 from jetrl.kernels.attention import decode as walk
 from jetrl.kernels.attention import decode_split as split
@@ -243,7 +243,7 @@ def step(quick: bool) -> Rows:
 def decode_batch(model: Any, rows: int, length: int) -> ForwardBatch:
     """A decode step of `rows` sequences that then have `length` tokens each, over a cache of random keys and values."""
     width = 1 << (-(-length // PAGE) - 1).bit_length()
-    cache = KVCache(model.spec, rows * width, PAGE, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache)
+    cache = StatePool(model.spec, rows * width, PAGE, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache)
     for x in (cache.keys, cache.values):
         for layer in x:
             layer.copy_(torch.randn(layer.shape, device=CUDA).to(x.dtype))

@@ -58,7 +58,7 @@ def first_batch(config: Config) -> tuple[Session, PackedBatch]:
     batches = pack(
         kept, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest, weight_version=0
     )
-    _, batches, _ = estimate(kept, batches, session.learner, session.reference, config, session.unified)
+    _, batches, _ = estimate(kept, batches, session.learner, session.progress.reference, config, session.unified)
     return session, batches[0]
 
 

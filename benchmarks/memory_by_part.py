@@ -116,8 +116,8 @@ def published_of(model: Transformer) -> dict[int, int]:
 def held(session: Session) -> dict[str, int]:
     """Bytes of what a session holds between two steps, by part as in `run.fit.memory.Memory`."""
     learner, models = session.learner, []
-    if session.reference is not None:
-        models.append(session.reference)
+    if session.progress.reference is not None:
+        models.append(session.progress.reference)
     if learner.critic is not None and learner.critic.body is not None:
         models.append(learner.critic.body)
     others = sum(

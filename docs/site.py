@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
-BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages of the site that lie at the top of the repository
+BESIDE = {  # pages of the site that lie elsewhere in the repository
+    "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md", "SECURITY.md": "SECURITY.md",
+    "EXAMPLES.md": "examples/README.md",
+}
 RETURNED = ("jetrl.trainer.Result", "jetrl.trainer.StepResult", "jetrl.api.Generated")
 COPIED = "repository"  # the folder of the site with other files of the repository
 
@@ -105,13 +108,13 @@ def linked(markdown: str, page: str) -> tuple[str, set[str]]:
 
     def link(found: re.Match[str]) -> str:
         target, anchor = found[1], found[2] or ""
-        base = ROOT if page in BESIDE else ROOT / "docs" / Path(page).parent
-        path = (base / target).resolve()
+        path = ((ROOT / BESIDE.get(page, f"docs/{page}")).parent / target).resolve()
         if not path.is_relative_to(ROOT) or not path.exists():
             return found[0]  # mkdocs --strict names it, or it is a page made at the build
         inside = path.relative_to(ROOT).as_posix()
-        if inside in BESIDE:
-            return f"]({_up(page)}{inside}{anchor})"
+        for beside, place in BESIDE.items():
+            if inside == place:
+                return f"]({_up(page)}{beside}{anchor})"
         if inside.startswith("docs/"):
             return f"]({_up(page)}{inside.removeprefix('docs/')}{anchor})"
         if path.is_dir() or path.suffix == ".md":
@@ -148,8 +151,8 @@ def on_files(files: Files, config: Any) -> Files:
 
     for name, make in GENERATED.items():
         files.append(File.generated(config, name, content=make()))
-    for name in BESIDE:
-        files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
+    for name, place in BESIDE.items():
+        files.append(File.generated(config, name, content=(ROOT / place).read_text(encoding="utf-8")))
     needed: set[str] = set()
     for file in files.documentation_pages():
         needed |= linked(file.content_string, file.src_uri)[1]

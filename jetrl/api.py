@@ -160,7 +160,7 @@ def load_model(
     if not isinstance(path, str | Path) or not str(path):
         raise UserError(f"path = {arguments.shown(path)}: give a Hugging Face model folder, or a name on the hub.")
     for name, value in (("precision", precision), ("device", device), ("kv_cache", kv_cache)):
-        arguments.text(name, value, "must be a text")
+        arguments.text(name, value, "must be a string")
     folder = model_folder(path, revision)
     run = run_of(Path(path)) if hub.on_disk(path, revision) is not None else None
     data, formats = as_trained(folder, run, precision, kv_cache)
@@ -338,7 +338,7 @@ def export_checkpoint(
     where: str | Path, out: Path, fp8: bool, revision: str | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Path:
-    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model. `say` is told which
+    """Export a checkpoint with the recipe of its run (layers kept in BF16, scale rule), or a model. `say` gets which
     files of the folder the export does not have."""
     run = run_of(Path(where)) if hub.on_disk(where, revision) is not None else None
     folder = model_folder(where, revision)

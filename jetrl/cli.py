@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jetrl import __version__
 from jetrl.errors import UserError, of_system, status_of
-from jetrl.process_exit import ctrl_c_is_told, ends_in_time
+from jetrl.process_exit import ctrl_c_is_reported, ends_in_time
 from jetrl.report.console import Output
 from jetrl.report.text import wrapped
 from jetrl.untrusted import guard_terminal, printable
@@ -66,7 +66,7 @@ def _options(
 
 
 @ends_in_time()
-@ctrl_c_is_told()
+@ctrl_c_is_reported()
 def main() -> None:
     """Entry point: a user's mistake ends with one message and status 2, a full GPU so with 3, an interrupt with 130."""
     guard_terminal()
@@ -78,11 +78,11 @@ def main() -> None:
         from jetrl.run import start as entry
 
         if launch.is_rank():
-            entry.as_rank(app, _told, debug)
+            entry.as_rank(app, _message_of, debug)
     try:
         app()
     except Exception as error:
-        text = _told(error)
+        text = _message_of(error)
         if text is None:
             raise
         if debug:
@@ -93,7 +93,7 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _told(error: Exception) -> str | None:
+def _message_of(error: Exception) -> str | None:
     """What the user reads about a mistake or a failing disk; None: it is our own mistake, with a traceback."""
     if isinstance(error, UserError):
         return str(error)
@@ -254,13 +254,25 @@ def parity(
         help="With several ranks, compare an update with one rank's: fp32 or bf16 masters and moments, or no "
         "(default: fp32).",
     )] = "",
+    depth: Annotated[int, typer.Option(
+        min=0, help="Instead: the gap by depth, in conversations of so many tokens, such as 32768 (on a CPU, 256).",
+    )] = 0,
+    turns: Annotated[int, typer.Option(min=0, help="With --depth: turns of a conversation (default: 20).")] = 0,
+    svg: Annotated[Path | None, typer.Option(
+        help="With --depth: where to draw it, with its JSON beside (default: parity-depth.svg).")] = None,
+    beside: Annotated[str, typer.Option(help="With --depth: vllm, to measure vLLM too.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Certify that training, chunked prefill and decoding give the same log-probs, bit for bit. Exits with 0 only then.
 
     With several ranks, also certify that their samples, log-probs and update are those of a single rank.
+    With --depth, draw the gap between sampler and learner at every position of long conversations.
     """
     from jetrl.parallel import launch
+
+    if depth or turns or svg is not None or beside:
+        named = model, precision, device, kv_cache, revision
+        raise SystemExit(_depth(named, depth, turns or 20, svg, beside, as_json, nproc))
 
     if nproc is not None:
         from jetrl.run import start as entry
@@ -283,6 +295,18 @@ def parity(
         out.print(f"\n{wrapped(formats)}", style="dim")
         print_certificate(certificate, out)
     raise SystemExit(0 if certificate.ok else 1)
+
+
+def _depth(
+    named: tuple[str, str, str, str, str | None], depth: int, turns: int, svg: Path | None, beside: str, as_json: bool,
+    nproc: int | None,
+) -> int:
+    """`jetrl parity --depth`; the status."""
+    from jetrl.parity.depth_command import measured
+
+    if nproc is not None or not depth:
+        raise UserError("--turns, --svg and --beside are for --depth, which runs in one process, without --nproc.")
+    return measured(named, depth, turns, svg, beside, as_json, out)
 
 
 @app.command(epilog=_ABOUT_RECIPES)

@@ -57,7 +57,7 @@ class Notice(UserWarning):
 
 
 def status_of(error: BaseException) -> int:
-    """The status with which the program ends after an error that is told as one message."""
+    """The status with which the program ends after an error that is shown as one message."""
     return error.status if isinstance(error, UserError) else UserError.status
 
 

@@ -25,7 +25,7 @@ _ROOMS = (  # (old room, new room, modules that kept their name)
     ("parallel", "rollout", "queue"),
     ("precision", "precision.blocks", "attention block mlp moe"),
     ("precision", "precision.picture", "draw svg table"),
-    ("rollout", "engine", "engine kv_cache limits pages plan runner sampler scheduler sharing slots stopper turns"),
+    ("rollout", "engine", "engine limits pages plan runner sampler scheduler sharing slots stopper turns"),
     ("rollout", "engine.graphs", "capture"),
     ("rollout", "engine.speculation", "depth"),
     ("study", "jetrl_study",
@@ -40,7 +40,8 @@ _ROOMS = (  # (old room, new room, modules that kept their name)
     ("train", "run.fit", "activations memory"),
 )
 _RENAMED = {
-    "compare": "run.compare", "config.data": "config.task", "ending": "process_exit", "entry": "run.start",
+    "compare": "run.compare", "config.data": "config.task", "ending": "process_exit",
+    "engine.kv_cache": "engine.state_pool", "entry": "run.start",
     "kernels.attention": "kernels.attention.ops", "kernels.backends": "kernels.dispatch",
     "kernels.backends.hopper": "kernels.dispatch", "kernels.backends.hopper_scaled_mm": "kernels.dispatch",
     "kernels.backends.reference": "kernels.dispatch", "kernels.backends.deepgemm_grouped": "kernels.experts.deepgemm",
@@ -80,7 +81,8 @@ _RENAMED = {
     "rollout.exchange": "types",
     "report.compiling": "run.compiling.display", "rollout.draft": "engine.speculation.drafts",
     "rollout.draft_graphs": "engine.graphs.drafts", "rollout.drafted": "engine.speculation.verify",
-    "rollout.graphs": "engine.graphs.decode", "rollout.mixed_graphs": "engine.graphs.mixed",
+    "rollout.graphs": "engine.graphs.decode", "rollout.kv_cache": "engine.state_pool",
+    "rollout.mixed_graphs": "engine.graphs.mixed",
     "rollout.prompts": "engine.prefixes", "rollout.speculate": "engine.speculation.speculator",
     "rollout.texts": "engine.speculation.sources", "rollout.vllm_engine": "vllm.engine",
     "rollout.vllm_scales": "vllm.scales", "rollout.vllm_start": "vllm.start", "rollout.vllm_weights": "vllm.weights",

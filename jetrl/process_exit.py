@@ -27,7 +27,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 @contextmanager
-def ctrl_c_is_told() -> Iterator[None]:
+def ctrl_c_is_reported() -> Iterator[None]:
     """Around the program, until it sets a handler of its own: Ctrl-C says so, then raises KeyboardInterrupt.
 
     While a module loads, it ends the program at once, with status 130: an import may swallow any exception. (torch does

@@ -187,7 +187,7 @@ class Trainer:
     @property
     def steps_done(self) -> int:
         """The number of finished steps, those before a resume included."""
-        return self._opened().session.step
+        return self._opened().session.progress.step
 
     @property
     def config(self) -> Config:
@@ -221,13 +221,14 @@ class Trainer:
         session = run.session
 
         def measured() -> dict[str, float]:
-            owes, first, held_out = session.owes_evaluation, session.initial_accuracy, session.held_out
+            progress, pending = session.progress, session.pending
+            owes, first, held_out = pending.owes_evaluation, progress.initial_accuracy, pending.held_out
             seconds = run.clock.seconds
             run.clock.seconds = {}
             try:
                 return loop.evaluated(session, run.clock, self._stop)
             finally:
-                session.owes_evaluation, session.initial_accuracy, session.held_out = owes, first, held_out
+                pending.owes_evaluation, progress.initial_accuracy, pending.held_out = owes, first, held_out
                 run.clock.seconds = seconds
 
         metrics = self._within(measured) or {}
@@ -241,10 +242,10 @@ class Trainer:
 
         def write() -> Path | None:
             session, folder = run.session, self.run_dir / "checkpoints"
-            session.beside.finish()
-            if session.saved_step != session.step or newest(folder) is None:
+            session.pending.beside.finish()
+            if session.pending.saved_step != session.progress.step or newest(folder) is None:
                 state.save(session, self.run_dir)
-                session.beside.finish()
+                session.pending.beside.finish()
             return newest(folder)
 
         written = self._within(write)
@@ -303,7 +304,7 @@ class Trainer:
             if self._run is not None and self._run.session.config.checkpoint.save_interval:
                 with self._ours():
                     loop.save_once(self._run.session, self.run_dir)
-                    self._run.session.beside.finish()
+                    self._run.session.pending.beside.finish()
             raise_signal(number)
 
     def _tell_evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -324,7 +325,7 @@ class Trainer:
         if (run := self._run) is not None:
             with self._ours():
                 loop.save_once(run.session, self.run_dir)
-                run.session.beside.finish()
+                run.session.pending.beside.finish()
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -354,7 +355,7 @@ class Trainer:
     def _stand(self) -> None:
         if (run := self._run) is not None:
             metrics = dict(self._last.metrics) if self._last is not None else {}
-            self._standing = run.session.step, run.finished, metrics
+            self._standing = run.session.progress.step, run.finished, metrics
 
     @property
     def result(self) -> Result:

@@ -1,7 +1,7 @@
 """Whose code a run folder names: `jetrl eval RUN` reads the recipe in it, and a recipe's functions run as the user.
 
 A recipe that the user names is the user's act. The recipe inside of a folder that came from others is not: the code
-that it names is told before it runs, and must be agreed to, unless it is jetrl's own or this user has run it here, with
+that it names is shown before it runs, and must be agreed to, unless it is jetrl's own or this user has run it here with
 the same arguments. What was run is noted outside of run folders, which may be anyone's.
 """
 
@@ -76,14 +76,14 @@ def require(
     if trusted or not named or _note(config).is_file():
         return False
     listed = "".join(f"\n  {one.key} = {one.name}" for one in named)
-    told = (
+    notice = (
         f"{where}: the recipe in this folder names code that runs with your rights, and that you have not run here "
         f"with these arguments:{listed}\nA column of the data fills a function's parameter of the same name, so that "
         "the data decide what it is called with."
     )
     if ask is None:
-        raise UserError(f"{told} If you trust it, and the data, add --trust; or give a recipe of yours by --recipe.")
-    if not ask(f"{told}\nRun it?"):
+        raise UserError(f"{notice} If you trust it, and the data, add --trust; or give a recipe of yours by --recipe.")
+    if not ask(f"{notice}\nRun it?"):
         raise UserError(f"{where}: not evaluated. With --recipe RECIPE, your own task and rewards are taken instead.")
     return True
 

@@ -14,56 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from jetrl.arrays import NOTHING
+from jetrl.arrays import log_probs as log_probs
+from jetrl.arrays import token_ids as token_ids
+
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
     from torch import Tensor
 
 Side = Literal["train", "rollout"]
 Author = Literal["policy", "environment"]
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["stop", "length", "turns", "error", "timeout"]
-
-
-def token_ids(values: ArrayLike) -> np.ndarray:
-    """Token ids as a read-only int32 array [n]: such an array itself, of anything else a copy. ValueError for what is
-    no row of 32-bit integers."""
-    if isinstance(values, np.ndarray) and _is_row(values, np.int32):
-        return values
-    given = _row("token ids", "iu", "integers", values)
-    if given.size and not -(1 << 31) <= int(given.min()) <= int(given.max()) < 1 << 31:
-        raise ValueError(f"token ids from {given.min()} to {given.max()}: they must fit into 32 bits")
-    return _frozen(given, np.int32)
-
-
-def log_probs(values: ArrayLike) -> np.ndarray:
-    """Log-probs as a read-only float32 array [n], as `token_ids`; others are rounded to float32."""
-    if isinstance(values, np.ndarray) and _is_row(values, np.float32):
-        return values
-    return _frozen(_row("log-probs", "f", "floats", values), np.float32)
-
-
-def _is_row(array: np.ndarray, dtype: type[np.generic]) -> bool:
-    return array.dtype == dtype and array.ndim == 1 and not array.flags.writeable
-
-
-def _row(what: str, kinds: str, meant: str, values: ArrayLike) -> np.ndarray:
-    try:
-        given = np.asarray(values)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{what} must be a row of {meant}: {error}") from error
-    if given.ndim != 1 or (given.size and given.dtype.kind not in kinds):
-        raise ValueError(f"{what} must be a row of {meant}, got an array of shape {given.shape} and type {given.dtype}")
-    return given
-
-
-def _frozen(given: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    with np.errstate(over="ignore"):  # an infinite log-prob is for others to refuse
-        array = np.array(given, dtype)
-    array.flags.writeable = False
-    return array
-
-
-_NOTHING = _frozen(np.zeros(0), np.float32)
 
 
 class _Sampled:
@@ -279,7 +240,7 @@ class Segment(_Sampled):
     author: Author
     tokens: np.ndarray
     text: str
-    logprobs: np.ndarray = field(default_factory=lambda: _NOTHING)
+    logprobs: np.ndarray = field(default_factory=lambda: NOTHING)
     reward: float | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     opened: str | None = ""  # of a prompt: `Prompt.opened`
@@ -467,6 +428,34 @@ class LayerCache:
     scales: Tensor | None = None
 
 
+class Cache(Protocol):
+    """What sequences keep of all layers between two passes; `engine.state_pool.StatePool` is ours."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    def layer(self, index: int) -> LayerCache:
+        """The keys and values of a layer with attention."""
+        ...
+
+    def state(self, layer: int, name: str) -> Tensor:
+        """What a block of the layer declares by this name: [pages, page, *shape] for each token, or [rows, *shape] for
+        each sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Which row of the states that are one for a sequence each sequence reads, and which it leaves its own in.
+
+    They differ where others read the same row: no sequence writes a row that another reads. A sequence that begins
+    reads row 0, which is zeros; padding writes row 1, which nobody reads.
+    """
+
+    read: Tensor  # [B] int64
+    write: Tensor  # [B] int64
+
+
 @dataclass(frozen=True, slots=True)
 class SharedKeys:
     """The keys that each part of a packed batch sees, where parts share a stem (the rows of their prompt).
@@ -505,7 +494,7 @@ class PagedPlan:
     pages of an FP8 cache, without waiting for the device.
     """
 
-    cache: Any  # engine.kv_cache.KVCache
+    cache: Cache
     cu_seqlens: Tensor  # [B+1] int32
     query_lengths: tuple[int, ...]
     kv_lengths: Tensor  # [B] int32
@@ -513,6 +502,7 @@ class PagedPlan:
     block_table: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
     shared: Any = None  # kernels.attention.state.SharedPages, perhaps, where every sequence has one query
+    rows: StateRows | None = None  # where a layer keeps one state for a sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,13 +119,13 @@ def inside(folder: Path, name: str, *, links: bool = False, source: object = Non
 
     The snapshots of the hub's cache consist of links into `blobs` next to them, and these count as inside.
     """
-    told = f"{source} names" if source is not None else f"{folder} holds"
+    named = f"{source} names" if source is not None else f"{folder} holds"
     if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts or re.match("[A-Za-z]:", name):
-        raise UserError(f"{told} {name!r}, which is outside of {folder}. Use another copy, or correct the name.")
+        raise UserError(f"{named} {name!r}, which is outside of {folder}. Use another copy, or correct the name.")
     path = folder / name
     if not links and not _leads_inside(path, folder):
         raise UserError(
-            f"{told} {name!r}, which leads by a link to {path.resolve()}, outside of {folder}. Others' folders could "
+            f"{named} {name!r}, which leads by a link to {path.resolve()}, outside of {folder}. Others' folders could "
             "take in any file of yours so. If it is meant, put a copy in the link's place, or name what it leads to."
         )
     return path
@@ -195,11 +195,11 @@ def guard_terminal() -> None:
     formatwarning.guards = True  # type: ignore[attr-defined]
     warnings.formatwarning = formatwarning
     logging.setLogRecordFactory(_Record)
-    sys.excepthook = _told
-    threading.excepthook = lambda end: _told(end.exc_type, end.exc_value, end.exc_traceback)
+    sys.excepthook = _print_safely
+    threading.excepthook = lambda end: _print_safely(end.exc_type, end.exc_value, end.exc_traceback)
 
 
-def _told(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _print_safely(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if not issubclass(kind, SystemExit):
         sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
 

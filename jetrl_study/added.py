@@ -132,8 +132,8 @@ def _checked(path: Path, study: Study) -> dict[str, Any]:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         why = first["msg"].removeprefix("Value error, ")
-        told = f"{path} is not a study.json of `jetrl study`, or it is damaged: {place}: {why}. {_REMEDY}"
-        raise UserError(told) from error
+        problem = f"{path} is not a study.json of `jetrl study`, or it is damaged: {place}: {why}. {_REMEDY}"
+        raise UserError(problem) from error
     return data
 
 

@@ -54,7 +54,7 @@ class Conduct:
     crashed: dict[str, str] = field(default_factory=dict)
     done: int = 0
     written: int = 0
-    told: float = field(default_factory=time.monotonic)
+    last_line: float = field(default_factory=time.monotonic)
     pace: Pace = field(default_factory=Pace)
 
     def ended(self, end: Ended) -> None:
@@ -107,20 +107,20 @@ class Conduct:
             self.written = self.done
             self._write_so_far()
         now = time.monotonic()
-        due = now - self.told >= _LINE_EVERY and bool(running)
+        due = now - self.last_line >= _LINE_EVERY and bool(running)
         for name in running:
             if name in self.runs and (due or name not in self.pace.seen):
                 self.pace.note(name, self._step(name), now)
         if not due:
             return
-        self.told = now
+        self.last_line = now
         self.console.print(
             f"  {duration(now - self.halt.began)}: {self.done} of {len(self.runs)} runs done"
             f"{self._left(running, waiting, now)}; {', '.join(map(self._place, running))}", style="dim", markup=False,
         )
 
     def _write_so_far(self) -> None:
-        """Write the results. Whatever goes wrong ends no run: it is told, and met again when the study ends."""
+        """Write the results. Whatever goes wrong ends no run: it is reported, and met again when the study ends."""
         try:
             self.write()
         except Exception as error:

@@ -22,7 +22,7 @@ from jetrl.run.compare import said_of
 
 WARM_START = "warm-start"  # with -s and the seed: the name of a seed's warm start among its runs
 FOLDER = Path(__file__).parent / "studies"
-_TEXT = (str, 'a text, such as "mine"')
+_TEXT = (str, 'a string, such as "mine"')
 _KEYS = {  # of a study file: what each must be; the functions below look into lists
     "name": _TEXT, "about": _TEXT, "extends": _TEXT, "recipe": _TEXT, "keep_checkpoints": (bool, "true or false"),
     "seeds": None, "overrides": None, "against": None, "arm": None,

@@ -39,7 +39,7 @@ class State:
 
 
 def read_state(out: Path, run: Planned) -> State:
-    """The state of a run; new if its folder is not there, be it that it never began or that the user has removed it.
+    """The state of a run; a new one if it has no folder, because it never began or because the user has removed it.
     UserError if its folder is of another study, or of other settings of this one."""
     path = _path(out, run)
     if not path.exists() or not run_folder(out, run).exists():

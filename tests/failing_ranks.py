@@ -80,10 +80,10 @@ def in_update(act: Callable[[], None]) -> None:
     """In the backward pass of step 2, while gradients are on their way."""
     update = loop.update
 
-    def disturbed(learner: Any, batches: Any, config: Any, step: int, tell: Any) -> Any:
+    def disturbed(learner: Any, batches: Any, config: Any, step: int, *told: Any) -> Any:
         if step == 2:
             reduction.Exchanged.done = after(reduction.Exchanged.done, 3, act)  # type: ignore[method-assign]
-        return update(learner, batches, config, step, tell)
+        return update(learner, batches, config, step, *told)
 
     loop.update = disturbed  # type: ignore[assignment]
 

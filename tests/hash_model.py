@@ -110,7 +110,7 @@ class BurstRunner(ModelRunner):
         for step in range(1, steps):
             later = dataclasses.replace(
                 plan, starts=plan.starts + step, tokens=drawn[-1][0][0], positions=plan.positions + step,
-                copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
+                copies=plan.copies[:0], sample_positions=plan.sample_positions + step, row_reads=plan.row_writes,
             )
             drawn.append(super().run(later, table))
         tokens, logprobs = (np.concatenate(column) for column in zip(*drawn, strict=True))

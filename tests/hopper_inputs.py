@@ -71,7 +71,7 @@ def draw(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -
     flat(keys, torch.int64, rows, -(1 << 63), (1 << 63) - 1)
     flat(positions, torch.int64, rows, 1, (1 << 63) - 1)
     ones, zeros = np.ones(rows), np.zeros(rows)
-    table = SamplingTable(temperature.numpy(), ones, zeros.astype(int), zeros, keys.numpy().view(np.uint64))
+    table = SamplingTable(temperature.numpy(), ones, zeros.astype(int), zeros, zeros > 0, keys.numpy().view(np.uint64))
     return *sample_rows(logits, table, positions.numpy()), logits.amax(-1)
 
 

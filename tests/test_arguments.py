@@ -56,8 +56,8 @@ def test_ids_may_be_numpys_or_torchs_and_a_stop_may_be_one_text(policy: Policy) 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"prompts": [["a"]]}, r"prompts\[0\]\[0\] = 'a': a token id is a whole number"),
     ("generate", {"prompts": [3, 4]}, r"prompts\[0\] = 3: .*\[\[1, 2, 3\]\]"),
-    ("generate", {"prompts": 7}, "prompts = 7: give a text"),
-    ("generate", {"prompts": None}, "prompts = None: give a text"),
+    ("generate", {"prompts": 7}, "prompts = 7: give a string"),
+    ("generate", {"prompts": None}, "prompts = None: give a string"),
     ("generate", {"prompts": ["1+1=", ""]}, r"prompts\[1\]: the prompt '' has no tokens"),
     ("generate", {"prompts": [[]]}, r"prompts\[0\] is empty"),
     ("generate", {"prompts": [None]}, r"prompts\[0\] = None"),

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py")) + sorted(STUDY.rglob("*.py"))
 
 # Ranks of docs/ARCHITECTURE.md: a module imports from its own room or from lower ranks only.
 RANKS = [
+    ("arrays",),
     ("errors", "types", "spec", "choices", "presets", "process_exit", "hashing", "moved", "values", "rounding",
      "__init__"),
     ("untrusted", "phrases"),
@@ -37,10 +38,11 @@ RANKS = [
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 REPORT_MAY = {"types", "errors", "untrusted", "moved", "rounding", "report", "__init__"}
 NO_TORCH = [
-    "precision", "config", "spec.py", "errors.py", "types.py", "choices.py", "presets.py", "requirements.py",
-    "untrusted.py", "values.py", "rounding.py",
+    "precision", "config", "spec.py", "errors.py", "types.py", "arrays.py", "choices.py", "presets.py",
+    "requirements.py", "untrusted.py", "values.py", "rounding.py",
     "engine/scheduler.py", "engine/pages.py", "engine/plan.py", "engine/slots.py", "engine/prefixes.py",
-    "engine/turns.py", "engine/limits.py", "engine/speculation/depth.py", "engine/speculation/sources.py",
+    "engine/turns.py", "engine/limits.py", "engine/settings.py", "engine/rows.py", "engine/beginnings.py",
+    "engine/speculation/depth.py", "engine/speculation/sources.py",
     "engine/sharing.py", "rl/advantage.py",
 ]
 
@@ -153,6 +155,30 @@ def test_imports_go_downwards(path: Path) -> None:
         if not allowed:
             wrong.append(f"line {line}: {module}")
     assert not wrong, f"{name_of(path)} imports upwards or sideways: {wrong}"
+
+
+# Who may import what compiles kernels ahead of need: a run has one door to it, `run.compiling.ahead`.
+DOORS = {
+    "jetrl.kernels.compiling.recorded": {"run/compiling/needed"},  # takes the place of functions of libraries
+    "jetrl.kernels.compiling.pool": {"run/compiling/ahead", "run/compiling/needed", "kernels/compiling/recorded"},
+    "jetrl.run.compiling.needed": set[str](),  # called by name, in a process of its own
+    "jetrl.run.compiling.ahead": {"run/setup"},
+}
+
+
+def test_kernels_compiled_ahead_have_one_door() -> None:
+    found = {door: set[str]() for door in DOORS}
+    for path in FILES:
+        for _, imported, _ in imports(path):
+            if imported in DOORS:
+                found[imported].add(name_of(path).removesuffix(".py"))
+    assert found == DOORS
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_tool_of_tests_is_used_elsewhere(path: Path) -> None:
+    found = [name for _, name, _ in imports(path) if name.split(".")[0] in ("unittest", "pytest", "mock")]
+    assert not found, f"{name_of(path)} imports {found}"
 
 
 @pytest.mark.parametrize("place", NO_TORCH)

@@ -122,7 +122,7 @@ def test_parity_eval_and_export(cache: Path, models: dict[str, Path], tmp_path: 
     (tmp_path / "config.toml").write_text('precision = "bf16"')  # the folder where one works is no run of acme/tiny
     (tmp_path / "checkpoints").mkdir()
     assert load_for_parity("acme/tiny", "", "cpu")[0].recipe.name == "fp8"
-    with pytest.raises(UserError, match="acme/tiny is no folder here, .* belongs to no run.*Give --recipe"):
+    with pytest.raises(UserError, match="acme/tiny is not a folder here, .* belongs to no run.*Give --recipe"):
         evaluate_checkpoint("acme/tiny", None, [])
 
 

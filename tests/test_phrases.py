@@ -35,6 +35,8 @@ ELSEWHERE = {
     "run/start.py": {"--debug"},  # the option itself
     "huggingface/hub.py": {"--revision"},  # of a command for the shell
     "parity/rows.py": {"--new-tokens", "--sequences"},
+    "parity/depth.py": {"--beside", "--depth", "--kv-cache", "--turns"},  # `jetrl parity --depth` alone
+    "parity/depth_command.py": {"--svg"},
     "run/fit/advice.py": {"--gpu"},  # of --dry-run
 }
 

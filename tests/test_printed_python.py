@@ -80,6 +80,14 @@ def test_python_linears_in_a_loop() -> None:
     assert isinstance(names["model"][0], api.FP8Linear)
 
 
+def test_python_some_parameters_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = jetrl.load_model(tiny_run(tmp_path, {"train.steps": 1}), masters=True)
+    before = sum(p.requires_grad for p in policy.model.parameters())
+    loads = types.SimpleNamespace(load_model=lambda name, masters: policy)
+    optimizer = run("docs/PYTHON.md", 5, {"jetrl": loads, "torch": torch})["optimizer"]
+    assert 0 < len(optimizer.param_groups[0]["params"]) < before
+
+
 def scores(function: Callable[..., Any], completions: list[Any], **columns: Any) -> list[float | None]:
     """What a reward function gives these completions of one problem."""
     problem = Problem("id", "What is 1+1?", "2", extra=columns)
@@ -151,7 +159,7 @@ def test_python_sampling_and_log_probs(tmp_path: Path, monkeypatch: pytest.Monke
         tokenizer=lambda text: encoded,
     )  # its tokenizer knows digits only
     monkeypatch.setattr(jetrl, "load_model", lambda name, precision: small)
-    code = blocks("docs/PYTHON.md")[5]
+    code = blocks("docs/PYTHON.md")[6]
     assert code.count("\njetrl.mismatch_metrics(") == 1
     names: Names = {}
     code = code.replace("\njetrl.mismatch_metrics(", "\ngap = jetrl.mismatch_metrics(")

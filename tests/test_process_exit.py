@@ -62,7 +62,7 @@ INTERRUPTED = """\
 import os, signal
 from jetrl import process_exit
 {before}
-with process_exit.ctrl_c_is_told():
+with process_exit.ctrl_c_is_reported():
     try:
         {inside}
     except BaseException as error:

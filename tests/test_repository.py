@@ -87,7 +87,8 @@ def test_citation_and_image_name_the_version() -> None:
     found = f"## [{jetrl.__version__}] - {citation['date-released']}"
     assert found in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), f"CHANGELOG.md has no {found}"
     image = (ROOT / "docker" / "Dockerfile.hopper").read_text()
-    assert set(re.findall(r"jetrl:([\d.]+\d)", image)) == {jetrl.__version__}
+    job = (ROOT / "examples" / "kubernetes" / "train.yaml").read_text()
+    assert set(re.findall(r"jetrl:([\d.]+\d)", image + job)) == {jetrl.__version__}
 
 
 def test_the_image_copies_what_the_tree_has_and_installs_known_extras() -> None:

@@ -35,8 +35,10 @@ def test_the_page_of_the_command_line_has_every_command_and_option(site: ModuleT
     for name, command in commands.items():
         for option in (p for p in command.params if p.param_type_name == "option"):
             assert f"`{option.opts[0]}`" in sections[name], (name, option.opts)
-    assert "| `RECIPE` | A TOML file, or a name of `jetrl recipes`. | required |" in sections["train"]
-    assert "| `--sequences` | Test sequences, of ragged lengths. | `6` |" in sections["parity"]
+    recipe, sequences = (next(p for p in commands[name].params if p.name == param)
+                         for name, param in (("train", "recipe"), ("parity", "sequences")))
+    assert f"| `RECIPE` | {recipe.help} | required |" in sections["train"]
+    assert f"| `--sequences` | {sequences.help} | `6` |" in sections["parity"]
 
 
 def test_the_page_of_python_has_every_public_name(site: ModuleType) -> None:
@@ -50,6 +52,8 @@ def test_links_out_of_docs_bring_their_files(site: ModuleType) -> None:
     linked = site.linked
     assert linked("See [x](../SECURITY.md).", "RUNS.md") == ("See [x](SECURITY.md).", set())
     assert linked("[a](../Makefile)", "RUNS.md") == ("[a](repository/Makefile)", {"Makefile"})
+    assert linked("[a](../examples/README.md)", "README.md") == ("[a](EXAMPLES.md)", set())
+    assert linked("[a](tools.py)", "EXAMPLES.md") == ("[a](repository/examples/tools.py)", {"examples/tools.py"})
     assert linked("[a](docs/RUNS.md#stopping)", "CONTRIBUTING.md") == ("[a](RUNS.md#stopping)", set())
     assert linked("[a](RUNS.md), [b](https://a.b/c)", "PYTHON.md")[0] == "[a](RUNS.md), [b](https://a.b/c)"
     assert linked("[a](NOBODY.md)", "PYTHON.md")[0] == "[a](NOBODY.md)", "left to mkdocs, which refuses it"

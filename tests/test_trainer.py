@@ -382,7 +382,7 @@ def test_sigterm_saves_the_steps_before_and_reaches_the_program(tmp_path: Path) 
     ({"overrides": {"name": "a"}, "run_dir": "b"}, "also given by run_dir"),
     ({"overrides": ["train.lr"]}, "is not an override"),
     ({"overrides": [3]}, "give a dict such as"),
-    ({"overrides": {3: 4}}, "the key 3 is no text"),
+    ({"overrides": {3: 4}}, "the key 3 is not a string"),
     ({"overrides": {"train.lr": Failing()}}, r"train.lr: must be a number, got <Failing, whose repr raises Key"),
     ({"overrides": {"task.params": DEEP}}, "overrides: its values cannot be read: .*nested more than 64 deep"),
     ({"overrides": {"task.params": HOLDS_ITSELF}}, "overrides: its values cannot be read: .*nested more than 64 deep"),

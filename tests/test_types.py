@@ -16,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl.types import Completion, Segment, Trajectory, log_probs, token_ids
+from jetrl.arrays import log_probs, token_ids
+from jetrl.types import Completion, Segment, Trajectory
 
 PROMPT = token_ids(range(40_000, 40_300))
 

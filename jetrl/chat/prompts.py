@@ -45,7 +45,7 @@ def encode_problem(problem: Problem, tokenizer: Any, config: TaskConfig) -> list
 
 def encode_rendered(text: str, tokenizer: Any, where: str) -> list[int]:
     """Token ids of what a chat template wrote. It writes its own special tokens: adding them again would give two of
-    the beginning of sequence. Where it writes none, and the tokenizer adds one to plain text, that is told once."""
+    the beginning of sequence. Where it writes none, and the tokenizer adds one to plain text, that is reported once."""
     tokens = _not_empty(encode_text(text, tokenizer, where, "prompt"), text, where)
     if (bos := added_bos(tokenizer)) is not None and tokens[0] != bos:
         tell(
@@ -95,7 +95,7 @@ def added_bos(tokenizer: Any) -> int | None:
 
 def opened_text(problem: Problem, tokenizer: Any, config: TaskConfig) -> str | None:
     """What the chat template has written of the policy's turn, such as `<think>`: "" for nothing and for plain text,
-    None where it cannot be told."""
+    None where it cannot be known."""
     if not uses_chat_template(config.chat_template, tokenizer):
         return ""
     return Template(tokenizer, config.chat_template_kwargs).opened(chat_messages(problem, config))

@@ -3,7 +3,7 @@
 A template is a program by the model's authors. One may know no role `tool`, write only the first system message or the
 first call of a message, leave out short texts, or ignore a key, and says nothing. So each conversation's rendering is
 compared with one of markers in the same places (`template_values.py`): what does not come out is refused (a whole
-message) or told by a warning, once for each kind (a key, or a text that comes out twice, elsewhere, or changed).
+message) or reported by a warning, once for each kind (a key, or a text that comes out twice, elsewhere, or changed).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CURE = "or use a tokenizer with another chat template (model.tokenizer)"
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of one tokenizer's template: findings by kind of conversation, and what was told."""
+    """What is known of one tokenizer's template: findings by kind of conversation, and which warnings were given."""
 
     kept: dict[Any, Any] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
 
 _MEMORIES: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
@@ -56,16 +56,16 @@ def source_of(tokenizer: Any) -> str:
 def tell(tokenizer: Any, text: str, key: str | None = None) -> None:
     """A warning, once per tokenizer and `key` (None: the text)."""
     if not was_told(tokenizer, key or text):
-        _memory_of(tokenizer).told.add(_told_as(tokenizer, key or text))
+        _memory_of(tokenizer).warned.add(_warning_key(tokenizer, key or text))
         warnings.warn(text, Notice, stacklevel=3)
 
 
 def was_told(tokenizer: Any, key: str) -> bool:
     """Whether there was such a warning."""
-    return _told_as(tokenizer, key) in _memory_of(tokenizer).told
+    return _warning_key(tokenizer, key) in _memory_of(tokenizer).warned
 
 
-def _told_as(tokenizer: Any, key: str) -> str:
+def _warning_key(tokenizer: Any, key: str) -> str:
     return f"{getattr(tokenizer, 'chat_template', None)!r} {key}"
 
 
@@ -260,18 +260,18 @@ class Template:
                 f"would never read {text!r}. {cure} {_CURE}."
             )
         if fate == "trimmed":
-            told = (f"{where}: {self.source} strips white space from messages of role {role!r}: the policy "
-                    "does not read it. Nothing to do unless it matters.")
+            warning = (f"{where}: {self.source} strips white space from messages of role {role!r}: the policy "
+                       "does not read it. Nothing to do unless it matters.")
         elif fate == "dropped":
-            told = (f"{where}: {self.source} does not write the content of a message of role {role!r} that says "
-                    f"{text!r}, though it writes others: the policy never reads it. Nothing to do if it only holds "
-                    "what the template leaves out on purpose, such as earlier thinking; else change the text, "
-                    f"{_CURE}.")
+            warning = (f"{where}: {self.source} does not write the content of a message of role {role!r} that says "
+                       f"{text!r}, though it writes others: the policy never reads it. Nothing to do if it only holds "
+                       "what the template leaves out on purpose, such as earlier thinking; else change the text, "
+                       f"{_CURE}.")
         else:
-            told = (f"{where}: {self.source} writes the content of a message of role {role!r} {_HOW[fate]}, such as "
-                    f"{text!r}: that is what the policy reads (prompt_rendered in samples.jsonl). To change it, use "
-                    "another chat template (model.tokenizer).")
-        tell(self.tokenizer, told, self._fate_key(fate, role))
+            warning = (f"{where}: {self.source} writes the content of a message of role {role!r} {_HOW[fate]}, such as "
+                       f"{text!r}: that is what the policy reads (prompt_rendered in samples.jsonl). To change it, use "
+                       "another chat template (model.tokenizer).")
+        tell(self.tokenizer, warning, self._fate_key(fate, role))
 
     def _fate_key(self, fate: Fate, role: str) -> str:
         return f"{fate} content {role} {self.variables}"
@@ -331,7 +331,7 @@ class Template:
             value = at_path(look.messages[i], path)
             return look.whole or skeleton.shows(look.read, (i, *path), value) or look.reads(i, path)
         unread = self._kept("unread", (look.kind, look.policy, look.opened), set)
-        if (i, path) in unread:  # told
+        if (i, path) in unread:  # reported
             return False
         if look.reads(i, path):
             return True

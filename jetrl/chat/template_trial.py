@@ -91,5 +91,5 @@ def _try(template: str, messages: list[Mapping[str, Any]], variables: Mapping[st
         -getattr(signal, "SIGKILL", 0): f"does not end within {SECONDS} s, or was ended for its memory",
     }
     if status not in (0, 1):
-        told = why.get(status, f"ends the program that renders it (status {status})")
-        raise UserError(f"The tokenizer's chat template {told} for a first prompt. {_CURE}")
+        reason = why.get(status, f"ends the program that renders it (status {status})")
+        raise UserError(f"The tokenizer's chat template {reason} for a first prompt. {_CURE}")

@@ -1,4 +1,4 @@
-"""Whether a chat template has written the values of messages: told by what it writes for others in their place.
+"""Whether a chat template has written the values of messages: judged by what it writes for others in their place.
 
 A rendering with markers shows where each value comes out (`Skeleton`); a rendering of the data is compared with it,
 which costs no rendering. Where that does not decide, one value is changed to another of the same shape (`changed`), so

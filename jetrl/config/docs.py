@@ -131,11 +131,11 @@ def peer_table(whose: str, page: str = "") -> str:
 
 def _shown(ours: str, is_key: bool) -> str:
     """What stands in jetrl's column, with its keys marked as code."""
-    told = re.sub(r"(?<![\w.`])([a-z]+\.[a-z_]+)(?= = | |,|:|\)|$)(?!\.\w)", r"`\1`", ours)
-    first = re.match(r"\w+", told)
+    cell = re.sub(r"(?<![\w.`])([a-z]+\.[a-z_]+)(?= = | |,|:|\)|$)(?!\.\w)", r"`\1`", ours)
+    first = re.match(r"\w+", cell)
     if first is not None and first[0] in Config.model_fields:
-        told = f"`{first[0]}`{told[first.end():]}"
-    return told if is_key else f"no key: {told}"
+        cell = f"`{first[0]}`{cell[first.end():]}"
+    return cell if is_key else f"no key: {cell}"
 
 
 def _printed(which: str) -> str:

@@ -58,8 +58,8 @@ def _hint(which: str, known: Sequence[type[Section]]) -> str:
         return f"{peer}."
     rows = [row for section in known for row in settings_of(section)]
     names = [*sections(), *(row.key for row in rows), *(row.full_key for row in rows)]
-    if told := [row.full_key for row in rows if which.lower() in f"{row.key} {row.meaning}".lower()]:
-        return f"It occurs in {', '.join(told[:8])}{', ...' * (len(told) > 8)}."
+    if found := [row.full_key for row in rows if which.lower() in f"{row.key} {row.meaning}".lower()]:
+        return f"It occurs in {', '.join(found[:8])}{', ...' * (len(found) > 8)}."
     close = difflib.get_close_matches(which, names, 1) or difflib.get_close_matches(which.rpartition(".")[2], names, 1)
     return f"Did you mean {close[0]}?" if close else "`jetrl settings` lists the sections."
 
@@ -69,9 +69,9 @@ def _print_overview(console: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column()
     for name, section in _parts().items():
-        told = Text(f"{_about(section)}\n")
-        told.append(", ".join(row.key for row in settings_of(section)), style="dim")
-        table.add_row(Text(name or "top level", style="bold"), told)
+        cell = Text(f"{_about(section)}\n")
+        cell.append(", ".join(row.key for row in settings_of(section)), style="dim")
+        table.add_row(Text(name or "top level", style="bold"), cell)
     console.print(table, width=min(console.width, _WIDTH), soft_wrap=False)
     console.print("\n`jetrl settings rl` explains a section, `jetrl settings train.lr` a key, and `all` everything.")
 

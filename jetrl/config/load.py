@@ -53,10 +53,10 @@ def _refused(
                       or f"{other}.".startswith(f"{key}.")), source)
         sources.add(owner)
         lines.append(line if owner == source else f"{owner}: {line}")
-    told = "".join(f"\n  ({note})" for note in notes)
+    below = "".join(f"\n  ({note})" for note in notes)
     if len(lines) == 1:
-        return UserError((lines[0] if source not in sources else f"{source}: {lines[0]}") + told)
-    return UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines) + told)
+        return UserError((lines[0] if source not in sources else f"{source}: {lines[0]}") + below)
+    return UserError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines) + below)
 
 
 def tell(note: str) -> None:

@@ -91,7 +91,7 @@ class Holds:
     """The value names something that is looked for from the current folder on: made absolute once, when a run is
     built. `place`: a folder that is written to. `file`: a file, or a name that is none (on the hub, say) where there is
     no such file. `data`: a file whose content must stay for a resume. `code`: path/to/file.py:name or module:name, or
-    several; it is told before others' code runs."""
+    several; it is shown before others' code runs."""
 
     kind: Literal["place", "file", "data", "code"]
 

@@ -129,7 +129,7 @@ def peers() -> tuple[Peer, ...]:
         instead, _, names = line.partition(" | ")
         rows.append((None, instead, names))
     return tuple(
-        Peer(key, ours, whose, name) for key, ours, told in rows for entry in told.split("; ")
+        Peer(key, ours, whose, name) for key, ours, given in rows for entry in given.split("; ")
         for whose, _, names in [entry.partition(": ")] for name in names.split()
     )
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from jetrl.choices import (
     AdvEstimator,
     Algo,
+    Clip,
     DynamicSampling,
     KLEstimator,
     KLIn,
@@ -118,6 +119,18 @@ class RLConfig(Section):
         Elsewhere("TRL: delta; NeMo RL: ratio_clip_c; slime: eps_clip_c", same=("verl",)),
     ] = Field(
         default=None, gt=1, description="Dual clip: bound on the ratio where the advantage is negative. none: off.")
+    clip: Annotated[
+        Clip, OFF_POLICY_ONLY, NoEffectWhile("precision", ("bf16", "fp8_rollout")),
+        Since("0.1.0", "fixed"), Kernels(),
+        Needs(("calibrated",), "rl.surrogate", ("clip",), "what is calibrated is what PPO's clip cuts off"),
+        Needs(("calibrated",), "rl.ratio", ("token",), "bounds are found for the ratios of tokens"),
+    ] = Field(
+        default="fixed", description="fixed: the policy ratio is clipped at the two bounds above. calibrated: at "
+        "bounds that cut off as much in this precision as those do in BF16, found with passes of a BF16 copy of the "
+        "policy (docs/ALGORITHMS.md).")
+    calibration_interval: Annotated[
+        int, OFF_POLICY_ONLY, NoEffectWhile("rl.clip", ("fixed",)), Since("0.1.0", 20),
+    ] = Field(default=20, ge=1, description="Steps from one calibration of the clip to the next, from step 1 on.")
     kl_coef: Annotated[
         float, Kernels(off=(0.0,)), Elsewhere(same=("verl",)),
         Elsewhere(

@@ -26,8 +26,8 @@ def explain_syntax(text: str, error: tomllib.TOMLDecodeError) -> str:
     number = int(found[1]) if found and found[1] else len(lines)
     what = str(error)[: found.start()] if found else str(error)
     line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-    told = f"line {number}: not valid TOML ({what})" + (f": {line!r}" if line else "")
-    return told + _cure(lines, number, line, what)
+    message = f"line {number}: not valid TOML ({what})" + (f": {line!r}" if line else "")
+    return message + _cure(lines, number, line, what)
 
 
 def _cure(lines: list[str], number: int, line: str, what: str) -> str:

@@ -33,8 +33,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{path}: not UTF-8 text (byte {error.start}); a recipe is a TOML file. If it is one, save it as UTF-8"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: too large, or a device
-        told = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path}: cannot be read: {told}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read: {reason}") from None
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -48,15 +48,15 @@ def optional() -> Iterator[Finding]:
 
 def _finding(section: str, package: Package, cure: str) -> Finding:
     if not package.fits:
-        return Finding(section, package.name, _told(package), "bad", cure)
+        return Finding(section, package.name, _version_of(package), "bad", cure)
     failed = import_error(_MODULES.get(package.name, package.name))
     if failed is None:
-        return Finding(section, package.name, _told(package))
+        return Finding(section, package.name, _version_of(package))
     text = f"{package.found}, but its import fails: {failed}"
     return Finding(section, package.name, text, "bad", reinstall(package))
 
 
-def _told(package: Package) -> str:
+def _version_of(package: Package) -> str:
     return str(package).removeprefix(package.name).strip()
 
 

@@ -41,10 +41,10 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         table.add_column(width=18, overflow="fold")
         table.add_column(overflow="fold")
         for finding in findings:
-            told = Text(finding.found)
+            cell = Text(finding.found)
             if finding.cure:
-                told.append(f"\n-> {finding.cure}", style=_STYLES[finding.level])
-            table.add_row(Text(finding.level.rjust(5), style=_STYLES[finding.level]), Text(finding.what), told)
+                cell.append(f"\n-> {finding.cure}", style=_STYLES[finding.level])
+            table.add_row(Text(finding.level.rjust(5), style=_STYLES[finding.level]), Text(finding.what), cell)
         console.print(Text(f"\n{title}", style="bold"))
         console.print(table, width=width, soft_wrap=False)
     console.print()

@@ -18,17 +18,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jetrl.engine.kv_cache import pages_in_memory
 from jetrl.engine.limits import check_vocabulary, most_tokens
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Drawn, Finished, NewTokens, Plan
-from jetrl.engine.runner import Model, ModelRunner
+from jetrl.engine.rows import Rows, rows_for
+from jetrl.engine.runner import Model, ModelRunner, Observe
 from jetrl.engine.sampler import SamplingTable, check_params
 from jetrl.engine.scheduler import ForcePreempt, Scheduler
 from jetrl.engine.settings import EngineSettings
 from jetrl.engine.speculation.speculator import Speculator
+from jetrl.engine.state_pool import grid_of, pages_in_memory
 from jetrl.engine.stopper import Stopper, Tokenizer
 from jetrl.errors import OutOfMemory
+from jetrl.precision.blocks.layouts import require_rewind
 from jetrl.types import Completion, Engine, FinishReason, Request, StepReport, WeightSet
 
 _DEFAULTS = EngineSettings()
@@ -54,17 +56,20 @@ class PagedEngine(Engine):
     """The rollout engine. `eos_token_ids` of the settings override the tokenizer's.
 
     `on_tokens`, if set, hears after every step what was drawn for each request, tokens and log-probs, before the
-    completions of that step can be collected. An error of it is an error of the step.
+    completions of that step can be collected. An error of it is an error of the step. `observe`: see `ModelRunner`.
     """
 
     keeps_bits = True
 
     def __init__(
         self, model: Model, tokenizer: Tokenizer, flow_digest: str, settings: EngineSettings = _DEFAULTS,
-        speculator: Speculator | None = None,
+        speculator: Speculator | None = None, observe: Observe | None = None,
     ) -> None:
         self.model, self.tokenizer, self.flow_digest, self.settings = model, tokenizer, flow_digest, settings
-        self.runner, self.speculator = ModelRunner(model, settings), speculator
+        self.runner, self.speculator = ModelRunner(model, settings, observe), speculator
+        assert observe is None or speculator is None, "steps with drafts are not observed"
+        if speculator is not None:
+            require_rewind(model.spec)
         eos = settings.eos_token_ids
         if eos is None:
             eos = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
@@ -78,10 +83,12 @@ class PagedEngine(Engine):
 
     def _reset(self) -> None:
         """No request, and no page that holds anything."""
-        s = self.settings
+        s, grid = self.settings, grid_of(self.model.spec)
         self._scheduler = Scheduler(
             PageAllocator(1, s.page_size), max_num_seqs=s.max_num_seqs, max_tokens_per_step=s.max_tokens_per_step,
             max_position=self.model.spec.max_position,
+            rows=Rows(s.max_num_seqs, rows_for(s.max_num_seqs), grid) if grid else None,
+            share_beginnings=s.share_beginnings,
         )
         self._table = SamplingTable.for_slots(s.max_num_seqs)
         self._stopper = Stopper(self.eos_token_ids, self.tokenizer, s.max_num_seqs)
@@ -142,13 +149,16 @@ class PagedEngine(Engine):
         if not requests:
             return
         scheduler, begins = self._scheduler, self._began is None
-        if begins:
-            scheduler.allocator.resize(self._num_pages(requests))
+        allocator = scheduler.allocator
+        if begins and (pages := self._num_pages(requests)) != allocator.num_pages:
+            allocator.resize(pages)
         scheduler.check(requests)
-        self.runner.reserve(scheduler.allocator.num_pages)
+        if self.runner.reserve(allocator.num_pages):
+            allocator.beginnings.clear()
         scheduler.add(requests)
         if begins:
             scheduler.reset_counts()
+            allocator.peak_used = allocator.num_used
             self.runner.reset_times()
             self._num_finished, self._began = 0, time.perf_counter()
 
@@ -286,7 +296,9 @@ class PagedEngine(Engine):
         if have >= need:
             return have
         format = self.model.recipe.kv_cache
-        fits = pages_in_memory(self.model.spec, size, self.model.dtype, self.runner.device, format, held)
+        fits = pages_in_memory(
+            self.model.spec, size, self.model.dtype, self.runner.device, format, held, self.runner.num_rows
+        )
         if sizes[0] <= have and fits <= have * 9 // 8:  # memory was short before: another would hardly be larger
             return have
         self.runner.release()
@@ -311,6 +323,7 @@ class PagedEngine(Engine):
         if self.has_work:
             raise ValueError(f"engine.{verb}() while requests are running or waiting")
         self._scheduler.turns.drop_all()
+        self._scheduler.allocator.beginnings.clear()
 
     def _rest_if_idle(self) -> None:
         """If nothing is left: check that no page is lost, free memory, note the figures."""
@@ -319,6 +332,7 @@ class PagedEngine(Engine):
             return
         scheduler.check_integrity()
         assert allocator.num_used == 0, f"{allocator.num_used} pages are still held after the last request"
+        assert scheduler.rows is None or scheduler.rows.num_used == 0, "states of sequences are still held"
         self.runner.give_back()
         if self.speculator is not None:
             self.speculator.rest()

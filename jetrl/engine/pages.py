@@ -7,10 +7,12 @@ than one reference must not be written; the scheduler takes a fresh page and ask
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from jetrl.engine.beginnings import Beginnings
 
 
 class PageAllocator:
@@ -19,14 +21,15 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"need at least one page of one token, got num_pages={num_pages}, page_size={page_size}")
-        self.page_size = page_size
+        self.page_size, self.beginnings = page_size, Beginnings()
         self._begin(num_pages)
 
     def _begin(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.ref_counts = np.zeros(num_pages, dtype=np.int32)
+        self.beginnings.clear()
         self.peak_used = 0
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is given out first
+        self._free = OrderedDict.fromkeys(range(num_pages))  # in order: the page freed first is given out first
 
     def resize(self, num_pages: int) -> None:
         """Another number of pages, while none is in use. `peak_used` begins again."""
@@ -48,12 +51,18 @@ class PageAllocator:
     def allocate(self, count: int = 1) -> list[int]:
         """Take `count` free pages, with one reference each. The caller has checked `num_free`."""
         assert 0 <= count <= len(self._free), f"asked for {count} pages, {len(self._free)} of {self.num_pages} are free"
-        split = len(self._free) - count
-        pages = self._free[split:]
-        del self._free[split:]
+        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self.beginnings.drop(pages)
         self.ref_counts[pages] = 1
         self.peak_used = max(self.peak_used, self.num_used)
         return pages
+
+    def read(self, pages: Sequence[int]) -> None:
+        """One more reference to each of `pages` (distinct) that `beginnings` has named; free ones are so no longer."""
+        for page in pages:
+            self._free.pop(page, None)
+            self.ref_counts[page] += 1
+        self.peak_used = max(self.peak_used, self.num_used)
 
     def share(self, pages: Sequence[int] | np.ndarray) -> None:
         """One more reference to each of `pages` (distinct pages in use)."""
@@ -68,14 +77,12 @@ class PageAllocator:
             assert count > 0, f"page {page} is freed twice"
             self.ref_counts[page] = count - 1
             if count == 1:
-                self._free.append(page)
+                self._free[page] = None
 
     def check_integrity(self, holders: Iterable[Iterable[int]] | None = None) -> None:
         """Assert that no page is lost or doubly owned; with `holders` (the pages of each holder), that counts match."""
-        free = Counter(self._free)
-        assert all(n == 1 for n in free.values()), f"pages free twice: {[p for p, n in free.items() if n > 1]}"
-        idle = set(np.flatnonzero(self.ref_counts == 0).tolist())
-        assert idle == set(free), f"pages without a reference that are not free, or the reverse: {idle ^ set(free)}"
+        free, idle = set(self._free), set(np.flatnonzero(self.ref_counts == 0).tolist())
+        assert idle == free, f"pages without a reference that are not free, or the reverse: {idle ^ free}"
         assert (self.ref_counts >= 0).all(), "a negative reference count"
         if holders is not None:
             held = Counter(page for pages in holders for page in pages)

@@ -33,6 +33,10 @@ class Plan:
     # below `reach[b]`, for which it has pages.
     depth: int = 0
     reach: np.ndarray | None = None  # [B] int64
+    # Where a layer keeps one state for a sequence: the row that each reads and the one that it writes (`engine.rows`).
+    # Later steps of a burst read what the one before wrote.
+    row_reads: np.ndarray | None = None  # [B] int64
+    row_writes: np.ndarray | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -99,6 +103,8 @@ class Prefix:
     waiting: int = 0
     leader: Tracked | None = None
     pages: list[int] | None = None  # one reference each, kept while members wait and dropped first when pages run out
+    digests: list[bytes] | None = None  # of its full pages (`engine.beginnings`), once somebody has asked
+    row: int = 0  # with one reference: the state of all tokens but the last, where layers keep one for a sequence
 
     @property
     def length(self) -> int:
@@ -119,6 +125,7 @@ class Tracked:
     prefix: Prefix
     is_turn: bool = False  # of a conversation
     keeps: bool = False  # its pages stay when it ends
+    digests: list[bytes] | None = None  # of its full pages, those of the prompt and further ones
     slot: int = -1
 
 
@@ -133,4 +140,5 @@ class Step:
     copies: list[tuple[int, int]] = field(default_factory=list)
     ready: dict[Prefix, tuple[int, int]] = field(default_factory=dict)  # -> (leader's slot, row of the last token)
     forks: list[tuple[int, int]] = field(default_factory=list)  # (slot, row to draw from)
+    forked: list[tuple[int, int]] = field(default_factory=list)  # (slot, the leader's)
     promised: int = 0  # pages that this step's forks will ask for

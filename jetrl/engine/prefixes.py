@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Prefix, Tracked
+from jetrl.engine.rows import Rows
 
 
 class PrefixSharing:
     """The prompts of all requests that wait or run."""
 
-    def __init__(self, allocator: PageAllocator) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: PageAllocator, rows: Rows | None = None) -> None:
+        self.allocator, self.rows = allocator, rows
         self.leading: list[Prefix] = []  # those that a leader is computing
         self._all: dict[tuple[int, ...], Prefix] = {}
         self._held: list[Prefix] = []  # those with pages
@@ -48,8 +49,15 @@ class PrefixSharing:
         prefix.leader = None
         self.leading.remove(prefix)
 
+    def drop_row(self, prefix: Prefix) -> None:
+        """Give up the state that is kept for waiting samples."""
+        if prefix.row:
+            assert self.rows is not None
+            self.rows.free(prefix.row)
+            prefix.row = 0
+
     def hold(self, prefix: Prefix, pages: list[int]) -> None:
-        """Keep the pages of a computed prompt for the requests that still wait."""
+        """Keep the pages of a computed prompt, and the state at its end, for the requests that still wait."""
         self.allocator.share(pages)
         prefix.pages = pages
         self._held.append(prefix)
@@ -59,6 +67,7 @@ class PrefixSharing:
         assert prefix.pages is not None
         self.allocator.free(prefix.pages)
         prefix.pages = None
+        self.drop_row(prefix)
         self._held.remove(prefix)
 
     def drop_last(self) -> bool:
@@ -75,4 +84,10 @@ class PrefixSharing:
         assert members == {t: p.members for t, p in self._all.items()}, "a prompt without requests, or the reverse"
         assert all(waits[t] == p.waiting for t, p in self._all.items()), "waiting requests of a prompt are miscounted"
         assert all(p.leader is not None and p.leader.slot >= 0 for p in self.leading), "a leader that does not run"
+        with_rows = [p for p in self._all.values() if p.row]
+        assert all(p.pages is not None or p.leader is not None for p in with_rows), "a state of a prompt is lost"
         return [p.pages for p in self._held if p.pages is not None]
+
+    def held_rows(self) -> list[int]:
+        """The rows that prompts hold."""
+        return [p.row for p in self._all.values() if p.row]

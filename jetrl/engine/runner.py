@@ -6,6 +6,7 @@ The forward is the one that the trainer calls; only the attention plan differs (
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -17,16 +18,17 @@ from jetrl.engine.graphs.capture import Capture
 from jetrl.engine.graphs.decode import DecodeGraphs, DecodeInputs
 from jetrl.engine.graphs.drafts import DraftGraphs
 from jetrl.engine.graphs.mixed import MixedGraphs
-from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.plan import Plan
+from jetrl.engine.rows import rows_for
 from jetrl.engine.sampler import SamplingTable, check_finite, is_cut, sample_rows
 from jetrl.engine.settings import EngineSettings
 from jetrl.engine.sharing import Merge, served
 from jetrl.engine.speculation.drafts import DraftIndex
 from jetrl.engine.speculation.verify import Burst, Proposal, burst
+from jetrl.engine.state_pool import StatePool, grid_of
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
-from jetrl.types import ForwardBatch, PagedPlan
+from jetrl.types import ForwardBatch, PagedPlan, StateRows
 
 _KEEP_SHARE = 0.1  # of a GPU's memory: where nothing else is set, a larger cache is freed when the engine rests
 
@@ -50,16 +52,22 @@ class Model(Protocol):
         ...
 
 
+Observe = Callable[[Plan], None]
+
+
 class ModelRunner:
-    """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`."""
+    """Runs plans on `model`. `model_seconds` and `sample_seconds` add up until `reset_times`.
 
-    cuda_graphs = True  # a subclass that inspects each step turns them off
-    mixed_graphs = True  # so may a benchmark that compares
+    `observe` hears of each plan before the model's forward pass; no step is in a CUDA graph then, nor one of several.
+    """
 
-    def __init__(self, model: Model, settings: EngineSettings) -> None:
+    mixed_graphs = True  # a benchmark that compares turns them off
+
+    def __init__(self, model: Model, settings: EngineSettings, observe: Observe | None = None) -> None:
         self.model, self.settings, self.page_size = model, settings, settings.page_size
+        self.observe, self.cuda_graphs = observe, observe is None
         self.keep_bytes = settings.keep_bytes  # a larger cache is freed when the engine rests; None: by `_KEEP_SHARE`
-        self.cache: KVCache | None = None
+        self.cache: StatePool | None = None
         self.graphs: DecodeGraphs | None = None
         self.draft_graphs: DraftGraphs | None = None
         self.mixed: MixedGraphs | None = None
@@ -70,6 +78,11 @@ class ModelRunner:
     @property
     def device(self) -> torch.device:
         return self.model.head_weight.device
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the cache for states of sequences; 0: no layer has any."""
+        return rows_for(self.settings.max_num_seqs) if grid_of(self.model.spec) else 0
 
     @property
     def capture(self) -> Capture:
@@ -92,12 +105,16 @@ class ModelRunner:
     def reset_times(self) -> None:
         self.model_seconds = self.sample_seconds = 0.0
 
-    def reserve(self, num_pages: int) -> None:
-        """Give the cache `num_pages` pages. Its content is not kept."""
-        if self.cache is None or self.cache.num_pages != num_pages or self.cache.keys.device != self.device:
+    def reserve(self, num_pages: int) -> bool:
+        """Give the cache `num_pages` pages. True: it is a new one, without content."""
+        if self.cache is None or self.cache.num_pages != num_pages or self.cache.device != self.device:
             self.release()  # free the old one before the new one is allocated
             format = self.model.recipe.kv_cache
-            self.cache = KVCache(self.model.spec, num_pages, self.page_size, self.model.dtype, self.device, format)
+            self.cache = StatePool(
+                self.model.spec, num_pages, self.page_size, self.model.dtype, self.device, format, self.num_rows
+            )
+            return True
+        return False
 
     def release(self) -> None:
         """Free the cache's memory (the trainer may need it between two rollouts)."""
@@ -140,6 +157,8 @@ class ModelRunner:
         `table` has a row for each slot. Returns tokens [steps, S] int64 and log-probs [steps, S] float32 on the host.
         """
         assert self.cache is not None, "reserve() comes before run()"
+        if self.observe is not None:
+            self.observe(plan)
         if len(plan.copies):
             self.cache.copy_pages(self._put(plan.copies))
         if self.cuda_graphs and self.device.type == "cuda" and plan.is_decode:
@@ -163,7 +182,8 @@ class ModelRunner:
 
     def _hidden(self, plan: Plan) -> tuple[Tensor, np.ndarray | None]:
         """Hidden states of a step with prompts, and in which rows those of its tokens are, if not one by one."""
-        if self.cuda_graphs and self.mixed_graphs and self.device.type == "cuda":
+        # with states of sequences, only the device knows in a graph which rows of a step are whose
+        if self.cuda_graphs and self.mixed_graphs and self.device.type == "cuda" and plan.row_reads is None:
             if self.mixed is None:
                 self.mixed = MixedGraphs(self.model, self.cache, self.capture)
             if (found := self.mixed.run(plan, self._slots(plan))) is not None:
@@ -179,6 +199,7 @@ class ModelRunner:
         step = DecodeInputs(
             tokens=plan.tokens, positions=plan.positions, slots=self._slots(plan), keys=chosen.key,
             sample_positions=plan.sample_positions, temperature=chosen.temperature, block_table=plan.block_table,
+            row_reads=plan.row_reads, row_writes=plan.row_writes,
         )
         if is_cut(chosen, self.model.spec.vocab_size).any():
             logits = self.graphs.logits(step)
@@ -212,6 +233,7 @@ class ModelRunner:
 
     def _positions(self, plan: Plan, table: SamplingTable, step: Proposal, real: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs drawn at the `real` [B, J] positions of a step with drafts, in their order."""
+        assert self.cache is not None
         counts = real.sum(1)
         some = counts > 0  # others are full
         kept = counts[some]
@@ -241,6 +263,7 @@ class ModelRunner:
 
     def _batch(self, plan: Plan) -> ForwardBatch:
         """The plan's columns as tensors, with the cache slot of every new token."""
+        assert self.cache is not None
         kv_lengths = plan.starts + plan.counts
         paged = PagedPlan(
             cache=self.cache,
@@ -250,8 +273,14 @@ class ModelRunner:
             kv_pages=tuple((-(-kv_lengths // self.page_size)).tolist()),
             block_table=self._put(plan.block_table),
             slots=self._put(self._slots(plan)),
+            rows=self._rows(plan),
         )
         return ForwardBatch(self._put(plan.tokens), self._put(plan.positions), paged, side="rollout")
+
+    def _rows(self, plan: Plan) -> StateRows | None:
+        if plan.row_reads is None or plan.row_writes is None:
+            return None
+        return StateRows(self._put(plan.row_reads), self._put(plan.row_writes))
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -21,10 +21,12 @@ from operator import attrgetter
 
 import numpy as np
 
+from jetrl.engine.beginnings import page_digests
 from jetrl.engine.limits import check_sizes, most_tokens
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Committed, Finished, Plan, Prefix, Step, Tracked
 from jetrl.engine.prefixes import PrefixSharing
+from jetrl.engine.rows import Rows
 from jetrl.engine.slots import Slots
 from jetrl.engine.turns import Turns
 from jetrl.errors import UserError
@@ -44,11 +46,15 @@ class Scheduler:
         max_tokens_per_step: int,
         max_position: int,
         force_preempt: ForcePreempt | None = None,
+        rows: Rows | None = None,
+        share_beginnings: bool = False,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step)):
             if value < 1:
                 raise UserError(f"rollout.{name} = {value}; it must be at least 1.")
-        self.allocator, self.prompts, self.turns = allocator, PrefixSharing(allocator), Turns(allocator)
+        self.allocator, self.rows = allocator, rows
+        self.share_beginnings = share_beginnings and rows is None  # a state is known at one token only
+        self.prompts, self.turns = PrefixSharing(allocator, rows), Turns(allocator, rows)
         self.max_tokens_per_step, self.max_position = max_tokens_per_step, max_position
         self.reset_counts()
         self.num_added = 0
@@ -111,7 +117,7 @@ class Scheduler:
         gone = set(ids)
         running, waiting = ([s for s in group if s.id in gone] for group in (self.running, self.waiting))
         for seq in running:
-            self.allocator.free(self._stop_running(seq))
+            self._free(*self._leave(seq))
         for seq in waiting:
             self.waiting.remove(seq)
             self.prompts.wait_less(seq.prefix)
@@ -137,14 +143,40 @@ class Scheduler:
         if self.waiting and self.slots.free:
             self._admit(step)
         for prefix, (slot, _) in step.ready.items():
-            if prefix.waiting:
+            if prefix.waiting and (self.rows is None or prefix.row or prefix.length == 1):
                 pages = self.slots.table[slot, : self.allocator.pages_for(prefix.length)].tolist()
                 self.prompts.hold(prefix, pages)
+            else:
+                self.prompts.drop_row(prefix)
         assert step.slots, "nothing can run: pages or slots are lost"
         self._plan = self.slots.plan(step, self.allocator.page_size)
+        if self.rows is not None:
+            self._plan = self._with_rows(self._plan, step, self.rows)
         self.num_steps += 1
         self.num_computed_tokens += len(self._plan.tokens)
         return self._plan
+
+    def _with_rows(self, plan: Plan, step: Step, rows: Rows) -> Plan:
+        """The plan with the rows of states that it reads and writes; forks share their leader's."""
+        reads, writes = rows.step(step.slots, lambda: self.prompts.drop_last() or self.turns.drop_oldest())
+        for slot, leader in step.forked:
+            rows.of[slot] = rows.share(int(rows.of[leader]))
+        for prefix in self.prompts.leading:  # the next token is its last
+            assert prefix.leader is not None
+            slot = prefix.leader.slot
+            if prefix.waiting and not prefix.row and self.slots.computed[slot] == prefix.length - 1:
+                prefix.row = rows.share(int(rows.of[slot]))
+        return replace(plan, row_reads=reads, row_writes=writes)
+
+    def _to_the_end(self, prefix: Prefix, computed: int, count: int) -> int:
+        """How many of `count` tokens the leader of a prompt computes in one step. Where layers keep one state for a
+        sequence, a step ends with the prompt, as forks read the state there; and before its last token if samples will
+        have to wait, as these compute that token for themselves."""
+        if self.rows is None:
+            return count
+        before_last = [prefix.length - 1] if prefix.waiting > len(self.slots.free) else []
+        stops = [end - computed for end in (*before_last, prefix.length) if end > computed]
+        return min([count, *stops])
 
     def extend(self, limit: int, depth: int = 0) -> tuple[Plan, int]:
         """Let the decode plan just made run for several steps, at most `limit`, before its `commit`, and each of them
@@ -156,6 +188,7 @@ class Scheduler:
         """
         plan = self._plan
         assert plan is not None and len(plan.sample_slots) == len(plan.tokens), "not a decode plan"
+        assert not depth or self.rows is None, "a state of a sequence cannot take drafts back"
         assert not depth or len(plan.tokens) * (depth + 1) <= self.max_tokens_per_step, "too many drafts"
         slots, size, at = plan.sample_slots, self.allocator.page_size, self.slots
         limit = min(limit, int((at.max_length[slots] - at.length[slots]).min()))
@@ -199,6 +232,8 @@ class Scheduler:
         stopped = np.asarray(stop.any(0))
         counts = np.where(stopped, stop.argmax(0) + 1, drawn)
         at.append(slots, tokens, logprobs, counts)
+        if self.share_beginnings:
+            self._tell_pages()
         if plan.depth:
             at.computed[slots] = at.length[slots] - 1
             self._give_back(slots)
@@ -206,6 +241,25 @@ class Scheduler:
         ended = stopped | (at.length[slots] >= at.max_length[slots])
         finished = [self._finish(at.owner[slots[s]], bool(stopped[s])) for s in np.flatnonzero(ended).tolist()]
         return Committed(counts, finished)
+
+    def _tell_pages(self) -> None:
+        """Tell of the pages that running sequences have filled with keys of tokens that stay."""
+        at, size = self.slots, self.allocator.page_size
+        slots = np.array([seq.slot for seq in self.running], dtype=np.int64)
+        full = np.minimum(at.computed[slots], at.length[slots] - 1) // size
+        for slot, count in zip(slots[new := full > at.num_known[slots]].tolist(), full[new].tolist(), strict=True):
+            seq = at.owner[slot]
+            assert seq is not None, "the slot is empty"
+            seq.digests = page_digests(at.tokens[slot, : count * size], size, seq.digests or self._digests(seq.prefix))
+            for place in range(int(at.num_known[slot]), count):
+                self.allocator.beginnings.add(seq.digests[place], int(at.table[slot, place]))
+            at.num_known[slot] = count
+
+    def _digests(self, prefix: Prefix) -> list[bytes]:
+        """Those of a prompt's full pages, made once for all of its samples."""
+        if prefix.digests is None:
+            prefix.digests = page_digests(np.array(prefix.tokens, dtype=np.int32), self.allocator.page_size)
+        return prefix.digests
 
     def _give_back(self, slots: np.ndarray) -> None:
         """Free the pages that were taken for drafts and hold no token. Keys of drafts that did not hold stay in the
@@ -220,11 +274,13 @@ class Scheduler:
     def _finish(self, seq: Tracked | None, stopped: bool) -> Finished:
         """The sequence has finished; its pages stay if it is a turn whose conversation may continue."""
         assert seq is not None, "the slot is empty"
-        pages, prompt = self._stop_running(seq), seq.prefix.length
+        computed, (pages, row), prompt = int(self.slots.computed[seq.slot]), self._leave(seq), seq.prefix.length
+        if row is not None and seq.is_turn and not self._reaches(computed, len(seq.tokens) - 1):
+            seq.keeps = False  # a burst went on beyond the end, and the state with it
         if seq.is_turn:
-            self.turns.finish(seq, pages)
+            self.turns.finish(seq, pages, row)
         else:
-            self.allocator.free(pages)
+            self._free(pages, row)
         self.prompts.leave(seq.prefix)
         drawn = seq.tokens[prompt:], seq.logprobs[prompt:]
         return Finished(seq.request, seq.id, seq.sampling, *drawn, stopped, prompt)
@@ -237,6 +293,10 @@ class Scheduler:
         before = np.cumsum(pending[order]) - pending[order]
         counts = np.empty_like(pending)
         counts[order] = np.clip(self.max_tokens_per_step - before, 0, pending[order])
+        for prefix in self.prompts.leading if self.rows is not None else ():
+            assert prefix.leader is not None
+            at = np.flatnonzero(slots == prefix.leader.slot)
+            counts[at] = self._to_the_end(prefix, int(self.slots.computed[prefix.leader.slot]), int(counts[at[0]]))
         slots, counts = slots[counts > 0], counts[counts > 0]
         if self._secure_pages(slots, step):
             alive = np.array([self.slots.owner[slot] is not None for slot in slots.tolist()], dtype=bool)
@@ -319,6 +379,7 @@ class Scheduler:
         self.turns.drop(seq.id)  # the leader's pages hold more
         slot = self._occupy(seq, pages, computed=seq.prefix.length)
         step.forks.append((slot, row))
+        step.forked.append((slot, leader))
         return True
 
     def _start(self, seq: Tracked, step: Step) -> bool:
@@ -329,9 +390,10 @@ class Scheduler:
         while True:
             source, computed, usable = self._known_pages(seq)
             need = self.allocator.pages_for(len(seq.tokens)) - usable
+            unheld = sum(self.allocator.ref_counts[page] == 0 for page in source[:usable])  # known, but free
             # leave the pages that running sequences will soon need, or they would preempt this one at once
             reserve = step.promised + len(self.running) // size + 1 if self.running else 0
-            short = need + reserve - self.allocator.num_free
+            short = need + unheld + reserve - self.allocator.num_free
             if short <= 0:
                 break
             in_vain = self.running and self.turns.num_pages(spare=seq.id) < short
@@ -339,17 +401,23 @@ class Scheduler:
                 continue
             if self.running or not self.prompts.drop_last():
                 return False
+        taken = bool(self.turns.kept(seq.id)[0])
+        if not taken:
+            self.allocator.read(source[:usable])
         own = self.allocator.allocate(need)
         if computed % size and usable == computed // size:
             step.copies.append((source[usable], own[0]))
-        if self.turns.kept(seq.id)[0]:
-            self.turns.take(seq.id)  # with the reference of each page
+        if taken:
+            state = self.turns.take(seq.id)  # with the reference of each page, and of the row
             self.allocator.free(source[usable:])
         else:
-            self.allocator.share(source[:usable])
-        count = min(step.budget, len(seq.tokens) - computed)
+            state = self.rows.share(prefix.row) if self.rows is not None and computed else 0
         leads = prefix.pages is None
+        count = min(step.budget, len(seq.tokens) - computed)
+        count = self._to_the_end(prefix, computed, count) if leads else count
         slot = self._occupy(seq, np.array(source[:usable] + own, dtype=np.int32), computed=computed + count)
+        if self.rows is not None:
+            self.rows.of[slot] = state
         if leads:
             self.prompts.lead(seq)
             if computed + count >= prefix.length:
@@ -368,9 +436,19 @@ class Scheduler:
             alone = computed % size and self.allocator.ref_counts[pages[-1]] == 1
             return pages, computed, len(pages) if alone else computed // size
         if seq.prefix.pages is None:
-            return [], 0, 0
+            pages = self._beginning(seq)
+            return pages, len(pages) * size, len(pages)
         computed = min(seq.prefix.length, len(seq.tokens) - 1)  # the next token is drawn from the last known one's row
+        if self.rows is not None:
+            computed = seq.prefix.length - 1  # where the state is
         return seq.prefix.pages, computed, computed // size
+
+    def _beginning(self, seq: Tracked) -> list[int]:
+        """The pages with the longest known beginning of a request that is new, short of its last token."""
+        if not self.share_beginnings or len(seq.tokens) > seq.prefix.length:
+            return []
+        most = (len(seq.tokens) - 1) // self.allocator.page_size
+        return self.allocator.beginnings.find(self._digests(seq.prefix)[:most])
 
     def _occupy(self, seq: Tracked, pages: np.ndarray, computed: int) -> int:
         """Let a waiting sequence run, with `pages`."""
@@ -379,16 +457,27 @@ class Scheduler:
         self.prompts.wait_less(seq.prefix)
         return slot
 
-    def _stop_running(self, seq: Tracked) -> list[int]:
-        """Take a sequence out of its slot; its pages are the caller's."""
+    def _leave(self, seq: Tracked) -> tuple[list[int], int | None]:
+        """Take a sequence out of its slot; its pages, and its row if there are rows, are the caller's."""
         self.running.remove(seq)
         if seq.prefix.leader is seq:
             self.prompts.lead_no_more(seq.prefix)
-        return self.slots.vacate(seq)
+            self.prompts.drop_row(seq.prefix)
+        row = None if self.rows is None else self.rows.leave(seq.slot)
+        return self.slots.vacate(seq), row
+
+    def _free(self, pages: list[int], row: int | None) -> None:
+        self.allocator.free(pages)
+        if row is not None and self.rows is not None:
+            self.rows.free(row)
+
+    def _reaches(self, computed: int, tokens: int) -> bool:
+        """Whether a row that has seen `computed` tokens serves the first `tokens` of its sequence."""
+        return self.rows is None or self.rows.reaches(computed, tokens)
 
     def _preempt(self, seq: Tracked) -> None:
         """Back to the queue, with the tokens so far and without pages."""
-        self.allocator.free(self._stop_running(seq))
+        self._free(*self._leave(seq))
         insort(self.waiting, seq, key=attrgetter("request"))
         seq.prefix.waiting += 1
         self.num_preemptions += 1
@@ -405,6 +494,8 @@ class Scheduler:
         own = [self.slots.pages(s.slot) for s in self.running]
         held = self.prompts.check_integrity(self.running, self.waiting)
         self.allocator.check_integrity([*own, *held, *self.turns.check_integrity()])
+        if self.rows is not None:
+            self.rows.check_integrity([*self.prompts.held_rows(), *self.turns.held_rows()])
         assert len(self.slots.free) + len(self.running) == len(self.slots.owner), "a slot is lost"
         for group in (self.running, self.waiting):
             arrivals = [s.request for s in group]

@@ -16,7 +16,8 @@ class EngineSettings:
     within most of the free memory. On a GPU a cache of up to `keep_bytes` stays while the engine is idle, with the CUDA
     graphs that read it (None: of up to a tenth of its memory). `max_burst` decode steps lie between two looks at the
     tokens: more hide the host better, and waste up to as many tokens, less one, of each sequence that ends.
-    `eos_token_ids=None` takes the tokenizer's.
+    `eos_token_ids=None` takes the tokenizer's. `share_beginnings`: a new request reads the full pages that another one
+    with the same beginning has filled with the same weights, also after that one has gone.
     """
 
     page_size: int = 16
@@ -27,6 +28,7 @@ class EngineSettings:
     merge_prefix: Merge = "off"
     keep_bytes: int | None = None
     max_burst: int = 8
+    share_beginnings: bool = True
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_seqs", "max_tokens_per_step", "kv_cache_tokens"):

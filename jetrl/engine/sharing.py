@@ -14,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from jetrl.precision.blocks.attention import KEYS
+from jetrl.precision.blocks.layouts import states_of
 from jetrl.spec import ModelSpec
 
 Merge = Literal["auto", "on", "off"]  # `rollout.merge_prefix`
@@ -28,6 +30,8 @@ START_COST, TILE_COST = 16.0, 4.6
 
 def served(spec: ModelSpec, page_size: int) -> bool:
     """Whether there are kernels that read shared pages once, for such heads and pages of whole tiles."""
+    if not any(name == KEYS for _, name in states_of(spec)):
+        return False
     return page_size % TILE == 0 and spec.num_heads // spec.num_kv_heads <= 16 and spec.head_dim in (64, 128)
 
 

@@ -17,9 +17,9 @@ class Slots:
         self.tokens = np.zeros((count, 0), dtype=np.int32)
         self.logprobs = np.zeros((count, 0), dtype=np.float32)  # of the token at the same place; of a prompt 0
         self.table = np.zeros((count, 0), dtype=np.int32)  # pages
-        self.request, self.length, self.computed, self.num_pages, self.max_length = (
-            np.zeros(count, dtype=np.int64) for _ in range(5)
-        )
+        self.request, self.length, self.computed, self.num_pages, self.max_length, self.num_known = (
+            np.zeros(count, dtype=np.int64) for _ in range(6)
+        )  # the last: full pages of which `engine.beginnings` has been told
 
     def widen(self, tokens: int, pages: int) -> None:
         """Make room for sequences of `tokens` tokens in `pages` pages."""
@@ -37,7 +37,7 @@ class Slots:
         self.logprobs[slot, : len(seq.tokens)] = seq.logprobs
         self.table[slot, : len(pages)] = pages
         self.request[slot], self.length[slot], self.max_length[slot] = seq.request, len(seq.tokens), seq.max_length
-        self.computed[slot], self.num_pages[slot] = computed, len(pages)
+        self.computed[slot], self.num_pages[slot], self.num_known[slot] = computed, len(pages), 0
         return slot
 
     def vacate(self, seq: Tracked) -> list[int]:

@@ -11,17 +11,19 @@ import numpy as np
 
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Tracked
+from jetrl.engine.rows import Rows
 from jetrl.types import Request
 
 
 class Turns:
     """Open conversations: those with a turn that waits or runs, and those between two turns."""
 
-    def __init__(self, allocator: PageAllocator) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: PageAllocator, rows: Rows | None = None) -> None:
+        self.allocator, self.rows = allocator, rows
         self._tokens: dict[int, np.ndarray] = {}  # of each open conversation, at the end of its last turn
         self._active: set[int] = set()  # those with a turn that waits or runs
         self._pages: dict[int, list[int]] = {}  # in the order in which their turns finished
+        self._rows: dict[int, int] = {}  # of the same conversations, where layers keep one state for a sequence
 
     def __contains__(self, id: int) -> bool:
         return id in self._tokens
@@ -45,26 +47,38 @@ class Turns:
         self._tokens.setdefault(id, _NO_TOKENS)
         self._active.add(id)
 
-    def finish(self, seq: Tracked, pages: list[int]) -> None:
-        """A turn has ended: keep its pages, or free them if the request did not ask for that."""
+    def finish(self, seq: Tracked, pages: list[int], row: int | None = None) -> None:
+        """A turn has ended: keep its pages, and the `row` of its state, or free them if the request did not ask for
+        that."""
         self._active.remove(seq.id)
         self._tokens[seq.id] = seq.tokens
         enough = self.allocator.pages_for(len(seq.tokens) - 1) if seq.keeps else 0
         self.allocator.free(pages[enough:])  # a burst takes more pages than a turn that stops within it uses
         if seq.keeps:
             self._pages[seq.id] = pages[:enough]
+        if row is not None and seq.keeps:
+            self._rows[seq.id] = row
+        elif row is not None:
+            self._free_row(row)
 
     def kept(self, id: int) -> tuple[list[int], int]:
         """The pages kept for a conversation, one reference each, and how many tokens' keys they hold; else [] and 0."""
         return (self._pages[id], len(self._tokens[id]) - 1) if id in self._pages else ([], 0)
 
-    def take(self, id: int) -> None:
-        """The pages are the caller's now."""
+    def take(self, id: int) -> int:
+        """The pages are the caller's now, and so is the row, which is returned (0: none)."""
         del self._pages[id]
+        return self._rows.pop(id, 0)
 
     def drop(self, id: int) -> None:
         """Free what is kept of a conversation, which stays open."""
         self.allocator.free(self._pages.pop(id, []))
+        self._free_row(self._rows.pop(id, 0))
+
+    def _free_row(self, row: int) -> None:
+        if row:
+            assert self.rows is not None
+            self.rows.free(row)
 
     def drop_oldest(self, spare: int | None = None) -> bool:
         """Free what is kept of the conversation, other than `spare`, whose turn finished first; False if there is
@@ -102,7 +116,12 @@ class Turns:
         for id, pages in self._pages.items():
             enough = self.allocator.pages_for(len(self._tokens[id]) - 1)
             assert len(pages) == enough, f"conversation {id} keeps {len(pages)} pages, its keys fill {enough}"
+        assert self.rows is None or self._rows.keys() == self._pages.keys(), "pages without a state, or the reverse"
         return list(self._pages.values())
+
+    def held_rows(self) -> list[int]:
+        """The rows that conversations keep."""
+        return list(self._rows.values())
 
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)

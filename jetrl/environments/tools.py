@@ -40,7 +40,7 @@ _RESULT = "jetrl:result-of-a-tool"  # stands in for one, as a text that a templa
 @dataclass(frozen=True, slots=True)
 class Kit:
     """What all conversations share. `tool_timeout` and `time_limit`: seconds for one call; after the first the model is
-    told so, the second is that of the whole turn (`environment.timeout`)."""
+    informed, the second is that of the whole turn (`environment.timeout`)."""
 
     tools: Mapping[str, Tool]
     form: CallFormat
@@ -113,8 +113,8 @@ class Tools:
             return _text_of(done.value, tool.name)
         if isinstance(done.error, UserError) or not isinstance(done.error, Exception):  # a forbidden call; sys.exit
             raise done.error
-        told = str(done.error)
-        return f"{FAILED}{tool.name} raised {type(done.error).__name__}{f': {told}' if told else ''}"
+        text = str(done.error)
+        return f"{FAILED}{tool.name} raised {type(done.error).__name__}{f': {text}' if text else ''}"
 
 
 def _text_of(value: Any, name: str) -> str:

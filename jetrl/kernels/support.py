@@ -74,7 +74,7 @@ def broken(name: str, error: Exception) -> UserError:
 
 
 def flash_cache() -> Path:
-    """Where FlashAttention-4 keeps compiled kernels, which is off in the package unless it is told a folder."""
+    """Where FlashAttention-4 keeps compiled kernels, which is off in the package unless it is given a folder."""
     named = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
     return Path(named) if named else Path.home() / ".cache" / "jetrl" / "flash_attention_4"
 

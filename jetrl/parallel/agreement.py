@@ -137,7 +137,7 @@ def gather_from_ranks(world: World, make: Callable[[], T]) -> list[T]:
 
 
 def common(error: UserError) -> UserError:
-    """`error`, which every rank is about to raise alike: it is told as the run's, not as one rank's."""
+    """`error`, which every rank is about to raise alike: it is reported as the run's, not as one rank's."""
     PROGRESS.common = True
     return error
 

@@ -2,8 +2,8 @@
 
 A run that several processes make ends with one message, whichever rank has the cause. `as_rank` runs a program as a
 rank: an error is given to the other ranks (`parallel.watch`), written to the file that torch's launcher reads, and
-told once: by `parallel.spawn` where that started the ranks, else by the rank that has the cause. Ranks that only lost
-contact say nothing. No torch is imported before `join`, so a signal in the first seconds is not lost.
+reported once: by `parallel.spawn` where that started the ranks, else by the rank that has the cause. Ranks that only
+lost contact say nothing. No torch is imported before `join`, so a signal in the first seconds is not lost.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def world_of_program() -> World:
         atexit.register(leave)
         before = sys.excepthook
 
-        def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        def shown(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             before(kind, error, trace)
             atexit.unregister(leave)
             status = _ended(error, lambda e: str(e) if isinstance(e, UserError) else None, False)
             if (watch := _watch()) is not None:
                 watch.give_up(status)
 
-        sys.excepthook = told
+        sys.excepthook = shown
     return world
 
 
@@ -170,12 +170,14 @@ def phase(name: str) -> None:
     PROGRESS.phase = name
 
 
-def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], debug: bool = False) -> NoReturn:
+def as_rank(
+    run: Callable[[], object], message_of: Callable[[Exception], str | None], debug: bool = False
+) -> NoReturn:
     """Run the program of a rank and end the process by SystemExit.
 
-    `told` is the message of a user's mistake, or None for an error of ours, which is shown with its traceback (so are
-    mistakes, with `debug`). Mistakes end with status 2 (a full GPU with 3), interrupts with 130, other errors with 1.
-    Another rank's failure ends this one with 1, without a word.
+    `message_of` gives the message of a user's mistake, or None for an error of ours, which is shown with its traceback
+    (so are mistakes, with `debug`). Mistakes end with status 2 (a full GPU with 3), interrupts with 130, other errors
+    with 1. Another rank's failure ends this one with 1, without a word.
     """
     if SPAWNED in os.environ:
         _ends_with_launcher(True)
@@ -186,7 +188,7 @@ def as_rank(run: Callable[[], object], told: Callable[[Exception], str | None], 
     try:
         status = _ran(run)
     except BaseException as error:
-        status = _ended(error, told, debug)
+        status = _ended(error, message_of, debug)
         if (watch := _watch()) is not None:
             watch.give_up(status)
         raise SystemExit(status) from None
@@ -203,8 +205,8 @@ def _ends_with_launcher(at_once: bool) -> None:
 
 
 def _ran(run: Callable[[], object]) -> int:
-    """Run to the end; the status by which the program ends itself. Rank 0's is the run's: it ends last in the eyes of
-    the launcher, which ends all ranks when one has a status of its own."""
+    """Run to the end; returns the exit status. Rank 0's is that of the run. Other ranks exit with 0 where rank 0 fails
+    with the same status: the launcher stops all ranks as soon as one fails, and is to hear of it from rank 0."""
     from jetrl.parallel.watch import Failure
 
     status, rank = 0, int(os.environ["RANK"])
@@ -224,13 +226,13 @@ def _ran(run: Callable[[], object]) -> int:
     return status
 
 
-def _ended(error: BaseException, told: Callable[[Exception], str | None], debug: bool) -> int:
+def _ended(error: BaseException, message_of: Callable[[Exception], str | None], debug: bool) -> int:
     """Tell of an error that ends this rank, unless another rank has the cause; returns the status."""
     from jetrl.parallel.watch import PERIOD, Failure
 
     rank = int(os.environ["RANK"])
     trace = "".join(traceback.format_exception(error))
-    text = told(error) if isinstance(error, Exception) else None
+    text = message_of(error) if isinstance(error, Exception) else None
     if isinstance(error, KeyboardInterrupt):
         failure = Failure(rank, "interrupted", "interrupted.", status=130)
     elif text is not None:
@@ -260,7 +262,7 @@ def _tell(failure: Failure) -> None:
     _write(failure)
     if SPAWNED not in os.environ:
         trace = f"\n{failure.trace.rstrip()}" if failure.trace else ""
-        print(printable(f"jetrl: {failure.told()}{trace}"), file=sys.stderr, flush=True)
+        print(printable(f"jetrl: {failure.message()}{trace}"), file=sys.stderr, flush=True)
 
 
 def _write(failure: Failure) -> None:
@@ -272,7 +274,7 @@ def _write(failure: Failure) -> None:
     extra = {"timestamp": str(int(time.time())), "failure": asdict(failure)}
     if failure.trace:
         extra["py_callstack"] = failure.trace
-    Path(file).write_text(json.dumps({"message": {"message": failure.told(), "extraInfo": extra}}))
+    Path(file).write_text(json.dumps({"message": {"message": failure.message(), "extraInfo": extra}}))
 
 
 def _watch() -> Watch | None:
@@ -280,7 +282,7 @@ def _watch() -> Watch | None:
 
 
 def _await_all(watch: Watch, seconds: float) -> None:
-    """Until every rank has told that it lives."""
+    """Wait until every rank has given a sign of life."""
     end, pause = time.monotonic() + seconds, 0.01
     while late := watch.missing():
         if time.monotonic() > end:
@@ -301,7 +303,7 @@ def _gpu(local_rank: int, count: int) -> int:
     if count > 1 and local_rank >= count:
         raise UserError(
             f"rank {os.environ['RANK']} is number {local_rank} on its machine, which has {count} GPUs. Start one "
-            "process a GPU."
+            "process per GPU."
         )
     return local_rank if count > 1 else 0
 

@@ -35,7 +35,7 @@ _PATIENCE = 10.0  # seconds from the second Ctrl-C, or from a rank's last word, 
 
 
 def spawn(nproc: int, argv: Sequence[str], *, num_threads: int | None = None, program: Sequence[str] = ()) -> int:
-    """Run `python -m jetrl.cli *argv` in `nproc` ranks; returns the status. A failure is told on standard error.
+    """Run `python -m jetrl.cli *argv` in `nproc` ranks; returns the status. A failure is reported on standard error.
 
     Each rank has `num_threads` CPU threads, or its part of the cores. `program` is what runs instead of
     `-m jetrl.cli`. UserError if `nproc` is no number of ranks, or inside of a rank.
@@ -56,7 +56,7 @@ def spawn(nproc: int, argv: Sequence[str], *, num_threads: int | None = None, pr
 
 
 def _launch(nproc: int, argv: Sequence[str], folder: Path) -> tuple[int, str]:
-    """The status and what is to be told."""
+    """The status and the message."""
     import logging
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -156,16 +156,15 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _cause(failures: dict[int, ProcessFailure], folder: Path, asked: int) -> tuple[int, str]:
-    """Status and message of a failed launch. A rank that told why it ends comes before one that was killed, and that
+    """Status and message of a failed launch. A rank that said why it ends comes before one that was killed, and that
     before those which the launcher ended."""
-    told = {rank: _told(failure) for rank, failure in failures.items()}
-    known = [failure for failure in told.values() if failure is not None]
+    known = [failure for failure in map(_said, failures.values()) if failure is not None]
     for kind in ("mistake", "bug", "lost", "status", "interrupted"):
         if found := [f for f in known if f.kind == kind]:
             first = found[0]
             if kind == "status":  # rank 0 has said the rest of what there is to say
                 return first.status, first.text
-            return first.status, first.told() + (f"\n{first.trace.rstrip()}" if first.trace else "")
+            return first.status, first.message() + (f"\n{first.trace.rstrip()}" if first.trace else "")
     if asked:
         return 130, "interrupted."
     order = {-signal.SIGTERM: 3, -signal.SIGABRT: 2}  # the launcher's own, and a backend's that lost contact
@@ -177,7 +176,7 @@ def _cause(failures: dict[int, ProcessFailure], folder: Path, asked: int) -> tup
     return 1, f"rank {rank} (process {pid}) was ended by {signal.Signals(-code).name}.{why}{_tail(folder, rank)}"
 
 
-def _told(failure: ProcessFailure) -> Failure | None:
+def _said(failure: ProcessFailure) -> Failure | None:
     """What a rank wrote of its own end."""
     from jetrl.parallel.watch import Failure
 

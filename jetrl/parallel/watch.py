@@ -48,8 +48,8 @@ class Failure:
     common: bool = False
     status: int = 1
 
-    def told(self) -> str:
-        """The message for the user."""
+    def message(self) -> str:
+        """What the user reads."""
         if self.common or self.kind in ("lost", "interrupted"):
             return self.text
         return f"rank {self.rank}: {self.text}"
@@ -67,11 +67,11 @@ class _Beat:
 
 
 def who(rank: int, beat: str) -> str:
-    """A rank by number, host and process id, as far as it has told."""
+    """A rank by number, host and process id, as far as it has said so."""
     if not beat:
         return f"rank {rank}"
-    told = json.loads(beat)
-    return f"rank {rank} (process {told['pid']} on {told['host']}, last seen in {told['phase']})"
+    said = json.loads(beat)
+    return f"rank {rank} (process {said['pid']} on {said['host']}, last seen in {said['phase']})"
 
 
 class Watch(threading.Thread):
@@ -139,7 +139,7 @@ class Watch(threading.Thread):
             self.store.set(f"beat/{self.rank}", self._own)
 
     def missing(self) -> list[int]:
-        """The ranks that have never told anything."""
+        """The ranks that have never given a sign of life."""
         with self._lock:
             return [r for r in range(self.size) if not self.store.check([f"beat/{r}"])]
 

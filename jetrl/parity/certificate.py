@@ -30,11 +30,10 @@ import torch
 from torch import Tensor
 
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.kv_cache import KVCache
 from jetrl.engine.plan import Plan
-from jetrl.engine.runner import ModelRunner
-from jetrl.engine.sampler import SamplingTable
+from jetrl.engine.rows import ZEROS, rows_for
 from jetrl.engine.settings import EngineSettings
+from jetrl.engine.state_pool import StatePool, grid_of
 from jetrl.kernels.logprob.ops import log_softmax
 from jetrl.model.transformer import Transformer
 from jetrl.parity.drawn import draft_link, graph_links
@@ -66,6 +65,7 @@ from jetrl.types import (
     Request,
     SamplingParams,
     Segment,
+    StateRows,
     Trajectory,
     WeightSet,
     log_probs,
@@ -99,7 +99,8 @@ def certify(model: Transformer, work: Workload, name: str, progress: Callable[[s
     links = []
     sequences = random_sequences(model, work)
     graphs = graph_links(model, work) if model.head_weight.is_cuda else ()
-    for link in (packed_link, chunked_link, decode_link, *graphs, draft_link, shared_link):
+    drafts = () if grid_of(model.spec) else (draft_link,)  # states of sequences cannot take a draft back
+    for link in (packed_link, chunked_link, decode_link, *graphs, *drafts, shared_link):
         progress(link.__doc__ or "")
         with torch.no_grad():
             links.append(link(model, sequences, work))
@@ -147,7 +148,8 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
     """Forward batches that prefill one sequence in chunks of `work.chunk` tokens into scattered pages."""
     size, device = work.page_size, tokens.device
     pages = -(-len(tokens) // size)
-    cache = KVCache(model.spec, 2 * pages + 1, size, model.dtype, device, model.recipe.kv_cache)
+    rows = rows_for(1) if grid_of(model.spec) else 0
+    cache = StatePool(model.spec, 2 * pages + 1, size, model.dtype, device, model.recipe.kv_cache, rows)
     table = torch.arange(2 * pages, 0, -2, dtype=torch.int32, device=device)[None]  # every second page, backwards
     batches = []
     for start in range(0, len(tokens), work.chunk):
@@ -157,6 +159,7 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
         plan = PagedPlan(
             cache, torch.tensor([0, stop - start], dtype=torch.int32, device=device), (stop - start,),
             torch.tensor([stop], dtype=torch.int32, device=device), (-(-stop // size),), table, slots,
+            rows=StateRows(*torch.tensor([[2 if start else ZEROS], [2]], device=device)) if rows else None,
         )
         batches.append(ForwardBatch(tokens[start:stop], positions, plan, "rollout"))
     return batches
@@ -165,24 +168,26 @@ def chunks(model: Transformer, tokens: Tensor, work: Workload) -> list[ForwardBa
 # ---- link c ---------------------------------------------------------------------------------------------------------
 
 
-class _Watched(ModelRunner):
-    """A runner that keeps, for each drawn token, the row of log-probs that it was drawn from."""
+class _Watched:
+    """The model as an engine sees it, which keeps, for each drawn token, the row of log-probs that it was drawn from.
 
-    cuda_graphs = False  # it reads values in the middle of a step
+    `observe` hears of each plan before. `target`: the token whose pass is tapped, by request and position.
+    """
 
-    def __init__(self, model: Transformer, settings: EngineSettings, target: tuple[int, int] | None = None) -> None:
-        super().__init__(self, settings)  # type: ignore[arg-type]  # it stands before the model as well
+    def __init__(self, model: Transformer, target: tuple[int, int] | None = None) -> None:
         self.inner, self.target = model, target
         self.hashes: dict[tuple[int, int], int] = {}
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self.seen: dict[str, Tensor] = {}
         self.plan: Plan | None = None
         self.spec, self.recipe, self.dtype = model.spec, model.recipe, model.dtype
-        self.head_weight = model.head_weight
 
-    def run(self, plan: Plan, table: SamplingTable, steps: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def head_weight(self) -> Tensor:
+        return self.inner.head_weight
+
+    def observe(self, plan: Plan) -> None:
         self.plan = plan
-        return super().run(plan, table, steps)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         assert self.plan is not None
@@ -243,8 +248,8 @@ def _decode(
         max_tokens_per_step=work.step_tokens or max(work.chunk + len(requests), 8),
         kv_cache_tokens=2 * pages * work.page_size,
     )
-    engine = PagedEngine(model, NoText(), "certificate", settings)
-    engine.runner = watched = _Watched(model, settings, target)
+    watched = _Watched(model, target)
+    engine = PagedEngine(watched, NoText(), "certificate", settings, observe=watched.observe)
     engine.load(WeightSet(0, "certificate", {}))
     most = max(r.sampling.max_tokens for r in requests)  # decode steps of a sequence
     every, left = max(3, min(work.new_tokens // 4, most // 2)), dict.fromkeys(range(len(requests)), 2)

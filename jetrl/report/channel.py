@@ -33,7 +33,7 @@ class Limits:
 
     checking: float = 60.0  # before the model is loaded
     opening: float = 120.0
-    silence: float = 60.0  # after which a call that has not returned is told
+    silence: float = 60.0  # after which a call that has not returned is reported
     closing: float = 60.0  # for the rows that are left, and for closing
     rows: int = 1000  # that wait for the tracker
     pauses: tuple[float, ...] = (1.0, 5.0)  # before the second and third attempt at a row

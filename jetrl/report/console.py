@@ -1,4 +1,4 @@
-"""The live display of a run: rich on a terminal, one plain line a step elsewhere; and the closing summary."""
+"""The live display of a run: rich on a terminal, one plain line per step elsewhere; and the closing summary."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class Display:
         self.notice: Callable[[], str] = lambda: ""  # a line for the user in the live panel
         self.console = console or Output()
         self._interval, self._step_interval, self._clock = interval, step_interval, clock
-        self._step_told = -math.inf
+        self._last_step_line = -math.inf
         self._started = self._step_started = clock()
         self._durations: deque[float] = deque(maxlen=20)
         self._phase, self._done = "starting", 0
         self._total: int | None = None
-        self._phase_started = self._told = clock()
+        self._phase_started = self._last_line = clock()
         self._metrics: dict[str, float] = {}
         self._curve: list[float] = []
         self._worst_gap: float | None = None  # None: nothing was compared yet
@@ -115,9 +115,9 @@ class Display:
                 self.console.print(Text(self.about, style="dim"))
             self._live.start(refresh=True)
         else:
-            told = [counted(self.total_steps, "step")] if self.total_steps else []
-            told += [self.about] if self.about else []
-            self._line(": ".join([self.title, *(["; ".join(told)] if told else [])]))
+            parts = [counted(self.total_steps, "step")] if self.total_steps else []
+            parts += [self.about] if self.about else []
+            self._line(": ".join([self.title, *(["; ".join(parts)] if parts else [])]))
         return self
 
     def __exit__(
@@ -138,14 +138,14 @@ class Display:
     def phase(self, name: str, total: int | None = None) -> None:
         """Begin a phase (rollout, reward, update, eval, ...) of `total` parts, if their number is known."""
         self._phase, self._done, self._total = name, 0, total
-        self._phase_started = self._told = self._clock()
+        self._phase_started = self._last_line = self._clock()
 
     def advance(self, n: int = 1) -> None:
         """Count `n` more parts of the phase as done."""
         self._done += n
         now = self._clock()
-        if self._live is None and now - self._told >= self._interval:
-            self._told = now
+        if self._live is None and now - self._last_line >= self._interval:
+            self._last_line = now
             parts = f"{self._done}/{self._total}" if self._total else str(self._done)
             left = self._phase_left(now)
             self._line(f"  {self._phase} {parts}" + (f"  left {duration(left)}" if left is not None else ""))
@@ -173,9 +173,9 @@ class Display:
         if accuracy is not None:
             self._evaluated = metrics
             self._first_accuracy = accuracy if self._first_accuracy is None else self._first_accuracy
-        due = now - self._step_told >= self._step_interval or step >= self.total_steps
+        due = now - self._last_step_line >= self._step_interval or step >= self.total_steps
         if self._live is None and due:
-            self._step_told = now
+            self._last_step_line = now
             self._line(self._plain(metrics))
             for line in _joined([f"{name}: {text}" for name, text in notes(metrics) if name != "no signal"]):
                 self._line(line)  # steps without a signal are reported by `hint`, and not every time
@@ -349,8 +349,8 @@ def summary(
     if parity_max is not None:
         exact = parity_max == 0.0
         agreed, gap = "0: sampler and learner agreed bit for bit", f"{parity_text(parity_max)} (largest log-prob gap)"
-        told = (agreed if exact else gap) + parity_note(parity_missing)
-        table.add_row("parity", Text(told, style="green" if exact else "red"))
+        verdict = (agreed if exact else gap) + parity_note(parity_missing)
+        table.add_row("parity", Text(verdict, style="green" if exact else "red"))
     if constant:
         table.add_row("never moved", Text("; ".join(constant), style="yellow"))
     warmed = warm_start_seconds or 0.0  # next to nothing if it came from the cache

@@ -35,13 +35,13 @@ class Hints:
 
 class ConstantRewards:
     """Looks for reward functions that give all completions one score, step after step: of several functions one such
-    is hidden in the sum. Each is told once."""
+    is hidden in the sum. Each is reported once."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float | None, int]] = {}  # by function: its only score, in how many steps
 
     def look(self, metrics: Mapping[str, Any], tell: Callable[[str, str], None], known: bool = False) -> None:
-        """The row of a step. `known`: it was told before that there is nothing to learn from."""
+        """The row of a step. `known`: it was reported before that there is nothing to learn from."""
         for name, score in _constants(metrics).items():
             before, count = self._seen.get(name, (score, 0))
             if score is None or (before is not None and not all_equal((before, score))):
@@ -64,12 +64,12 @@ def never_moved(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         for name, score in _constants(row).items():
             found.setdefault(name, []).append(score)
-    told = []
+    lines = []
     for name, scores in found.items():
         values = [score for score in scores if score is not None]
         if len(values) == len(scores) > 1 and all_equal(values):
-            told.append(f"{name or _whole(found)}: {values[0]:g} in all {len(values)} steps")
-    return told
+            lines.append(f"{name or _whole(found)}: {values[0]:g} in all {len(values)} steps")
+    return lines
 
 
 def _whole(names: Iterable[str]) -> str:

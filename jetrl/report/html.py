@@ -197,7 +197,7 @@ def percent(value: float) -> str:
 
 def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
     """Rows (what, one text per run, CSS class by run joined with spaces) of the table that compares runs."""
-    told = [_describe(run, headline(run)) for run in runs]
+    described = [_describe(run, headline(run)) for run in runs]
     names = {
         "precision": "Precision",
         "model": "Model",
@@ -209,7 +209,7 @@ def _comparison(runs: Sequence[Run]) -> list[tuple[str, list[str], str]]:
         "time": "Time",
         "hardware": "Hardware",
     }
-    table = [(name, [one[key] for one in told], key) for key, name in names.items()]
+    table = [(name, [one[key] for one in described], key) for key, name in names.items()]
     table[5:5] = [
         (f"{title_of(key)}, last step", [_last(run, key) for run in runs], "")
         for key in ("policy/entropy", "response_length/mean", "environment/turns_mean", ROUTING_KEY)

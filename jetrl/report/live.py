@@ -37,7 +37,7 @@ class LiveReport:
         return self._recorder.last_step >= 0 and time.monotonic() >= self._next
 
     def update(self) -> None:
-        """Write the page. What keeps it from the disk is told once: a run does not end for it."""
+        """Write the page. What keeps it from the disk is reported once: a run does not end for it."""
         start = time.monotonic()
         if (why := self._attempt()) and not self._told:
             self._told = True

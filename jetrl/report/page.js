@@ -8,7 +8,7 @@ function heldOutCharts(keys, unit) {
     const name = middle(key), of = whole(name), set = sets.size > 1 ? of ?? name : "", twice = names.filter((other) => other === name).length > 1;
     const what = [set, of === undefined ? "" : name.slice(of.length + 1), twice ? key.slice(key.lastIndexOf("/") + 1) : ""].filter(Boolean).join(", ");
     const title = (of === undefined ? DATA.heldOut : "Held-out reward") + (what && `: ${what}`);
-    return { of, chart: [key, title, { sub: of === undefined ? key : `${key}, of this function alone`, unit: of === undefined ? unit : "reward", smoothable: false }] };
+    return { of, chart: [key, title, { sub: of === undefined ? key : `${key}, this function alone`, unit: of === undefined ? unit : "reward", smoothable: false }] };
   });
 }
 function start() {
@@ -17,7 +17,7 @@ function start() {
   const wanted = [ // titles, units and meanings are those of metrics.py
     ["reward/mean"],
     ...heldOut.filter((one) => one.of === undefined).slice(0, 4).map((one) => one.chart),
-    ...rewards.slice(0, 6).map((key) => [key, `Reward: ${key.slice(7, -5)}`, { sub: `${key}, of this function alone` }]),
+    ...rewards.slice(0, 6).map((key) => [key, `Reward: ${key.slice(7, -5)}`, { sub: `${key}, this function alone` }]),
     ...heldOut.filter((one) => one.of !== undefined).slice(0, 6).map((one) => one.chart),
     [DATA.parityKey, "Parity", { sub: ["largest |log-prob of sampler − learner|, log scale above 0", ...parityNote()], symlog: true }],
     ["policy/entropy"], ["response_length/mean"], ["response_length/frac_truncated"], ["environment/turns_mean"],

@@ -129,7 +129,7 @@ def _phases(axis: Axes, runs: Sequence[Run]) -> None:
     else:
         axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes, color="#55554f")
     _title(axis, "Time by phase")
-    axis.set_xlabel("seconds a step, mean", fontsize=9, color="#55554f")
+    axis.set_xlabel("seconds per step, mean", fontsize=9, color="#55554f")
 
 
 def _parts(runs: Sequence[Run]) -> dict[str, list[float]]:

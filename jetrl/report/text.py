@@ -35,9 +35,9 @@ def unscored_of(metrics: Mapping[str, float]) -> str:
             found[name] = value
         elif key.startswith("eval/") and key.endswith("/num_completions"):
             found["all"] = value
-    told = [f"{found[key]:.0f} of {found['all']:.0f} {what}" for key, what in
+    parts = [f"{found[key]:.0f} of {found['all']:.0f} {what}" for key, what in
             (("num_unscored", "not scored"), ("num_failed", "failed")) if key in found and "all" in found]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def parity_note(missing: int) -> str:

@@ -1,4 +1,4 @@
-"""Experiment trackers: what they are told, which run of theirs it goes to, and how they are checked and opened.
+"""Experiment trackers: what they get, which run of theirs it goes to, and how they are checked and opened.
 
 They get each row of metrics.jsonl as it is written, and some samples as tables. A tracker that cannot be used is one
 message before the model is loaded; one that fails later never ends the run (`report/channel.py`). Which run of the

@@ -17,6 +17,7 @@ from jetrl.huggingface import read as hf
 from jetrl.huggingface.hub import model_folder
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.world import World
+from jetrl.precision.blocks.layouts import require_rewind
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
 from jetrl.run.checked_engine import CheckedEngine, blamed
@@ -62,6 +63,8 @@ def build_engine(config: Config, model: Transformer, tokenizer: Any, base_config
 
 def require_engine(config: Config, spec: ModelSpec, recipe: Recipe) -> None:
     """What can be known of the engine without the model's weights: UserError if it is missing or cannot run it."""
+    if config.rollout.engine == "jetrl" and config.rollout.speculate != "off":
+        require_rewind(spec)
     if engine_class(config.rollout.engine) is None and config.rollout.engine == "vllm":
         require_installed()
         if config.device == "cpu":

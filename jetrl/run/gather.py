@@ -66,13 +66,13 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     config = session.config
     rollouts: list[Rollout] = []
     scores: list[Scored] = []
-    place, in_turns = session.num_prompts, session.conversations is not None
-    tell_state(session.step, config.train.steps)
+    place, in_turns = session.progress.num_prompts, session.conversations is not None
+    tell_state(session.progress.step, config.train.steps)
 
     def one_round(count: int) -> list[Group]:
         nonlocal place
         prompts = sample(session.task, session.tokenizer, place, count, config, in_turns)
-        asked = train_asked(config, step, (place - session.num_prompts) * config.rollout.group_size)
+        asked = train_asked(config, step, (place - session.progress.num_prompts) * config.rollout.group_size)
         with _beside(session) as early:
             with clock("rollout", count * config.rollout.group_size):
                 rollouts.append(roll_out(
@@ -187,7 +187,7 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
             "There is nothing to evaluate on: with eval.eval_interval = 0 no rows are held out. Give problems that "
             "were not trained on, as task.eval_file or task.eval_split."
         ))
-    tell_state(session.step, config.train.steps)
+    tell_state(session.progress.step, config.train.steps)
     with clock("eval", len(prompts) * k):
         with _beside(session) as early:
             rollout = roll_out(
@@ -195,11 +195,11 @@ def evaluate(session: Session, clock: Clock) -> dict[str, float]:
                 early.add if early else None,
             )
             if not rollout.groups:
-                raise common(UserError("Evaluation: " + _all_failed(session.step, rollout.failed)))
+                raise common(UserError("Evaluation: " + _all_failed(session.progress.step, rollout.failed)))
             result = scored(session, rollout, None, early)
     if not result.groups:
         raise common(UserError(_none_scored(session, "Evaluation", result.unscored)))
-    session.held_out = Evaluation(session.task.name, tuple(prompts), rollout, result)
+    session.pending.held_out = Evaluation(session.task.name, tuple(prompts), rollout, result)
     return _eval_metrics(session, rollout, result)
 
 

@@ -60,6 +60,7 @@ from jetrl.run.sft import warm_start
 from jetrl.run.stopping import GivenUp, StopRequest
 from jetrl.tasks.gold import check_gold
 from jetrl.tasks.task import rows_of_epoch
+from jetrl.train.calibration import Calibration
 from jetrl.train.noise import noise_metrics, noise_told
 from jetrl.train.packing import pack, rows_saved
 from jetrl.train.passes import estimate
@@ -151,7 +152,7 @@ class Run:
         evaluation, if one was due. Collective."""
         session, found = self.session, self._found
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
-            self.recorder.drop_after(session.step if found is not None else -1, session.first_row)
+            self.recorder.drop_after(session.progress.step if found is not None else -1, session.progress.first_row)
         if found is None:
             metrics = start(session, self.recorder, self.clock, self.run_dir, self.stop)
         else:
@@ -164,12 +165,12 @@ class Run:
     @property
     def at_end(self) -> bool:
         """Whether the last step is done."""
-        return self.session.step >= self.session.config.train.steps
+        return self.session.progress.step >= self.session.config.train.steps
 
     @property
     def finished(self) -> bool:
         """Whether the last step is done and nothing is owed."""
-        return self.at_end and not self.session.owes_evaluation
+        return self.at_end and not self.session.pending.owes_evaluation
 
     def goes_on(self) -> bool:
         """Whether there is a next step, and no rank was asked to stop. Collective."""
@@ -232,11 +233,11 @@ def _recorded(
 ) -> Iterator[Run]:
     """The run with its folder and its display."""
     config, world = session.config, session.world
-    session.data = on_rank0(world, lambda: data_digests(config, session.tokenizer, session.own))
+    session.progress.data = on_rank0(world, lambda: data_digests(config, session.tokenizer, session.own))
     if found is not None:
         state.restore(session, found, run_dir)
     about = "; ".join(filter(None, [session.task.describe(), epochs_told(config, session.task)]))
-    display = Display(config.train.steps, config.name, about=about, start_step=session.step, console=console)
+    display = Display(config.train.steps, config.name, about=about, start_step=session.progress.step, console=console)
     with together(world):
         recorder = Recorder(run_dir, config.checkpoint.resume != "never") if world.first else NoRecorder()
     with recorder, display, LiveReport(run_dir, recorder, display.message) as page:
@@ -244,7 +245,7 @@ def _recorded(
         if told := session.engine.about:
             clock.message(told)
         if found is not None:
-            clock.message(f"continues after step {session.step} of {config.train.steps}, from {found}")
+            clock.message(f"continues after step {session.progress.step} of {config.train.steps}, from {found}")
         with together(world):
             if world.first:
                 recorder.write_config(to_toml(session.given))
@@ -261,7 +262,7 @@ def _recorded(
             stop.phase = "checkpoint"
             save_once(session, run_dir)
         except FloatingPointError as error:  # the sampler met NaN or infinite logits
-            raise state.stop_non_finite(session, [], session.step + 1, run_dir, error) from error
+            raise state.stop_non_finite(session, [], session.progress.step + 1, run_dir, error) from error
         except Exception as error:
             if world.alone or (isinstance(error, UserError) and PROGRESS.common):  # all ranks are here
                 finish_after(session, clock)
@@ -275,7 +276,7 @@ def _recorded(
 def trackers(session: Session, run_dir: Path, tell: Callable[[str], None], goes_on: bool) -> list[Channel]:
     """Open those that the recipe names."""
     given, settings = session.given.model_dump(mode="json"), TrackSettings(**session.config.track.model_dump())
-    return open_trackers(settings, run_dir, given, first=session.step + 1 if goes_on else 0, tell=tell)
+    return open_trackers(settings, run_dir, given, first=session.progress.step + 1 if goes_on else 0, tell=tell)
 
 
 def start(
@@ -320,33 +321,37 @@ class Step:
 
 def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path, stop: StopRequest) -> Step:
     """One RL step: sample and roll out, score and select, pack, estimate, update, publish, load, record."""
-    config, step = session.config, session.step + 1
+    config, progress = session.config, session.progress
+    step = progress.step + 1
     with saved_on_mistake(session, run_dir), stop.during("rollout"):
         gathered = gather(session, clock, step)
     with clock("pack"):
         batches = pack(
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
-            weight_version=session.weight_version, mask_truncated=config.rl.mask_truncated,
+            weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
             own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
         )
-    if session.beside.writes:
+    if session.pending.beside.writes:
         with clock("checkpoint"):
-            session.beside.release()
+            session.pending.beside.release()
     WAITS.start()
     with clock("update", len(batches)):
         try:
             with saved_on_mistake(session, run_dir):
                 learnt, batches, advantage_stats = estimate(
-                    gathered.learnt, batches, session.learner, session.reference, config, session.unified
+                    gathered.learnt, batches, session.learner, progress.reference, config, session.unified
                 )
-                stats = noise_metrics(session.learner, batches, config, step)
-                stats |= update(session.learner, batches, config, step, partial(clock.display.hint, step))
+                clip = Calibration(session.learner, config, progress.clip_bounds)
+                stats = noise_metrics(session.learner, batches, clip.config, step) | clip.begin(batches, step)
+                tell = partial(clock.display.hint, step)
+                stats |= update(session.learner, batches, clip.config, step, tell, clip.measure) | clip.metrics()
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
-        weights = publish(session.model, session.weight_version + 1, session.flow_digest, flips := Flips())
-    session.step, session.weight_version, session.num_prompts = step, weights.version, gathered.next_prompt
+        weights = publish(session.model, progress.weight_version + 1, session.flow_digest, flips := Flips())
+    progress.step, progress.weight_version, progress.num_prompts = step, weights.version, gathered.next_prompt
+    progress.clip_bounds = clip.bounds
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
@@ -357,19 +362,19 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             if due(config.eval.eval_interval, step, config):
                 metrics |= evaluated(session, clock, stop)
         finally:  # the step is done, whatever happens to its evaluation
-            metrics |= clock.take() | session.beside.take_metrics()
+            metrics |= clock.take() | session.pending.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt)
     clock.display.step({"step": step} | metrics)
     if reason := without_signal(gathered.groups, learnt, config):
         clock.display.hint(step, NO_SIGNAL, reason)
     elif reason := without_gradient(metrics, config):
         clock.display.hint(step, "nothing was learned", reason)
-    if noise := noise_told(metrics, config):
-        clock.display.hint(step, "noise clips tokens", noise)
+    if noisy := noise_told(metrics, clip.config):
+        clock.display.hint(step, "noise clips tokens", noisy)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
-    session.beside.look()
+    session.pending.beside.look()
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)
@@ -378,7 +383,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
 def epochs_read(session: Session) -> dict[str, float]:
     """`data/epoch`: the prompts that were taken, over the rows of an epoch; none where problems have no end."""
     rows = rows_of_epoch(session.task)
-    return {} if rows is None else {"data/epoch": session.num_prompts / rows}
+    return {} if rows is None else {"data/epoch": session.progress.num_prompts / rows}
 
 
 def record_step(
@@ -422,12 +427,12 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
     if engine != "jetrl":
         raise common(UserError(
-            f"rollout.engine = {engine} says keeps_bits = True, but in step {session.step} {found}. Set keeps_bits = "
-            "False (the learner then computes what it needs itself), or fix the engine; then continue with "
-            f"--resume."
+            f"rollout.engine = {engine} says keeps_bits = True, but in step {session.progress.step} {found}. Set "
+            "keeps_bits = False (the learner then computes what it needs itself), or fix the engine; then continue "
+            "with --resume."
         ))
     display.hint(
-        session.step, "PARITY IS NOT ZERO",
+        session.progress.step, "PARITY IS NOT ZERO",
         f"{found}, and in this flow there should be none. Training continues, but this is a bug in jetrl: please "
         f"report it, with {run_dir}/env.json and config.toml. `jetrl parity {run_dir}` shows where it comes from.",
     )
@@ -447,7 +452,7 @@ def saved_on_mistake(session: Session, run_dir: Path) -> Iterator[None]:
 
 def save_once(session: Session, run_dir: Path) -> None:
     """The checkpoint of the last finished step, unless it has begun before or the run writes none."""
-    if session.config.checkpoint.save_interval and session.saved_step != session.step:
+    if session.config.checkpoint.save_interval and session.pending.saved_step != session.progress.step:
         state.save(session, run_dir)
 
 
@@ -457,13 +462,13 @@ def finish(session: Session, recorder: Recorder, clock: Clock) -> None:
     if not session.config.checkpoint.save_interval:
         return
     wait_for_checkpoint(session, clock)
-    if recorder.last_step == session.step:
-        recorder.amend(clock.take() | session.beside.take_metrics(), tracked=False)
+    if recorder.last_step == session.progress.step:
+        recorder.amend(clock.take() | session.pending.beside.take_metrics(), tracked=False)
 
 
 def wait_for_checkpoint(session: Session, clock: Clock) -> None:
     """Returns once no checkpoint is being written; the display counts its MiB meanwhile. Collective."""
-    shown, size = 0, session.beside.size // 2**20
+    shown, size = 0, session.pending.beside.size // 2**20
 
     def show(written: int) -> None:
         nonlocal shown
@@ -472,14 +477,14 @@ def wait_for_checkpoint(session: Session, clock: Clock) -> None:
         shown = max(shown, now)
 
     with clock("checkpoint", size or None):
-        session.beside.finish(show)
+        session.pending.beside.finish(show)
 
 
 def finish_after(session: Session, clock: Clock) -> None:
     """After an error that ends the run: the checkpoint that is being written is waited for, and what keeps it from the
     disk is told next to that error. The phase stays that of the error. Collective."""
     try:
-        session.beside.finish()
+        session.pending.beside.finish()
     except UserError as other:
         clock.message(str(other))
 
@@ -487,7 +492,7 @@ def finish_after(session: Session, clock: Clock) -> None:
 def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, float]:
     """Held-out metrics, and the engine's own of the evaluation. None if a signal ended it: the run then owes it, and
     makes it when resumed."""
-    session.owes_evaluation = True
+    session.pending.owes_evaluation = True
     try:
         with stop.during("evaluation"):
             metrics = evaluate(session, clock)
@@ -495,23 +500,23 @@ def evaluated(session: Session, clock: Clock, stop: StopRequest) -> dict[str, fl
         return {}
     with together(session.world):
         of_engine = session.engine_metrics(of_evaluation=True)
-    session.owes_evaluation = False
-    if session.step == 0:
-        session.initial_accuracy = next(iter(metrics.values()), None)
+    session.pending.owes_evaluation = False
+    if session.progress.step == 0:
+        session.progress.initial_accuracy = next(iter(metrics.values()), None)
     return metrics | of_engine
 
 
 def make_up_evaluation(session: Session, recorder: Recorder, clock: Clock, stop: StopRequest) -> dict[str, float]:
     """On resume: the evaluation of the checkpoint's step, if it is due and missing from that step's row."""
     row = session.world.share(recorder.last_row())
-    if row.get("step") != session.step or any(key.startswith("eval/") for key in row):
+    if row.get("step") != session.progress.step or any(key.startswith("eval/") for key in row):
         return {}
-    if not due(session.config.eval.eval_interval, session.step, session.config):
+    if not due(session.config.eval.eval_interval, session.progress.step, session.config):
         return {}
     if metrics := evaluated(session, clock, stop):
-        record_evaluation(session, recorder, session.step)
+        record_evaluation(session, recorder, session.progress.step)
         recorder.amend(metrics | clock.take())
-        clock.display.step({"step": session.step} | metrics)
+        clock.display.step({"step": session.progress.step} | metrics)
     return metrics
 
 

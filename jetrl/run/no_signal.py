@@ -118,7 +118,7 @@ def without_gradient(metrics: Mapping[str, float], config: Config) -> str:
         return ""
     clipped = sum(metrics.get(f"policy/clip_frac_{name}", 0.0) for name in ("low", "high", "dual"))
     if clipped >= 1.0 - ROUNDING:
-        return "every token was clipped, so none had a gradient. Lower train.lr, or make fewer updates a step."
+        return "every token was clipped, so none had a gradient. Lower train.lr, or make fewer updates per step."
     own = [f'rl.{key} = "{name}"' for key in ("surrogate", "loss_agg") if is_own(name := getattr(config.rl, key))]
     if own:
         return f"the gradient of the loss is exactly 0 although there are advantages. Look at {' and '.join(own)}."

@@ -68,9 +68,10 @@ def prepare(
         check_routing(config.train, spec)
         check_saved(config, spec)
         load_own_parts(config)
-        check_truncation(config, getattr(engine_class(config.rollout.engine), "keeps_bits", True) is not False)
     if samples:
         require_engine(config, spec, recipe)
+    if samples and trains:
+        check_truncation(config, getattr(engine_class(config.rollout.engine), "keeps_bits", True) is not False)
     if recipe.name != "fp8_rollout":
         require_unified(spec, recipe)
     named = import_reward(config.task, own)
@@ -97,12 +98,12 @@ def in_steps(config: Config, task: Task) -> Config:
         return config
     assert rows is not None, "the config allows epochs of data only"
     steps = max(1, math.ceil(Fraction(str(epochs)) * rows / per_step))
-    told = f"train.epochs = {epochs:g} of {rows} rows are {steps} steps of {per_step} prompts"
+    stated = f"train.epochs = {epochs:g} of {rows} rows are {steps} steps of {per_step} prompts"
     if config.train.warmup_steps > steps:
-        raise UserError(f"{told}, but train.warmup_steps = {config.train.warmup_steps}. Lower it.")
+        raise UserError(f"{stated}, but train.warmup_steps = {config.train.warmup_steps}. Lower it.")
     if config.rl.critic_warmup_steps >= steps:
         raise UserError(
-            f"{told}, but rl.critic_warmup_steps = {config.rl.critic_warmup_steps}, so the policy would never learn. "
+            f"{stated}, but rl.critic_warmup_steps = {config.rl.critic_warmup_steps}, so the policy would never learn. "
             "Lower it, or raise train.epochs."
         )
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

@@ -24,6 +24,7 @@ from jetrl.parallel.agreement import on_every_rank, together
 from jetrl.parallel.world import ALONE, World
 from jetrl.precision.flow import flow_digest
 from jetrl.precision.recipe import Recipe
+from jetrl.rl.calibration import Bounds
 from jetrl.rollout.queue import Queues
 from jetrl.run.checkpoint.beside import Beside, beside
 from jetrl.run.compiling.ahead import Displays, compile_ahead
@@ -39,8 +40,35 @@ from jetrl.user_code.from_python import NOTHING, FromPython
 
 
 @dataclass(slots=True)
+class Progress:
+    """How far a run is: what its checkpoints hold besides weights and moments."""
+
+    step: int = 0
+    weight_version: int = 0
+    num_prompts: int = 0  # taken from the task's training stream so far
+    initial_accuracy: float | None = None
+    clip_bounds: Bounds | None = None  # of a calibrated clip, once they have been found
+    first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
+    data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
+    reference: Transformer | None = None  # the policy as it was after the warm start, for a KL penalty
+
+
+@dataclass(slots=True)
+class Pending:
+    """What a run has under way, owes or has made once: a checkpoint knows nothing of it."""
+
+    beside: Beside = field(default_factory=Beside)  # the checkpoint that is being written
+    saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
+    model_files: dict[str, bytes] | None = None  # of a saved model, without the tensors; made with the first checkpoint
+    texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
+    owes_evaluation: bool = False  # a signal ended this step's evaluation
+    held_out: Evaluation | None = None  # the last evaluation problem by problem, until it is recorded
+    before: dict[str, float] = field(default_factory=dict)  # metrics of the start, for the first row that is written
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
-    """What a run works with. Mutable: the loop counts steps and weight versions here."""
+    """What a run works with, as it was built; how far it is; and what is pending."""
 
     config: Config  # every path in it is absolute
     tokenizer: Any
@@ -54,22 +82,10 @@ class Session:
     generation_config: dict[str, Any] | None  # likewise
     given: Config  # as the user wrote it, hub names with their commits
     conversations: EnvironmentPool | None = None  # None: single answers
-    reference: Transformer | None = None
     queues: Queues | None = None  # of the ranks' rollouts; None: one process
-    step: int = 0
-    weight_version: int = 0
-    num_prompts: int = 0  # taken from the task's training stream so far
-    initial_accuracy: float | None = None
-    first_row: int = 0  # the step of the first row of the run folder's metrics: later if another run began it
-    data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files and given rows, by key
     own: FromPython = NOTHING  # what a program gave as objects
-    saved_step: int = -1  # of the newest checkpoint in the run's own folder, if it is known
-    beside: Beside = field(default_factory=Beside)  # the checkpoint that is being written
-    model_files: dict[str, bytes] | None = None  # of a saved model, without the tensors; made with the first checkpoint
-    texts: dict[int, str] = field(default_factory=dict)  # of tokens, as far as they were asked for
-    owes_evaluation: bool = False  # a signal ended this step's evaluation
-    held_out: Evaluation | None = None  # the last evaluation problem by problem, until it is recorded
-    before: dict[str, float] = field(default_factory=dict)  # metrics of the start, for the first row that is written
+    progress: Progress = field(default_factory=Progress)
+    pending: Pending = field(default_factory=Pending)
 
     @property
     def model(self) -> Transformer:
@@ -82,7 +98,7 @@ class Session:
     def close(self) -> None:
         """End what runs in the background: environments are closed, and the engine. A checkpoint that
         is being written, which only an error or a signal leaves here, is given up."""
-        self.beside.abandon()
+        self.pending.beside.abandon()
         if self.conversations is not None:
             self.conversations.shutdown()
         self.engine.close()
@@ -95,7 +111,7 @@ class Session:
         taken = self.engine.take_metrics()
         if of_evaluation:
             return {f"in_eval/{key}": value for key, value in taken.items()}
-        before, self.before = self.before, {}
+        before, self.pending.before = self.pending.before, {}
         return before | taken
 
     def check_settings(self, error: Exception) -> None:
@@ -108,7 +124,7 @@ class Session:
 
     def take_held_out(self) -> Evaluation | None:
         """The last evaluation problem by problem, once."""
-        taken, self.held_out = self.held_out, None
+        taken, self.pending.held_out = self.pending.held_out, None
         return taken
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -117,9 +133,9 @@ class Session:
 
     def token_text(self, token: int) -> str:
         """The text of one token, for the sample browser."""
-        text = self.texts.get(token)
+        text = self.pending.texts.get(token)
         if text is None:  # a tokenizer takes some microseconds
-            text = self.texts[token] = self.tokenizer.decode([token])
+            text = self.pending.texts[token] = self.tokenizer.decode([token])
         return text
 
 
@@ -156,9 +172,9 @@ def build(
         learner=learner, engine=engine, flow_digest=flow_digest(plan.spec, plan.recipe),
         unified=keeps_bits(config, engine), base_config=plan.base_config,
         generation_config=hf.read_generation_config(source) if source is not None else None,
-        conversations=build_conversations(config, plan), given=given, before=before, own=own,
+        conversations=build_conversations(config, plan), given=given, own=own,
         queues=None if world.alone else Queues(world, config.rollout.max_num_seqs),
-        beside=Beside() if evaluates else beside(config, plan.spec, world),
+        pending=Pending(Beside() if evaluates else beside(config, plan.spec, world), before=before),
     )
 
 

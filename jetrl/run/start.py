@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SEVERAL = ("train", "eval", "compare", "parity")  # the commands that several ranks may run together
 
 
-def as_rank(app: Callable[[], object], told: Callable[[Exception], str | None], debug: bool) -> NoReturn:
+def as_rank(app: Callable[[], object], message_of: Callable[[Exception], str | None], debug: bool) -> NoReturn:
     """Run a command as one of several ranks; UserError for one that knows no ranks."""
 
     def run() -> None:
@@ -34,7 +34,7 @@ def as_rank(app: Callable[[], object], told: Callable[[Exception], str | None], 
             )
         app()
 
-    launch.as_rank(run, told, debug)
+    launch.as_rank(run, message_of, debug)
 
 
 def start_ranks(nproc: int, config: Config | None = None) -> NoReturn:

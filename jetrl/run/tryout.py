@@ -154,7 +154,7 @@ def _without_template(config: Config) -> Config:
 
 
 def read_script(path: Path) -> list[str]:
-    """Turns of a file: a JSON list of texts, or one a line."""
+    """Turns of a file: a JSON list of strings, or one per line."""
     try:
         text = text_file(path)
     except ValueError as error:  # no UTF-8, or too large
@@ -310,7 +310,7 @@ class _Shown:
         self.trial.pool.close(key)
 
     def poll(self, wait: bool) -> list[Reply]:
-        """The replies that are ready, which are told."""
+        """The replies that are ready, which are printed."""
         replies = self.trial.pool.poll(wait)
         for reply in replies:
             self._tell(reply)

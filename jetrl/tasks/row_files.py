@@ -90,9 +90,9 @@ def read_by_library(budget: Budget) -> Iterator[None]:
     except Exception as error:  # pyarrow has errors of its own, and an OSError without a number for damaged pages
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(
-            f"{budget.source}: its rows cannot be read: {told}. It is damaged, or has values that Python does not. "
+            f"{budget.source}: its rows cannot be read: {reason}. It is damaged, or has values that Python does not. "
             "Write it again, or fetch it again."
         ) from error
 

@@ -49,20 +49,14 @@ def nudged(model: Transformer) -> Iterator[bool]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Sums over tokens; they add up over ranks."""
+    """Sums over the tokens of a micro-batch."""
 
-    count: int = 0
-    moved: float = 0.0  # of |log-prob of the nudged policy - log-prob|
-    clipped: int | None = None  # None: the surrogate is the user's, and nobody can say
-
-    def __add__(self, other: Noise) -> Noise:
-        both = None if None in (self.clipped, other.clipped) else (self.clipped or 0) + (other.clipped or 0)
-        return Noise(self.count + other.count, self.moved + other.moved, both)
+    count: int
+    moved: float  # of |log-prob of the nudged policy - log-prob|
+    clipped: int | None  # None: the surrogate is the user's, and nobody can say
 
     def metrics(self) -> dict[str, float]:
-        """`policy/noise_*`; empty without tokens."""
-        if not self.count:
-            return {}
+        """`policy/noise_*`."""
         found = {MEAN: self.moved / self.count}
         return found if self.clipped is None else found | {CLIPPED: self.clipped / self.count}
 
@@ -70,19 +64,21 @@ class Noise:
 def noise_metrics(
     learner: Learner, batches: Sequence[PackedBatch], config: Config, step: int
 ) -> dict[str, float]:
-    """Noise of the policy that sampled, on one micro-batch of each rank, before the step's first update; the batches
-    have advantages and, where the rollout's are not the learner's, old log-probs.
+    """Noise of the policy that sampled, before the step's first update; the batches have advantages and, where the
+    rollout's are not the learner's, old log-probs. One micro-batch is looked at, the first of the last update with
+    tokens in the loss, by the rank that has it: on any number of ranks it is the same one.
 
-    Empty where the step has one update, which clips nothing, where `rl.noise_interval` leaves it out, and where no rank
-    has tokens in the loss or their log-probs are not finite. Collective.
+    Empty where the step has one update, which clips nothing, where `rl.noise_interval` leaves it out, and where there
+    is no such micro-batch or its log-probs are not finite. Collective.
     """
     if len(batches) < 2 or not config.rl.noise_interval or step % config.rl.noise_interval:
         return {}
-    model = learner.model
-    held = [m for m in batches[-1].micro_batches if bool(m.loss_mask.any())]
-    own = _noise(model, to_device(held[0], model.head_weight.device), config) if held else None
-    parts = [part for part in learner.world.gather(own) if part is not None]
-    return sum(parts[1:], parts[0]).metrics() if parts else {}
+    model, batch, world = learner.model, batches[-1], learner.world
+    held = {n: m for n, m in zip(batch.numbers, batch.micro_batches, strict=True) if bool(m.loss_mask.any())}
+    first = min((n for of_rank in world.gather(list(held)) for n in of_rank), default=None)
+    own = _noise(model, to_device(held[first], model.head_weight.device), config) if first in held else None
+    found = next((part for part in world.gather(own) if part is not None), None)
+    return {} if found is None else found.metrics()
 
 
 @torch.no_grad()
@@ -120,10 +116,13 @@ def noise_told(metrics: Mapping[str, float], config: Config) -> str | None:
         f' With rl.ratio = "{rl.ratio}" the bounds are for whole answers, whose ratios rounding moves, too.'
         if rl.ratio != "token" else ""
     )
-    flow = "" if config.precision == "bf16" else 'precision = "w8a16" or "bf16" (less noise), '
+    ways = ["rl.updates_per_step = 1 (ratios are 1)", "wider bounds"]
+    if config.precision in ("fp8", "w8a16"):
+        ways += ['rl.clip = "calibrated"'] if rl.clip == "fixed" and rl.ratio == "token" else []
+        ways += ['precision = "w8a16" or "bf16" (less noise)' if config.precision == "fp8" else 'precision = "bf16"']
     return (
         f"{share:.1%} of the tokens would be clipped by rl.clip_ratio_low = {rl.clip_ratio_low:g} and "
         f"rl.clip_ratio_high = {rl.clip_ratio_high:g} if nothing had been learned: rounding alone moves log-probs by "
-        f"{metrics[MEAN]:.2g} on average.{whole} Ways out: rl.updates_per_step = 1 (ratios are 1), wider bounds, {flow}"
-        'rl.algo = "cispo" (docs/ALGORITHMS.md, "Noise").'
+        f"{metrics[MEAN]:.2g} on average.{whole} Ways out: {', '.join(ways)}, "
+        'rl.algo = "cispo" (`jetrl docs ALGORITHMS`, "Noise").'
     )

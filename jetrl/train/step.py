@@ -114,9 +114,11 @@ Tell = Callable[[str, str], None]
 
 
 def update(
-    learner: Learner, batches: list[PackedBatch], config: Config, step: int, tell: Tell | None = None
+    learner: Learner, batches: list[PackedBatch], config: Config, step: int, tell: Tell | None = None,
+    before: Callable[[PackedBatch], None] | None = None,
 ) -> dict[str, float]:
     """All optimizer updates of a step, with a publish between two; after the last the caller publishes. Gives metrics.
+    `before` is called before each, with the weights that it begins with published.
 
     With one update a step the old policy is the current one, so its log-probs are the ones at hand and no extra pass is
     made. With several, the batches hold the old log-probs, or a unified flow takes the rollout's (the same bits).
@@ -135,6 +137,8 @@ def update(
         if not compared.weights_sampled:
             learner.model.publish()
         try:
+            if before is not None:
+                before(batch)
             parts.append(_one_update(learner, batch, config, step, compared, len(batches) == 1, tell))
         except UserError as error:  # of a function of the user's
             if not compared.stepped and learner.world.alone:

@@ -1,7 +1,7 @@
 """What a program gives a run as Python objects, where a recipe would name them: rewards, an environment, rows of data.
 
 The config holds a name for each, such as `<python>:train:right` for the function `right` of train.py, and `<python>`
-for rows. So config.toml records what was used, and whoever reads it without the objects is told to give them again.
+for rows. So config.toml records what was used, and whoever reads it without the objects is asked to give them again.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ def not_given(key: str, name: str) -> str:
     if argument is None:
         return f"{key} = {name!r}: cannot be given from Python. Name it as module:name or path/to/file.py:name."
     what = "the rows of the data" if name == MARK else name.removeprefix(f"{MARK}:")
-    told = (
+    problem = (
         f"{key} = {name!r}: this run was given {what} from Python, and config.toml holds only that name. Use it from "
         f"Python with the same objects: jetrl.Trainer(RUN, resume=True, {argument}=...), where RUN is the run folder; "
         "then evaluate() or step()."
     )
     if argument in ("reward", "environment"):
         form = "function" if argument == "reward" else "Class"
-        return f"{told} On the command line, name the {form.lower()}: `jetrl eval RUN {key}=path/to/file.py:{form}`."
-    return f"{told} On the command line, name a file: `jetrl eval RUN {key}=path/to/rows.jsonl`."
+        return f"{problem} On the command line, name the {form.lower()}: `jetrl eval RUN {key}=path/to/file.py:{form}`."
+    return f"{problem} On the command line, name a file: `jetrl eval RUN {key}=path/to/rows.jsonl`."
 
 
 def name_of(value: Any) -> str:

@@ -147,8 +147,8 @@ def untried(version: str) -> str:
     """A warning for a version that fits but was not tried; empty for the others."""
     if version.partition("+")[0] in TRIED:
         return ""
-    told = " and ".join(f"{tried} {where}" for tried, where in TRIED.items())
-    return f"vLLM {version} was not tried with jetrl; {told} were. Begin with vllm.check_weights = true."
+    tried_with = " and ".join(f"{tried} {where}" for tried, where in TRIED.items())
+    return f"vLLM {version} was not tried with jetrl; {tried_with} were. Begin with vllm.check_weights = true."
 
 
 def fp32_logits(version: str) -> bool:

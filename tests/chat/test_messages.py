@@ -242,7 +242,7 @@ def test_a_turn_is_taught_the_templates_end_or_none(solution, ends, stop, end, s
         with pytest.raises(UserError, match=r"The tokenizer's chat template ends a turn with '<\|im_end\|>' \(258\)"
                            r", and the run does not stop there, but at '<\|end\|>' \(256\): the warm start would"):
             encode_solution(problem, encoder, stop, ends)
-        with pytest.warns(UserWarning, match="writes on behind it. Add 258 to eos_token_id in the model's"):
+        with pytest.warns(UserWarning, match="keeps writing after it. Add 258 to eos_token_id in the model's"):
             check_turn_end(encoder, ends, stop, teaches=False)
         return
     taught = [tokens for author, tokens in encode_solution(problem, encoder, stop, ends) if author == "policy"]

@@ -328,7 +328,7 @@ def test_a_system_prompt_without_a_system_role_is_refused_as_for_plain_text() ->
 HOW = [
     ("backwards", "in another order than the messages'"), ("repeats", "more than once"),
     ("system again", "more than once"), ("upper", "in other words"), ("escapes", "in other words"),
-    ("cuts", "in other words"), ("trims", "takes white space off the ends"),
+    ("cuts", "in other words"), ("trims", "strips white space from"),
 ]
 
 

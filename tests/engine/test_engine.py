@@ -12,10 +12,10 @@ from hash_model import SPEC, BurstRunner, HashModel, Letters, learners_logprobs,
 
 import jetrl.engine.engine
 from jetrl.engine.engine import PagedEngine
-from jetrl.engine.kv_cache import KVCache, page_bytes, pages_in_memory
 from jetrl.engine.limits import RefusedRequest
 from jetrl.engine.runner import ModelRunner
 from jetrl.engine.settings import EngineSettings
+from jetrl.engine.state_pool import StatePool, page_bytes, pages_in_memory
 from jetrl.engine.stopper import Stopper
 from jetrl.errors import OutOfMemory, UserError
 from jetrl.kernels.attention.reference import read_cache, write_cache
@@ -89,6 +89,20 @@ def test_stop_strings_end_with_the_token_that_completes_them() -> None:
         assert completion.finish_reason == "stop"
     never = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=("@@", "a@")))
     assert make_engine().generate([never]) == [free]
+
+
+def test_stop_strings_span_interruptions() -> None:
+    """A sequence that was interrupted knows the letters from before."""
+    asked = [Request(i, (1, 2), SamplingParams(40, ignore_eos=True, seed=2)) for i in range(4)]
+    stops = [c.text[17:21] for c in make_engine().generate(asked)]
+    cut = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, stop=(stop,)))
+        for r, stop in zip(asked, stops, strict=True)
+    ]
+    plain, engine = make_engine(), make_engine(max_num_seqs=3)
+    found = engine.generate(cut, force_preempt=lambda step, running: running if step % 3 == 2 else ())
+    assert found == plain.generate(cut) and all(c.text.endswith(s) for c, s in zip(found, stops, strict=True))
+    assert engine.stats is not None and engine.stats.preemptions > 20
 
 
 class Bytes:
@@ -178,7 +192,7 @@ def test_a_cache_sized_by_need_lets_all_run_at_once() -> None:
 
 
 def test_page_copies_read_before_they_write() -> None:
-    cache = KVCache(SPEC, 4, 2, torch.bfloat16, torch.device("cpu"))
+    cache = StatePool(SPEC, 4, 2, torch.bfloat16, torch.device("cpu"))
     for page in range(4):
         cache.keys[:, page], cache.values[:, page] = page, 10 + page
     cache.copy_pages(torch.tensor([[0, 1], [1, 2], [2, 3]]))
@@ -201,7 +215,7 @@ def test_memory_that_has_no_room_for_one_request_is_told(monkeypatch: pytest.Mon
 def test_an_fp8_cache_takes_its_bytes_and_copies_its_scales() -> None:
     """Codes, and two bytes of scale for each head of 8: 10 bytes where BF16 takes 16."""
     device, form = torch.device("cpu"), kv_head(SPEC.head_dim)
-    plain, cache = (KVCache(SPEC, 4, 2, torch.bfloat16, device, f) for f in (BF16, form))
+    plain, cache = (StatePool(SPEC, 4, 2, torch.bfloat16, device, f) for f in (BF16, form))
     heads = 2 * SPEC.num_layers * 4 * 2 * SPEC.num_kv_heads
     assert plain.num_bytes == heads * SPEC.head_dim * 2 == 4 * page_bytes(SPEC, 2, torch.bfloat16, BF16)
     assert cache.num_bytes == heads * (SPEC.head_dim + 2) == 4 * page_bytes(SPEC, 2, torch.bfloat16, form)
@@ -258,3 +272,16 @@ def test_bursts_of_steps_change_no_completion(sizes: dict[str, int]) -> None:
 def test_runner_refuses_to_run_without_a_cache() -> None:
     with pytest.raises(AssertionError, match="reserve"):
         ModelRunner(HashModel(), EngineSettings()).run(None, None)  # type: ignore[arg-type]
+
+
+def test_an_observer_hears_of_every_plan_before_its_pass() -> None:
+    """And changes no completion; on a GPU no step is in a graph then, so that none is missed."""
+    model, heard = HashModel(), list[tuple[int, int]]()
+    settings = EngineSettings(page_size=4, kv_cache_tokens=60, max_tokens_per_step=6, max_num_seqs=9)
+    engine = PagedEngine(
+        model, Letters(), "flow", settings, observe=lambda plan: heard.append((len(model.rows), len(plan.tokens)))
+    )
+    engine.load(WeightSet(3, "flow", {}))
+    assert engine.generate(mixed_requests()) == make_engine(**dataclasses.asdict(settings)).generate(mixed_requests())
+    assert heard == list(enumerate(model.rows)) and len(heard) > 20
+    assert not engine.runner.cuda_graphs and make_engine().runner.cuda_graphs

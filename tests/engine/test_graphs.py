@@ -124,7 +124,7 @@ def test_shared_pages_reach_the_graph_while_groups_shrink() -> None:
 class Cache:
     """Stands for a KV cache that nobody reads."""
 
-    page_size = 16
+    page_size, num_rows = 16, 0
 
 
 def test_a_cache_is_free_as_soon_as_its_graphs_are_dropped() -> None:

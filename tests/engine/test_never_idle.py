@@ -100,7 +100,7 @@ class Traffic:
 @pytest.mark.parametrize(("number", "drafts"), [(10_000, "off"), (2_400, "on")])
 def test_what_it_holds_does_not_grow(number: int, drafts: str) -> None:
     """The cache is small enough that sequences are preempted, too."""
-    settings = EngineSettings(page_size=4, max_num_seqs=24, max_tokens_per_step=64, kv_cache_tokens=200)
+    settings = EngineSettings(page_size=4, max_num_seqs=24, max_tokens_per_step=64, kv_cache_tokens=160)
     engine = PagedEngine(Stand(), Letters(), "flow", settings, build_speculator(drafts, 3, 24))  # type: ignore[arg-type]
     engine.load(WeightSet(1, "flow", {}))
     traffic, before = Traffic(engine), 0
@@ -121,7 +121,7 @@ def test_what_it_holds_does_not_grow(number: int, drafts: str) -> None:
     engine._scheduler.check_integrity()
     while engine.has_work or traffic.live:
         traffic.round(more=False)
-    assert engine.stats is not None and engine.stats.preemptions > 20 and traffic.cancelled > number // 20
+    assert engine.stats is not None and engine.stats.preemptions > number // 500 and traffic.cancelled > number // 20
     assert engine._scheduler.allocator.num_used == 0 and not engine._scheduler.prompts._all
     for request, completion in traffic.last:
         alone = PagedEngine(Stand(), Letters(), "flow")  # type: ignore[arg-type]

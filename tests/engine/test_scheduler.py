@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jetrl.engine.pages import PageAllocator
 from jetrl.engine.plan import Plan
+from jetrl.engine.rows import Rows, rows_for
 from jetrl.engine.scheduler import ForcePreempt, Scheduler
 from jetrl.errors import UserError
 from jetrl.types import Request, SamplingParams
@@ -51,15 +52,20 @@ class Simulation:
         burst: int = 1,
         depth: int = 0,
         holds: float = 0.0,
+        grid: int = 0,
+        share: bool = False,
     ) -> None:
         self.burst, self.bursts = burst, 0
         self.depth, self.holds, self.drafted, self.accepted = depth, holds, 0, 0
         self.requests: list[Request] = []
         self.page_size, self.budget, self.stop_at = page_size, budget, stop_at
         self.allocator = PageAllocator(num_pages, page_size)
+        more = 900 if num_pages >= 400 else 0  # room enough
+        self.rows = Rows(max_num_seqs, rows_for(max_num_seqs) + more, grid) if grid else None
+        self.states: dict[int, tuple[int, ...]] = {0: ()}  # what each row has seen
         self.scheduler = Scheduler(
             self.allocator, max_num_seqs=max_num_seqs, max_tokens_per_step=budget, max_position=10_000,
-            force_preempt=force,
+            force_preempt=force, rows=self.rows, share_beginnings=share,
         )
         self.history: list[list[int]] = []
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -79,7 +85,7 @@ class Simulation:
         while self.scheduler.has_work:
             assert self.scheduler.num_steps < max_steps, "the scheduler does not come to an end"
             self.step()
-        assert self.allocator.num_used == 0
+        assert self.allocator.num_used == 0 and (self.rows is None or self.rows.num_used == 0)
         assert sorted(self.ended) == list(range(len(self.requests)))
         return self
 
@@ -103,7 +109,7 @@ class Simulation:
         for step in range(1, steps):  # each from the tokens of the one before, also beyond a stop
             later = replace(
                 plan, starts=plan.starts + step, tokens=drawn[-1][0], positions=plan.positions + step,
-                copies=plan.copies[:0], sample_positions=plan.sample_positions + step,
+                copies=plan.copies[:0], sample_positions=plan.sample_positions + step, row_reads=plan.row_writes,
             )
             drawn.append(self.draw(later, self.compute(later)))
         tokens, logprobs, stop = (np.stack(column) for column in zip(*drawn, strict=True))
@@ -206,7 +212,24 @@ class Simulation:
                 histories.append(past)
                 row += 1
         self.cache.update(writes)
+        self.move_states(plan, histories)
         return histories
+
+    def move_states(self, plan: Plan, histories: list[tuple[int, ...]]) -> None:
+        """Read all rows of states, then write them: a row has seen the tokens before the pass, and then those of it."""
+        if self.rows is None:
+            return
+        reads, writes = plan.row_reads.tolist(), plan.row_writes.tolist()
+        assert len(set(writes)) == len(writes) and not {0, 1} & set(writes)
+        for i, write in enumerate(writes):
+            assert write not in reads[:i] + reads[i + 1 :], "a row that another reads is written"
+        moved, grid, ends = {}, self.rows.grid, np.cumsum(plan.counts) - 1
+        for read, write, start, end in zip(reads, writes, plan.starts.tolist(), ends.tolist(), strict=True):
+            seen, past = self.states[read], histories[end]
+            assert len(seen) >= start and len(seen) // grid == start // grid, "a state from elsewhere in the sequence"
+            assert seen[:start] == past[:start], "another sequence's state"
+            moved[write] = past
+        self.states |= moved
 
     def draw(self, plan: Plan, histories: list[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         assert len(set(plan.sample_requests.tolist())) == len(plan.sample_requests), "a request draws twice in a step"
@@ -244,9 +267,10 @@ def test_a_group_shares_its_full_pages() -> None:
     assert sim.allocator.peak_used == 4 + 8, "four prompt pages for all, one page of its own each"
 
 
-def test_samples_beyond_the_slots_reuse_the_held_prompt() -> None:
+@pytest.mark.parametrize("grid", [0, 1, 64])
+def test_samples_beyond_the_slots_reuse_the_held_prompt(grid: int) -> None:
     requests = [request(i, tuple(range(10)), 3) for i in range(6)]
-    sim = Simulation(requests, num_pages=100, page_size=4, max_num_seqs=2, budget=64).run()
+    sim = Simulation(requests, num_pages=100, page_size=4, max_num_seqs=2, budget=64, grid=grid).run()
     # four late samples compute the last prompt token again, to draw their first token from it
     assert sim.times_computed() == 10 + 4 * 1 + 6 * 2
     assert sim.first_started == list(range(6))
@@ -332,6 +356,7 @@ def traffic(draw: st.DrawFn) -> dict:
         "stop_every": draw(st.integers(3, 20)),
         "depth": draw(st.sampled_from((0, 1, 3, 7))),
         "holds": draw(st.sampled_from((0.0, 0.6, 1.0))),
+        "grid": draw(st.sampled_from((0, 0, 1, 4))), "share": draw(st.booleans()),
     }
 
 
@@ -348,6 +373,7 @@ def test_random_traffic(case: dict) -> None:
         return hash((number, length)) % stop_every == 0
 
     burst = 1 + force_seed % 5
+    case["depth"] *= not case["grid"]  # with a state for each sequence there are no drafts
     sim = Simulation(**case, force=force if force_seed % 2 else None, stop_at=stop_at, burst=burst).run()
     for number, (r, history) in enumerate(zip(sim.requests, sim.history, strict=True)):
         expected = list(r.tokens)
@@ -362,7 +388,8 @@ def test_random_traffic(case: dict) -> None:
 @given(traffic())
 def test_with_room_enough_nothing_is_computed_twice(case: dict) -> None:
     """Each distinct prompt once, each drawn token but the last once; a late sample one prompt token more."""
-    case.pop("force_seed"), case.pop("stop_every"), case.pop("depth"), case.pop("holds")
+    for name in ("force_seed", "stop_every", "depth", "holds", "grid", "share"):
+        case.pop(name)
     case["num_pages"] = 400
     sim = Simulation(**case).run()
     prompts = {r.tokens for r in sim.requests}
@@ -459,6 +486,30 @@ def test_a_turn_that_stops_within_a_burst_keeps_only_keys_of_its_own_tokens() ->
     sim.step()
     sim.scheduler.forget([7])
     assert sim.allocator.num_used == 0
+
+
+@pytest.mark.parametrize(("grid", "kept"), [(1, 0), (3, 0), (4, 4), (8, 4)])
+def test_a_state_that_went_beyond_the_end_is_not_kept(grid: int, kept: int) -> None:
+    """Of 5 tokens the turn keeps keys of 4; the burst computed 7, beyond a point of a grid of 3, not of 4 or 8."""
+    sizes = dict(num_pages=20, page_size=2, max_num_seqs=2, budget=64, burst=5, grid=grid)
+    sim = Simulation([turn(7, (1, 2), 30)], **sizes, stop_at=lambda number, length: length == 3)
+    while sim.scheduler.has_work:
+        sim.step()
+    assert sim.scheduler.num_computed_tokens == 7 and sim.scheduler.turns.kept(7)[1] == kept
+    assert sim.rows.num_used == (kept > 0)
+    sim.add([turn(7, (*sim.history[0], 5), 3)])
+    assert sim.scheduler.schedule().starts.tolist() == [kept]
+
+
+def test_rows_of_kept_states_go_before_a_sequence_waits() -> None:
+    """Six rows for three sequences: the states of conversations that finished first go first."""
+    sim = Simulation(
+        [turn(i, (i, 1), 1) for i in range(9)], num_pages=90, page_size=2, max_num_seqs=3, budget=64, grid=1
+    )
+    while sim.scheduler.has_work:
+        sim.step()
+    assert [sim.scheduler.turns.kept(i)[1] for i in range(9)] == [0] * 3 + [2] * 6 and sim.rows.num_used == 6
+    assert sim.scheduler.num_preemptions == 0
 
 
 @pytest.mark.parametrize(("prompt", "copies"), [((1, 2, 3), True), ((1, 2, 3, 4), False)])
@@ -558,6 +609,44 @@ def test_a_turn_forks_from_a_request_that_computes_the_same_tokens() -> None:
     assert sim.allocator.num_used == 0
 
 
+def test_equal_beginnings_are_computed_once() -> None:
+    """Of other prompts, and after the first has gone; whole pages, short of the last token, until they are reused."""
+    system, sizes = tuple(range(10, 22)), dict(page_size=4, max_num_seqs=3, budget=64, share=True)
+    sim = Simulation([request(0, (*system, 1), 2)], num_pages=8, **sizes)
+    sim.step()
+    sim.add([request(1, (*system, 2, 3), 2), request(2, system, 2), request(3, (*system[:5], 9, 9, 9), 2)])
+    plan = sim.scheduler.schedule()
+    assert plan.starts.tolist() == [13, 12, 8], "three pages, and two for the one whose last token is their end"
+    assert plan.block_table[1, :3].tolist() == plan.block_table[0, :3].tolist()
+    sim.commit(plan, *(x[None] for x in sim.draw(plan, sim.compute(plan))), np.ones(3, dtype=np.int64))
+    sim.run()
+    sim.add([request(4, (*system, 7), 2)])
+    plan = sim.scheduler.schedule()
+    assert plan.starts.tolist() == [12], "nobody held them"
+    sim.commit(plan, *(x[None] for x in sim.draw(plan, sim.compute(plan))), np.ones(1, dtype=np.int64))
+    sim.run()
+    sim.add([request(5, (30,) * 31, 1)])  # takes all pages
+    sim.run()
+    sim.add([request(6, (*system, 8), 1)])
+    assert sim.scheduler.schedule().starts.tolist() == [0] and len(sim.allocator.beginnings) <= 8
+
+
+def test_pages_of_an_interrupted_sequence_are_computed_again() -> None:
+    """As one that is preempted must be: nobody keeps its pages. New requests find them."""
+    force: list[int] = []
+    sizes = dict(num_pages=40, page_size=2, max_num_seqs=2, budget=64, share=True)
+    sim = Simulation([request(0, (1, 2, 3, 4, 5), 9)], **sizes, force=lambda step, running: force)
+    for _ in range(4):
+        sim.step()
+    force.append(0)
+    plan = sim.scheduler.schedule()
+    force.clear()
+    assert plan.starts.tolist() == [0] and plan.counts.tolist() == [9]
+    sim.commit(plan, *(x[None] for x in sim.draw(plan, sim.compute(plan))), np.ones(1, dtype=np.int64))
+    sim.add([request(1, (*sim.history[0][:8], 7), 2)])
+    assert sim.scheduler.schedule().starts.tolist()[-1] == 8
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> dict:
     """Conversations and plain requests that join, reply, are cancelled, asked again, and forgotten at any time."""
@@ -582,6 +671,7 @@ def conversations(draw: st.DrawFn) -> dict:
         "max_num_seqs": draw(st.integers(1, 6)), "budget": draw(st.integers(1, 16)), "burst": draw(st.integers(1, 5)),
         "force_seed": draw(st.integers(0, 100)), "stop_every": draw(st.integers(3, 20)),
         "depth": draw(st.sampled_from((0, 1, 3, 7))), "holds": draw(st.sampled_from((0.0, 0.6, 1.0))),
+        "grid": draw(st.sampled_from((0, 0, 1, 4))), "share": draw(st.booleans()),
     }
 
 
@@ -595,7 +685,8 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
     sim = Simulation(
         [], num_pages=999 if room else case["num_pages"], page_size=case["page_size"],
         max_num_seqs=case["max_num_seqs"], budget=case["budget"], burst=case["burst"],
-        depth=0 if room else case["depth"], holds=case["holds"],
+        depth=0 if room or case["grid"] else case["depth"], holds=case["holds"], grid=case["grid"],
+        share=case["share"] and not room,
         force=force if seed % 2 and not room else None,
         stop_at=lambda number, length: hash((number, length)) % stop_every == 0,
     )
@@ -636,6 +727,7 @@ def play(case: dict, room: bool = False) -> tuple[Simulation, list[list[int]]]:
             break
     assert not left, "the scheduler does not come to an end"
     assert sim.allocator.num_used == 0 and not sim.scheduler.prompts._all and not len(sim.scheduler.turns)
+    assert sim.rows is None or sim.rows.num_used == 0
     return sim, known
 
 

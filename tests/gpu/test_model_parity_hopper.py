@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.engine.kv_cache import KVCache
+from jetrl.engine.state_pool import StatePool
 from jetrl.model.master import accumulate_in
 from jetrl.model.transformer import Transformer
 from jetrl.precision.formats import kv_head
@@ -59,7 +59,7 @@ def varlen_batch(sequences: list[Tensor], side: Side = "train") -> ForwardBatch:
 
 
 def paged_batch(
-    cache: KVCache, table: Tensor, sequences: list[Tensor], members: list[int], starts: list[int], counts: list[int]
+    cache: StatePool, table: Tensor, sequences: list[Tensor], members: list[int], starts: list[int], counts: list[int]
 ) -> ForwardBatch:
     page = cache.keys.shape[2]
     spans = list(zip(members, starts, counts, strict=True))
@@ -103,7 +103,7 @@ def test_alone_packed_chunked_and_decoded_give_the_same_logprobs(name: str, prec
             assert torch.equal(alone, packed[b]), f"sequence {b} alone"
         blocks = -(-200 // page)
         format = model.recipe.kv_cache
-        cache = KVCache(model.spec, len(sequences) * blocks, page, torch.bfloat16, torch.device(CUDA), format)
+        cache = StatePool(model.spec, len(sequences) * blocks, page, torch.bfloat16, torch.device(CUDA), format)
         order = torch.randperm(len(sequences) * blocks, generator=torch.Generator().manual_seed(2))
         table, done, step = order.view(len(sequences), blocks), [0] * 4, 0
         while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
@@ -179,7 +179,7 @@ def test_gradients_in_place_and_through_fused_kernels_are_those_of_the_ops(preci
 def test_decode_in_a_cuda_graph_gives_the_same_bits(precision: str, page: int, pages: int) -> None:
     model = build("qwen3", precision)
     sequences = make_sequences(model.spec.vocab_size, [70] * 8)
-    cache = KVCache(model.spec, pages, page, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache)
+    cache = StatePool(model.spec, pages, page, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache)
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(2))[:64].view(8, 8)
     with torch.no_grad():
         model(paged_batch(cache, table, sequences, list(range(8)), [0] * 8, [60] * 8))
@@ -230,7 +230,7 @@ def test_fused_kernels_equal_the_layers_of_ops(fp8_kv: bool) -> None:
     plain_v = x.qkv.view(-1, 32, 128)[:, 24:]
     assert torch.equal(q, x.rope_q) and torch.equal(k, ops.round_heads(x.rope_k) if fp8_kv else x.rope_k)
     assert torch.equal(v, ops.round_heads(plain_v) if fp8_kv else plain_v)
-    fused, apart = (KVCache(spec, 9, 16, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache) for _ in range(2))
+    fused, apart = (StatePool(spec, 9, 16, torch.bfloat16, torch.device(CUDA), model.recipe.kv_cache) for _ in range(2))
     slots = torch.arange(128, device=CUDA).flip(0) + 16
     slots[5] = -1
     q, _, _ = ops.qkv_norm_rope(*shared, (fused.layer(0), slots), fp8_kv)

@@ -38,6 +38,7 @@ GPU: dict[str, Any] = {"device": "cuda", "model.arch": ARCH | {"hidden_size": 72
         {"rollout.top_p": 0.8, "rollout.top_k": 20, "rl.updates_per_step": 2, "rl.kl_coef": 0.1},
         {"rollout.min_p": 0.05, "rl.entropy_coef": 0.01, "train.max_tokens_per_gpu": 60},
         {"rollout.top_p": 0.8, "rollout.logprobs": "full"},
+        {"rl.updates_per_step": 2, "rl.clip": "calibrated", "rl.calibration_interval": 2},
     ],
     ids=str,
 )

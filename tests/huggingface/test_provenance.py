@@ -117,8 +117,8 @@ def test_an_export_says_what_its_source_said(tmp_path: Path) -> None:
     ("said", "message"),
     [
         ("fp8", "does not name a precision"), ({"kv_cache": "fp8"}, "does not name a precision"),
-        ({"precision": "fp4"}, "jetrl_training.precision = 'fp4' is none of bf16, fp8"),
-        ({"precision": "fp8", "kv_cache": "int8"}, "jetrl_training.kv_cache = 'int8' is none of bf16, fp8"),
+        ({"precision": "fp4"}, "jetrl_training.precision = 'fp4' is not one of bf16, fp8"),
+        ({"precision": "fp8", "kv_cache": "int8"}, "jetrl_training.kv_cache = 'int8' is not one of bf16, fp8"),
         ({"precision": "fp8", "num_first_layers_in_bf16": -1}, "num_first_layers_in_bf16 = -1 is not a number"),
     ],
 )

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from jetrl import __version__
 from jetrl.cli import app
 from jetrl.errors import UserError
+from jetrl_study import added
 from jetrl_study import conduct as conducting
 from jetrl_study.added import read_added, read_json
 from jetrl_study.collect import write_json
@@ -195,8 +196,8 @@ def test_other_settings_are_refused(tiny: Study, in_process: list[str], tmp_path
     (lambda d: d["study"].update(name="h200"), "is of the study h200, and this one is tiny"),
     (lambda d: d.update(version="0.0.9"), "was written by jetrl 0.0.9, and this is .*leave the file out"),
     (lambda d: d.pop("version"), "is not a study.json of `jetrl study`, or it is damaged: version: Field required"),
-    (lambda d: d.update(study=[]), "or is damaged: study"),
-    (lambda d: d["runs"][1].pop("held_out"), r"or is damaged: runs.1.held_out: Field required. Copy it again"),
+    (lambda d: d.update(study=[]), "or it is damaged: study"),
+    (lambda d: d["runs"][1].pop("held_out"), r"or it is damaged: runs.1.held_out: Field required. Copy it again"),
     (lambda d: d["runs"][1]["held_out"]["scores"].pop(), "runs.1.held_out: .*3 steps and 2 evaluations"),
     (lambda d: d["runs"][0]["held_out"]["scores"][0].update(x=0.5), "runs.0.held_out.scores.0.x"),
     (lambda d: d["runs"][0]["held_out"]["scores"].__setitem__(0, {"9": 0.5}),
@@ -255,10 +256,17 @@ def test_the_option(tiny: Study, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name, least", [
     ("quick", 21), ("wgrad", 15), ("h200", 22), ("h200_1k", 26), ("h200_4k", 9), ("h200_8k", 9), ("h200_wide", 3)
 ])
-def test_the_results_in_the_repository_can_be_added(name: str, least: int, tmp_path: Path) -> None:
-    """As docs/STUDY.md says. If this fails, settings of the study have changed: run it again, or change the page."""
+def test_the_results_in_the_repository_can_be_added(
+    name: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/STUDY.md says, with the version that made them. If this fails, settings of the study have changed: run it
+    again, or change the page."""
     study = load_study(find_study(name))
     file = Path(__file__).parents[2] / "docs" / "study" / name / "study.json"
+    assert read_json(file)["version"] == "0.1.0"
+    with pytest.raises(UserError, match="written by jetrl 0.1.0, and this is .* Use jetrl 0.1.0 here"):
+        read_added([file], study, all_planned(study, tmp_path), tmp_path, Console(quiet=True))
+    monkeypatch.setattr(added, "__version__", "0.1.0")
     found = read_added([file], study, all_planned(study, tmp_path), tmp_path, Console(quiet=True))
     done = [run for run in read_json(file)["runs"] if run["status"] in DONE and run["seed"] in study.seeds]
     assert len(found) == len(done) >= least

@@ -77,7 +77,7 @@ def test_the_line_of_progress(
     runs = {run.name: run for run in all_planned(tiny, tmp_path)}
     last = next(iter(runs.values())).config.train.steps
     console = Console(file=shown, width=400, color_system=None)
-    going = conducting.Conduct(tiny, tmp_path, runs, console, Halt(deadline, began=0.0), lambda: None, 2, told=0.0)
+    going = conducting.Conduct(tiny, tmp_path, runs, console, Halt(deadline, began=0.0), lambda: None, 2, last_line=0.0)
 
     def seen(at: float, step: int, *waiting: str) -> str:
         folder = run_folder(tmp_path, runs["one-s0"])

@@ -139,7 +139,7 @@ def test_parts_of_a_study(tmp_path: Path) -> None:
     assert [arm.name for arm in part.arms] == ["b"] and part.seeds == (9, 2) and part.against == ("b",)
     assert study.only() == study
     for arms, seeds, message in [
-        ("x", None, "no arm 'x'"), (None, "1,-2", "is no seed"), ("", None, "--arms is empty"),
+        ("x", None, "no arm 'x'"), (None, "1,-2", "is not a seed"), ("", None, "--arms is empty"),
         (None, " , ", "--seeds is empty"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -154,24 +154,24 @@ def test_parts_of_a_study(tmp_path: Path) -> None:
     (MINE.replace('"b"', '"a/b"'), r"an arm's name must be letters, .*got 'a/b'"),
     (MINE.replace('name = "mine"', 'name = "../mine"', 1), r"toml: name must be letters, .*got '../mine'"),
     (MINE + "break_exactness = ['weights']\n", "attention, quantizer or both"),
-    (MINE + "colour = 'red'\n", "no key of an arm"),
-    ('against = ["z"]\n' + MINE, "which is no arm"),
-    ('overrides = "train.steps=3"\n' + MINE, "must be a list of texts"),
+    (MINE + "colour = 'red'\n", "not a key of an arm"),
+    ('against = ["z"]\n' + MINE, "which is not an arm"),
+    ('overrides = "train.steps=3"\n' + MINE, "must be a list of strings"),
     ('extends = "mine.toml"\n' + MINE, "extends itself"),
     ('arm = 3\n', "as a table"),
     ('keep_checkpoints = "false"\n' + MINE, "keep_checkpoints must be true or false, got 'false'"),
     ('keep_checkpoints = 1\n' + MINE, "keep_checkpoints must be true or false, got 1"),
-    ('about = ["x"]\n' + MINE, "about must be a text, "),
-    (MINE.replace('"mine"', "3"), "name must be a text, .* got 3"),
-    (MINE.replace('"quickstart"', "true"), "recipe must be a text, .* got True"),
-    ('extends = ["quick"]\n' + MINE, "extends must be a text, "),
-    (MINE + "label = 3\n", "label of the arm b must be a text, .* got 3"),
+    ('about = ["x"]\n' + MINE, "about must be a string, "),
+    (MINE.replace('"mine"', "3"), "name must be a string, .* got 3"),
+    (MINE.replace('"quickstart"', "true"), "recipe must be a string, .* got True"),
+    ('extends = ["quick"]\n' + MINE, "extends must be a string, "),
+    (MINE + "label = 3\n", "label of the arm b must be a string, .* got 3"),
     ("against = []\n" + MINE, "against is empty. Name the arms"),
-    ("against = 'a'\n" + MINE, "against must be a list of texts"),
+    ("against = 'a'\n" + MINE, "against must be a list of strings"),
     ('name = "x"\nrecipe = "quickstart"\narm = []\n', "there is no arm"),
     # in a file that extends another one
-    ('extends = "quick"\noverrides = "train.steps=3"\n', "overrides must be a list of texts"),
-    ('extends = "quick"\noverrides = 3\n', "overrides must be a list of texts"),
+    ('extends = "quick"\noverrides = "train.steps=3"\n', "overrides must be a list of strings"),
+    ('extends = "quick"\noverrides = 3\n', "overrides must be a list of strings"),
     ('extends = "quick"\narm = [3]\n', "needs a name"),
     ('extends = "quick"\n[[arm]]\nname = "a"\n[[arm]]\nname = "a"\n', "name of its own"),
 ])
@@ -182,7 +182,8 @@ def test_mistakes_in_a_study_file(text: str, message: str, tmp_path: Path) -> No
 
 def test_settings_that_a_study_cannot_do_without(tmp_path: Path) -> None:
     path = written(tmp_path, MINE)
-    for override, message in [("checkpoint.save_interval=0", "could not go on"), ("eval.eval_interval=0", "to compare"),
+    for override, message in [("checkpoint.save_interval=0", "could not continue"),
+                              ("eval.eval_interval=0", "to compare"),
                               ("train.lr=x", "arm a")]:
         with pytest.raises(UserError, match=message):
             all_planned(load_study(path, [override]), tmp_path)

@@ -228,3 +228,37 @@ except AssertionError as error:
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "FlashAttention-4 was called where calls are recorded\n", ended
+
+
+def test_what_stands_in_leaves_no_trace() -> None:
+    """Of functions of a module, of methods of a class, of what a class inherits, and after an error."""
+    class Base:
+        def inherited(self) -> str:
+            return "before"
+
+        @staticmethod
+        def static() -> str:
+            return "before"
+
+    class Owner(Base):
+        def own(self) -> str:
+            return "before"
+
+    module = SimpleNamespace(call=lambda: "before")
+    before = [dict(vars(one)) for one in (Base, Owner, module)]
+    with pytest.raises(KeyError), ExitStack() as stack:
+        for owner, name in ((Owner, "own"), (Owner, "inherited"), (Base, "static"), (module, "call")):
+            stack.enter_context(recorded.standing_in(owner, name, lambda *_: "within"))
+        stack.enter_context(recorded.standing_in(module, "call", lambda: "twice"))
+        assert (Owner().own(), Owner().inherited(), Base.static(), module.call()) == ("within",) * 3 + ("twice",)
+        assert Base().inherited() == "before"
+        raise KeyError
+    assert [dict(vars(one)) for one in (Base, Owner, module)] == before
+    assert (Owner().own(), Owner().inherited(), Base().static(), module.call()) == ("before",) * 4
+    empty, made = torch.empty, torch.Tensor.new_empty
+    with ExitStack() as stack:
+        for one in recorded._filled():
+            stack.enter_context(one)
+        assert torch.empty(3).tolist() == [1, 1, 1]
+        assert torch.zeros(1).new_empty(2, dtype=torch.int32).tolist() == [0, 0]
+    assert torch.empty is empty and torch.Tensor.new_empty is made

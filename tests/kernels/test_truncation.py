@@ -171,6 +171,19 @@ def test_the_drawn_token_is_always_in_the_set(head: tuple[Tensor, Tensor, Tensor
     assert bool(got.isfinite().all()) and support.sets.starts.diff().tolist() == [2] * T
 
 
+def test_a_micro_batch_without_loss_rows_has_no_sets(head: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden, weight, targets = head
+    support = Support(SOME, targets[:0])
+    master = weight.float().requires_grad_()
+    for again in (support, Support(SOME, targets[:0], support.sets)):
+        got, entropy = logprob.token_logprobs(
+            hidden[:0], Gradient(master), weight, gemm.prepare_bf16(weight), targets[:0], 1.0, support=again
+        )
+        (got.sum() + entropy.sum()).backward()
+        assert got.shape == entropy.shape == (0,) and again.sets.starts.tolist() == [0] and not len(again.sets.words)
+    assert not float(master.grad.abs().sum())  # type: ignore[union-attr]
+
+
 def test_logits_that_are_not_finite_stay_to_be_seen(head: tuple[Tensor, Tensor, Tensor]) -> None:
     hidden, weight, targets = head
     hidden = hidden.clone()

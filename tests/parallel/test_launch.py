@@ -72,7 +72,7 @@ def test_two_ranks_run_and_one_speaks(spawned: Spawned) -> None:
                     r"rank 0 has waited for 2 s\. If that phase may take longer, raise train\.collective_timeout\."),
         ("full", 3, r"rank 1: out of GPU memory in the phase update, .* CUDA out of memory\. Tried .*"),
         ("stopped", 1, r"rank 1 \(process \d+ on .*, last seen in update\): no sign of life\. The process was .*"),
-        ("absent", 2, r"rank 0: 1 of 2 ranks did not join within 2 s: 1\. See what .*"),
+        ("absent", 2, r"rank 0: 1 of 2 ranks did not join within 2 s: 1\. Look at .*"),
         ("differ", 2, r"The ranks of this run differ: config is a on rank 0, b on rank 1\. Start .*"),
         ("quits", 1, r"rank 1 \(process \d+\) ended with status 7 and no message\.\nIts last lines:\ncannot go on"),
     ],
@@ -282,7 +282,8 @@ def test_an_interrupt_is_told_once(early: bool, text: str, monkeypatch: pytest.M
 
 def test_causes_by_hand() -> None:
     assert who(3, "") == "rank 3"
-    assert Failure(2, "mistake", "x").told() == "rank 2: x" and Failure(2, "mistake", "x", common=True).told() == "x"
+    assert Failure(2, "mistake", "x").message() == "rank 2: x"
+    assert Failure(2, "mistake", "x", common=True).message() == "x"
     late = ValueError("what came of it")
     late.__cause__ = LostContact("gather")
     assert came_by_lost_contact(late) and not came_by_lost_contact(ValueError()) and not came_by_lost_contact(None)

@@ -209,13 +209,13 @@ def test_step_tokens_make_the_batch_of_link_c_wide(
     step_tokens: int, widest: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
-    run = parity._Watched.run
+    observe = parity._Watched.observe
 
-    def spied(self: Any, plan: Any, *rest: Any) -> Any:
+    def spied(self: Any, plan: Any) -> None:
         widths.append(len(plan.counts))
-        return run(self, plan, *rest)
+        observe(self, plan)
 
-    monkeypatch.setattr(parity._Watched, "run", spied)
+    monkeypatch.setattr(parity._Watched, "observe", spied)
     work = Workload(num_sequences=24, max_prompt=40, new_tokens=4, chunk=2, page_size=8, step_tokens=step_tokens)
     assert certificate("fp8", work).ok
     assert max(widths) in widest, f"sequences in each step: {widths}"

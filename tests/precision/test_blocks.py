@@ -8,13 +8,26 @@ from dataclasses import replace
 import pytest
 from flow_shape import SPEC
 
+from jetrl.errors import UserError
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Linear
-from jetrl.precision.blocks.layouts import ATTENTION, DENSE_MLP, EXPERTS, LAYOUTS, blocks_of, linears_of, roles_of
+from jetrl.precision.blocks.layouts import (
+    ATTENTION,
+    DENSE_MLP,
+    EXPERTS,
+    LAYOUTS,
+    blocks_of,
+    linears_of,
+    require_rewind,
+    roles_of,
+    states_of,
+)
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import MoE
+from jetrl.precision.blocks.states import PerSequence, PerToken, State
 from jetrl.precision.builder import build_flow
 from jetrl.precision.flow import flow_digest, require_unified
+from jetrl.precision.formats import BF16, FP32, Format, kv_head
 from jetrl.precision.graph import ROUNDING
 from jetrl.precision.picture.draw import flow_svg
 from jetrl.precision.recipe import Role, build_recipe
@@ -105,3 +118,27 @@ def test_layers_may_differ_and_have_any_number_of_blocks(monkeypatch: pytest.Mon
     monkeypatch.setitem(LAYOUTS, "mixed", lambda spec, layer: (Attention(), MLP(), MLP()))
     with pytest.raises(AssertionError, match="two blocks of layer 0 have one name"):
         build_flow(spec, recipe, "rollout")
+
+
+def test_states_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values in the cache's format, where there is attention; nothing is kept of other blocks."""
+    heads = PerToken((2, 64), kv_head(64))
+    assert states_of(SPEC, kv_head(64)) == {(layer, name): heads for layer in range(4) for name in ("keys", "values")}
+    assert states_of(SPEC)[3, "keys"].format == BF16
+    require_rewind(SPEC)
+
+    class Counting(MLP):
+        kind, name = "counting", "count"
+
+        def states(self, spec: ModelSpec, kv_cache: Format) -> Mapping[str, State]:
+            return {"count": PerSequence((3,), grid=16)}
+
+    monkeypatch.setitem(LAYOUTS, "mixed", lambda spec, layer: (Counting(),) if layer == 1 else (DENSE_MLP,))
+    spec = replace(SPEC, family="mixed")
+    assert states_of(spec) == {(1, "count"): PerSequence((3,), FP32, 16)}
+    with pytest.raises(UserError, match=r"rollout\.speculate: .* of the kind counting, which keep one state"):
+        require_rewind(spec)
+    again = type("Again", (Counting,), {"name": "again"})
+    monkeypatch.setitem(LAYOUTS, "mixed", lambda spec, layer: (Counting(), again()))
+    with pytest.raises(AssertionError, match="two blocks of layer 0 keep states of one name"):
+        states_of(spec)

@@ -19,11 +19,14 @@ DEFAULTS: dict[str, Any] = RLConfig().model_dump()
 IN_RL = [key for key in keys().values() if key.section == "rl"]
 NEEDS = [(key.name, need, need.other.removeprefix("rl.")) for key in IN_RL for need in key.all(Needs)]
 # The rules by which the choice of a part leaves another part without effect, with their switch.
-IGNORED = [(key.name, rule, rule.switch.removeprefix("rl.")) for key in IN_RL for rule in key.all(NoEffectWhile)]
+IGNORED = [
+    (key.name, rule, rule.switch.removeprefix("rl.")) for key in IN_RL for rule in key.all(NoEffectWhile)
+    if rule.switch != "precision"  # no part of an algorithm: presets leave it alone
+]
 LITERALS = {
     "adv_estimator": choices.AdvEstimator, "ratio": choices.Ratio, "surrogate": choices.Surrogate,
     "loss_agg": choices.LossAgg, "kl_estimator": choices.KLEstimator, "kl_in": choices.KLIn,
-    "dynamic_sampling": choices.DynamicSampling,
+    "dynamic_sampling": choices.DynamicSampling, "clip": choices.Clip,
 }
 
 

@@ -239,7 +239,7 @@ def test_turns_of_the_real_model_are_those_of_a_fresh_engine_and_of_the_learner(
     fresh = talk(make_engine(model), ids, fresh=True)
     for sizes, force in (
         ({}, None), ({"page_size": 3, "max_tokens_per_step": 9}, lambda step, now: now[-1:] if step % 7 == 6 else ()),
-        ({"page_size": 4, "kv_cache_tokens": 80, "max_num_seqs": 3}, None),
+        ({"page_size": 4, "kv_cache_tokens": 80, "max_num_seqs": 3, "share_beginnings": False}, None),
     ):
         engine = make_engine(model, **sizes)
         assert talk(engine, ids, force) == fresh

@@ -369,14 +369,15 @@ def config(environment: str | None) -> Any:
     return SimpleNamespace(
         seed=9, environment=SimpleNamespace(name=environment, max_turns=6, max_turn_tokens=32),
         rollout=SimpleNamespace(
-            max_response_length=64, temperature=0.9, top_p=0.8, top_k=7, min_p=0.1, stop=["x"], group_size=8
+            max_response_length=64, temperature=0.9, top_p=0.8, top_k=7, min_p=0.1, stop=["x"], group_size=8,
+            logprobs="sampled",
         ),
         eval=SimpleNamespace(max_response_length=None, temperature=0.0, num_samples=2),
     )
 
 
 def test_what_a_config_asks() -> None:
-    drawn = SamplingParams(64, 0.9, 0.8, 7, 0.1, ("x",), seed=9)
+    drawn = SamplingParams(64, 0.9, 0.8, 7, 0.1, ("x",), seed=9, logprobs="sampled")
     assert train_asked(config(None), 3) == RolloutRequest(drawn, 8, 3 * STEP_STRIDE)
     assert train_asked(config("maze"), 1, first_number=40) == RolloutRequest(drawn, 8, STEP_STRIDE + 40, 6, 32)
     assert eval_asked(config(None)) == RolloutRequest(SamplingParams(64, 0.0, stop=("x",), seed=9), 2, 0)

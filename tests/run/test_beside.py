@@ -216,7 +216,7 @@ def test_the_wait_at_the_end_is_shown_in_mib() -> None:
     out = io.StringIO()
     display = Display(4, "run", console=Output(file=out), interval=0.0)
     clock = loop.Clock(display)
-    loop.wait_for_checkpoint(SimpleNamespace(beside=Three()), clock)  # type: ignore[arg-type]
+    loop.wait_for_checkpoint(SimpleNamespace(pending=SimpleNamespace(beside=Three())), clock)  # type: ignore[arg-type]
     counts = [line.split()[1] for line in out.getvalue().splitlines()]
     assert counts == ["0/3", "1/3", "1/3", "3/3"] and list(clock.seconds) == ["checkpoint"]
 
@@ -226,7 +226,7 @@ def test_an_error_of_the_run_waits_for_the_checkpoint_and_stays_the_error(
 ) -> None:
     """Whether the checkpoint succeeds, or fails too."""
     def failing(session: Any, *rest: Any) -> Any:
-        if session.step == 2:
+        if session.progress.step == 2:
             raise ZeroDivisionError("ours")
         return gather(session, *rest)
 
@@ -277,7 +277,8 @@ def test_where_memory_is_short_the_run_waits_and_says_so_or_refuses(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session = build(tiny_config(tmp_path))
-        assert session.beside.copies and not beside(tiny_config(tmp_path, OFF), session.model.spec, ALONE).copies
+        assert session.pending.beside.copies
+        assert not beside(tiny_config(tmp_path, OFF), session.model.spec, ALONE).copies
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:

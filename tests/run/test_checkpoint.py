@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from tolerances import assert_bitwise_equal
 from torch import Tensor
 
-from jetrl.cli import _told
+from jetrl.cli import _message_of
 from jetrl.errors import UserError
 from jetrl.model.shards import Part
 from jetrl.run.checkpoint import checkpoint, store
@@ -213,11 +213,11 @@ def test_full_disks_of_libraries_without_oserror_are_told(tmp_path: Path) -> Non
 
     with pytest.raises(UserError, match="MiB are free. There is no checkpoint yet"):
         checkpoint.save(tmp_path, meta(1), {}, full, 1)
-    assert _told(SafetensorError("I/O error: File too large (os error 27)")) == (
+    assert _message_of(SafetensorError("I/O error: File too large (os error 27)")) == (
         "cannot read or write: I/O error: File too large (os error 27). Check the path and its permissions."
     )
     for ours in (RuntimeError("anything else"), AssertionError("rank 1 said (os error 2)"), KeyError("(os error 28)")):
-        assert _told(ours) is None
+        assert _message_of(ours) is None
 
 
 def test_a_changed_record_is_seen_and_an_older_one_has_no_hash(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_damage_is_seen_and_the_file_named(tmp_path: Path) -> None:
         ("step", True, "step is True"), ("num_prompts", 2.5, "num_prompts is 2.5"),
         ("weight_version", -1, "weight_version is -1"),
         ("first_row", None, "first_row is None"), ("settings", [], r"settings is \[\], and must be a table"),
-        ("paths", "x", "paths is 'x'"), ("flow_digest", 3, "flow_digest is 3, and must be a text"),
+        ("paths", "x", "paths is 'x'"), ("flow_digest", 3, "flow_digest is 3, and must be a string"),
         ("initial_accuracy", "high", "initial_accuracy is 'high', and must be a number or null"),
         ("files", {"a": 1}, "files is {'a': 1}, and must be names with hashes"), ("data", [1], "data is"),
     ):

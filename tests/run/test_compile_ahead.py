@@ -112,7 +112,7 @@ def test_a_failure_is_told_and_leaves_no_marker(machine: Path, monkeypatch: pyte
     assert len(calls) == 2
     for shown in Shown.made:
         assert shown.messages[0] == "Not compiled ahead: Stand-in k1 (ValueError: no kernel for k1)."
-        assert shown.messages[1].startswith("They are compiled when they are needed")
+        assert shown.messages[1].startswith("They are compiled when needed")
 
 
 def test_nothing_happens_on_a_cpu_when_off_or_unseen(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +155,9 @@ def test_workers_fit_the_cores_and_the_memory() -> None:
 
 
 def test_what_was_left_is_told() -> None:
-    lines = ahead.told(Outcome(found=9, done=5, left=4, failures=[("the search", "x"), ("a", "y")]))
+    lines = ahead.lines_of(Outcome(found=9, done=5, left=4, failures=[("the search", "x"), ("a", "y")]))
     assert lines[0] == "Not compiled ahead: the search (x), and 1 more." and lines[1].startswith("4 kernels were left")
-    assert ahead.told(Outcome(found=9, done=9)) == []
+    assert ahead.lines_of(Outcome(found=9, done=9)) == []
 
 
 def test_its_seconds_stand_in_the_first_row_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

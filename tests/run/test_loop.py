@@ -324,9 +324,9 @@ def test_hints_name_the_step_under_way(
     """What an update tells, and what is told once its step is done."""
     usual = loop.update
 
-    def telling(learner: Any, batches: Any, config: Any, step: int, tell: Any) -> dict[str, float]:
+    def telling(learner: Any, batches: Any, config: Any, step: int, tell: Any, *others: Any) -> dict[str, float]:
         tell("a telling update", "of this step")
-        return usual(learner, batches, config, step, tell)
+        return usual(learner, batches, config, step, tell, *others)
 
     monkeypatch.setattr(loop, "update", telling)
     rejecting = {"rl.rollout_rs": "token", "rl.rollout_rs_threshold": 1.0000001, "precision": "fp8_rollout"}

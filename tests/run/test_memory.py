@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jetrl.config import Config, load_config
 from jetrl.config.shipped import find_recipe
+from jetrl.kernels.logprob import truncation
 from jetrl.kernels.logprob.ops import FORWARD_ELEMENTS, LOGIT_ELEMENTS
 from jetrl.model.transformer import Transformer
 from jetrl.parity.rows import varlen
@@ -310,3 +311,15 @@ def test_blocks_keep_what_they_say(shape: str, recipe: Recipe, lean: bool, monke
     said = activations.saved_of_layer.__wrapped__(TrainingPass(spec, recipe, 2, tokens, lean))
     elsewhere = 4 * spec.num_heads + (0 if spec.experts is None else 12 * spec.experts.per_token)
     assert kept_between(spec, recipe, tokens, lean) == said - elsewhere
+
+
+def test_a_calibrated_clip_holds_the_policy_in_bf16_and_truncation_some_logits() -> None:
+    assert truncation.MAX_ELEMENTS == 1 << 24
+    several = "rl.updates_per_step=2"
+    fixed, calibrated = (predict(config_of(several, f"rl.clip={c}"), SMALL, 1, H200) for c in ("fixed", "calibrated"))
+    matrices = 1024 * 256 + 2 * (512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512)
+    vectors, tables = 2 * (2 * 256 + 2 * 64) + 256, 2 * 4 * SMALL.max_position * 32
+    assert calibrated.update - fixed.update == 2 * (matrices + vectors) + tables
+    whole, cut, full = (predict(config_of(*more), SHAPES["qwen3-8b"], 1, H200).passing for more in (
+        (), ("rollout.top_p=0.9",), ("rollout.top_p=0.9", "rollout.logprobs=full")))
+    assert cut - whole == activations.TRUNCATING << 24 and full == whole

@@ -178,7 +178,7 @@ def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pyt
     evaluate = loop.evaluate
 
     def broken(session: Session, clock: loop.Clock) -> dict[str, float]:
-        if session.step == 2:
+        if session.progress.step == 2:
             raise UserError("the server is down")
         return evaluate(session, clock)
 

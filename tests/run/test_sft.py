@@ -63,7 +63,7 @@ def test_it_learns_and_the_second_time_it_is_cached(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_told_before_the_first_step(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").touch()
     session, losses = session_of(tmp_path, {"sft.cache_dir": str(tmp_path / where)}), list[float]()
-    with pytest.raises(UserError, match=f"cannot be kept in sft.cache_dir = .*/{where}: .*Set sft.cache_dir to a fold"):
+    with pytest.raises(UserError, match=f"cannot be saved in sft.cache_dir = .*/{where}: .*Set sft.cache_dir to a "):
         warm_start(
             session.model, session.config, session.task, session.tokenizer, lambda _, loss: losses.append(loss), print
         )

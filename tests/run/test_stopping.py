@@ -81,7 +81,7 @@ def test_an_evaluation_is_given_up_and_made_up(
     evaluate = loop.evaluate
 
     def interrupted(session: Any, clock: Any) -> Any:
-        if session.step == 2:
+        if session.progress.step == 2:
             once(monkeypatch, PagedEngine, "step", 2, send(kind))
         return evaluate(session, clock)
 
@@ -101,7 +101,7 @@ def test_the_first_and_the_last_evaluation(
     evaluate = loop.evaluate
 
     def interrupted(session: Any, clock: Any) -> Any:
-        if session.step == step:
+        if session.progress.step == step:
             send("SIGTERM")()
         return evaluate(session, clock)
 
@@ -131,7 +131,7 @@ def test_a_rollout_is_given_up_and_the_steps_before_are_saved(
     ended, run_dir = run_until(tmp_path, {"eval.eval_interval": 4})
     monkeypatch.undo()
     engine = rolled[-1]
-    assert not ended and not engine.has_work and engine._session is None, "the engine still holds requests"
+    assert not ended and not engine.has_work and engine.stats is not None, "the engine still holds requests"
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
     assert checkpoint.newest(run_dir / "checkpoints").name == "step_000002"
     assert "the rollout is given up" in capfd.readouterr().err

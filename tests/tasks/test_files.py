@@ -174,13 +174,13 @@ def test_other_column_names(tmp_path):
         ('["p", "a"]', r":3: must be a JSON object"),
         ('{"prompt": "p"}', r":3: column 'answer' is missing; the row has: 'prompt'"),
         ('{"answer": "a"}', r":3: column 'prompt' is missing"),
-        ('{"prompt": " ", "answer": "a"}', r":3: column 'prompt' must be a text"),
+        ('{"prompt": " ", "answer": "a"}', r":3: column 'prompt' must be a string"),
         ('{"prompt": [{"role": "user"}], "answer": "a"}', r":3: column 'prompt': a chat message needs"),
         ('{"prompt": "p", "answer": null}', r":3: column 'answer' must be a string or a number, got None"),
         ('{"prompt": "p", "answer": true}', r":3: column 'answer' must be a string or a number, got True"),
         ('{"prompt": "p", "reward_model": {"style": "rule"}}', r":3: column 'reward_model', entry 'ground_truth'"),
         ('{"prompt": "p", "answer": "a", "completions": 1}', r":3: reward functions get something else.*'completions'"),
-        ('{"prompt": "p", "answer": "a", "solution": 1}', r":3: column 'solution' must be a text"),
+        ('{"prompt": "p", "answer": "a", "solution": 1}', r":3: column 'solution' must be a string"),
     ],
 )
 def test_mistakes_name_file_and_line(tmp_path, line, message):

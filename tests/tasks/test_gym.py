@@ -72,7 +72,7 @@ def test_gold_answers_pass_the_check():
         ({"max_term": 2}, "did you mean 'max_terms'"),
         ({"seed": 1}, "seeded by the run's seed"),
         ({"min_terms": 0}, "refuses.*min_terms must be positive"),
-        ({"instruction": 3}, "must be a text"),
+        ({"instruction": 3}, "must be a string"),
     ],
 )
 def test_bad_params_are_refused(params, message):

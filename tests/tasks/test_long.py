@@ -162,9 +162,9 @@ def test_factors_that_a_recurrence_cannot_have(factors: Any, message: str) -> No
 def test_only_a_recurrence_has_factors() -> None:
     with pytest.raises(UserError, match="factors"):
         task("chain", factors=3)
-    with pytest.raises(UserError, match="there are only 76. Lower task.num_eval or take more lengths or factors"):
+    with pytest.raises(UserError, match="there are only 76. Lower task.num_eval or use more lengths or factors"):
         task("recurrence", steps=1, factors=3).eval_problems(1000)
-    with pytest.raises(UserError, match=r"there are only \d+. Lower task.num_eval or take more steps\.$"):
+    with pytest.raises(UserError, match=r"there are only \d+. Lower task.num_eval or use more steps\.$"):
         task("tracking", steps=1).eval_problems(1000)
 
 

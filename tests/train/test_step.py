@@ -133,7 +133,7 @@ def test_shared_prompts_are_packed_whole_sequences(tmp_path: Path, max_tokens: i
     for dtype in (torch.float32, torch.bfloat16):
         model = Transformer(session.model.spec, build_recipe("bf16", 2), dtype=dtype)
         model.load_state_dict(masters)
-        session.learner = replace(session.learner, model=model.publish())
+        session = replace(session, learner=replace(session.learner, model=model.publish()))
         results[dtype] = [gradient(session, batch) for batch in (packed, shared)]
     for name, exact in results[torch.float32][0].items():
         assert float((results[torch.float32][1][name] - exact).norm()) <= 1e-5 * float(exact.norm()), name

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from jetrl.engine.graphs.capture import Capture
+from jetrl.engine.rows import PADDING, ZEROS
 from jetrl.engine.sharing import SHARE_FROM, Merge, Sharing, chunk_size, find_sharing
 from jetrl.kernels.attention.state import DecodeState, SharedPages, advance
 from jetrl.kernels.logprob.ops import draw
-from jetrl.types import ForwardBatch, PagedPlan
+from jetrl.types import ForwardBatch, PagedPlan, StateRows
 
 
 def padded_batch(n: int) -> int:
@@ -79,6 +80,8 @@ class DecodeInputs:
     sample_positions: np.ndarray  # [n] int64
     temperature: np.ndarray  # [n] float32
     block_table: np.ndarray  # [n, M] int32
+    row_reads: np.ndarray | None = None  # [n] int64, of states of sequences, where there are any
+    row_writes: np.ndarray | None = None
 
 
 class DecodeGraphs:
@@ -150,8 +153,14 @@ class DecodeGraphs:
         held.state.kv_lengths.copy_(sent[:, width])
         held.state.count.zero_()
         held.temperature.copy_(torch.from_numpy(temperature), non_blocking=True)
+        assert isinstance(held.batch.plan, PagedPlan)
+        if (rows := held.batch.plan.rows) is not None:
+            assert step.row_reads is not None and step.row_writes is not None
+            for target, column, none in ((rows.read, step.row_reads, ZEROS), (rows.write, step.row_writes, PADDING)):
+                padded = np.full(size, none, dtype=np.int64)
+                padded[:n] = column
+                target.copy_(torch.from_numpy(padded), non_blocking=True)
         if sharing is not None:
-            assert isinstance(held.batch.plan, PagedPlan)
             shared = held.batch.plan.shared
             targets = (shared.first, shared.members, shared.tiles)
             for target, values in zip(targets, sharing.padded(size, room), strict=True):
@@ -182,14 +191,23 @@ class DecodeGraphs:
             cache=self.cache, cu_seqlens=torch.arange(size + 1, dtype=torch.int32, device=device),
             query_lengths=(1,) * size, kv_lengths=state.kv_lengths, kv_pages=(width,) * size,
             slots=integers[2], block_table=state.table, shared=self._shared(size, chunks) if chunks else None,
+            rows=_no_rows(size, device) if self.cache.num_rows else None,
         )
         batch = ForwardBatch(integers[0], integers[1], plan, "rollout")
         temperature, model = torch.ones(size, dtype=torch.float32, device=device), self.model
 
         def step() -> Tensor:  # without `self`, which would keep the cache from being freed
             logits = model.logits(model(batch))
+            if plan.rows is not None:  # the next step reads what this one has written
+                plan.rows.read.copy_(plan.rows.write)
             if draws:
                 advance(state, *draw(logits, temperature, integers[3], integers[4]))
             return logits
 
         return _Graph(step, batch, state, temperature)
+
+
+def _no_rows(size: int, device: torch.device) -> StateRows:
+    """Of padding."""
+    read, write = (torch.full((size,), row, dtype=torch.int64, device=device) for row in (ZEROS, PADDING))
+    return StateRows(read, write)

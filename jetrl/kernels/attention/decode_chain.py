@@ -1,6 +1,6 @@
 """Attention's chains, which add up tile after tile (`decode_split.py`): of the sums, and of the outputs.
 
-Legend as there.
+Legend: as in `decode_split.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -81,7 +81,7 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
     Decoding sequences come first in a step of the engine: they use the decode kernel, even in a step with prompts.
     """
     _check(q)
-    cache, first = plan.cache.layer(layer), _decoding(q, plan)
+    cache, first = plan.cache.layer(layer), _decoding(q, plan, layer)
     if decode_drafts.takes(plan.query_lengths, cache, q.shape[1]):
         return decode_drafts.decode(q, cache, plan.block_table, plan.kv_lengths, scale, plan.query_lengths[0])
     if first and first == len(plan.query_lengths):
@@ -106,7 +106,7 @@ def attend_cached(q: Tensor, plan: PagedPlan, layer: int, scale: float) -> Tenso
 
 def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float, pow2: bool) -> QTensor:
     """`quantize_act(attend_cached(...).flatten(1))`, in one kernel for a decode step with heads of 128."""
-    if q.shape[2] == BLOCK and plan.query_lengths and _decoding(q, plan) == len(plan.query_lengths):
+    if q.shape[2] == BLOCK and plan.query_lengths and _decoding(q, plan, layer) == len(plan.query_lengths):
         _check(q)
         cache = plan.cache.layer(layer)
         return choice.decode_quantize(q, cache, plan, scale, pow2)
@@ -117,9 +117,9 @@ def attend_cached_quantize(q: Tensor, plan: PagedPlan, layer: int, scale: float,
     return quantize_act(attend_cached(q, plan, layer, scale).flatten(1), pow2)
 
 
-def _decoding(q: Tensor, plan: PagedPlan) -> int:
+def _decoding(q: Tensor, plan: PagedPlan, layer: int) -> int:
     """How many sequences the decode kernel takes: the leading ones with one query each, if it supports these sizes."""
-    if not choice.serves(plan.cache.layer(0), q.shape[1]):
+    if not choice.serves(plan.cache.layer(layer), q.shape[1]):
         return 0
     count = len(plan.query_lengths)
     if plan.query_lengths == (1,) * count:

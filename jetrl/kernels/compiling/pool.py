@@ -32,7 +32,7 @@ sys.path[:] = json.loads(sys.argv[2])
 from jetrl.kernels.compiling.pool import child
 child(int(sys.argv[1]))
 """
-_TAIL = 300  # characters of a dead process's output that are told
+_TAIL = 300  # characters of a dead process's output that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,8 @@ class _Pool:
 
     def _lost(self, worker: _Child) -> None:
         self.workers.remove(worker)
-        code, told = worker.process.wait(), worker.tail()
-        cause = f"its process ended early (status {code}). {told}".strip()
+        code, output = worker.process.wait(), worker.tail()
+        cause = f"its process ended early (status {code}). {output}".strip()
         if worker.job is not None:
             self._ended(worker.job, 0.0, cause)
         else:

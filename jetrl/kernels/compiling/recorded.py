@@ -17,9 +17,8 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -40,7 +39,9 @@ _BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 192: (64, 96), 256: (64, 48)}
 _MANY_SEQUENCES = 256
 
 Emit = Callable[[Job], object]
+StandIns = Iterator[AbstractContextManager[None]]
 _T = TypeVar("_T")
+_NONE = object()
 
 
 def prepare(device: int) -> None:
@@ -69,15 +70,29 @@ def recording(emit: Emit, most_rows: int = 1) -> Iterator[None]:
     `most_rows`: a GEMM's jobs are those for 1 to so many rows, whatever number of rows is seen.
     """
     with ExitStack() as stack:
-        for patch in (*_filled(), *_triton(emit), *_deepgemm(emit, most_rows), *_flash(emit)):
-            stack.enter_context(patch)
+        for one in (*_filled(), *_triton(emit), *_deepgemm(emit, most_rows), *_flash(emit)):
+            stack.enter_context(one)
         yield
 
 
-def _filled() -> Iterator[Any]:
+@contextmanager
+def standing_in(owner: Any, name: str, other: Any) -> Iterator[None]:
+    """Within it `owner.name` is `other`. Afterwards it is what it was: the owner's own, or what it inherits."""
+    own = vars(owner).get(name, _NONE)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        if own is _NONE:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _filled() -> StandIns:
     """`torch.empty` and its kin give zeros and ones."""
     with torch.device("meta"):
-        torch.empty(0)  # torch notes now which functions such a context is for, not after the patches: these would miss
+        torch.empty(0)  # torch notes now which functions such a context is for; later it would miss these
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -88,20 +103,20 @@ def _filled() -> Iterator[Any]:
         return run
 
     for name in ("empty", "empty_like", "empty_strided"):
-        yield mock.patch.object(torch, name, filled(getattr(torch, name)))
-    yield mock.patch.object(Tensor, "new_empty", filled(Tensor.new_empty))
+        yield standing_in(torch, name, filled(getattr(torch, name)))
+    yield standing_in(Tensor, "new_empty", filled(Tensor.new_empty))
 
 
 # --- Triton and Gluon
 
 
-def _triton(emit: Emit) -> Iterator[Any]:
+def _triton(emit: Emit) -> StandIns:
     from triton.runtime.jit import JITFunction
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         emit(triton_job(self, args, options))
 
-    yield mock.patch.object(JITFunction, "run", run)
+    yield standing_in(JITFunction, "run", run)
 
 
 def triton_job(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Job:
@@ -234,7 +249,7 @@ def _deep_gemm() -> Any:
     return deepgemm.deep_gemm
 
 
-def _deepgemm(emit: Emit, most_rows: int) -> Iterator[Any]:
+def _deepgemm(emit: Emit, most_rows: int) -> StandIns:
     import deep_gemm
 
     swept: set[str] = set()
@@ -245,7 +260,7 @@ def _deepgemm(emit: Emit, most_rows: int) -> Iterator[Any]:
                 for job in gemm_jobs(_name, args, kwargs, most_rows, swept):
                     emit(job)
 
-            yield mock.patch.object(deep_gemm, name, call)
+            yield standing_in(deep_gemm, name, call)
 
 
 def gemm_jobs(
@@ -335,7 +350,7 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
-def _flash(emit: Emit) -> Iterator[Any]:
+def _flash(emit: Emit) -> StandIns:
     from jetrl.kernels.attention import flash
 
     def forward(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -348,8 +363,8 @@ def _flash(emit: Emit) -> Iterator[Any]:
         emit(flash_job("_flash_attn_bwd", (q, k, v, *args), kwargs))
         return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
 
-    yield mock.patch.object(flash, "_flash_attn_fwd", forward)
-    yield mock.patch.object(flash, "_flash_attn_bwd", backward)
+    yield standing_in(flash, "_flash_attn_fwd", forward)
+    yield standing_in(flash, "_flash_attn_bwd", backward)
 
 
 def flash_job(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Job:

@@ -34,7 +34,7 @@ def logprob_entropy(
     """
     logprobs, entropies = [], []
     rows = max(1, _LOGIT_ELEMENTS // w.values.shape[0])
-    for start in range(0, len(hidden), rows):
+    for start in range(0, max(1, len(hidden)), rows):  # without rows once, of no rows
         part = slice(start, start + rows)
         t, temp, z = targets[part], temperature[part], head_logits(hidden[part], w)
         if support is not None:

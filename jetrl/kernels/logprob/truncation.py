@@ -122,7 +122,9 @@ class Support:
     @property
     def sets(self) -> KeptSets:
         """Of all rows, once a pass has been through them in order."""
-        return self.given if self.given is not None else joined(self._found)
+        if self.given is not None:
+            return self.given
+        return joined(self._found or [compact(self.targets.new_zeros(0, 1, dtype=torch.bool))])
 
     def restrict_(self, logits: Tensor, rows: slice, temperature: Tensor) -> None:
         """Logits [r, V] of `rows`, not yet divided by `temperature` [r], become LEFT_OUT outside of the sets."""

@@ -7,11 +7,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from jetrl.precision.blocks.block import Block, Linear, TrainingPass
+from jetrl.precision.blocks.states import PerToken, State
+from jetrl.precision.formats import Format
 from jetrl.precision.recipe import Role
 from jetrl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from jetrl.precision.builder import BlockBackward, BlockForward
+
+
+KEYS, VALUES = "keys", "values"
 
 
 class Attention(Block):
@@ -32,6 +37,10 @@ class Attention(Block):
             "qkv": Linear(spec.qkv_sections, spec.hidden_size, bias=spec.qkv_bias),
             "o": Linear((spec.hidden_size,), spec.num_heads * spec.head_dim, writes_residual=True),
         }
+
+    def states(self, spec: ModelSpec, kv_cache: Format) -> Mapping[str, State]:
+        heads = PerToken((spec.num_kv_heads, spec.head_dim), kv_cache)
+        return {KEYS: heads, VALUES: heads}
 
     def forward(self, flow: BlockForward, x: str) -> str:
         s = flow.spec

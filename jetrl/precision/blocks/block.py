@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from jetrl.precision.blocks.states import State
+from jetrl.precision.formats import Format
 from jetrl.precision.recipe import LinearRecipe, Recipe, Role
 from jetrl.spec import ModelSpec
 
@@ -91,6 +93,11 @@ class Block(ABC):
     @abstractmethod
     def linears(self, spec: ModelSpec) -> Mapping[Role, Linear]:
         """Every linear by its role, in the order of execution."""
+
+    def states(self, spec: ModelSpec, kv_cache: Format) -> Mapping[str, State]:
+        """What a sequence keeps between two passes of the rollout, by name; `kv_cache` is the recipe's. None of it
+        unless a block says so. Blocks of a layer have different names for it."""
+        return {}
 
     @abstractmethod
     def forward(self, flow: BlockForward, x: str) -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jetrl.errors import UserError
 from jetrl.precision.blocks.attention import Attention
 from jetrl.precision.blocks.block import Block, Linear
 from jetrl.precision.blocks.mlp import MLP
 from jetrl.precision.blocks.moe import MoE
+from jetrl.precision.blocks.states import PerSequence, State
+from jetrl.precision.formats import BF16, Format
 from jetrl.precision.recipe import Role
 from jetrl.spec import ModelSpec
 
@@ -45,6 +48,30 @@ def blocks_of(spec: ModelSpec, layer: int) -> tuple[Block, ...]:
 def linears_of(spec: ModelSpec, layer: int) -> dict[tuple[str, Role], Linear]:
     """The linears of a layer by (name of the block, role), in the order of execution."""
     return {(b.name, role): linear for b in blocks_of(spec, layer) for role, linear in b.linears(spec).items()}
+
+
+def states_of(spec: ModelSpec, kv_cache: Format = BF16) -> dict[tuple[int, str], State]:
+    """What a sequence keeps of all layers, by (layer, name)."""
+    found: dict[tuple[int, str], State] = {}
+    for layer in range(spec.num_layers):
+        for block in blocks_of(spec, layer):
+            states = {(layer, name): state for name, state in block.states(spec, kv_cache).items()}
+            assert not states.keys() & found.keys(), f"two blocks of layer {layer} keep states of one name"
+            found |= states
+    return found
+
+
+def require_rewind(spec: ModelSpec) -> None:
+    """UserError if drafts cannot be taken back: where a layer keeps one state for a sequence."""
+    kinds = {
+        block.kind: None for layer in range(spec.num_layers) for block in blocks_of(spec, layer)
+        if any(isinstance(state, PerSequence) for state in block.states(spec, BF16).values())
+    }
+    if kinds:
+        raise UserError(
+            f"rollout.speculate: a draft that does not hold cannot be taken back from layers of the kind "
+            f"{' and '.join(kinds)}, which keep one state for a sequence; set it to off."
+        )
 
 
 def roles_of(spec: ModelSpec, layer: int = 0) -> tuple[Role, ...]:

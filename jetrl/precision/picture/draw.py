@@ -178,7 +178,7 @@ class _Drawing:
         return not any(top < column.rows[box.name] < end for box in column.layer.boxes)
 
     def _short(self, column: _Column, line: Line, y0: float, y1: float, labelled: set[tuple[int, str]]) -> None:
-        """A line between neighbouring rows, and what it carries, told once at its source."""
+        """A line between neighbouring rows, and what it carries, named once at its source."""
         way = 1 if column.down else -1
         x0 = column.x if line.source is None else column.at(line.source)[0]
         x1 = column.x if line.target is None else column.at(line.target)[0]

@@ -34,7 +34,7 @@ class Beside:
         self.copies = copies
         self._memory = HostCopy()
         self._writing: Writing | None = None
-        self._seconds: float | None = None  # that the last one took, until it is told
+        self._seconds: float | None = None  # that the last one took, until it is logged
         self.size = 0  # bytes of the one that is being written
 
     def copy_of(self, parts: Mapping[str, Part]) -> Copy | None:

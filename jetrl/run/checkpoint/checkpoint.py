@@ -66,6 +66,7 @@ class Meta:
     num_prompts: int = 0  # taken from the training stream so far
     first_row: int = 0  # the step of the first row of the run folder's metrics
     data: dict[str, str] = field(default_factory=dict)  # SHA-256 of local data files, by key
+    clip_bounds: list[float] | None = None  # of a calibrated clip
     files: dict[str, str] | None = None  # SHA-256 by path in the checkpoint
     digest: str | None = None  # SHA-256 of all of the above; None in checkpoints until 2026-11-24
 
@@ -342,7 +343,9 @@ def _check_types(meta: Meta) -> None:
     table = "a table", lambda v: isinstance(v, dict)
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "step": whole, "weight_version": whole, "num_prompts": whole, "first_row": whole, "files": hashes,
-        "data": hashes, "settings": table, "paths": table, "flow_digest": ("a text", lambda v: isinstance(v, str)),
+        "data": hashes, "settings": table, "paths": table, "flow_digest": ("a string", lambda v: isinstance(v, str)),
+        "clip_bounds": ("two numbers or null", lambda v: v is None or (
+            isinstance(v, list) and len(v) == 2 and all(type(x) in (int, float) for x in v))),
         "initial_accuracy": ("a number or null", lambda v: v is None or type(v) in (int, float)),
     }
     for name, (what, fits) in wanted.items():

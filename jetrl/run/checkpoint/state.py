@@ -22,6 +22,7 @@ from jetrl.model.shards import Part
 from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
+from jetrl.rl.calibration import Bounds
 from jetrl.run.checkpoint import checkpoint, resume, store
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
@@ -55,7 +56,7 @@ def begin(session: Session, run_dir: Path) -> None:
     if session.learner.critic is not None:
         session.learner.critic.start_from(session.model)
     if session.config.rl.kl_coef > 0:
-        session.reference = reference_of(session.model)
+        session.progress.reference = reference_of(session.model)
         _keep_reference(session, run_dir)
 
 
@@ -76,32 +77,34 @@ def parts_of_run(session: Session) -> dict[str, Part]:
 
 def save(session: Session, run_dir: Path) -> None:
     """Begin the checkpoint of the current step, after the one before has ended. Beside the run it goes on from here
-    (`Session.beside` ends it); else it is on the disk. Collective."""
-    session.beside.finish()
+    (`Pending.beside` ends it); else it is on the disk. Collective."""
+    progress, pending = session.progress, session.pending
+    pending.beside.finish()
     parts, world = parts_of_run(session), session.world
     meta = checkpoint.Meta(
-        session.step, session.weight_version, session.flow_digest, resume.settings(session.given),
-        resume.paths(session.config), session.initial_accuracy, session.num_prompts,
-        session.first_row, session.data,
+        progress.step, progress.weight_version, session.flow_digest, resume.settings(session.given),
+        resume.paths(session.config), progress.initial_accuracy, progress.num_prompts,
+        progress.first_row, progress.data,
+        clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds],
     )
-    if world.first and session.model_files is None:  # not in a thread: a tokenizer is one caller's at a time
-        session.model_files = hf.small_files(
+    if world.first and pending.model_files is None:  # not in a thread: a tokenizer is one caller's at a time
+        pending.model_files = hf.small_files(
             session.model.spec, tokenizer=session.tokenizer, base_config=session.base_config,
             generation_config=session.generation_config, trained_with=session.model.recipe,
         )
     writing = checkpoint.begin(
         run_dir / "checkpoints", meta, parts,
-        partial(_write_model, session.model, session.model_files or {}, world), session.config.checkpoint.keep,
-        world, session.beside.copy_of(parts),
+        partial(_write_model, session.model, pending.model_files or {}, world), session.config.checkpoint.keep,
+        world, pending.beside.copy_of(parts),
     )
-    if session.beside.copies:
+    if pending.beside.copies:
         model = sum(prod(master.whole_shape()) for master in masters_of(session.model).values())
         whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
-        small = sum(map(len, (session.model_files or {}).values()))
-        session.beside.start(writing, whole + 2 * model + small)  # the model once more in BF16, its tokenizer
+        small = sum(map(len, (pending.model_files or {}).values()))
+        pending.beside.start(writing, whole + 2 * model + small)  # the model once more in BF16, its tokenizer
     else:
         writing.finish()
-    session.saved_step = session.step
+    pending.saved_step = progress.step
 
 
 def _write_model(
@@ -125,27 +128,28 @@ def _write_model(
 
 def restore(session: Session, path: Path, run_dir: Path) -> None:
     """Bring `session` to the state of a checkpoint, to the bit. Collective; every rank reads its rows."""
-    learner, world = session.learner, session.world
+    learner, world, progress = session.learner, session.world, session.progress
     meta = checkpoint.load(path, world)
     with together(world):
         resume.check(path, meta, session.given, session.config, session.flow_digest)
-        resume.check_data(path, meta, session.config, session.data)
+        resume.check_data(path, meta, session.config, progress.data)
     _read(session, path)
     learner.model.publish()
     if learner.critic is not None:
         learner.critic.publish()
-    session.step, session.weight_version, session.num_prompts = meta.step, meta.weight_version, meta.num_prompts
-    session.initial_accuracy = meta.initial_accuracy
+    progress.step, progress.weight_version, progress.num_prompts = meta.step, meta.weight_version, meta.num_prompts
+    progress.initial_accuracy = meta.initial_accuracy
+    progress.clip_bounds = None if meta.clip_bounds is None else Bounds(*meta.clip_bounds)
     # rows before are the other folder's
-    session.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
+    progress.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
     if session.config.rl.kl_coef > 0:
         reference, kept = reference_of(session.model), path.parent / _REFERENCE
         with together(world):
             if not kept.is_dir():
                 raise UserError(f"{kept} is missing: the KL penalty needs the initial policy. Start a new run.")
         store.unseal(kept, lambda _: parts_of(reference), "Start a new run.", world)
-        session.reference = reference.publish()
-    weights = publish(session.model, session.weight_version, session.flow_digest)
+        progress.reference = reference.publish()
+    weights = publish(session.model, progress.weight_version, session.flow_digest)
     with together(world):
         session.engine.load(weights)
 
@@ -153,7 +157,7 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
         newest = checkpoint.newest(run_dir / "checkpoints")
         return newest is not None and newest.samefile(path)
 
-    session.saved_step = session.step if on_rank0(world, is_newest) else -1
+    session.pending.saved_step = progress.step if on_rank0(world, is_newest) else -1
 
 
 def move_in(session: Session, path: Path, run_dir: Path) -> None:
@@ -161,11 +165,11 @@ def move_in(session: Session, path: Path, run_dir: Path) -> None:
     needs in its own, so that it resumes from there whenever it ends. Collective."""
     if _is_of(path, run_dir):
         return
-    if session.reference is not None:
+    if session.progress.reference is not None:
         _keep_reference(session, run_dir)
     if session.config.checkpoint.save_interval:
         save(session, run_dir)
-        session.beside.finish()  # before anything of the other folder may go
+        session.pending.beside.finish()  # before anything of the other folder may go
 
 
 def _is_of(path: Path, run_dir: Path) -> bool:
@@ -200,7 +204,7 @@ def stop_non_finite(
 
     `failed/step_NNNNNN/` holds batches.pt, and the masters in weights/ (`store.whole` reads them).
     """
-    session.beside.finish()
+    session.pending.beside.finish()
     folder = run_dir / "failed" / f"step_{step:06d}"
     parts = session.world.collect(batches)  # each rank holds its own micro-batches
 
@@ -229,7 +233,7 @@ def stop_non_finite(
 
 def _keep_reference(session: Session, run_dir: Path) -> None:
     """Write the reference policy where a resumed run finds it. Collective."""
-    assert session.reference is not None
+    assert session.progress.reference is not None
     folder = run_dir / "checkpoints"
     on_rank0(session.world, lambda: folder.mkdir(parents=True, exist_ok=True))
-    store.seal(folder / _REFERENCE, parts_of(session.reference), session.world)
+    store.seal(folder / _REFERENCE, parts_of(session.progress.reference), session.world)

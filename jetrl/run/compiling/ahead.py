@@ -1,7 +1,7 @@
 """A run's kernels compiled before it needs them, by several processes, once for each machine and kind of run.
 
 A marker on disk names what was compiled: versions, GPU, sizes and settings. With it, or on a CPU, nothing happens. What
-fails here is told and compiled when it is needed instead, as every kernel was before: no number depends on it.
+fails here is reported and compiled when it is needed instead, as every kernel was before: no number depends on it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _on_machine(
             "jetrl.run.compiling.needed:find", (config, spec, device, trains), workers=count,
             prepare=("jetrl.kernels.compiling.recorded:prepare", (device,)), watcher=display,
         )
-        for text in told(outcome):
+        for text in lines_of(outcome):
             display.message(text)
     if not outcome.failures and not outcome.left:
         mark(marker, outcome)
@@ -93,7 +93,7 @@ def num_workers(cores: int, free: int, spec: ModelSpec) -> int:
     return max(1, min(cores, _MOST_WORKERS, int(free * _SHARE) // (_WORKER_BYTES + gradients)))
 
 
-def told(outcome: Outcome) -> list[str]:
+def lines_of(outcome: Outcome) -> list[str]:
     """What the user should know of the phase, in lines."""
     lines = []
     if outcome.failures:

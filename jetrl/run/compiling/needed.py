@@ -34,11 +34,12 @@ from jetrl.run import setup
 from jetrl.run.own_parts import built_in
 from jetrl.spec import ModelSpec
 from jetrl.train.batches import MicroBatch, PackedBatch
+from jetrl.train.calibration import shadow_of
 from jetrl.train.optim import build_optimizer
 from jetrl.train.packing import packed
-from jetrl.train.passes import estimate
+from jetrl.train.passes import estimate, logprob_pass
 from jetrl.train.publish import publish
-from jetrl.train.step import Learner, forward_rows, update
+from jetrl.train.step import Learner, forward_rows, truncation_of, update
 from jetrl.train.trainer import optimizer_step
 from jetrl.types import (
     Group,
@@ -228,6 +229,10 @@ def train(learner: Learner, config: Config) -> None:
     reference = learner.model if config.rl.kl_coef else None
     _, batches, _ = estimate(groups, [batch], learner, reference, config, True)
     update(learner, batches, config, config.rl.critic_warmup_steps + 1)
+    if config.rl.updates_per_step > 1:  # the policy's noise, and sets that truncated distributions keep
+        logprob_pass(learner.model, batch, config.rollout.temperature, truncation_of(config))
+    if config.rl.clip == "calibrated":
+        logprob_pass(shadow_of(learner.model), batch, config.rollout.temperature)
     if config.sft.steps:
         warm_start(learner.model, batch, config)
     learner.model.publish()

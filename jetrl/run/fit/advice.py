@@ -85,7 +85,8 @@ def _joined(chosen: Sequence[Change]) -> Change:
 def _relaxed(
     config: Config, options: Sequence[Sequence[Change]], chosen: list[Change], fits: Callable[[Config], bool]
 ) -> Change:
-    """`chosen`, each as mild as the others allow or left out, the dearest first."""
+    """`chosen` without what is not needed: beginning with the most expensive setting, each is left out, or taken at its
+    mildest value, if the others then still suffice."""
     for i in reversed(range(len(chosen))):
         for milder in (Change(()), *options[i]):
             if fits(_joined([*chosen[:i], milder, *chosen[i + 1 :]]).apply(config)):
@@ -157,11 +158,11 @@ def report(recipe: Path, overrides: Sequence[str], spec: ModelSpec, ranks: int, 
     if memory.fits(capacity):
         yield f"It fits: {SPARE / GIB:.0f} GiB are kept for the GPU's context and gaps in its memory."
         return
-    told = f"{memory.peak / GIB:.1f} GiB and {SPARE / GIB:.0f} of reserve do not fit {name} ({capacity / GIB:.1f} GiB)"
-    told = f"{told}: {advice(config, spec, ranks, capacity, lambda m: m.peak)}."
+    text = f"{memory.peak / GIB:.1f} GiB and {SPARE / GIB:.0f} of reserve do not fit {name} ({capacity / GIB:.1f} GiB)"
+    text = f"{text}: {advice(config, spec, ranks, capacity, lambda m: m.peak)}."
     if is_here:
-        raise UserError(told)
-    yield told
+        raise UserError(text)
+    yield text
 
 
 def _answer(config: Config, spec: ModelSpec, ranks: int, capacity: int) -> str:
@@ -226,17 +227,17 @@ def out_of_memory(config: Config, spec: ModelSpec, ranks: int, phase: str, capac
 
     memory = predict(config, spec, ranks, capacity)
     predicted = of(memory)
-    told = f"out of GPU memory in the phase {phase}, of {capacity / GIB:.1f} GiB ({predicted / GIB:.1f} predicted). "
+    text = f"out of GPU memory in the phase {phase}, of {capacity / GIB:.1f} GiB ({predicted / GIB:.1f} predicted). "
     if phase not in (*_ROLLOUT, "warm start") and memory.kept_cache >= GIB / 10:
-        told += (f"The KV cache of {memory.kept_cache / GIB:.1f} GiB stays during the update: set "
+        text += (f"The KV cache of {memory.kept_cache / GIB:.1f} GiB stays during the update: set "
                  "rollout.keep_kv_cache=never to free it. ")
     if predicted + SPARE < 0.7 * capacity:
-        told += "Something else holds memory there: another process, a reward function, or an engine of your own."
+        text += "Something else holds memory there: another process, a reward function, or an engine of your own."
     else:
         aim = min(capacity, int(0.9 * predicted) + SPARE)
-        told += (f"To need less: {advice(config, spec, ranks, aim, of)}. `jetrl train RECIPE --dry-run` shows memory "
+        text += (f"To need less: {advice(config, spec, ranks, aim, of)}. `jetrl train RECIPE --dry-run` shows memory "
                  "by part.")
-    return f"{told} {line}"
+    return f"{text} {line}"
 
 
 def _capacity() -> int:

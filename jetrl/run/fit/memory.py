@@ -19,14 +19,15 @@ from math import prod
 import torch
 
 from jetrl.config import Config
-from jetrl.engine.kv_cache import MEMORY_SHARE, page_bytes
+from jetrl.engine.rows import rows_for
+from jetrl.engine.state_pool import MEMORY_SHARE, dequantized_bytes, page_bytes, row_bytes
 from jetrl.model.names import tensor_table
 from jetrl.model.shards import shard
 from jetrl.parallel.world import World
 from jetrl.precision.blocks.layouts import linears_of
 from jetrl.precision.blocks.moe import expert_rows
 from jetrl.precision.formats import BLOCK
-from jetrl.precision.recipe import Recipe, build_recipe, recipe_of
+from jetrl.precision.recipe import Recipe, recipe_of
 from jetrl.rollout.queue import shares
 from jetrl.run.fit.activations import activations, passing
 from jetrl.spec import ModelSpec
@@ -241,12 +242,14 @@ def _in_flight(sizes: Sizes, config: Config, ranks: int) -> int:
 
 
 def _others(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int) -> tuple[int, int]:
-    """A reference policy and a critic of its own: bytes on the GPU and on the host."""
+    """A reference policy, a critic of its own and the BF16 copy of a calibration: bytes on the GPU and on the host."""
     train, device, host = config.train, 0, 0
     sizes = sizes_of(spec, recipe)
     masters = _BYTES[train.master_dtype] * sum(sizes.owned(ranks))
     if config.rl.kl_coef > 0:
         device += masters + published_on_gpu(sizes, train.master_dtype, ranks, False) + _tables(spec)
+    if config.rl.clip == "calibrated":  # the policy in BF16, whole on every rank
+        device += 2 * (sum(m.size for m in sizes.matrices) + sum(sizes.vectors)) + _tables(spec)
     if config.rl.adv_estimator == "gae" and config.rl.critic != "shared":
         body = _critic(spec, sizes)
         owned = body.owned(ranks)
@@ -303,13 +306,13 @@ def _cache(config: Config, spec: ModelSpec, recipe: Recipe, ranks: int, free: in
     wanted = max(count for count, _ in asked)
     need = max(count * -(-tokens // page) + count // page + 1 for count, tokens in asked)
     size = page_bytes(spec, page, torch.bfloat16, recipe.kv_cache)
+    rows = rows_for(config.rollout.max_num_seqs) * row_bytes(spec, torch.bfloat16)
     if config.rollout.kv_cache_tokens is not None:
         pages = -(-config.rollout.kv_cache_tokens // page)
     else:
-        more = page_bytes(spec, page, torch.bfloat16, build_recipe("bf16", spec.num_layers).kv_cache)
-        asked_of = size + (more // spec.num_layers if recipe.kv_cache.is_quantized else 0)
-        pages = min(need, max(0, int(MEMORY_SHARE * max(0, free - SPARE)) // asked_of))
-    return pages * size, min(wanted, pages // each), wanted
+        asked_of = size + (dequantized_bytes(spec, page, torch.bfloat16) if recipe.kv_cache.is_quantized else 0)
+        pages = min(need, max(0, int(MEMORY_SHARE * max(0, free - SPARE)) - rows) // max(1, asked_of))
+    return pages * size + rows, min(wanted, pages // each), wanted
 
 
 def _asked(config: Config, ranks: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from jetrl.errors import UserError
 from jetrl.report.text import counted
 from jetrl.untrusted import json_file
 from jetrl_study.plan import Planned, Study
-from jetrl_study.state import is_done, read_state
+from jetrl_study.state import is_done, read_state, same_bits
 
 RESULTS = "study.json"
 _MOST_BYTES = 1 << 30  # it holds the score of each problem at each evaluation of each run
@@ -122,7 +122,7 @@ def _checked(path: Path, study: Study) -> dict[str, Any]:
             raise UserError(f"{path} is of the study {head.study.name}, and this one is {study.name}. Leave it out.")
         # The digest covers the settings and not the code: the same settings may have other bits in another version, and
         # the rules and series of its study.json may be others. A comparison of arms must not hold that difference.
-        if head.version != __version__:
+        if not same_bits(head.version):
             raise UserError(
                 f"{path} was written by jetrl {head.version}, and this is {__version__}: the same settings may compute "
                 f"something else. Use jetrl {head.version} here, or leave the file out to make its runs again."

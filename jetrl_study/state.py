@@ -79,11 +79,20 @@ def kept_threads(out: Path, wanted: int | None, default: int) -> int:
     return int(kept)
 
 
+# Versions in which equal settings compute the same, to the bit, and write the same form of study.json.
+SAME_BITS = ("0.1.0", "0.2.0")
+
+
+def same_bits(version: object) -> bool:
+    """Whether runs of that version of jetrl may stand beside runs of this one."""
+    return version == __version__ or (version in SAME_BITS and __version__ in SAME_BITS)
+
+
 def require_version(out: Path) -> None:
-    """UserError if this study's folder was begun with another version number of jetrl: its warm starts and bits may be
-    others where settings are equal."""
+    """UserError if this study's folder was begun with a version of jetrl that has other bits, or may have: its warm
+    starts and runs may be others where settings are equal."""
     path = _version_path(out)
-    if (kept := read_if_there(path)) not in (None, __version__):
+    if (kept := read_if_there(path)) is not None and not same_bits(kept):
         raise UserError(
             f"{out} was begun with jetrl {kept}, and this is {__version__}: equal settings may compute something else, "
             f"and arms are to differ in nothing but theirs. Use jetrl {kept} here, or give another --out."

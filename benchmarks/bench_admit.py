@@ -87,7 +87,9 @@ class Watch:
 def measure(model: Any, name: str, requests: list[Request], rounds: int, slots: int) -> tuple[list[Any], list[Any]]:
     """Rows of one variant, and what each rollout gave."""
     keep, mixed = VARIANTS[name]
-    settings = EngineSettings(page_size=128, max_tokens_per_step=8192, max_num_seqs=slots, keep_bytes=keep)
+    settings = EngineSettings(
+        page_size=128, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=slots, keep_bytes=keep
+    )
     engine = PagedEngine(model, NoText(), "flow", settings)
     engine.runner.mixed_graphs = mixed
     engine.load(WeightSet(1, "flow", {}))

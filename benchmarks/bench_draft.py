@@ -225,7 +225,7 @@ ENGINE_COLUMNS = ["batch", "variant", "seconds", "tokens/s", "tokens/step", "gai
 
 
 def make(model: Any, speculator: Speculator | None, batch: int) -> PagedEngine:
-    settings = EngineSettings(page_size=PAGE, max_tokens_per_step=8192, max_num_seqs=batch)
+    settings = EngineSettings(page_size=PAGE, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=batch)
     of = PagedEngine(model, NoText(), "flow", settings, speculator=speculator)
     of.load(WeightSet(1, "flow", {}))
     return of

@@ -179,8 +179,8 @@ def rollout(case: Case, compilers: Compilers) -> dict[str, Any]:
         zeros = ((name, torch.zeros(p.shape, device="cuda")) for name, p in list(model.named_parameters()))
         model.publish_values(zeros)
         settings = EngineSettings(
-            page_size=config.rollout.page_size or 0, max_num_seqs=case.batch,
-                max_tokens_per_step=config.rollout.max_tokens_per_step or 0
+            page_size=config.rollout.page_size or 0, max_num_seqs=case.batch, share_beginnings=False,
+            max_tokens_per_step=config.rollout.max_tokens_per_step or 0,
         )
         engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(weights_in_place())

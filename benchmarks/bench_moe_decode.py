@@ -80,7 +80,7 @@ def main() -> None:
     model = random_model(SHAPE, precision, "cuda", args.layers, kv_cache, masters=False)
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
-        settings = EngineSettings(page_size=128, max_tokens_per_step=8192, max_num_seqs=batch)
+        settings = EngineSettings(page_size=128, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=batch)
         engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(WeightSet(1, "flow", {}))
         found = rows_of(engine, batch, args)

@@ -128,7 +128,8 @@ def whole(model: Transformer, optimizer: MixedAdamW, args: argparse.Namespace) -
     length = PROMPT + args.new
     per_micro = max(1, args.micro_tokens // length)
     micros = [[length] * min(per_micro, args.sequences - i) for i in range(0, args.sequences, per_micro)]
-    engine = PagedEngine(model, NoText(), "flow", EngineSettings(page_size=128, max_tokens_per_step=8192))
+    settings = EngineSettings(page_size=128, share_beginnings=False, max_tokens_per_step=8192)
+    engine = PagedEngine(model, NoText(), "flow", settings)
 
     def rollout(new: int) -> None:
         sampling = SamplingParams(new, ignore_eos=True)

@@ -138,7 +138,7 @@ def make_engine(model: Any, work: Work, switch: str, page_size: int = PAGE) -> P
         assert speculator is not None
         speculator.new_index = Useless  # type: ignore[method-assign, assignment]
     settings = EngineSettings(
-        page_size=page_size, max_tokens_per_step=MOST_TOKENS, max_num_seqs=work.slots,
+        page_size=page_size, max_tokens_per_step=MOST_TOKENS, max_num_seqs=work.slots, share_beginnings=False,
         merge_prefix="on" if switch == MERGED else "off"
     )
     engine = PagedEngine(model, NoText(), "flow", settings, speculator=speculator)

@@ -127,8 +127,8 @@ def rollout(variant: str, args: argparse.Namespace) -> None:
     held = torch.cuda.memory_allocated() / 2**30
     for batch in args.batch:
         settings = EngineSettings(
-            page_size=128, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=max(args.batch
-        ))
+            page_size=128, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=max(args.batch),
+        )
         engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(WeightSet(1, "flow", {}))
         engine.generate(requests_of(batch, args.prompt, 40))  # compiles kernels

@@ -137,8 +137,8 @@ def one(variant: str, args: argparse.Namespace) -> None:
     model = random_model("qwen3-8b", precision, "cuda", args.layers, kv_cache)
     for batch in args.batch:
         settings = EngineSettings(
-            page_size=128, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=max(args.batch
-        ))
+            page_size=128, share_beginnings=False, max_tokens_per_step=8192, max_num_seqs=max(args.batch),
+        )
         engine = PagedEngine(model, NoText(), "flow", settings)
         engine.load(WeightSet(1, "flow", {}))
         # prompts so short that all sequences soon decode together, in steps as full as the measured ones

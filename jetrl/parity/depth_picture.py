@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from jetrl.parity.depth import DepthResult, Gaps
 
-_WIDTH, _PANEL, _LEFT, _RIGHT, _TOP, _GAP = 720, 190, 74, 24, 64, 62
+_WIDTH, _PANEL, _LEFT, _RIGHT, _TOP, _GAP = 720, 190, 74, 24, 82, 62
 _COLOURS = ("#0063a6", "#b05a00", "#5b6470")
 _STYLE = """
 text { font-family: system-ui, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 12px; fill: #1a1d21; }
@@ -21,17 +21,19 @@ def depth_svg(results: Sequence[DepthResult]) -> str:
     """Two panels, by position and by turn: each engine's mean gap as a line and the largest gap as dots, on a
     logarithmic scale whose foot is an exact 0."""
     first = results[0]
-    title = f"Gap between sampler and learner: {first.model}, {first.precision}, KV cache {first.kv_cache}"
+    title = "Gap between sampler and learner, by depth"
+    about = f"{first.model}, {first.precision}, KV cache {first.kv_cache}. Filled: the mean of |d|; rings: the largest."
     height = _TOP + 2 * (_PANEL + _GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f"<title>{escape(title)}: {escape(about)}</title><style>{_STYLE}</style>",
         f'<rect class="page" width="{_WIDTH}" height="{height}"/>', _text(_LEFT, 24, title, "title"),
+        _text(_LEFT, 43, about, "soft"),
     ]
     for n, result in enumerate(results):
         x, said = _LEFT + 330 * n, "0 everywhere" if result.bit_equal else f"largest {_largest(result):.3g}"
-        parts.append(f'<circle cx="{x + 5}" cy="42" r="4" fill="{_COLOURS[n % 3]}"/>')
-        parts.append(_text(x + 16, 46, f"{result.engine}: {said}"))
+        parts.append(f'<circle cx="{x + 5}" cy="60" r="4" fill="{_COLOURS[n % 3]}"/>')
+        parts.append(_text(x + 16, 64, f"{result.engine}: {said}"))
     decades = _decades([g.largest for r in results for g in (*r.positions, *r.turns)])
     drawn = [list(r.positions) for r in results]
     last = math.log2(first.depth)

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.logprob.ops import draw, exp_weights, scaled
-from jetrl.kernels.logprob.truncation import Filters, kept
+from jetrl.kernels.logprob.truncation import MAX_ELEMENTS, Filters, kept
 from jetrl.kernels.reference import logprob
 from jetrl.types import SamplingParams
 
 UNIFORM_BITS = 53
-_MAX_ELEMENTS = 1 << 24  # logits processed at once: bounds the float64 temporaries; rows are independent
 _LOW = (1 << 27) - 1
 
 
@@ -119,7 +118,7 @@ def sample_rows(logits: Tensor, table: SamplingTable, positions: np.ndarray) -> 
     Raises FloatingPointError if a row's largest logit is not a finite number.
     """
     b, v = logits.shape
-    chunk = max(1, _MAX_ELEMENTS // v)
+    chunk = max(1, MAX_ELEMENTS // v)
     if b <= chunk:
         return _sample_chunk(logits, table, positions)
     parts = [

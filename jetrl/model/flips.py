@@ -19,8 +19,9 @@ class Flips:
 
     @contextmanager
     def watch(self, linear: FlowLinear) -> Iterator[None]:
-        """Around its publish: one matrix of codes more in memory meanwhile."""
-        held = linear.quantized
+        """Around its publish: one matrix of codes more in memory meanwhile. Codes of a frozen weight cannot change,
+        and do not count."""
+        held = linear.quantized if linear.holds("weight") else None
         before = None if held is None else held.codes.view(torch.uint8).clone()
         yield
         if before is not None and linear.quantized is not None:
@@ -29,5 +30,5 @@ class Flips:
 
     @property
     def share(self) -> float | None:
-        """Of all codes; None where the flow has none."""
+        """Of all codes of weights that train; None where there are none."""
         return int(torch.stack(self._changed).sum()) / self._codes if self._codes else None

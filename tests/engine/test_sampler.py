@@ -82,7 +82,7 @@ def test_draws_equal_those_by_hand(rows: list[tuple[SamplingParams, int, int]], 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 def test_a_row_does_not_depend_on_its_batch(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_MAX_ELEMENTS", chunk * 64)
+    monkeypatch.setattr(sampler, "MAX_ELEMENTS", chunk * 64)
     sizes, real = [], sampler._sample_chunk
     monkeypatch.setattr(sampler, "_sample_chunk", lambda z, *rest: sizes.append(len(z)) or real(z, *rest))
     logits = random_logits(12, 64)

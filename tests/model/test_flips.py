@@ -36,3 +36,21 @@ def test_flips_are_those_counted_by_hand(precision: str) -> None:
     assert flips.share == changed / total and 0.05 < flips.share < 1.0
     model.publish(again := Flips())
     assert again.share == 0.0 and all(torch.equal(a, b) for a, b in zip(after, codes(model), strict=True))
+
+
+def test_codes_of_frozen_weights_do_not_count() -> None:
+    spec = SHAPES["tiny-moe"]
+    model = Transformer(spec, build_recipe("fp8", spec.num_layers)).init_random(0).publish()
+    trained = [n for n, m in model.named_modules() if isinstance(m, FlowLinear) and m.quantized is not None][0]
+    model.freeze(lambda name: name != f"{trained}.weight")
+    linear = model.get_submodule(trained)
+    assert isinstance(linear, FlowLinear) and linear.quantized is not None
+    before = linear.quantized.codes.view(torch.uint8).clone()
+    with torch.no_grad():
+        linear.weight += 0.002 * torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(1))
+    model.publish(flips := Flips())
+    changed = int((before != linear.quantized.codes.view(torch.uint8)).sum())
+    assert flips.share == changed / before.numel() and changed
+    model.freeze([f"{trained}.weight"])
+    model.publish(none := Flips())
+    assert none.share is None

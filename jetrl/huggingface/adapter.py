@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetrl.huggingface.provenance import record
 from jetrl.huggingface.write import sync
-from jetrl.model.names import adapter_table
+from jetrl.model.names import adapted_projections, adapter_table
 from jetrl.precision.lora import Lora
 from jetrl.precision.recipe import Recipe
 from jetrl.spec import ModelSpec
@@ -30,11 +30,10 @@ NOT_OURS = ("config.json",)  # of a model's small files: it is the base's
 
 def adapter_config(lora: Lora, spec: ModelSpec, base: str, revision: str | None) -> dict[str, Any]:
     """The content of `adapter_config.json`; `base` is the folder or the name on the hub of what it was trained over."""
-    present = {piece.name.split(".")[-3] for pieces in adapter_table(spec, lora).values() for piece in pieces}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision,
         "r": lora.rank, "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "target_modules": [name for name in lora.targets if name in present], "use_rslora": lora.rslora,
+        "target_modules": adapted_projections(spec, lora), "use_rslora": lora.rslora,
         "lora_dropout": 0.0, "bias": "none", "use_dora": False, "fan_in_fan_out": False, "inference_mode": True,
         "init_lora_weights": True, "modules_to_save": None,
     }

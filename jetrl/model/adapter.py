@@ -143,6 +143,17 @@ def first_values(model: nn.Module, seed: int, drawn: bool = False) -> Iterator[t
         del whole
 
 
+@torch.no_grad()
+def draw_adapters(model: Transformer, seed: int) -> None:
+    """Give adapters values of which none is zero, as `first_values` draws them. With masters, publish afterwards."""
+    masters = masters_of(model)
+    for name, value in first_values(model, seed, drawn=True):
+        if masters[name].frozen:
+            model.publish_frozen([(name, value)])
+        else:
+            masters[name].param.copy_(value)
+
+
 def base_digest(model: nn.Module) -> str:
     """16 hex digits of the SHA-256 over what is frozen: names and values, as BF16 has them, whichever the precision."""
     total = hashlib.sha256()

@@ -52,6 +52,12 @@ def adapter_table(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[Piece, 
     return table
 
 
+def adapted_projections(spec: ModelSpec, lora: Lora) -> list[str]:
+    """Those of the adapters' targets that the model has."""
+    present = {piece.name.split(".")[-3] for pieces in adapter_table(spec, lora).values() for piece in pieces}
+    return [name for name in lora.targets if name in present]
+
+
 def to_hf(spec: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our state as Hugging Face tensors; fused weights become views of their rows. Names and shapes must fit `spec`."""
     table = tensor_table(spec)

@@ -34,11 +34,13 @@ class LoraConfig(Section):
         tuple[LoraTarget, ...], WITH_RANK, Since("0.2.0", ["all"]), Kernels(),
         Elsewhere("TRL: lora_target_modules; verl, PEFT: target_modules"),
     ] = Field(
-        default=("all",), min_length=1, description="Projections with an adapter, by name or by group: attention "
+        default=("all",), description="Projections with an adapter, by name or by group: attention "
         "(q, k, v, o), mlp (gate, up, down), all. Experts have none.")
     rslora: Annotated[bool, WITH_RANK, Since("0.2.0", False), Elsewhere("TRL, PEFT: use_rslora")] = Field(
         default=False, description="Scale by alpha / sqrt(rank) instead.")
 
     def problems(self) -> Iterator[Problem | str]:
+        if not self.targets:
+            yield 'lora.targets: names no projection; take "all", or leave it out'
         if len(set(self.targets)) < len(self.targets):
             yield f"lora.targets: names a target twice: {toml_literal(self.targets)}"

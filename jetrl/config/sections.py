@@ -343,7 +343,7 @@ class Config(Section):
             )
         if self.rl.adv_estimator == "gae" and self.rl.critic != "shared":
             yield Problem(
-                "lora.rank", 'does not go with a critic of its own, which would be trained whole; set rl.critic=shared, '
+                "lora.rank", 'does not go with a critic of its own, which is trained whole; set rl.critic=shared, '
                 "or an algorithm without a critic", ("rl.critic", "rl.algo"),
             )
 

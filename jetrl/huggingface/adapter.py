@@ -1,8 +1,8 @@
 """Folders of adapters in PEFT's form: `adapter_config.json` and `adapter_model.safetensors`, without the base.
 
 Names are PEFT's (`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`), values BF16: what was published.
-What PEFT has no place for stands in a file of ours beside them, `jetrl_adapter.json`: the precision of the training, and
-a digest of the base that the adapters were trained over.
+What PEFT has no place for stands in a file of ours beside them, `jetrl_adapter.json`: the precision of the training,
+and a digest of the base that the adapters were trained over.
 """
 
 from __future__ import annotations

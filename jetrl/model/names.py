@@ -31,7 +31,7 @@ def tensor_table(spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
 
 
 def adapter_table(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[Piece, ...]]:
-    """Our name of each parameter of adapters -> the tensors, as PEFT names them within the base, whose rows it holds."""
+    """Our name of each parameter of adapters -> the tensors whose rows it holds, as PEFT names them within the base."""
     table: dict[str, tuple[Piece, ...]] = {}
     for layer in range(spec.num_layers if lora is not None else 0):
         assert lora is not None

@@ -32,7 +32,6 @@ from jetrl.run.setup import build_model, build_published
 from jetrl.spec import SHAPES, ModelSpec
 from jetrl.untrusted import inside
 
-
 _SEED = 0  # of drawn adapters
 
 

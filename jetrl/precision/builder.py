@@ -201,8 +201,8 @@ class BlockForward(_Scope):
         if lora is None or not chosen:
             return y
         a, b = (builder.leaf(self.at(f"{role}.lora.{name}.weight")) for name in "ab")
-        sizes = {"out_sections": (lora.rank,) * len(chosen), "in_size": shape.in_size}
-        u = self.op(f"{role}_shrink", "gemm", {"x": x, "weight": a}, **sizes)
+        ranks = (lora.rank,) * len(chosen)
+        u = self.op(f"{role}_shrink", "gemm", {"x": x, "weight": a}, out_sections=ranks, in_size=shape.in_size)
         inputs = {"y": y, "u": u, "weight": b}
         return self.op(f"{role}_expand", "add_adapters", inputs, scale=lora.scale, projections=chosen)
 
@@ -238,7 +238,8 @@ class BlockBackward(_Scope):
 
     def _adapted(self, role: Role, dy: str, x: str, dx: str) -> str:
         """The gradients of a linear's adapters, and that of its input with theirs added to the base's `dx`."""
-        shape, lora, name, builder = self.block.linears(self.spec)[role], self.recipe.lora, self.at(role), self._builder
+        shape, lora = self.block.linears(self.spec)[role], self.recipe.lora
+        name, builder = self.at(role), self._builder
         if lora is None or not lora.adapted(shape.projections):
             return dx
         a, b = (builder.leaf(f"{name}.lora.{which}.weight") for which in "ab")

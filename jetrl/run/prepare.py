@@ -166,7 +166,7 @@ def check_lora(config: Config, spec: ModelSpec) -> None:
             for name, rows in zip(linear.projections, linear.sections, strict=False):
                 ranks[name] = min(ranks.get(name, rows), rows, linear.in_size)
     chosen = [name for name in lora.targets if name in ranks]
-    missing = [name for name in config.lora.targets if name not in GROUPS and name not in ranks]
+    missing: list[str] = [name for name in config.lora.targets if name not in GROUPS and name not in ranks]
     if missing or not chosen:
         raise UserError(
             f"lora.targets: this {spec.family} model has no {some(missing or [*lora.targets])} outside of its experts, "

@@ -129,8 +129,8 @@ def warm_start(
     """Load the cached weights into `model`, or train them and fill the cache. Publishes. `progress(step, loss)`;
     `given` as in `cache_path`.
 
-    The model is cut for `world`; each rank trains, writes and reads its rows. A collective. With adapters, their base is
-    warm-started: whole, before it is rounded and frozen, by the same steps and from the same cache as without.
+    The model is cut for `world`; each rank trains, writes and reads its rows. A collective. With adapters, their base
+    is warm-started: whole, before it is rounded and frozen, by the same steps and from the same cache as without.
     """
     if model.recipe.lora is not None:
         whole = build_model(config, model.spec, replace(model.recipe, lora=None), world=world)

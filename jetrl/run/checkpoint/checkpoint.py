@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `checkpoints/step_000100`:
 
-    model/       Hugging Face folder (BF16), for `eval`, `export` and other programs; with adapters, these in PEFT's form
+    model/       Hugging Face folder (BF16), for `eval`, `export` and other programs; of adapters a PEFT folder
     state/       master weights and optimizer state, to the bit: safetensors with each rank's rows (`store.py`)
     state.json   step, counters, flow digest, settings, SHA-256 of every safetensors file and of itself; its presence
                  makes the folder complete

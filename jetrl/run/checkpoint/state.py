@@ -101,16 +101,18 @@ def save(session: Session, run_dir: Path) -> None:
     )
     if pending.beside.copies:
         alone = session.config.lora.rank is not None  # adapters are saved, not the base
-        model = sum(prod(m.whole_shape()) for m in masters_of(session.model).values() if not (alone and m.frozen))
+        masters = masters_of(session.model).values()
+        model = sum(prod(master.whole_shape()) for master in masters if not (alone and master.frozen))
         whole = sum(prod(part.size) * part.value.element_size() for part in parts.values())
-        pending.beside.start(writing, whole + 2 * model + sum(map(len, small.values())))  # the model once more in BF16, its tokenizer
+        # the model once more in BF16, its tokenizer
+        pending.beside.start(writing, whole + 2 * model + sum(map(len, small.values())))
     else:
         writing.finish()
     pending.saved_step = progress.step
 
 
 def _small_files(session: Session) -> dict[str, bytes]:
-    """Of the policy's folder, on the first rank; made once, and not in a thread: a tokenizer is one caller's at a time."""
+    """Of the policy's folder, on the first rank; made once, not in a thread: a tokenizer is one caller's at a time."""
     pending = session.pending
     if session.world.first and pending.model_files is None:
         pending.model_files = hf.small_files(

@@ -242,7 +242,7 @@ def parity(
         "random:qwen3-8b:4 (four layers) or random:tiny-moe. Default: the quickstart's shape.",
     )] = "",
     overrides: Annotated[list[str] | None, typer.Argument(
-        help="Settings of [lora], such as lora.rank=8: adapters, drawn at random, beside its linears.",
+        help="Settings of [lora], such as lora.rank=8, which add adapters with random weights.",
         show_default=False)] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",

@@ -125,7 +125,7 @@ def test_truncation_is_refused_where_the_learner_cannot_find_what_was_kept(
     cut |= named(tmp_path, False) if given == "engine" else {}
     cut |= {"precision": "fp8_rollout"} if given == "flow" else {}
     config = tiny_config(tmp_path, cut)
-    told = rf"rollout.top_p = 0.9 and rollout.min_p = 0.1: .* with {why} its logits are not bit-equal .*logprobs = .full"
+    told = rf"rollout.top_p = 0.9 and rollout.min_p = 0.1: .* with {why} its logits are not bit-equal.*logprobs = .full"
     if given == "kernels":
         with pytest.raises(UserError, match=told):
             check_truncation(config.model_copy(update={"kernels": "hopper_scaled_mm"}), True)

@@ -144,7 +144,7 @@ def train(
     if dry_run:
         return entry.dry_run(recipe, overrides or [], nproc or world.size, gpu, _echo)
     if gpu:
-        raise UserError("--gpu is for --dry-run, which says whether the run fits that GPU.")
+        raise UserError("--gpu needs --dry-run, which predicts whether the run fits that GPU.")
     with together(world):
         config = _config(recipe, overrides, ["checkpoint.resume=auto"] if resume else None, nproc is not None)
     if nproc is not None:
@@ -335,7 +335,9 @@ def flow(
     if against is not None:
         _, other_spec, other = entry.shown_flow(against, [])
         if other_spec != spec:
-            raise UserError(f"{recipe} and {against} have models of different shapes; --against compares flows of one.")
+            raise UserError(
+                f"{recipe} and {against} have models of different shapes; --against compares two flows of one shape."
+            )
     sampler = "" if promises_bits(config) else config.rollout.engine
     _echo(flow_text(spec, own, other, sampler))
     target = svg or Path(f"{config.name}-flow.svg")

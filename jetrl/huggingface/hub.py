@@ -245,7 +245,7 @@ def _check_whole(folder: Path) -> None:
         if whole != size:
             expected = "its header cannot be read" if whole is None else f"its header says {whole}"
             raise UserError(
-                f"{path} is not whole: it has {size} bytes, and {expected}. Delete {blob} and {path}, and run again "
+                f"{path} is incomplete: it has {size} bytes, and {expected}. Delete {blob} and {path}, and run again "
                 "with network access: only this file is downloaded."
             )
 
@@ -380,4 +380,4 @@ def _explained(name: str, kind: str) -> Iterator[None]:
         why, answered = _why(name, kind, cause) if isinstance(cause, HTTPError) else (f"{_brief(cause)}.", False)
         if answered:
             raise UserError(f"{name}: {why}") from error
-        raise UserError(f"{name}: the download broke off: {why} Run again: files that are whole are kept.") from error
+        raise UserError(f"{name}: the download was interrupted: {why} Run again: complete files are kept.") from error

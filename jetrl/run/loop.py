@@ -428,7 +428,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
     if engine != "jetrl":
         raise common(UserError(
-            f"rollout.engine = {engine} says keeps_bits = True, but in step {session.progress.step} {found}. Set "
+            f"rollout.engine = {engine} sets keeps_bits = True, but in step {session.progress.step} {found}. Set "
             "keeps_bits = False (the learner then computes what it needs itself), or fix the engine; then continue "
             "with --resume."
         ))

@@ -211,7 +211,7 @@ def check_lanes(config: Config, world: World) -> None:
     if lanes is not None and lanes < world.size:
         raise UserError(
             f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {world.size}. Set it to at "
-            f"least {world.size}, best to a multiple of the numbers of ranks that are to give the same bits."
+            f"least {world.size}, best to a multiple of every number of ranks that should give these bits."
         )
 
 

@@ -218,7 +218,7 @@ def test_gradients_are_those_of_the_recurrence() -> None:
 def test_drafts_are_refused_by_name(tmp_path: Path) -> None:
     """Before the run where it can be known; a block whose rows can be written again takes them."""
     speculator = build_speculator("on", 3, 4)
-    words = "rollout.speculate: a draft that does not hold cannot be taken back from layers of the kind moving_average"
+    words = "rollout.speculate: layers of the kind moving_average keep one state per sequence"
     with pytest.raises(UserError, match=words):
         PagedEngine(model_of("moving_average"), Letters(), "flow", EngineSettings(), speculator)
     changes = {"model.arch": ARCH | {"model_type": "moving_average"}, "rollout.speculate": "on"}

@@ -208,7 +208,7 @@ def test_a_file_of_weights_that_is_not_whole(cache: Path, damaged: bytes, monkey
     use(monkeypatch, cache, offline=True)
     folder = write_cache(cache, "acme/tiny", FILES | {"model.safetensors": damaged})
     blob = (folder / "model.safetensors").resolve()
-    with pytest.raises(UserError, match=rf"model.safetensors is not whole: it has \d+ bytes.*Delete {blob} and"):
+    with pytest.raises(UserError, match=rf"model.safetensors is incomplete: it has \d+ bytes.*Delete {blob} and"):
         hub.model_folder("acme/tiny", ONE)
 
 

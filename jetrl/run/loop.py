@@ -331,7 +331,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
-            own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
+            own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):

@@ -428,6 +428,31 @@ def environment(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=1, help="Which step (default: the newest that is kept).")] = None,
+    what: Annotated[str, typer.Option(help="logprobs, rollout or update.")] = "logprobs",
+    trusted: Annotated[bool, typer.Option(
+        "--trust", help="Run the code that the run's recipe names without asking.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Compute a step of a run again and compare it with what was recorded, bit for bit. Exits with 0 only if all is
+    equal."""
+    from jetrl import trust
+    from jetrl.run.replay import checks, show
+    from jetrl.run.replay.rerun import config_of
+
+    trust.require(run, config_of(run), [], trusted, _question(True), takes_recipe=False)
+    quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
+    found = checks.replay(run, show.newest(run) if step is None else step, what, quiet)
+    if as_json:
+        typer.echo(json.dumps(show.to_json(found), indent=1))
+    else:
+        show.show(found, out)
+    raise SystemExit(0 if found.same else 1)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],

@@ -1,7 +1,7 @@
 """The engine's side of the pipe: takes requests, steps, and sends what was drawn. It reads nothing but JSON.
 
-`serve_engine` returns when the front has gone, or when `stop` says so. An error of a step that the user can cure (a full
-GPU) is told to all who wait, and the engine goes on; any other ends it, and the front tells its clients.
+`serve_engine` returns when the front has gone, or when `stop` says so. An error of a step that the user can cure (a
+full GPU) is told to all who wait, and the engine goes on; any other ends it, and the front tells its clients.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ _HARMLESS = {
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
     "logit_bias": ({},), "response_format": ({"type": "text"},), "top_logprobs": (0,), "best_of": (1,),
-    "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
+    "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "audio": (),
     "prediction": (), "reasoning_effort": (), "web_search_options": (), "use_beam_search": (False,),
     "min_tokens": (0,), "prompt_logprobs": (0,), "skip_special_tokens": (False,), "detokenize": (True,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "tool_choice": ("none", "auto"),
@@ -189,7 +190,9 @@ def _prompts(value: Any, vocab_size: int) -> tuple[str | tuple[int, ...], ...]:
         raise Refused(f"prompt = {shown(value, 60)}: send a text, token ids, or a list of them.", param="prompt")
     if len(prompts) > MOST_PROMPTS:
         raise Refused(f"prompt: {len(prompts)} prompts; send at most {MOST_PROMPTS} at once.", param="prompt")
-    return tuple(one if isinstance(one, str) else _ids(f"prompt[{i}]", one, vocab_size) for i, one in enumerate(prompts))
+    return tuple(
+        one if isinstance(one, str) else _ids(f"prompt[{i}]", one, vocab_size) for i, one in enumerate(prompts)
+    )
 
 
 def _ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:

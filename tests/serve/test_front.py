@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
 import threading
 import time
@@ -18,10 +19,13 @@ from serving import Served, served, small_model
 pytest.importorskip("starlette", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs OpenAI's client: the extra dev")
 
-from jetrl.serve.address import FrontSettings  # noqa: E402
+from jetrl import UserError  # noqa: E402
+from jetrl.serve.address import FrontSettings, listen  # noqa: E402
+from jetrl.serve.front import SILENCE  # noqa: E402
+from jetrl.serve.server import running_front, serve  # noqa: E402
 from jetrl.types import Request, SamplingParams  # noqa: E402
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 CHAT = [{"role": "user", "content": "What is 1 + 2?"}]
 
 
@@ -38,7 +42,7 @@ def server(folder: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=250, max_retries=0)
 
 
 def call(url: str, body: Any = None, headers: dict[str, str] | None = None, method: str = "") -> tuple[int, Any]:
@@ -48,7 +52,7 @@ def call(url: str, body: Any = None, headers: dict[str, str] | None = None, meth
     if method:
         asked.method = method
     try:
-        with request.urlopen(asked, timeout=60) as answer:
+        with request.urlopen(asked, timeout=250) as answer:
             status, text = answer.status, answer.read().decode()
     except error.HTTPError as failed:
         status, text = failed.code, failed.read().decode()
@@ -116,13 +120,13 @@ def test_the_async_client(server: Served) -> None:
     import asyncio
 
     async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=250) as client:
             answers = await asyncio.gather(*(
                 client.completions.create(model="tiny", prompt=f"{i} + ", max_tokens=8, seed=1) for i in range(20)
             ))
         return [answer.choices[0].text for answer in answers]
 
-    one_by_one = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60)
+    one_by_one = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=250)
     assert asyncio.run(ask()) == [
         one_by_one.completions.create(model="tiny", prompt=f"{i} + ", max_tokens=8, seed=1).choices[0].text
         for i in range(20)
@@ -164,7 +168,7 @@ def test_equal_requests_are_interchangeable_and_seeds_repeat(server: Served, cli
     first = [ask() for _ in range(4)]
     assert len(set(first)) == 4
     with served_again(server) as again:
-        other = openai.OpenAI(base_url=f"{again}/v1", api_key="x", timeout=60)
+        other = openai.OpenAI(base_url=f"{again}/v1", api_key="x", timeout=250)
         found: list[str] = []
         threads = [threading.Thread(target=lambda: found.append(
             other.completions.create(model="tiny", prompt="equal", max_tokens=24).choices[0].text
@@ -172,7 +176,7 @@ def test_equal_requests_are_interchangeable_and_seeds_repeat(server: Served, cli
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(250)
     assert sorted(found) == sorted(first)
 
 
@@ -285,10 +289,10 @@ def test_a_key_and_a_body_that_is_too_long(folder: Path) -> None:
         for headers in wrong:
             status, answer = call(f"{server.url}/v1/models", None, headers)
             assert status == 401 and "Bearer KEY" in answer["error"]["message"]
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", timeout=60)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", timeout=250)
         assert client.models.list().data[0].id == "tiny"
         for length in ("content-length: 100000000", "transfer-encoding: chunked"):
-            with socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=30) as wire:
+            with socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=200) as wire:
                 wire.sendall(
                     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\n"
                     b"content-type: application/json\r\n%s\r\n\r\n" % length.encode()
@@ -305,7 +309,7 @@ def test_a_full_queue_and_clients_that_leave(folder: Path) -> None:
         wires = []
         for stream in (False, True):
             body = json.dumps(long | {"stream": stream}).encode()
-            wires.append(socket.create_connection(place, timeout=30))
+            wires.append(socket.create_connection(place, timeout=200))
             wires[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                               b"content-length: %d\r\n\r\n%s" % (len(body), body))
         wait(lambda: "jetrl_requests_in_flight 2" in call(f"{server.url}/metrics")[1])
@@ -323,7 +327,37 @@ def test_a_full_queue_and_clients_that_leave(folder: Path) -> None:
         assert call(f"{server.url}/v1/completions", COMPLETION)[0] == 200
 
 
-def wait(holds: Any, seconds: float = 30.0) -> None:
+def test_an_end_of_either_process_is_told(server: Served) -> None:
+    before, told, urls = {child.pid for child in multiprocessing.active_children()}, list[str](), list[str]()
+
+    def run() -> None:
+        try:
+            serve(server.policy.engine, server.about, listen("127.0.0.1", 0), FrontSettings(), urls.append)
+        except UserError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    wait(lambda: urls and call(f"{urls[0]}/health")[0] == 200)
+    (child,) = (child for child in multiprocessing.active_children() if child.pid not in before)
+    child.kill()
+    thread.join(250)
+    assert told and "has ended (status -9)" in told[0]
+
+    listener, answers = listen("127.0.0.1", 0), list[Any]()
+    with running_front(listener, server.about, FrontSettings()) as front:  # and no engine at the other end
+        asking = threading.Thread(target=lambda: answers.append(call(f"{front.url}/v1/completions", COMPLETION)))
+        asking.start()
+        assert json.loads(front.connection.recv_bytes())["tokens"] == server.about.tokenizer.encode("a")
+        front.connection.close()
+        asking.join(250)
+        ((status, answer),) = answers
+        assert status == 503 and answer["error"]["code"] == "engine_ended" and SILENCE > 5
+        front.process.join(250)
+        assert front.process.exitcode == 0
+
+
+def wait(holds: Any, seconds: float = 200.0) -> None:
     """Until it holds; an error after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():

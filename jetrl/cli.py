@@ -469,6 +469,46 @@ def export(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help=CHECKPOINT)],
+    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's needs a key.")] =
+    "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(
+        envvar="JETRL_API_KEY", help="Key that clients must send. Others on this machine can read arguments, so "
+        "better set the variable.", show_default=False, show_envvar=True,
+    )] = None,
+    name: Annotated[str, typer.Option(help="The model's name for clients (default: that of its folder).")] = "",
+    precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
+    kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    revision: Revision = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of all answers to requests that give no seed.")] = 0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Answers owed at once; beyond it clients get 429.")] = 1024,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 256,
+    kv_cache_tokens: Annotated[int, typer.Option(
+        min=0, help="Size of the KV cache. 0: on a GPU what is free, on a CPU up to 65536.")] = 0,
+) -> None:
+    """Serve a model to clients of OpenAI's API, with token ids and the sampler's exact log-probs."""
+    from jetrl.serve.address import FrontSettings, listen, require_extra, require_key
+
+    require_extra()
+    require_key(host, api_key)
+    listener = listen(host, port)  # before the model is loaded: a port that is taken is told at once
+    from jetrl.api import served_model
+    from jetrl.serve.server import serve as run_server
+
+    engine, about, formats = served_model(
+        model, name, precision, device, kv_cache, revision, seed, max_num_seqs, kv_cache_tokens or None
+    )
+    out.print(wrapped(formats), style="dim")
+    limits = FrontSettings(api_key, max_requests)
+    run_server(engine, about, listener, limits, lambda url: out.print(
+        f"Serving {about.name} at {url}/v1 (Ctrl-C ends it)", markup=False
+    ))
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; several are overlaid.")],
     target: Annotated[Path | None, typer.Option("--out", help="The HTML file (default: in the first run).")] = None,

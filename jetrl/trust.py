@@ -82,9 +82,9 @@ def require(
         "the data decide what it is called with."
     )
     if ask is None:
-        raise UserError(f"{notice} If you trust it, and the data, add --trust; or give a recipe of yours by --recipe.")
+        raise UserError(f"{notice} If you trust it, and the data, add --trust; or give your own recipe with --recipe.")
     if not ask(f"{notice}\nRun it?"):
-        raise UserError(f"{where}: not evaluated. With --recipe RECIPE, your own task and rewards are taken instead.")
+        raise UserError(f"{where}: not evaluated. With --recipe RECIPE, your own task and rewards are used instead.")
     return True
 
 

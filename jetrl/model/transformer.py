@@ -143,7 +143,7 @@ class Transformer(nn.Module):
             owner, _, kind = name.rpartition(".")
             module = self.get_submodule(owner)
             if not isinstance(module, HoldsMasters):
-                raise UserError(f"freeze: {name} is no parameter of a linear, norm or table: it is not published.")
+                raise UserError(f"freeze: {name} is not published: it belongs to no linear, norm or table.")
             module.freeze(kind)
         self._note.drop(chosen)
         return self

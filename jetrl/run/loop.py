@@ -331,7 +331,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
-            own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
+            own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):
@@ -428,7 +428,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
     if engine != "jetrl":
         raise common(UserError(
-            f"rollout.engine = {engine} says keeps_bits = True, but in step {session.progress.step} {found}. Set "
+            f"rollout.engine = {engine} sets keeps_bits = True, but in step {session.progress.step} {found}. Set "
             "keeps_bits = False (the learner then computes what it needs itself), or fix the engine; then continue "
             "with --resume."
         ))

@@ -288,16 +288,16 @@ def start(
 ) -> dict[str, float]:
     """What comes before step 1: warm start, reference policy, first publish and evaluation, checkpoint 0. The metrics
     of the evaluation."""
-    config = session.config
+    config, warm = session.config, None
     if config.sft.steps:
         with clock("warm start", config.sft.steps):
             stop.phase = "warm start"
-            warm_start(
+            warm = warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
                 clock.display.message, session.world, session.own.digests,
             )
     stop.phase = "step"
-    state.begin(session, run_dir)
+    state.begin(session, run_dir, warm)
     weights = publish(session.model, 0, session.flow_digest)
     with together(session.world):
         session.engine.load(weights)

@@ -241,6 +241,9 @@ def parity(
         help="A model folder or hub name, run or recipe, or random:SHAPE as in random:qwen3-8b (of four layers: "
         "random:qwen3-8b:4) or random:tiny-moe. Default: the quickstart's shape.",
     )] = "",
+    overrides: Annotated[list[str] | None, typer.Argument(
+        help="Settings of [lora], such as lora.rank=8: adapters, drawn at random, beside its linears.",
+        show_default=False)] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -270,7 +273,11 @@ def parity(
     """
     from jetrl.parallel import launch
 
+    if model.startswith("lora.") and "=" in model:
+        model, overrides = "", [model, *(overrides or [])]
     if depth or turns or svg is not None or beside:
+        if overrides:
+            raise UserError(f"{overrides[0]}: --depth takes no settings. Leave it out.")
         named = model, precision, device, kv_cache, revision
         raise SystemExit(_depth(named, depth, turns or 20, svg, beside, as_json, nproc))
 
@@ -287,7 +294,7 @@ def parity(
     work_on = partial(Workload, sequences, max_prompt, new_tokens, chunk or max(7, max_prompt // 50))
     quiet = (lambda text: None) if as_json else lambda text: out.print(wrapped(f"... {text}"), style="dim")
     certificate, formats = certified(
-        world, lambda: subject_of(model, precision, device, kv_cache, revision), work_on, update, quiet
+        world, lambda: subject_of(model, precision, device, kv_cache, revision, overrides or []), work_on, update, quiet
     )
     if as_json:
         typer.echo(json.dumps(certificate.to_json() | {"formats": formats}, indent=1))

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from jetrl.choices import CacheKind, Precision, ScaleKind, Schedule, WgradKind
 from jetrl.config.base import NAME, Problem, Section
+from jetrl.config.lora import LoraConfig
 from jetrl.config.markers import (
     Elsewhere,
     FirstWeights,
@@ -261,6 +262,7 @@ class Config(Section):
     model: Annotated[ModelConfig, FirstWeights()] = Field(description="The model.")
     quant: Annotated[QuantConfig, NoEffectWhile("precision", ("bf16",)), Kernels()] = Field(
         default=QuantConfig(), description="FP8 details.")
+    lora: LoraConfig = Field(default=LoraConfig(), description="Adapters.")
     task: Annotated[TaskConfig, WarmStart()] = Field(description="Problems and rewards.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling.")
     vllm: Annotated[VLLMConfig, NoEffectWhile("rollout.engine", ("jetrl",))] = Field(
@@ -295,6 +297,7 @@ class Config(Section):
         rollout = self.rollout
         yield from vllm_problems(self)
         yield from self._size_problems()
+        yield from self._lora_problems()
         if self.rl.adv_estimator in ("grpo", "rloo") and rollout.group_size < 2:
             yield (f'rollout.group_size: rl.adv_estimator = "{self.rl.adv_estimator}" needs at least 2 completions of '
                    f"a prompt, got {rollout.group_size}; rl.algo=reinforce_pp and rl.algo=ppo need no groups")
@@ -326,6 +329,22 @@ class Config(Section):
                 "rl.updates_per_step", f"must be at most rollout.prompts_per_step = {rollout.prompts_per_step}, "
                 f"because groups are not split, got {self.rl.updates_per_step}; lower it, or raise the other",
                 ("rollout.prompts_per_step",),
+            )
+
+    def _lora_problems(self) -> Iterator[Problem | str]:
+        """What does not go with adapters."""
+        if self.lora.rank is None:
+            return
+        if self.rollout.engine != "jetrl":
+            yield Problem(
+                "lora.rank", f"adapters are sampled from by jetrl's own engine only, and rollout.engine = "
+                f"{toml_literal(self.rollout.engine)}; set rollout.engine=jetrl, or remove this key",
+                ("rollout.engine",),
+            )
+        if self.rl.adv_estimator == "gae" and self.rl.critic != "shared":
+            yield Problem(
+                "lora.rank", 'does not go with a critic of its own, which is trained whole; set rl.critic=shared, '
+                "or an algorithm without a critic", ("rl.critic", "rl.algo"),
             )
 
     def _size_problems(self) -> Iterator[Problem | str]:

@@ -113,6 +113,10 @@ class HoldsMasters(nn.Module):
         """What is published of a frozen parameter as one tensor, whole; published again it is the same weight."""
         raise NotImplementedError
 
+    def share_published(self, other: HoldsMasters) -> None:
+        """Of a frozen module: take what another one, frozen and of the same shapes, has published, without a copy."""
+        raise NotImplementedError
+
     def left_of_frozen(self) -> list[Tensor]:
         """All that is left of frozen parameters."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,6 +48,7 @@ from jetrl.report.recorder import (
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.run.checkpoint import state
+from jetrl.run.checkpoint.base import stays
 from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.fit.advice import told_when_out_of_memory
@@ -214,7 +215,7 @@ def opened(
     on_rank0(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
-        session = build(config, weights=found is None, world=world, displays=Compiling, own=own)
+        session = build(config, weights=found is None or stays(config), world=world, displays=Compiling, own=own)
         try:
             ranks = {} if world.alone else {"ranks": world.size}
             with _recorded(session, run_dir, command, stop, found, record(pins) | ranks, console) as running:
@@ -533,7 +534,7 @@ def run_sft(config: Config) -> Path:
     trust.remember(config)
     with no_silent_exit(), told_when_out_of_memory(config, World()):
         config, plan, _ = begin(pinned(config)[0], samples=False, displays=Compiling)
-        model = build_model(config, plan.spec, plan.recipe)
+        model = build_model(config, plan.spec, replace(plan.recipe, lora=None))
         with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
             return warm_start(
                 model, config, plan.task, plan.tokenizer,

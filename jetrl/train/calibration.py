@@ -45,7 +45,8 @@ def with_bounds(config: Config, bounds: Bounds | None) -> Config:
 def shadow_of(model: Transformer) -> Transformer:
     """The policy in BF16, published from its masters as they are, whole on every rank. Collective."""
     with torch.device("meta"):
-        shadow = Transformer(model.spec, build_recipe("bf16", model.spec.num_layers), master_dtype=None)
+        recipe = build_recipe("bf16", model.spec.num_layers, lora=model.recipe.lora)
+        shadow = Transformer(model.spec, recipe, master_dtype=None)
     shadow.to(model.head_weight.device)
     frozen = frozen_values(model)
     return shadow.publish_values(

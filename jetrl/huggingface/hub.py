@@ -281,6 +281,12 @@ def _no_folder(name: str) -> str:
     return f"{name}: there is no such folder{where}" + (f"; did you mean {path.parent / close[0]}?" if close else "")
 
 
+def _runs_beside(name: str) -> list[str]:
+    """The runs next to the folder that `name` would be: then it is a run's name with a typo, and none on the hub."""
+    parent = Path(name).expanduser().parent
+    return sorted(path.parent.name for path in parent.glob("*/config.toml")) if parent != Path() else []
+
+
 def _page(name: str, kind: str) -> str:
     from huggingface_hub import constants
 
@@ -301,6 +307,8 @@ def _not_there(name: str, revision: str, kind: str, problem: Exception | None) -
     here = _no_folder(name)
     if name.lower().startswith("models/smollm2"):
         return f"{here}. `jetrl fetch smollm2` makes it."
+    if runs := _runs_beside(name):
+        return here if here.endswith("?") else f"{here}. Runs in {Path(name).parent}: {some(runs)}."
     if problem is None:
         return f"{here}, the cache {cache} does not hold {what}, and HF_HUB_OFFLINE is set. Unset it. {bring}"
     why, reached = _why(name, kind, problem)

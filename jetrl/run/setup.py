@@ -208,10 +208,11 @@ def begin(
 def check_lanes(config: Config, world: World) -> None:
     """Refuse fewer lanes of gradients than ranks: some would have no work in any update."""
     lanes = config.train.reduction_lanes
-    if lanes is not None and lanes < world.size:
+    size = world.replicas.size
+    if lanes is not None and lanes < size:
         raise UserError(
-            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {world.size}. Set it to at "
-            f"least {world.size}, best to a multiple of every number of ranks that should give these bits."
+            f"train.reduction_lanes = {lanes} gives work to {lanes} ranks, and this run has {size}. Set it to at "
+            f"least {size}, best to a multiple of every number of ranks that should give these bits."
         )
 
 

@@ -216,7 +216,7 @@ def train_sft(
         try:
             stats = optimizer_step(
                 list(masters.values()), optimizer, batch, loss_of, lr=sft.lr * factor,
-                max_grad_norm=config.train.max_grad_norm, world=world, reduction="fixed",
+                max_grad_norm=config.train.max_grad_norm, world=world.replicas, reduction="fixed",
             )
         except NonFiniteError as error:
             advice = "Lower sft.lr, or set sft.warmup_steps."
@@ -231,7 +231,7 @@ def train_sft(
 def _batch(step: int, config: Config, task: Task, solved: SolutionEncoder, world: World) -> PackedBatch:
     """The solutions of one step, of which each rank packs its micro-batches."""
     return pack_in_order([solved.trajectory(task.problem(i)) for i in _indices(config, step)],
-                         config.train.max_tokens_per_gpu, own_numbers(world, "fixed"))
+                         config.train.max_tokens_per_gpu, own_numbers(world.replicas, "fixed"))
 
 
 def _indices(config: Config, step: int) -> list[int]:

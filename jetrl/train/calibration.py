@@ -88,7 +88,7 @@ class Calibration:
             _column(batch, "advantages"), np.exp(_column(ours, "ref_logprobs") - _column(batch, old)),
             np.exp(_column(after, "ref_logprobs") - _column(self._before, "old_logprobs")),
         ]
-        self._take(*(np.concatenate(parts) for parts in zip(*self.learner.world.gather(own), strict=True)))
+        self._take(*(np.concatenate(parts) for parts in zip(*self.learner.world.replicas.gather(own), strict=True)))
         self._batch = self._before = None
 
     def _take(self, advantages: np.ndarray, ratios: np.ndarray, shadow: np.ndarray) -> None:
@@ -121,7 +121,7 @@ class Calibration:
             if not gpu_full(error):
                 raise
             model = self.learner.model
-            size = 2 * sum(p.numel() for p in model.parameters()) * self.learner.world.size / 2**30
+            size = 2 * sum(p.numel() for p in model.parameters()) * self.learner.world.replicas.size / 2**30
             raise OutOfMemory(
                 f'rl.clip = "calibrated": the GPU has no memory for a pass of the policy in BF16, whose weights take '
                 f'some {size:.1f} GiB. Set rl.clip = "fixed" with wider bounds (rl.clip_ratio_low, '

@@ -244,7 +244,7 @@ def stop_non_finite(
     """
     session.pending.beside.finish()
     folder = run_dir / "failed" / f"step_{step:06d}"
-    parts = session.world.collect(batches)  # each rank holds its own micro-batches
+    parts = session.world.replicas.collect(batches)  # each rank holds its own micro-batches
 
     def write() -> None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -235,15 +235,16 @@ def _add_study() -> None:
 _add_study()
 
 
+_DRAWN = "Settings of [lora], such as lora.rank=8, which add adapters with random weights."
+
+
 @app.command()
 def parity(
     model: Annotated[str, typer.Argument(
         help="A model folder, hub name, run or recipe; or random:SHAPE for random weights, such as random:qwen3-8b, "
         "random:qwen3-8b:4 (four layers) or random:tiny-moe. Default: the quickstart's shape.",
     )] = "",
-    overrides: Annotated[list[str] | None, typer.Argument(
-        help="Settings of [lora], such as lora.rank=8, which add adapters with random weights.",
-        show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help=_DRAWN, show_default=False)] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8, w8a16, fp8_rollout (default: the run's; else fp8).")] = "",
     kv_cache: Annotated[str, typer.Option(help="bf16 or fp8 (default: the run's; else bf16).")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -273,12 +274,8 @@ def parity(
     """
     from jetrl.parallel import launch
 
-    if model.startswith("lora.") and "=" in model:
-        model, overrides = "", [model, *(overrides or [])]
     if depth or turns or svg is not None or beside:
-        if overrides:
-            raise UserError(f"{overrides[0]}: --depth takes no settings. Leave it out.")
-        named = model, precision, device, kv_cache, revision
+        named = model, precision, device, kv_cache, revision, tuple(overrides or ())
         raise SystemExit(_depth(named, depth, turns or 20, svg, beside, as_json, nproc))
 
     if nproc is not None:
@@ -305,8 +302,8 @@ def parity(
 
 
 def _depth(
-    named: tuple[str, str, str, str, str | None], depth: int, turns: int, svg: Path | None, beside: str, as_json: bool,
-    nproc: int | None,
+    named: tuple[str, str, str, str, str | None, tuple[str, ...]], depth: int, turns: int, svg: Path | None,
+    beside: str, as_json: bool, nproc: int | None,
 ) -> int:
     """`jetrl parity --depth`; the status."""
     from jetrl.parity.depth_command import measured
@@ -457,13 +454,16 @@ def export(
     checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write.")],
     fp8: Annotated[bool, typer.Option("--fp8", help="Block-FP8 with weight_scale_inv instead of BF16.")] = False,
+    merge: Annotated[bool, typer.Option(
+        "--merge", help="Add adapters to their base, and say what that loses. Else they are written in PEFT's form.",
+    )] = False,
     revision: Revision = None,
 ) -> None:
     """Write a Hugging Face folder that transformers, vLLM and SGLang can load."""
     from jetrl.api import export_checkpoint
     from jetrl.huggingface.export import note_for_vllm
 
-    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print)}")
+    out.print(f"Written: {export_checkpoint(checkpoint, target, fp8, revision, out.print, merge)}")
     if fp8 and (note := note_for_vllm()):
         out.print(note)
 

@@ -288,16 +288,16 @@ def start(
 ) -> dict[str, float]:
     """What comes before step 1: warm start, reference policy, first publish and evaluation, checkpoint 0. The metrics
     of the evaluation."""
-    config = session.config
+    config, warm = session.config, None
     if config.sft.steps:
         with clock("warm start", config.sft.steps):
             stop.phase = "warm start"
-            warm_start(
+            warm = warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
                 clock.display.message, session.world, session.own.digests,
             )
     stop.phase = "step"
-    state.begin(session, run_dir)
+    state.begin(session, run_dir, warm)
     weights = publish(session.model, 0, session.flow_digest)
     with together(session.world):
         session.engine.load(weights)
@@ -372,12 +372,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             record_step(session, recorder, step, metrics, gathered, learnt)
             keeping.keep(session, run_dir, seen, gathered, learnt)
     clock.display.step({"step": step} | metrics)
-    if reason := without_signal(gathered.groups, learnt, config):
-        clock.display.hint(step, NO_SIGNAL, reason)
-    elif reason := without_gradient(metrics, config):
-        clock.display.hint(step, "nothing was learned", reason)
-    if noisy := noise_told(metrics, clip.config):
-        clock.display.hint(step, "noise clips tokens", noisy)
+    _hint(clock, step, metrics, clip.config, without_signal(gathered.groups, learnt, config))
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
@@ -385,6 +380,16 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)
+
+
+def _hint(clock: Clock, step: int, metrics: dict[str, float], config: Config, no_signal: str) -> None:
+    """What a step's metrics say that users should look at, on the console."""
+    if no_signal:
+        clock.display.hint(step, NO_SIGNAL, no_signal)
+    elif reason := without_gradient(metrics, config):
+        clock.display.hint(step, "nothing was learned", reason)
+    if noisy := noise_told(metrics, config):
+        clock.display.hint(step, "noise clips tokens", noisy)
 
 
 def epochs_read(session: Session) -> dict[str, float]:

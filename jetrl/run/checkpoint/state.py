@@ -51,14 +51,16 @@ def find(config: Config, run_dir: Path) -> Path | None:
     return Path(asked)
 
 
-def begin(session: Session, run_dir: Path) -> None:
-    """After the warm start: the critic takes the policy's weights; the reference policy, if there is a KL penalty, is
-    frozen and kept for resume."""
+def begin(session: Session, run_dir: Path, warm: Path | None = None) -> None:
+    """After the warm start, whose folder is `warm`: the critic takes the policy's weights; the reference policy, if
+    there is a KL penalty, is frozen and kept for resume, and so is the base of adapters that the run has made."""
     if session.learner.critic is not None:
         session.learner.critic.start_from(session.model)
     if session.config.lora.rank is not None:
-        session.progress.base = base.check(session.model, None, run_dir, session.config, session.world)
-        _keep_base(session, run_dir)
+        session.progress.base = session.model.base_digest
+    if base.made_here(session.config):
+        small = _small_files(session)
+        base.keep(session.model, session.config, small, run_dir / "checkpoints", warm, session.world)
     if session.config.rl.kl_coef > 0:
         session.progress.reference = reference_of(session.model)
         _keep_reference(session, run_dir)
@@ -168,7 +170,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     if base.made_here(session.config):
         base.read_back(learner.model, path.parent, world)
     if session.config.lora.rank is not None:
-        progress.base = base.check(learner.model, meta.base, path, session.config, world)
+        with together(world):
+            base.check(learner.model, meta.base, path, session.config)
+        progress.base = meta.base
     _read(session, path)
     learner.model.publish()
     if learner.critic is not None:
@@ -202,7 +206,8 @@ def move_in(session: Session, path: Path, run_dir: Path) -> None:
     needs in its own, so that it resumes from there whenever it ends. Collective."""
     if _is_of(path, run_dir):
         return
-    _keep_base(session, run_dir)
+    if base.made_here(session.config):
+        base.copy(path.parent, run_dir / "checkpoints", session.world)
     if session.progress.reference is not None:
         _keep_reference(session, run_dir)
     if session.config.checkpoint.save_interval:
@@ -267,12 +272,6 @@ def stop_non_finite(
         f"Step {step} stops the run: {error}. The step's batches and weights are in {folder} for replay. "
         f"{checkpoint.left(run_dir / 'checkpoints')} {advice}"
     ))
-
-
-def _keep_base(session: Session, run_dir: Path) -> None:
-    """Write the base of adapters, if the run has made it, where a resumed run finds it. Collective."""
-    if base.made_here(session.config):
-        base.keep(session.model, _small_files(session), run_dir / "checkpoints", session.world)
 
 
 def _keep_reference(session: Session, run_dir: Path) -> None:

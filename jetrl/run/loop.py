@@ -23,7 +23,7 @@ from jetrl import trust
 from jetrl.config import Config, to_toml
 from jetrl.errors import UserError
 from jetrl.model.flips import Flips
-from jetrl.parallel import launch
+from jetrl.parallel import host, launch
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.measures import WAITS, rank_metrics
 from jetrl.parallel.progress import PROGRESS
@@ -153,6 +153,11 @@ class Run:
         """What comes before the next step: a new run's `start`, or what a resumed one still owes. The metrics of an
         evaluation, if one was due. Collective."""
         session, found = self.session, self._found
+        if session.model.head_weight.device.type == "cpu" and session.world.first and (busy := host.load()):
+            self.clock.message(
+                f"Other programs keep the cores busy (load {busy[0]:.0f} on {busy[1]} cores), which may slow this run "
+                "down several times. End them, or start it with OMP_WAIT_POLICY=passive in front."
+            )
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
             self.recorder.drop_after(session.progress.step if found is not None else -1, session.progress.first_row)
             if session.world.first:

@@ -47,6 +47,7 @@ from jetrl.report.recorder import (
 )
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
+from jetrl.run.carried import OLD_WEIGHTS, ess_told
 from jetrl.run.checkpoint import state
 from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.compiling.display import Compiling
@@ -331,6 +332,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
             own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
+            max_off_policy_steps=config.rl.max_off_policy_steps if config.rollout.overcommit else 0,
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):
@@ -351,7 +353,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("publish"):
         weights = publish(session.model, progress.weight_version + 1, session.flow_digest, flips := Flips())
     progress.step, progress.weight_version, progress.num_prompts = step, weights.version, gathered.next_prompt
-    progress.clip_bounds = clip.bounds
+    progress.clip_bounds, progress.under_way = clip.bounds, gathered.under_way
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
@@ -365,12 +367,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             metrics |= clock.take() | session.pending.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt)
     clock.display.step({"step": step} | metrics)
-    if reason := without_signal(gathered.groups, learnt, config):
-        clock.display.hint(step, NO_SIGNAL, reason)
-    elif reason := without_gradient(metrics, config):
-        clock.display.hint(step, "nothing was learned", reason)
-    if noisy := noise_told(metrics, clip.config):
-        clock.display.hint(step, "noise clips tokens", noisy)
+    tell_hints(clock.display, step, metrics, gathered, learnt, clip.config)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
@@ -378,6 +375,20 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with saved_on_mistake(session, run_dir):
         check_parity(session, clock.display, metrics, run_dir)
     return Step(step, metrics, gathered, learnt)
+
+
+def tell_hints(
+    display: Display, step: int, metrics: dict[str, float], gathered: Gathered, learnt: Sequence[Group], config: Config
+) -> None:
+    """What a step's numbers say to its user."""
+    if reason := without_signal(gathered.groups, learnt, config):
+        display.hint(step, NO_SIGNAL, reason)
+    elif reason := without_gradient(metrics, config):
+        display.hint(step, "nothing was learned", reason)
+    if noisy := noise_told(metrics, config):
+        display.hint(step, "noise clips tokens", noisy)
+    if stale := ess_told(metrics):
+        display.hint(step, OLD_WEIGHTS, stale)
 
 
 def epochs_read(session: Session) -> dict[str, float]:

@@ -23,7 +23,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.parallel.agreement import common, on_rank0, together
 from jetrl.parallel.world import World
 from jetrl.rl.calibration import Bounds
-from jetrl.run.checkpoint import checkpoint, resume, store
+from jetrl.run.checkpoint import checkpoint, resume, store, suspended
 from jetrl.run.checkpoint.optim_state import load_optimizer_state, optimizer_parts, prefixed, with_prefix
 from jetrl.run.setup import Session, reference_of
 from jetrl.train.batches import PackedBatch
@@ -81,11 +81,13 @@ def save(session: Session, run_dir: Path) -> None:
     progress, pending = session.progress, session.pending
     pending.beside.finish()
     parts, world = parts_of_run(session), session.world
+    carries = session.config.rollout.overcommit > 0
+    table, content = suspended.packed(progress.under_way) if carries else (None, None)
     meta = checkpoint.Meta(
         progress.step, progress.weight_version, session.flow_digest, resume.settings(session.given),
         resume.paths(session.config), progress.initial_accuracy, progress.num_prompts,
         progress.first_row, progress.data,
-        clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds],
+        clip_bounds=None if progress.clip_bounds is None else [*progress.clip_bounds], under_way=table,
     )
     if world.first and pending.model_files is None:  # not in a thread: a tokenizer is one caller's at a time
         pending.model_files = hf.small_files(
@@ -94,7 +96,7 @@ def save(session: Session, run_dir: Path) -> None:
         )
     writing = checkpoint.begin(
         run_dir / "checkpoints", meta, parts,
-        partial(_write_model, session.model, pending.model_files or {}, world), session.config.checkpoint.keep,
+        partial(_write_model, session.model, pending.model_files or {}, world, content), session.config.checkpoint.keep,
         world, pending.beside.copy_of(parts),
     )
     if pending.beside.copies:
@@ -108,12 +110,12 @@ def save(session: Session, run_dir: Path) -> None:
 
 
 def _write_model(
-    model: Transformer, small: Mapping[str, bytes], world: World,
+    model: Transformer, small: Mapping[str, bytes], world: World, under_way: bytes | None,
     folder: Path, state: Path, parts: Mapping[str, Part], check: Callable[[], None],
 ) -> list[Path]:
     """This rank's files of the policy in BF16 as a Hugging Face folder, tokenizer included. Not collective: with
     several ranks, whole weights are read from the `state` that all have written. What is frozen does not change while
-    this is written."""
+    this is written. The first rank writes what is `under_way`, next to that folder."""
     frozen = frozen_values(model)
     reader = None if world.alone else store.Reader(state)
 
@@ -123,7 +125,10 @@ def _write_model(
         key = f"model.{name}"
         return parts[key].value if reader is None else reader.whole(key)
 
-    return hf.write_shards(folder, model.spec, whole, small, world.rank, world.size, check=check)
+    written = hf.write_shards(folder, model.spec, whole, small, world.rank, world.size, check=check)
+    if under_way is not None and world.first:
+        written.append(suspended.write(folder.parent, under_way))
+    return written
 
 
 def restore(session: Session, path: Path, run_dir: Path) -> None:
@@ -140,6 +145,9 @@ def restore(session: Session, path: Path, run_dir: Path) -> None:
     progress.step, progress.weight_version, progress.num_prompts = meta.step, meta.weight_version, meta.num_prompts
     progress.initial_accuracy = meta.initial_accuracy
     progress.clip_bounds = None if meta.clip_bounds is None else Bounds(*meta.clip_bounds)
+    with together(world):
+        if meta.under_way is not None:
+            progress.under_way = suspended.unpacked(path, meta.under_way, meta.files or {}, session)
     # rows before are the other folder's
     progress.first_row = meta.first_row if _is_of(path, run_dir) else meta.step + 1
     if session.config.rl.kl_coef > 0:

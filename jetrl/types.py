@@ -328,6 +328,7 @@ class Trajectory:
     end: EndReason
     flow_digest: str
     error: str = ""
+    request_id: int | None = field(default=None, compare=False)  # that named its random stream
 
     @property
     def weight_version(self) -> int | None:

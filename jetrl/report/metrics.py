@@ -210,7 +210,7 @@ GROUPS = (
                "Mean gap of the tokens number N to 2N - 1 of the answers; N = 1, 2, 4, ...",
                "0, as above; otherwise much the same at every position. Growth with N is a gap that builds up."),
         Metric("parity/frac_checked_live", "Tokens compared", "share",
-               "With `rollout.overcommit`: share of the tokens of the step's first update that the current weights drew. "
+               "With `rollout.overcommit`: share of the tokens of the first update that the current weights drew. "
                "These are what the other metrics compare; the others are of older weights.",
                "Above about 0.5."),
         Metric("parity/frac_routing_different", "Other experts in the rollout", "share",
@@ -273,7 +273,7 @@ GROUPS = (
                "With `rollout.overcommit`: groups that are under way when the step ends, and go on in the next one.",
                "`rollout.overcommit` times `rollout.prompts_per_step`."),
         Metric("rollout/dropped_stale", "Groups too old", "groups",
-               "With `rl.on_stale = \"drop\"`: groups under way that were dropped, as their oldest tokens would be more "
+               "With `rl.on_stale = \"drop\"`: groups under way that were dropped: their oldest tokens would be more "
                "than `rl.max_off_policy_steps` behind.",
                "Close to 0. They cost time, and long answers are lost more often than short ones."),
         Metric("rollout/horizon", "New tokens of an answer", "tokens",
@@ -304,14 +304,14 @@ GROUPS = (
         Metric("time/rollout", "Time of sampling", "seconds", "Sampling, environments included.",
                "The largest part, with long answers."),
         Metric("time/reward", "Time of rewards", "seconds", "Scoring after the rollout.",
-               'Small. Otherwise `task.reward_calls = "group"` scores while the rollout goes on.'),
+               'Small. Otherwise `task.reward_calls = "group"` scores during the rollout.'),
         Metric("time/pack", "Time of packing", "seconds", "Packing trajectories into micro-batches."),
         Metric("time/update", "Time of the update", "seconds",
                "Forward, backward and optimizer, and the passes of reference, old policy and critic."),
         Metric("time/publish", "Time of publishing", "seconds", "Rounding and quantizing the new weights."),
         Metric("time/eval", "Time of evaluation", "seconds", "Sampling and scoring of held-out problems."),
         Metric("time/checkpoint", "Time of checkpoints", "seconds", "The run's wait for checkpoints."),
-        Metric("time/report", "Time of the report", "seconds", "Writing `report.html` while the run goes on."),
+        Metric("time/report", "Time of the report", "seconds", "Writing `report.html` during the run."),
         Metric("time/warm start", "Time of the warm start", "seconds", "Supervised steps before step 1 (row 0)."),
     )),
     Group("Performance", "Speed and memory. Row 0 has what belongs to the start.", (

@@ -312,7 +312,9 @@ def trajectory_of(prompt: Prompt, completion: Completion) -> Trajectory:
     """A prompt with its answer, as `roll_out` makes it."""
     first = Segment("environment", token_ids(prompt.tokens), prompt.problem.prompt_text, opened=prompt.opened)
     answer = Segment("policy", completion.tokens, completion.text, completion.logprobs, spans=spans_of(completion))
-    return Trajectory((first, answer), completion.finish_reason, completion.flow_digest)
+    return Trajectory(
+        (first, answer), completion.finish_reason, completion.flow_digest, request_id=completion.request_id
+    )
 
 
 def _not_ended(request: Request, completion: Completion) -> Unfinished:

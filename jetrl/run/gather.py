@@ -48,8 +48,8 @@ class Gathered:
     """A step's trajectories: all scored groups, those to learn from, and those left out: because their environment
     failed, and (in groups without rewards) because they are not scored.
 
-    `next_prompt` is the place in the task's stream at which the next step starts to sample, `under_way` what goes on in
-    it.
+    `first_prompt` is the place in the task's stream at which the step began to sample, `next_prompt` that of the next.
+    `under_way` is what goes on in it.
     """
 
     groups: tuple[Group, ...]
@@ -58,6 +58,7 @@ class Gathered:
     unscored: tuple[Group, ...]
     stats: dict[str, float]
     next_prompt: int
+    first_prompt: int = 0
     under_way: tuple[UnderWay, ...] = ()
 
 
@@ -113,10 +114,11 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     stats = scoring_stats(scores) | stats | rollout_stats(whole, clock.seconds["rollout"])
     if config.environment.name == TOOLS:
         stats |= tool_stats(groups_of_all)
+    first = session.progress.num_prompts
     if carry is not None:
         stats |= carry.stats(learnt, clock.seconds["rollout"])
-        return Gathered(groups, learnt, failed, unscored, stats, carry.place, carry.left())
-    return Gathered(groups, learnt, failed, unscored, stats, place)
+        return Gathered(groups, learnt, failed, unscored, stats, carry.place, first, carry.left())
+    return Gathered(groups, learnt, failed, unscored, stats, place, first)
 
 
 def _beside(session: Session) -> AbstractContextManager[GroupScores | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -49,6 +49,7 @@ from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
 from jetrl.run.carried import OLD_WEIGHTS, ess_told
 from jetrl.run.checkpoint import state
+from jetrl.run.checkpoint.base import stays
 from jetrl.run.checkpoint.resume import data_digests
 from jetrl.run.compiling.display import Compiling
 from jetrl.run.fit.advice import told_when_out_of_memory
@@ -56,6 +57,7 @@ from jetrl.run.gather import Gathered, evaluate, gather
 from jetrl.run.no_signal import without_gradient, without_signal
 from jetrl.run.pin import Pin, pinned, pins_of, record
 from jetrl.run.prepare import epochs_told
+from jetrl.run.replay import keeping
 from jetrl.run.setup import Session, begin, build, build_model
 from jetrl.run.sft import warm_start
 from jetrl.run.stopping import GivenUp, StopRequest
@@ -154,6 +156,8 @@ class Run:
         session, found = self.session, self._found
         if session.config.checkpoint.resume != "never":  # even without a checkpoint: a run may stop before its first
             self.recorder.drop_after(session.progress.step if found is not None else -1, session.progress.first_row)
+            if session.world.first:
+                keeping.drop_after(self.run_dir, session.progress.step)
         if found is None:
             metrics = start(session, self.recorder, self.clock, self.run_dir, self.stop)
         else:
@@ -215,7 +219,7 @@ def opened(
     on_rank0(world, lambda: check_trackers(TrackSettings(**config.track.model_dump())))
     launch.set_limit(config.train.collective_timeout)
     with told_when_out_of_memory(config, world):
-        session = build(config, weights=found is None, world=world, displays=Compiling, own=own)
+        session = build(config, weights=found is None or stays(config), world=world, displays=Compiling, own=own)
         try:
             ranks = {} if world.alone else {"ranks": world.size}
             with _recorded(session, run_dir, command, stop, found, record(pins) | ranks, console) as running:
@@ -285,16 +289,16 @@ def start(
 ) -> dict[str, float]:
     """What comes before step 1: warm start, reference policy, first publish and evaluation, checkpoint 0. The metrics
     of the evaluation."""
-    config = session.config
+    config, warm = session.config, None
     if config.sft.steps:
         with clock("warm start", config.sft.steps):
             stop.phase = "warm start"
-            warm_start(
+            warm = warm_start(
                 session.model, config, session.task, session.tokenizer, lambda *_: clock.display.advance(),
                 clock.display.message, session.world, session.own.digests,
             )
     stop.phase = "step"
-    state.begin(session, run_dir)
+    state.begin(session, run_dir, warm)
     weights = publish(session.model, 0, session.flow_digest)
     with together(session.world):
         session.engine.load(weights)
@@ -331,8 +335,8 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             gathered.learnt, max_tokens_per_gpu=config.train.max_tokens_per_gpu, flow_digest=session.flow_digest,
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
-            own=own_numbers(session.world, config.train.reduction, config.train.reduction_lanes),
-            max_off_policy_steps=config.rl.max_off_policy_steps if config.rollout.overcommit else 0,
+            own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
+            max_off_policy_steps=config.most_behind,
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):
@@ -347,7 +351,9 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
                 clip = Calibration(session.learner, config, progress.clip_bounds)
                 stats = noise_metrics(session.learner, batches, clip.config, step) | clip.begin(batches, step)
                 tell = partial(clock.display.hint, step)
-                stats |= update(session.learner, batches, clip.config, step, tell, clip.measure) | clip.metrics()
+                seen = keeping.digests_for(config)
+                seen.add_batches(batches)
+                stats |= update(session.learner, batches, clip.config, step, tell, clip.measure, seen) | clip.metrics()
         except NonFiniteError as error:
             raise state.stop_non_finite(session, batches, step, run_dir, error) from error
     with clock("publish"):
@@ -366,6 +372,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
         finally:  # the step is done, whatever happens to its evaluation
             metrics |= clock.take() | session.pending.beside.take_metrics()
             record_step(session, recorder, step, metrics, gathered, learnt)
+            keeping.keep(session, run_dir, seen, gathered, learnt)
     clock.display.step({"step": step} | metrics)
     tell_hints(clock.display, step, metrics, gathered, learnt, clip.config)
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
@@ -438,7 +445,7 @@ def check_parity(session: Session, display: Display, metrics: dict[str, float], 
     found = f"{share:.0%} of its tokens have a different log-prob in training than in the rollout, by up to {gap:.3g}"
     if engine != "jetrl":
         raise common(UserError(
-            f"rollout.engine = {engine} says keeps_bits = True, but in step {session.progress.step} {found}. Set "
+            f"rollout.engine = {engine} sets keeps_bits = True, but in step {session.progress.step} {found}. Set "
             "keeps_bits = False (the learner then computes what it needs itself), or fix the engine; then continue "
             "with --resume."
         ))
@@ -544,7 +551,7 @@ def run_sft(config: Config) -> Path:
     trust.remember(config)
     with no_silent_exit(), told_when_out_of_memory(config, World()):
         config, plan, _ = begin(pinned(config)[0], samples=False, displays=Compiling)
-        model = build_model(config, plan.spec, plan.recipe)
+        model = build_model(config, plan.spec, replace(plan.recipe, lora=None))
         with Display(config.sft.steps, f"{config.name} warm start", step_interval=10.0) as display:
             return warm_start(
                 model, config, plan.task, plan.tokenizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from jetrl.report.recorder import read_samples
 from jetrl.rl.mismatch import SampleSize
 from jetrl.run.carried import Carry, ess_told, lags
 from jetrl.run.checkpoint import suspended
+from jetrl.run.replay import checks, record
+from jetrl.run.replay.checks import _spans as spans_of
+from jetrl.run.replay.checks import replay
 from jetrl.run.setup import build
 from jetrl.types import Group, Problem, Prompt, Segment, Trajectory
 
@@ -108,6 +112,31 @@ def test_what_would_get_too_old_waits_or_is_dropped(tmp_path: Path) -> None:
     drops = numbers(tiny_run(tmp_path, ragged(short | {"rl.on_stale": "drop"}), "drops"))[1:]
     assert all(row["rollout/off_policy_steps_max"] <= 1 for row in (*waits, *drops))
     assert sum(row["rollout/dropped_stale"] for row in waits) == 0 < sum(row["rollout/dropped_stale"] for row in drops)
+
+
+def test_every_token_is_replayed_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs by the learner, draws by the engine, updates by the trainer: 0 of them different. A span that is moved
+    by one token, in the record alone, is found."""
+    run_dir = tiny_run(tmp_path, ragged({"train.steps": 4, "eval.eval_interval": 0, "checkpoint.save_interval": 1}))
+    for step in (2, 3, 4):
+        for what in ("logprobs", "rollout", "update"):
+            found = replay(run_dir, step, what)
+            assert found.same and found.checked > 20, found
+    one = record.read(run_dir, 3)
+    assert max(len(t.turns[0].spans) for g in one.learnt for t in g.trajectories) > 1
+    monkeypatch.setattr(checks, "_spans", lambda name, t: [
+        replace(s, start=s.start - 1, before=s.before - 1) if s.before > 1 else s for s in spans_of(name, t)
+    ])
+    assert replay(run_dir, 3, "logprobs").different > 0
+
+
+def test_a_step_without_a_record_needs_what_was_carried_into_it(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path, ragged({"train.steps": 4, "eval.eval_interval": 0, "checkpoint.save_interval": 100}))
+    (run_dir / "replay/step_000002.safetensors").unlink()
+    with pytest.raises(UserError, match="no record of step 2, and cannot roll it out again: of the answers"):
+        replay(run_dir, 4, "update")
+    (run_dir / "replay/step_000001.safetensors").unlink()  # both are rolled out again, from the beginning
+    assert replay(run_dir, 4, "update").same
 
 
 def test_a_span_that_is_moved_is_found_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from jetrl.hashing import sha256_of_file
 from jetrl.huggingface.write import sync
 from jetrl.rollout.carry import UnderWay
 from jetrl.rollout.requests import train_asked
+from jetrl.run.checkpoint import checkpoint
 from jetrl.run.setup import Session
 from jetrl.tasks.task import sample
 from jetrl.types import Request, Segment, Trajectory, Unfinished
@@ -32,9 +33,10 @@ def packed(groups: Sequence[UnderWay]) -> tuple[Table, bytes]:
     def row(answer: Unfinished | Trajectory) -> dict[str, Any]:
         one = answer if isinstance(answer, Unfinished) else answer.segments[-1]
         columns.append((one.tokens, one.logprobs))
-        found: dict[str, Any] = {"tokens": len(one.tokens), "spans": [list(span) for span in one.spans]}
+        id = answer.request.id if isinstance(answer, Unfinished) else answer.request_id
+        found: dict[str, Any] = {"id": id, "tokens": len(one.tokens), "spans": [list(span) for span in one.spans]}
         if isinstance(answer, Unfinished):
-            return found | {"id": answer.request.id}
+            return found
         return found | {"end": answer.end, "text": answer.segments[-1].text, "flow": answer.flow_digest}
 
     table = [{"prompt": group.prompt.index, "answers": [row(answer) for answer in group.answers]} for group in groups]
@@ -45,11 +47,12 @@ def packed(groups: Sequence[UnderWay]) -> tuple[Table, bytes]:
     return table, save({"tokens": tokens, "logprobs": logprobs})
 
 
-def write(folder: Path, content: bytes) -> Path:
-    """The file in a checkpoint that is being written."""
-    (folder / FILE).write_bytes(content)
-    sync(folder / FILE)
-    return folder / FILE
+def write_beside(write_model: checkpoint.WriteModel, content: bytes, folder: Path, *args: Any) -> list[Path]:
+    """`write_model`, and the file next to the model's `folder` in a checkpoint that is being written."""
+    path = folder.parent / FILE
+    path.write_bytes(content)
+    sync(path)
+    return [*write_model(folder, *args), path]
 
 
 def unpacked(folder: Path, table: Table, hashes: Mapping[str, str], session: Session) -> tuple[UnderWay, ...]:
@@ -81,11 +84,11 @@ def _groups(table: Table, tokens: np.ndarray, logprobs: np.ndarray, session: Ses
             end = at + row["tokens"]
             own, at = (token_ids(tokens[at:end].copy()), log_probs(logprobs[at:end].copy())), end
             spans = tuple((first, version) for first, version in row["spans"])
-            if "id" in row:
+            if "end" not in row:
                 answers.append(Unfinished(Request(row["id"], prompt.tokens, sampling), *own, spans))
             else:
                 answer = Segment("policy", own[0], row["text"], own[1], spans=spans)
-                answers.append(Trajectory((opening, answer), row["end"], row["flow"]))
+                answers.append(Trajectory((opening, answer), row["end"], row["flow"], request_id=row["id"]))
         groups.append(UnderWay(prompt, tuple(answers)))
     if at != len(tokens) or at != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs, and the table has {at}")

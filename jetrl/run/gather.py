@@ -75,13 +75,6 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
     tell_state(session.progress.step, config.train.steps)
     carry = Carry(session, step) if config.rollout.overcommit else None
 
-    def carried_round(count: int, carry: Carry) -> list[Group]:
-        with clock("rollout", count * config.rollout.group_size):
-            rollouts.append(carry.round(count, clock.progress()))
-        with clock("reward"):
-            scores.append(scored(session, rollouts[-1], config))
-        return scores[-1].groups
-
     def one_round(count: int) -> list[Group]:
         nonlocal place
         if carry is not None:
@@ -97,6 +90,13 @@ def gather(session: Session, clock: Clock, step: int) -> Gathered:
             place += count
             with clock("reward"):
                 scores.append(scored(session, rollouts[-1], config, early))
+        return scores[-1].groups
+
+    def carried_round(count: int, carry: Carry) -> list[Group]:
+        with clock("rollout", count * config.rollout.group_size):
+            rollouts.append(carry.round(count, clock.progress()))
+        with clock("reward"):
+            scores.append(scored(session, rollouts[-1], config))
         return scores[-1].groups
 
     if config.rl.dynamic_sampling == "refill":

@@ -374,7 +374,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             record_step(session, recorder, step, metrics, gathered, learnt)
             keeping.keep(session, run_dir, seen, gathered, learnt)
     clock.display.step({"step": step} | metrics)
-    tell_hints(clock.display, step, metrics, gathered, learnt, clip.config)
+    _hint(clock, step, metrics, clip.config, without_signal(gathered.groups, learnt, config))
     if due(config.checkpoint.save_interval, step, config) or stop.anywhere():
         with clock("checkpoint"):  # after the row: a kill in between repeats the step instead of losing its row
             save_once(session, run_dir)
@@ -384,18 +384,16 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     return Step(step, metrics, gathered, learnt)
 
 
-def tell_hints(
-    display: Display, step: int, metrics: dict[str, float], gathered: Gathered, learnt: Sequence[Group], config: Config
-) -> None:
-    """What a step's numbers say to its user."""
-    if reason := without_signal(gathered.groups, learnt, config):
-        display.hint(step, NO_SIGNAL, reason)
+def _hint(clock: Clock, step: int, metrics: dict[str, float], config: Config, no_signal: str) -> None:
+    """What a step's metrics say that users should look at, on the console."""
+    if no_signal:
+        clock.display.hint(step, NO_SIGNAL, no_signal)
     elif reason := without_gradient(metrics, config):
-        display.hint(step, "nothing was learned", reason)
+        clock.display.hint(step, "nothing was learned", reason)
     if noisy := noise_told(metrics, config):
-        display.hint(step, "noise clips tokens", noisy)
+        clock.display.hint(step, "noise clips tokens", noisy)
     if stale := ess_told(metrics):
-        display.hint(step, OLD_WEIGHTS, stale)
+        clock.display.hint(step, OLD_WEIGHTS, stale)
 
 
 def epochs_read(session: Session) -> dict[str, float]:

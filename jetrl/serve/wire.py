@@ -7,7 +7,6 @@ chat and completions; vLLM's protocol for `return_token_ids`, `top_k`, `min_p` a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from jetrl.chat.fields import message_of
 from jetrl.errors import UserError, shown
 from jetrl.serve.refusal import Refused
 from jetrl.types import SamplingParams
+from jetrl.untrusted import json_value
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS = 128, 16, 256
 _SEEDS = 2**64 - 1
@@ -76,8 +76,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        data = json.loads(body, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
+        data = json_value(body, parse_constant=no_number)
+    except ValueError as error:
         raise Refused(f"The body is not JSON: {error}.") from error
     if not isinstance(data, dict):
         raise Refused(f"The body is {shown(data, 60)}: send a JSON object.")

@@ -112,7 +112,7 @@ def estimate(
     in_loss = [count > 0 for batch in packed for count in batch.sequence_tokens]
     with together(world):  # an estimator may be the user's
         if given:
-            filled, stats, returns = list(groups), {}, None
+            filled, stats, returns = list(groups), dict[str, float](), None
         else:
             filled, stats, returns = advantages(groups, rl, kl=kl, values=values, in_loss=in_loss)
     packed = fill(packed, "advantages", [a for group in filled for a in group.advantages])

@@ -47,6 +47,7 @@ from jetrl.report.recorder import (
 )
 from jetrl.report.track import TrackSettings, check_trackers, open_trackers
 from jetrl.rl.selection import recorded
+from jetrl.run.carried import OLD_WEIGHTS, ess_told
 from jetrl.run.checkpoint import state
 from jetrl.run.checkpoint.base import stays
 from jetrl.run.checkpoint.resume import data_digests
@@ -340,6 +341,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
             weight_version=progress.weight_version, mask_truncated=config.rl.mask_truncated,
             updates_per_step=config.rl.updates_per_step, share_prompts=config.train.share_prompts,
             own=own_numbers(session.world.replicas, config.train.reduction, config.train.reduction_lanes),
+            max_off_policy_steps=config.most_behind,
         )
     if session.pending.beside.writes:
         with clock("checkpoint"):
@@ -362,7 +364,7 @@ def train_step(session: Session, recorder: Recorder, clock: Clock, run_dir: Path
     with clock("publish"):
         weights = publish(session.model, progress.weight_version + 1, session.flow_digest, flips := Flips())
     progress.step, progress.weight_version, progress.num_prompts = step, weights.version, gathered.next_prompt
-    progress.clip_bounds = clip.bounds
+    progress.clip_bounds, progress.under_way = clip.bounds, gathered.under_way
     metrics = gathered.stats | advantage_stats | stats | rows_saved(batches) | rank_metrics(session.world)
     metrics |= epochs_read(session) | ({FLIPPED: flips.share} if flips.share is not None else {})
     with saved_on_mistake(session, run_dir):
@@ -395,6 +397,8 @@ def _hint(clock: Clock, step: int, metrics: dict[str, float], config: Config, no
         clock.display.hint(step, "nothing was learned", reason)
     if noisy := noise_told(metrics, config):
         clock.display.hint(step, "noise clips tokens", noisy)
+    if stale := ess_told(metrics):
+        clock.display.hint(step, OLD_WEIGHTS, stale)
 
 
 def epochs_read(session: Session) -> dict[str, float]:

@@ -181,8 +181,8 @@ class Rerun:
         if one.ranks > 1 and session.config.train.reduction == "fast":
             raise UserError(
                 f"Step {one.step} of {self.run_dir} was computed by {one.ranks} ranks with train.reduction = "
-                '"fast", whose sums depend on their number, and a replay runs in one process. Replay log-probs or rollout '
-                'of the step after a checkpoint, or set train.reduction = "fixed" in the next run.'
+                '"fast", whose sums depend on their number, and a replay runs in one process. Replay log-probs or '
+                'rollout of the step after a checkpoint, or set train.reduction = "fixed" in the next run.'
             )
 
     def _roll_out(self, step: int) -> None:
